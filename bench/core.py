@@ -1,0 +1,267 @@
+"""Bytes in to bytes out, with no network: wirecall beside a bare msgspec loop and beside other libraries, in one run.
+
+    make bench            or   python bench/core.py [--quick]
+
+Every row is the best of several rounds, and the rows take turns within a round, so that a noisy neighbour meets them all.
+Read the ratios; the microseconds belong to the machine.
+
+Bare is what any JSON-RPC server must do at the least: decode the envelope, look up the method, decode the params by its
+types, call it, encode the reply. It checks nothing, and a malformed entry would be its end.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from wirecall import App, Limits
+
+Row = tuple[str, int, Callable[[int], float]]
+
+ROUNDS = 3 if "--quick" in sys.argv else 9
+BUDGET = 0.02 if "--quick" in sys.argv else 0.1  # seconds a row may take in a round
+
+
+def call(position: int, method: str = "add") -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "method": method, "params": {"a": position, "b": 2}, "id": position}
+
+
+def message(count: int, method: str = "add") -> bytes:
+    entries = [call(i, method) for i in range(count)]
+    return msgspec.json.encode(entries if count > 1 else entries[0])
+
+
+def answer(count: int) -> list[Any]:
+    return [{"jsonrpc": "2.0", "result": i + 2, "id": i} for i in range(count)]
+
+
+# --- bare -----------------------------------------------------------------------------------------------------------
+
+
+class Envelope(Struct):
+    jsonrpc: Literal["2.0"]
+    method: str
+    params: Raw
+    id: int
+
+
+class Reply(Struct, tag_field="jsonrpc", tag="2.0"):
+    result: Any
+    id: int
+
+
+class AddParams(Struct):
+    a: int
+    b: int
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def add_async(a: int, b: int) -> int:
+    return a + b
+
+
+decode_one = msgspec.json.Decoder(Envelope).decode
+decode_many = msgspec.json.Decoder(list[Envelope]).decode
+encode = msgspec.json.Encoder().encode
+METHODS = {"add": (add, msgspec.json.Decoder(AddParams).decode)}
+
+
+def bare_one(data: bytes) -> bytes:
+    envelope = decode_one(data)
+    function, decode = METHODS[envelope.method]
+    params = decode(envelope.params)
+    return encode(Reply(function(params.a, params.b), envelope.id))
+
+
+def bare_many(data: bytes) -> bytes:
+    replies = []
+    for envelope in decode_many(data):
+        function, decode = METHODS[envelope.method]
+        params = decode(envelope.params)
+        replies.append(Reply(function(params.a, params.b), envelope.id))
+    return encode(replies)
+
+
+# --- wirecall -------------------------------------------------------------------------------------------------------
+
+
+def make_app() -> App:
+    app = App("bench", mode="production", ledger="memory:", limits=Limits(batch=1000))
+    app.query(add)
+    app.query(add_async)
+    app.command(name="put")(add)
+    return app
+
+
+# --- peers ----------------------------------------------------------------------------------------------------------
+
+
+def json_rpc() -> Callable[[bytes], Any]:
+    from jsonrpc import Dispatcher, JSONRPCResponseManager
+
+    dispatcher = Dispatcher({"add": add})
+    return lambda data: JSONRPCResponseManager.handle(data.decode(), dispatcher).json
+
+
+def jsonrpcserver() -> Callable[[bytes], Any]:
+    from jsonrpcserver import Success, dispatch
+
+    return lambda data: dispatch(data.decode(), methods={"add": lambda a, b: Success(a + b)})
+
+
+def ajsonrpc() -> Callable[[bytes], Awaitable[Any]]:
+    from ajsonrpc.dispatcher import Dispatcher
+    from ajsonrpc.manager import AsyncJSONRPCResponseManager
+
+    dispatcher = Dispatcher()
+    dispatcher.add_function(add, name="add")
+    manager = AsyncJSONRPCResponseManager(dispatcher)
+
+    async def handle(data: bytes) -> Any:
+        return await manager.get_payload_for_payload(data.decode())
+
+    return handle
+
+
+def pjrpc() -> Callable[[bytes], Any]:
+    from pjrpc.server import Dispatcher, MethodRegistry
+
+    registry = MethodRegistry()
+    registry.add_method(add, "add")
+    dispatcher = Dispatcher()
+    dispatcher.add_methods(registry)
+
+    def handle(data: bytes) -> Any:
+        dispatched = dispatcher.dispatch(data.decode(), context=None)
+        return dispatched and dispatched[0]
+
+    return handle
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def timed(handle: Callable[[bytes], Any], data: bytes) -> Callable[[int], float]:
+    """A loop of n messages, in seconds."""
+
+    def run(n: int) -> float:
+        started = time.perf_counter()
+        for _ in range(n):
+            handle(data)
+        return time.perf_counter() - started
+
+    return run
+
+
+def timed_async(handle: Callable[[bytes], Awaitable[Any]], data: bytes) -> Callable[[int], float]:
+    async def loop(n: int) -> float:
+        started = time.perf_counter()
+        for _ in range(n):
+            await handle(data)
+        return time.perf_counter() - started
+
+    return lambda n: asyncio.run(loop(n))
+
+
+def check(name: str, reply: Any, count: int) -> None:
+    """A benchmark of wrong answers is worth nothing."""
+    text = reply if isinstance(reply, (str, bytes)) else json.dumps(reply)
+    answered = json.loads(text)
+    expected = answer(count) if count > 1 else answer(1)[0]
+    by_id = sorted(answered, key=lambda entry: entry["id"]) if count > 1 else answered
+    if by_id != expected:
+        raise SystemExit(f"{name} answers {text[:200]!r}")
+
+
+def measure(rows: list[Row]) -> dict[str, float]:
+    """Microseconds per entry, the best of all rounds."""
+    best: dict[str, float] = {}
+    for name, count, run in rows:
+        seconds = run(1)
+        best[name] = seconds / count * 1e6
+    for _ in range(ROUNDS):
+        for name, count, run in rows:
+            n = max(1, int(BUDGET / (best[name] * count / 1e6)))
+            best[name] = min(best[name], run(n) / n / count * 1e6)
+    return best
+
+
+def rows() -> list[Row]:
+    app = make_app()
+    peers: dict[str, Callable[[bytes], Any]] = {"json-rpc": json_rpc(), "jsonrpcserver": jsonrpcserver(), "pjrpc": pjrpc()}
+    table: list[Row] = []
+    for count, bare in ((1, bare_one), (50, bare_many)):
+        data = message(count)
+        table.append((f"bare, {count}", count, timed(bare, data)))
+        table.append((f"wirecall sync, {count}", count, timed(app.handle_sync, data)))
+        table.append((f"wirecall async, {count}", count, timed_async(app.handle, message(count, "add_async"))))
+        check("bare", bare(data), count)
+        check("wirecall", app.handle_sync(data), count)
+        for name, handle in peers.items():
+            check(name, handle(data), count)
+            table.append((f"{name}, {count}", count, timed(handle, data)))
+        handle_async = ajsonrpc()
+        table.append((f"ajsonrpc, {count}", count, timed_async(handle_async, data)))
+    table.append(("wirecall sync, 1000", 1000, timed(app.handle_sync, message(1000))))
+    return table
+
+
+def import_ratio() -> float:
+    """`import wirecall` beside `import msgspec`, each over a bare interpreter, best of several starts."""
+
+    def start(statement: str) -> float:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", statement], check=True)
+        return time.perf_counter() - started
+
+    best = {"pass": 1e9, "import msgspec": 1e9, "import wirecall": 1e9}
+    for _ in range(10 * ROUNDS // 3):
+        for statement in best:
+            best[statement] = min(best[statement], start(statement))
+    return (best["import wirecall"] - best["pass"]) / (best["import msgspec"] - best["pass"])
+
+
+def main() -> int:
+    best = measure(rows())
+    for count in (1, 50):
+        bare = best[f"bare, {count}"]
+        print(f"\n{'one call' if count == 1 else f'an entry in a batch of {count}'}: bare msgspec {bare:.2f} µs")
+        for name, micros in sorted(best.items(), key=lambda item: item[1]):
+            if name.endswith(f", {count}"):
+                print(f"  {name.removesuffix(f', {count}'):<16} {micros:8.2f} µs   {micros / bare:7.1f} x bare")
+    fastest = min(
+        micros for name, micros in best.items() if name.endswith(", 50") and not name.startswith(("bare", "wirecall"))
+    )
+    targets = (
+        ("one call, sync handler, times bare", best["wirecall sync, 1"] / best["bare, 1"], "<=", 4.0),
+        ("an entry in a batch of 50, sync handler, times bare", best["wirecall sync, 50"] / best["bare, 50"], "<=", 2.5),
+        ("the same, async handler that does not wait", best["wirecall async, 50"] / best["bare, 50"], "<=", 5.0),
+        ("faster than the fastest peer, per batch entry", fastest / best["wirecall sync, 50"], ">=", 5.0),
+        ("import wirecall, times import msgspec", import_ratio(), "<=", 2.0),
+        (
+            "a batch of 1000, per entry, times the batch of 50",
+            best["wirecall sync, 1000"] / best["wirecall sync, 50"],
+            "<=",
+            1.3,
+        ),
+    )
+    print()
+    missed = 0
+    for text, value, sign, target in targets:
+        reached = value <= target if sign == "<=" else value >= target
+        missed += not reached
+        print(f"  {'ok  ' if reached else 'MISS'} {value:6.2f}  {sign} {target:<4}  {text}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

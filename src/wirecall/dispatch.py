@@ -1,0 +1,344 @@
+"""The seven steps from bytes to bytes.
+
+    1 parse    jsonrpc.read            bytes -> one message or a batch
+    2 admit    policy.admit            message -> Context, or the error that answers it
+    3 guard    middleware              once per entry, alike for single calls, batch entries and notifications
+    4 bind     methods' signature      raw params -> arguments
+    5 claim    commands.execute        commands with a key: run, wait, replay or refuse
+    6 invoke   Dispatcher._invoke      run the function
+    7 reply    Dispatcher._seal        outcomes -> bytes or nothing, in input order
+
+`Dispatcher.handle` is the whole line. `_begin` starts one entry: a plain query, which needs no context and waits for nobody,
+is answered on the spot; everything else becomes a coroutine of `_serve`, which reads as the list above.
+
+No step calls an earlier one. An `RpcError` at any step becomes the answer of its entry. Anything else is logged with the
+call's correlation id and becomes -32603 with no detail on the wire (J15).
+"""
+
+import asyncio
+import logging
+import time
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from msgspec import UNSET, Raw
+
+from wirecall import jsonrpc
+from wirecall.commands import Commands
+from wirecall.errors import (
+    Busy,
+    DeadlineExceeded,
+    EncodeError,
+    InternalError,
+    InvalidParams,
+    MethodNotFound,
+    RpcError,
+)
+from wirecall.jsonrpc import Data, Failure, Id, Invalid, Message, Success, failure
+from wirecall.lanes import resume, run_batch
+from wirecall.logs import called, failed, logger
+from wirecall.methods import Context, Execution, Method, Registry, correlation_of
+from wirecall.policy import ANONYMOUS, Policy, fingerprint
+
+Outcome: TypeAlias = Success | Failure | None
+Pending: TypeAlias = Coroutine[Any, Any, Outcome]
+Next: TypeAlias = Callable[[Context], Awaitable[Any]]
+Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
+
+BUSY_RETRY_MS = 100
+
+
+class Frame:
+    """What the entries of one message share."""
+
+    __slots__ = ("alone", "caller", "in_full", "logged", "replayed")
+
+    def __init__(self, caller: str, alone: bool, replayed: list[Id] | None, logged: bool, in_full: bool) -> None:
+        self.caller = caller
+        self.alone = alone  # no event loop: nothing may wait
+        self.replayed = replayed  # where the ids of replayed answers are collected, if anybody asked
+        self.logged = logged
+        self.in_full = in_full  # somebody looks at every call, or holds it back: even a plain query takes all the steps
+
+
+class Dispatcher:
+    """Serves the methods of a registry."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        policy: Policy,
+        commands: Commands,
+        *,
+        middleware: Sequence[Middleware] = (),
+        execution: Execution | None = None,
+        strict: bool = True,
+    ) -> None:
+        self._methods = registry.methods
+        self._policy = policy
+        self._commands = commands
+        self._in_full = bool(middleware) or execution == "sequential"
+        self._guarded = _guard(middleware, self._run)
+        self._execution = execution
+        self._strict = strict
+        self._in_flight = 0
+        # A frame is only read, so the calls that nobody watches share two: with an event loop, and without.
+        self._quiet = [Frame(ANONYMOUS, alone, None, False, self._in_full) for alone in (False, True)]
+
+    def handle(
+        self, data: Data, caller: str = ANONYMOUS, alone: bool = False, replayed: list[Id] | None = None
+    ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
+        """Bytes in, bytes or nothing out: at once where nobody has to wait, else as a coroutine.
+
+        `alone` says that there is no event loop, so that nothing may wait.
+        """
+        limits = self._policy.limits
+        read: Any = jsonrpc.read(data, self._strict, limits.bytes_in, limits.depth, limits.batch)
+        is_batch = type(read) is list
+        if self._in_flight + (len(read) if is_batch else 1) > limits.in_flight:
+            return self._refuse(read if is_batch else [read], is_batch)
+        logged = logger.isEnabledFor(logging.INFO)
+        if logged or replayed is not None or caller != ANONYMOUS:
+            frame = Frame(caller, alone, replayed, logged, logged or self._in_full)
+        else:
+            frame = self._quiet[alone]
+        if is_batch:
+            return self._batch(read, frame)
+        outcome: Any = self._begin(frame, read, None)
+        if type(outcome) is types.CoroutineType:
+            return self._single(outcome)
+        return None if outcome is None else self._seal(outcome)
+
+    async def _single(self, pending: "Pending") -> bytes | None:
+        self._in_flight += 1
+        try:
+            outcome = await pending
+            return None if outcome is None else self._seal(outcome)
+        finally:
+            self._in_flight -= 1
+
+    async def aclose(self, grace: float) -> None:
+        """Finish or release the commands that are under way."""
+        await self._commands.aclose(grace)
+
+    async def _batch(self, entries: list[Message | Invalid], frame: Frame) -> bytes | None:
+        concurrency = 1 if frame.alone else self._policy.limits.concurrency
+        self._in_flight += len(entries)
+        try:
+            outcomes = await run_batch(entries, partial(self._begin, frame), self._is_in_lane, concurrency=concurrency)
+            owed = [outcome for outcome in outcomes if outcome is not None]
+            return self._seal_batch(owed) if owed else None
+        finally:
+            self._in_flight -= len(entries)
+
+    def _is_in_lane(self, message: Message | Invalid) -> bool:
+        assert not isinstance(message, Invalid)  # those are answered on the spot
+        method = self._methods[message.method]
+        execution = method.execution or self._execution
+        return method.is_command if execution is None else execution == "sequential"
+
+    def _refuse(self, entries: list[Message | Invalid], is_batch: bool) -> bytes | None:
+        """Too many calls are in flight: everybody who is owed an answer is told to come back."""
+        busy = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
+        answers = [jsonrpc.encode(failure(m.id, busy)) for m in entries if m.id is not UNSET]
+        return jsonrpc.make_reply(answers, is_batch)
+
+    # --- one entry -------------------------------------------------------------------------------------------------
+
+    def _begin(self, frame: Frame, message: Message | Invalid, position: int | None) -> "Outcome | Pending":
+        """The outcome, or a coroutine that will give it."""
+        if type(message) is Invalid:
+            return self._refused(frame, message, position, message.error)
+        method = self._methods.get(message.method)
+        if method is None:
+            return self._not_found(frame, message, position)
+        id = message.id
+        if not method.plain or id is UNSET or frame.in_full:
+            return self._serve(frame, message, method, position)
+        try:
+            result = method.function(*method.bind(message.params))
+        except BaseException as error:
+            return self._failure(message, method, error)
+        return self._step(message, id, method, result) if type(result) is types.CoroutineType else Success(result, id)
+
+    def _step(self, message: Message, id: Id, method: Method, coroutine: Any) -> "Outcome | Pending":
+        """A coroutine that ends without waiting is run on the spot: 1.4 times faster than awaiting it, in a batch of 50."""
+        try:
+            return self._finish(message, id, method, coroutine, coroutine.send(None))
+        except StopIteration as finished:
+            return Success(finished.value, id)
+        except BaseException as error:
+            return self._failure(message, method, error)
+
+    async def _finish(self, message: Message, id: Id, method: Method, begun: Any, awaited: Any) -> Outcome:
+        try:
+            return Success(await resume(begun, awaited), id)
+        except BaseException as error:
+            return self._failure(message, method, error)
+
+    async def _serve(self, frame: Frame, message: Message, method: Method, position: int | None) -> Outcome:
+        """One entry through all the steps."""
+        started = time.perf_counter()
+        context: Context | None = None
+        outcome: Outcome
+        try:
+            context = self._policy.admit(message, method, caller=frame.caller, position=position)
+            context._frame = frame
+            result = await self._guarded(context)
+            outcome = Success(result, None if context.id is UNSET else context.id)
+        except BaseException as error:
+            outcome = self._failure(message, method, error, context)
+        if frame.logged:
+            self._log(message, position, outcome, started, context)
+        return None if context is not None and context.is_notification else outcome
+
+    async def _run(self, context: Context) -> Any:
+        """Steps 4 to 6, inside the middleware."""
+        method, frame = self._methods[context.method], context._frame
+        args, keywords = method.signature.bind_all(context.params, context)
+        call = partial(self._invoke, method, args, keywords, frame.alone)
+        if context.idempotency_key is None:
+            result = await self._in_time(method, call, frame)
+            return Raw(jsonrpc.encode(result)) if frame.in_full else result
+        identity = fingerprint(context.params)
+        sealed = await self._commands.execute(context, method, identity, call, alone=frame.alone)
+        context.replayed = sealed.replayed
+        if sealed.replayed and frame.replayed is not None:
+            frame.replayed.append(context.id)
+        return sealed.result
+
+    async def _invoke(self, method: Method, args: Any, keywords: Any, alone: bool) -> Any:
+        if method.blocking and not alone:
+            return await asyncio.to_thread(method.function, *args, **keywords)
+        result = method.function(*args, **keywords)
+        return await result if hasattr(result, "__await__") else result
+
+    async def _in_time(self, method: Method, call: Callable[[], Awaitable[Any]], frame: Frame) -> Any:
+        if method.timeout is None or frame.alone:
+            return await call()
+        deadline = asyncio.timeout(method.timeout)
+        try:
+            async with deadline:
+                return await call()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            # An unprotected command was cut somewhere in the middle; a query changes nothing wherever it is cut.
+            raise DeadlineExceeded(ran="unknown" if method.is_command else "no") from None
+
+    # --- errors ----------------------------------------------------------------------------------------------------
+
+    def _not_found(self, frame: Frame, message: Message, position: int | None) -> Outcome:
+        try:
+            jsonrpc.check_params_shape(message.params)
+        except RpcError as error:
+            return self._refused(frame, message, position, error)
+        refused = self._refused(frame, message, position, MethodNotFound(f"there is no method {message.method[:100]!r}"))
+        return None if message.id is UNSET else refused  # P6: a notification to an unknown method is met with silence
+
+    def _refused(self, frame: Frame, message: Message | Invalid, position: int | None, error: RpcError) -> Failure:
+        refusal = failure(None if message.id is UNSET else message.id, error)
+        if frame.logged:
+            self._log(message, position, refusal, time.perf_counter(), None)
+        return refusal
+
+    def _failure(self, message: Message, method: Method, error: BaseException, context: Context | None = None) -> Failure:
+        """What a failed call is answered with. What is not a call's failure goes on up."""
+        if isinstance(error, RpcError):
+            error = _shape_first(message, error)
+        elif isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancelled(error):
+            raise error
+        else:
+            failed(method.name, context.correlation_id if context else correlation_of(message.id), error)
+            error = InternalError()
+        return failure(None if message.id is UNSET else message.id, error)
+
+    def _log(
+        self, message: Message | Invalid, position: int | None, outcome: Outcome, started: float, context: Context | None
+    ) -> None:
+        name = "" if type(message) is Invalid else message.method
+        method = self._methods.get(name)
+        word = "error" if type(outcome) is Failure else "replayed" if context and context.replayed else "ok"
+        called(
+            correlation_id=context.correlation_id if context else correlation_of(message.id),
+            method=name[:100],
+            kind=method.kind.value if method else None,
+            position=position,
+            duration_ms=(time.perf_counter() - started) * 1000,
+            outcome=word,
+            code=outcome.error.code if type(outcome) is Failure else None,
+        )
+
+    # --- the reply -------------------------------------------------------------------------------------------------
+
+    def _seal(self, outcome: Success | Failure) -> bytes:
+        """One answer as bytes. A result that cannot be sent costs its own entry, and no other."""
+        try:
+            data = jsonrpc.write(outcome)
+        except EncodeError as error:
+            failed("reply", correlation_of(outcome.id), error)
+            return jsonrpc.encode(failure(outcome.id, InternalError()))
+        return data if len(data) <= self._policy.limits.bytes_out else self._too_large(outcome)
+
+    def _seal_batch(self, outcomes: list[Success | Failure]) -> bytes:
+        """One encode for all; only if that fails, or is too long, one by one."""
+        try:
+            data = jsonrpc.write_batch(outcomes)
+            if len(data) <= self._policy.limits.bytes_out:
+                return data
+        except EncodeError:
+            pass
+        room = self._policy.limits.bytes_out
+        sealed = []
+        for outcome in outcomes:
+            data = self._seal(outcome)
+            data = data if len(data) <= room else self._too_large(outcome)
+            room -= len(data)
+            sealed.append(data)
+        return jsonrpc.make_batch(sealed)
+
+    def _too_large(self, outcome: Success | Failure) -> bytes:
+        limit = self._policy.limits.bytes_out
+        return jsonrpc.encode(
+            failure(
+                outcome.id,
+                InternalError(
+                    f"the reply is longer than {limit} bytes", type="limit_exceeded", limit="bytes_out", max=limit, ran="yes"
+                ),
+            )
+        )
+
+
+def _guard(middleware: Sequence[Middleware], innermost: Next) -> Next:
+    """The middleware around the call, the first one outermost."""
+    call = innermost
+    for layer in reversed(middleware):
+        call = _around(layer, call)
+    return call
+
+
+def _around(layer: Middleware, inner: Next) -> Next:
+    return lambda context: layer(context, inner)
+
+
+def _shape_first(message: Message, error: RpcError) -> RpcError:
+    """Params that are neither array nor object make the request invalid, whatever the binding said about them."""
+    if isinstance(error, InvalidParams):
+        try:
+            jsonrpc.check_params_shape(message.params)
+        except RpcError as shape:
+            return shape
+    return error
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether this call is being cancelled, in contrast to a handler that lets somebody else's cancellation escape."""
+    if not isinstance(error, asyncio.CancelledError):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        return False
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,187 @@
+"""Every exception and every code of wirecall.
+
+    WirecallError
+    ├── UsageError                 our user's mistake: a registration, an option, a call in the wrong place
+    ├── EncodeError                a value that JSON cannot carry
+    └── RpcError                   an error as it travels: code, message, data
+        ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
+        ├── ParseError             -32700
+        ├── InvalidRequest         -32600
+        │   └── LimitExceeded      -32600  data.type = limit_exceeded, data.limit, data.max
+        ├── MethodNotFound         -32601
+        ├── InvalidParams          -32602
+        │   ├── KeyRequired        -32602  data.type = idempotency_key_required
+        │   └── KeyInvalid         -32602  data.type = idempotency_key_invalid
+        ├── InternalError          -32603
+        ├── KeyInProgress           40910  data.type = idempotency_key_in_progress
+        ├── ResultNotRetained       41010  data.type = result_not_retained
+        ├── KeyConflict             42210  data.type = idempotency_key_conflict
+        ├── Busy                    42910  data.type = busy
+        ├── LedgerUnavailable       50310  data.type = ledger_unavailable
+        ├── DeadlineExceeded        50410  data.type = deadline_exceeded
+        └── OutcomeUnknown          50910  data.type = outcome_unknown
+
+Our own codes are positive and shaped like HTTP statuses, because MCP 2026-07-28 closes the whole range
+-32768..-32000 to implementations. Each of them carries `data.type` and `data.ran`: "no", "yes" or "unknown".
+"""
+
+from typing import Any, ClassVar, Literal
+
+Ran = Literal["no", "yes", "unknown"]
+
+
+class WirecallError(Exception):
+    """Anything that wirecall raises."""
+
+
+class UsageError(WirecallError):
+    """A mistake in the program that uses wirecall: what is wrong, why, and what to do instead."""
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__("\n".join(filter(None, (what, why and f"  why: {why}", fix and f"  fix: {fix}"))))
+
+
+class EncodeError(WirecallError):
+    """A value that cannot be written as JSON."""
+
+
+class RpcError(WirecallError):
+    """An error that reaches the caller: `code`, `message` and, when not None, `data`."""
+
+    def __init__(self, code: int, message: str, data: Any = None) -> None:
+        super().__init__(code, message, data)
+        self.code = code
+        self.message = message
+        self.data = data
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.code})" if self.data is None else f"{self.message} ({self.code}): {self.data}"
+
+
+class DomainError(RpcError):
+    """The error a handler raises on purpose: it reaches the caller and, for a command, it is recorded."""
+
+
+class _Fixed(RpcError):
+    """An error whose code and message are given by its class; `reason` and the rest become `data`."""
+
+    CODE: ClassVar[int]
+    MESSAGE: ClassVar[str]
+    TYPE: ClassVar[str] = ""
+
+    def __init__(self, reason: str = "", **data: Any) -> None:
+        named = {"type": self.TYPE} if self.TYPE else {}
+        told = {"reason": reason} if reason else {}
+        super().__init__(self.CODE, self.MESSAGE, {**named, **told, **data} or None)
+
+
+class ParseError(_Fixed):
+    """The message is not JSON."""
+
+    CODE = -32700
+    MESSAGE = "Parse error"
+
+
+class InvalidRequest(_Fixed):
+    """The JSON is not a request that may be made."""
+
+    CODE = -32600
+    MESSAGE = "Invalid Request"
+
+
+class LimitExceeded(InvalidRequest):
+    """The message is larger than one of `Limits`."""
+
+    TYPE = "limit_exceeded"
+
+    def __init__(self, reason: str, *, limit: str, maximum: int, **data: Any) -> None:
+        super().__init__(reason, limit=limit, max=maximum, **data)
+
+
+class MethodNotFound(_Fixed):
+    """There is no method of that name."""
+
+    CODE = -32601
+    MESSAGE = "Method not found"
+
+
+class InvalidParams(_Fixed):
+    """The params do not fit the method."""
+
+    CODE = -32602
+    MESSAGE = "Invalid params"
+
+
+class KeyRequired(InvalidParams):
+    """A command in production mode came without an idempotency key."""
+
+    TYPE = "idempotency_key_required"
+
+
+class KeyInvalid(InvalidParams):
+    """The idempotency key is not 1 to 255 printable ASCII characters, or two values were given."""
+
+    TYPE = "idempotency_key_invalid"
+
+
+class InternalError(_Fixed):
+    """The handler failed; the log knows why, the wire does not."""
+
+    CODE = -32603
+    MESSAGE = "Internal error"
+
+
+class KeyInProgress(_Fixed):
+    """The first call with this key is still running."""
+
+    CODE = 40910
+    MESSAGE = "A command with this idempotency key is in progress"
+    TYPE = "idempotency_key_in_progress"
+
+
+class ResultNotRetained(_Fixed):
+    """The command was done; its result is no longer kept."""
+
+    CODE = 41010
+    MESSAGE = "The command was done; its result is not retained"
+    TYPE = "result_not_retained"
+
+
+class KeyConflict(_Fixed):
+    """The key was used before with other params."""
+
+    CODE = 42210
+    MESSAGE = "This idempotency key was used with other params"
+    TYPE = "idempotency_key_conflict"
+
+
+class Busy(_Fixed):
+    """More calls are in flight than `Limits.in_flight` admits."""
+
+    CODE = 42910
+    MESSAGE = "Busy"
+    TYPE = "busy"
+
+
+class LedgerUnavailable(_Fixed):
+    """The ledger cannot be reached, so no command is run."""
+
+    CODE = 50310
+    MESSAGE = "The ledger is unavailable"
+    TYPE = "ledger_unavailable"
+
+
+class DeadlineExceeded(_Fixed):
+    """The method did not answer within its timeout."""
+
+    CODE = 50410
+    MESSAGE = "Deadline exceeded"
+    TYPE = "deadline_exceeded"
+
+
+class OutcomeUnknown(_Fixed):
+    """Whether the command took effect is not known."""
+
+    CODE = 50910
+    MESSAGE = "The outcome of this command is unknown"
+    TYPE = "outcome_unknown"

@@ -1,0 +1,134 @@
+"""The entries of one batch, run side by side or one after another (J13).
+
+`run_batch` starts the entries in array order. An entry that does not wait is finished before the next one begins, and
+costs no task. The first entry that does wait keeps the task it began in, and a new worker goes on with the entries behind
+it; so every handler lives in one task from its first line to its last, as `asyncio.timeout` and `TaskGroup` inside it
+require, and tasks are made only for what really runs side by side.
+
+Entries in the lane (commands, by default) run one at a time and in array order: while one of them waits, the next ones are
+put aside, and whoever ends the waiting one takes them up.
+"""
+
+import asyncio
+import types
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+E = TypeVar("E")
+Coro = Coroutine[Any, Any, Any]
+
+
+async def run_batch(
+    entries: Sequence[E],
+    begin: Callable[[E, int], "T | Coroutine[Any, Any, T]"],
+    in_lane: Callable[[E], bool],
+    *,
+    concurrency: int,
+) -> list[T]:
+    """The outcome of every entry, in input order. `begin` gives the outcome, or a coroutine that will."""
+    run = _Batch(entries, begin, in_lane, concurrency)
+    try:
+        await run.work()
+        while run.workers:
+            await asyncio.wait(run.workers)
+    finally:
+        if run.workers or run.aside:
+            await run.stop()
+    for worker in run.ended:
+        worker.result()  # an outcome is never an exception: what is raised here ends the whole batch
+    return run.outcomes
+
+
+class _Batch(Generic[E, T]):
+    def __init__(
+        self,
+        entries: Sequence[E],
+        begin: Callable[[E, int], "T | Coroutine[Any, Any, T]"],
+        in_lane: Callable[[E], bool],
+        concurrency: int,
+    ) -> None:
+        self.outcomes: list[Any] = [None] * len(entries)
+        self.workers: set[asyncio.Task[None]] = set()
+        self.ended: list[asyncio.Task[None]] = []
+        self.aside: deque[tuple[int, Coro]] = deque()
+        self._rest: Iterator[tuple[int, E]] = enumerate(entries)
+        self._begin = begin
+        self._in_lane = in_lane
+        self._free = concurrency - 1  # workers that may still join the first one
+        self._lane_taken = False
+
+    async def work(self) -> None:
+        """Take entries until none are left."""
+        outcomes, begin = self.outcomes, self._begin
+        for position, entry in self._rest:
+            outcome = begin(entry, position)
+            if type(outcome) is not types.CoroutineType:
+                outcomes[position] = outcome
+            elif not self._in_lane(entry):
+                outcomes[position] = await _beside(outcome, self._join)
+            elif self._lane_taken:
+                self.aside.append((position, outcome))
+            else:
+                await self._take_lane(position, outcome)
+
+    async def _take_lane(self, position: int, coroutine: Coro) -> None:
+        self._lane_taken = True
+        self.outcomes[position] = await _beside(coroutine, self._join)
+        while self.aside:
+            position, coroutine = self.aside.popleft()
+            self.outcomes[position] = await coroutine
+        self._lane_taken = False
+
+    def _join(self) -> None:
+        """The entry at hand waits: let another worker go on with the rest."""
+        if self._free > 0:
+            self._free -= 1
+            worker = asyncio.get_running_loop().create_task(self.work())
+            self.workers.add(worker)
+            worker.add_done_callback(self._leave)
+
+    def _leave(self, worker: "asyncio.Task[None]") -> None:
+        self._free += 1
+        self.workers.discard(worker)
+        self.ended.append(worker)
+
+    async def stop(self) -> None:
+        """The batch is cancelled: leave no task and no coroutine behind."""
+        self._free = 0
+        while self.aside:
+            self.aside.popleft()[1].close()
+        for worker in self.workers:
+            worker.cancel()
+        while self.workers:
+            await asyncio.wait(self.workers)
+
+
+@types.coroutine
+def _beside(coroutine: Coro, on_wait: Callable[[], None]) -> Generator[Any, Any, Any]:
+    """Await a coroutine in the running task; `on_wait` is called when it waits for the first time, if it ever does."""
+    try:
+        awaited = coroutine.send(None)
+    except StopIteration as finished:
+        return finished.value
+    on_wait()
+    return (yield from resume(coroutine, awaited))
+
+
+@types.coroutine
+def resume(coroutine: Coro, awaited: Any) -> Generator[Any, Any, Any]:
+    """Await a coroutine that was begun in the running task and has asked to wait for `awaited`."""
+    while True:
+        try:
+            try:
+                sent = yield awaited
+            except GeneratorExit:
+                coroutine.close()
+                raise
+            except BaseException as error:
+                awaited = coroutine.throw(error)
+            else:
+                awaited = coroutine.send(sent)
+        except StopIteration as finished:
+            return finished.value

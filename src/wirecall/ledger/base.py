@@ -1,0 +1,254 @@
+"""The ledger: the record of commands, so that each takes effect once.
+
+A record is what is known of one command: who sent it, which method, under which key; whether it runs, is done, or whether
+nobody knows. This file holds the contract that every store keeps, and the table of states.
+
+The rules of the contract:
+
+1. Every transition is one atomic compare-and-set in the store, on (record id, state, fence, nonce).
+2. Only the holder of the current token may touch a record. A token is a fence, which grows with every claim, and a
+   random nonce, so that a record that was removed and made again never meets an old token.
+3. The lease is a field of the record, never its expiry. A record whose holder vanished stays, as evidence.
+4. No process clock decides anything shared: the store's clock measures leases and retention. A record tells how much of
+   its lease is left, not when it ends.
+5. Outcomes are bytes. Nothing looks at whether a result is true, empty or null.
+6. A store that cannot be reached raises `LedgerDown`, and nothing else of its driver's.
+
+    absent ──claim──► RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
+                      │  │ ▲ └─release─► absent
+                      │  │ └──claim by a successor, lease over: not committed, rerun, reconcile
+                      │  ├──suspend──► WAITING ──claim that continues──► RUNNING
+                      │  └──lease over, on_crash unknown; abandon──► UNKNOWN ──complete by its holder; resolve──► DONE
+                      └──lapse: the lease ends now                          └──resolve: not done──► absent
+"""
+
+import enum
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, Protocol, TypeAlias
+
+from msgspec import Struct
+
+from wirecall.errors import UsageError, WirecallError
+
+MAX_ATTEMPTS = 5
+TOMBSTONE_FACTOR = 8
+UNKNOWN_KEPT = 7 * 86_400.0
+
+
+class LedgerDown(WirecallError):
+    """The store cannot be reached, or refuses to work; the message says which and why."""
+
+
+class CommitUnknown(LedgerDown):
+    """The store went away in the middle of a commit, and could not be asked since whether it took effect."""
+
+
+class Locked(WirecallError):
+    """Another transaction holds the record and did not end within the wait."""
+
+
+class TryAgain(WirecallError):
+    """The store undid the whole transaction in favour of another one; nothing of it is left."""
+
+
+class State(enum.Enum):
+    """What is known of a command."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    DONE = "done"
+    UNKNOWN = "unknown"
+    TOMBSTONE = "tombstone"
+
+
+class RecordId(Struct, frozen=True, order=True):
+    """Which command: the JSON-RPC id has no part in it (P10)."""
+
+    caller: str
+    method: str
+    key: str
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, (self.caller, self.method, self.key)))
+
+
+class Token(Struct, frozen=True):
+    """The right to write to a record, for as long as nobody has claimed it since."""
+
+    id: RecordId
+    fence: int
+    nonce: bytes
+
+
+class Outcome(Struct, frozen=True):
+    """How a command ended. A payload of None was too large to keep, or could not be encoded."""
+
+    kind: Literal["result", "error"]
+    payload: bytes | None
+    digest: bytes
+
+
+class Record(Struct, frozen=True):
+    """One record as the store saw it at the moment of the call. Times are seconds since 1970 by the store's clock."""
+
+    id: RecordId
+    fingerprint: bytes
+    state: State
+    fence: int
+    nonce: bytes
+    committed: bool
+    attempts: int
+    lease_left: float
+    started_at: float
+    completed_at: float | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def token(self) -> Token:
+        return Token(self.id, self.fence, self.nonce)
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """A wish to run a command, and what its method declared."""
+
+    id: RecordId
+    fingerprint: bytes
+    nonce: bytes
+    lease: float
+    retention: float
+    on_crash: Literal["unknown", "rerun", "reconcile", "transactional"]
+    committed: bool = True  # the handler counts as past its commit point from the start
+    continues: bool = False  # the next leg of a call that is WAITING
+
+
+Verdict: TypeAlias = Literal["insert", "take_over", "to_unknown", "to_tombstone", "leave"]
+
+
+def decide(record: Record | None, claim: Claim, *, expired: bool) -> Verdict:
+    """What a claim does to a record: the table of states. `expired` says that the retention is over."""
+    if record is None:
+        return "insert"
+    if record.fingerprint != claim.fingerprint:
+        return "leave"
+    if record.state is State.DONE and expired:
+        return "to_tombstone"
+    if record.state is State.WAITING and claim.continues:
+        return "take_over"
+    if record.state is not State.RUNNING or record.lease_left > 0:
+        return "leave"
+    if not record.committed:
+        return "take_over"
+    if claim.on_crash == "unknown" or record.attempts >= MAX_ATTEMPTS:
+        return "to_unknown"
+    return "take_over"
+
+
+class Ledger(Protocol):
+    """What every store does. Each call is one transition, or one read."""
+
+    async def claim(self, claim: Claim) -> Record:
+        """Apply `decide` and give the record back; it is the claimer's if it carries the claim's nonce."""
+        ...
+
+    async def heartbeat(self, token: Token, lease: float) -> bool:
+        """Renew the lease of a RUNNING record."""
+        ...
+
+    async def commit_point(self, token: Token, lease: float) -> bool:
+        """Mark a RUNNING record as committed and renew its lease; refused once the lease is over."""
+        ...
+
+    async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
+        """RUNNING or UNKNOWN to DONE: a late truth is welcome."""
+        ...
+
+    async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
+        """RUNNING to WAITING: the call needs input from its caller before it can go on."""
+        ...
+
+    async def release(self, token: Token) -> bool:
+        """RUNNING to absent: the holder knows that nothing was done."""
+        ...
+
+    async def abandon(self, token: Token) -> bool:
+        """RUNNING to UNKNOWN: the holder does not know how far it came."""
+        ...
+
+    async def lapse(self, token: Token) -> bool:
+        """End the lease of a RUNNING record now, so that a retry need not wait for it."""
+        ...
+
+    async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
+        """UNKNOWN to DONE with an outcome, or to absent with None: an operator found out."""
+        ...
+
+    async def get(self, id: RecordId) -> Record | None:
+        """The record as it stands."""
+        ...
+
+    async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> list[Record]:
+        """Records in the order of their ids, a page at a time."""
+        ...
+
+    async def counts(self) -> dict[State, int]:
+        """How many records there are in each state."""
+        ...
+
+    async def sweep(self, limit: int = 500) -> int:
+        """Housekeeping on at most `limit` records that are due; gives the number it changed.
+
+        DONE whose retention is over becomes TOMBSTONE, which goes after 8 times the retention in all. RUNNING and WAITING
+        whose lease and retention are over become UNKNOWN, and that goes after UNKNOWN_KEPT.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Give back what was opened."""
+        ...
+
+
+class Transactional(Protocol):
+    """A ledger that can put a record and its handler's own writes into one transaction."""
+
+    def transaction(self, claim: Claim) -> "AbstractAsyncContextManager[Transaction]":
+        """Begin, and look for the record; leaving the block without `complete` undoes everything."""
+        ...
+
+
+class Transaction(Protocol):
+    """An open transaction that holds a record, or found one."""
+
+    record: Record
+    db: Any
+
+    async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
+        """Record the outcome and commit; `undo` drops the handler's writes (a domain error) but keeps the record."""
+        ...
+
+
+def new_nonce() -> bytes:
+    """128 random bits: the owner's half of a token."""
+    return secrets.token_bytes(16)
+
+
+Opener: TypeAlias = Callable[[str], Awaitable[Ledger]]
+
+_SCHEMES = ("memory", "sqlite", "redis", "rediss", "valkey", "postgresql", "postgres")
+
+
+async def open_ledger(url: str) -> Ledger:
+    """The ledger behind a URL; its driver is imported now, not before."""
+    scheme, colon, _ = url.partition(":")
+    if not colon or scheme not in _SCHEMES:
+        raise UsageError(
+            f"{url!r} is not the URL of a ledger.",
+            f"it must begin with one of: {', '.join(name + ':' for name in _SCHEMES)}",
+            'for example "memory:", "sqlite:ledger.db", "redis://localhost:6379/0", "postgresql://localhost/shop"',
+        )
+    from importlib import import_module
+
+    module = {"rediss": "redis", "valkey": "redis", "postgresql": "postgres"}.get(scheme, scheme)
+    opened: Ledger = await import_module(f"wirecall.ledger.{module}").open_url(url)
+    return opened

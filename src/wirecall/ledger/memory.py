@@ -1,0 +1,188 @@
+"""The ledger in a dict: one process, gone with it. For development and tests, and the shortest telling of the contract."""
+
+import time
+from collections.abc import Callable
+from itertools import count
+
+import msgspec
+
+from wirecall.ledger.base import (
+    TOMBSTONE_FACTOR,
+    UNKNOWN_KEPT,
+    Claim,
+    Outcome,
+    Record,
+    RecordId,
+    State,
+    Token,
+    decide,
+)
+
+
+class MemoryLedger:
+    """Nothing here awaits, so every method is atomic."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        self._clock = clock  # leases and retention: a clock that people cannot set
+        self._wall = wall  # what people read
+        self._rows: dict[RecordId, _Row] = {}
+        self._fences = count(1)
+
+    async def claim(self, claim: Claim) -> Record:
+        row = self._rows.get(claim.id)
+        record = row.view(self._clock()) if row else None
+        verdict = decide(record, claim, expired=row is not None and row.expires <= self._clock())
+        if verdict == "insert":
+            row = self._rows[claim.id] = _Row(self._running(claim, attempts=1, started_at=self._wall()), claim.retention)
+            row.hold(self._clock(), claim.lease)
+        assert row is not None
+        if verdict == "take_over":
+            taken = self._running(claim, attempts=row.record.attempts + 1, started_at=row.record.started_at)
+            row.record = msgspec.structs.replace(taken, committed=taken.committed or row.record.committed)
+            row.retention = claim.retention
+            row.hold(self._clock(), claim.lease)
+        elif verdict == "to_unknown":
+            row.turn(State.UNKNOWN, expires=self._clock() + UNKNOWN_KEPT)
+        elif verdict == "to_tombstone":
+            row.bury(self._clock())
+        return row.view(self._clock())
+
+    def _running(self, claim: Claim, *, attempts: int, started_at: float) -> Record:
+        return Record(
+            id=claim.id,
+            fingerprint=claim.fingerprint,
+            state=State.RUNNING,
+            fence=next(self._fences),
+            nonce=claim.nonce,
+            committed=claim.committed,
+            attempts=attempts,
+            lease_left=0,
+            started_at=started_at,
+        )
+
+    async def heartbeat(self, token: Token, lease: float) -> bool:
+        row = self._held(token, State.RUNNING)
+        if row:
+            row.hold(self._clock(), lease)
+        return row is not None
+
+    async def commit_point(self, token: Token, lease: float) -> bool:
+        row = self._held(token, State.RUNNING)
+        if row is None or row.lease_until <= self._clock():
+            return False
+        row.record = msgspec.structs.replace(row.record, committed=True)
+        row.hold(self._clock(), lease)
+        return True
+
+    async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
+        row = self._held(token, State.RUNNING, State.UNKNOWN)
+        if row:
+            row.finish(outcome, self._wall(), retention, self._clock())
+        return row is not None
+
+    async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
+        row = self._held(token, State.RUNNING)
+        if row:
+            row.turn(State.WAITING, expires=self._clock() + retention)
+            row.record = msgspec.structs.replace(row.record, outcome=interim)
+        return row is not None
+
+    async def release(self, token: Token) -> bool:
+        row = self._held(token, State.RUNNING)
+        if row:
+            del self._rows[token.id]
+        return row is not None
+
+    async def abandon(self, token: Token) -> bool:
+        row = self._held(token, State.RUNNING)
+        if row:
+            row.turn(State.UNKNOWN, expires=self._clock() + UNKNOWN_KEPT)
+        return row is not None
+
+    async def lapse(self, token: Token) -> bool:
+        row = self._held(token, State.RUNNING)
+        if row:
+            row.hold(self._clock(), 0)
+        return row is not None
+
+    async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
+        row = self._rows.get(id)
+        if row is None or row.record.state is not State.UNKNOWN:
+            return False
+        if outcome is None:
+            del self._rows[id]
+        else:
+            row.finish(outcome, self._wall(), retention, self._clock())
+        return True
+
+    async def get(self, id: RecordId) -> Record | None:
+        row = self._rows.get(id)
+        return row.view(self._clock()) if row else None
+
+    async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> list[Record]:
+        ids = sorted(id for id in self._rows if after is None or id > after)
+        views = (self._rows[id].view(self._clock()) for id in ids)
+        return [view for view in views if state in (None, view.state)][:limit]
+
+    async def counts(self) -> dict[State, int]:
+        found = [row.record.state for row in self._rows.values()]
+        return {state: found.count(state) for state in State}
+
+    async def sweep(self, limit: int = 500) -> int:
+        due = [row for row in self._rows.values() if row.expires <= self._clock()][:limit]
+        for row in due:
+            if row.record.state is State.DONE:
+                row.bury(self._clock())
+            elif row.record.state in (State.TOMBSTONE, State.UNKNOWN):
+                del self._rows[row.record.id]
+            else:
+                row.turn(State.UNKNOWN, expires=self._clock() + UNKNOWN_KEPT)
+        return len(due)
+
+    async def aclose(self) -> None:
+        """Nothing to give back; the records stay for the life of the object."""
+
+    def _held(self, token: Token, *states: State) -> "_Row | None":
+        row = self._rows.get(token.id)
+        is_held = row and row.record.token == token and row.record.state in states
+        return row if is_held else None
+
+
+class _Row:
+    """A record with the two times that the store keeps about it."""
+
+    __slots__ = ("expires", "lease_until", "record", "retention")
+
+    def __init__(self, record: Record, retention: float) -> None:
+        self.record = record
+        self.lease_until = 0.0
+        self.retention = retention
+        self.expires = 0.0  # when the sweep looks at it next
+
+    def view(self, now: float) -> Record:
+        return msgspec.structs.replace(self.record, lease_left=max(0.0, self.lease_until - now))
+
+    def hold(self, now: float, lease: float) -> None:
+        self.lease_until = now + lease
+        self.expires = now + lease + self.retention
+
+    def turn(self, state: State, *, expires: float) -> None:
+        self.record = msgspec.structs.replace(self.record, state=state)
+        self.lease_until = 0.0
+        self.expires = expires
+
+    def finish(self, outcome: Outcome, completed_at: float, retention: float, now: float) -> None:
+        self.turn(State.DONE, expires=now + retention)
+        self.retention = retention
+        self.record = msgspec.structs.replace(self.record, outcome=outcome, completed_at=completed_at)
+
+    def bury(self, now: float) -> None:
+        self.turn(State.TOMBSTONE, expires=now + (TOMBSTONE_FACTOR - 1) * self.retention)
+        kept = self.record.outcome
+        bare = kept and Outcome(kept.kind, None, kept.digest)
+        self.record = msgspec.structs.replace(self.record, outcome=bare)
+
+
+async def open_url(_: str) -> MemoryLedger:
+    """A new one for every app; the URL has nothing to say."""
+    return MemoryLedger()

@@ -1,0 +1,49 @@
+"""What wirecall writes to the log: one record per call, and one for every handler that failed.
+
+The logger is called `wirecall`. Like any library's it is silent until the program that uses it says otherwise:
+
+    logging.getLogger("wirecall").setLevel(logging.INFO)
+    handler.setFormatter(wirecall.logs.JsonFormatter())
+
+Every record carries its facts as attributes, so that a formatter or a filter need not read sentences: `correlation_id`,
+`method`, `kind`, `position` (in a batch, from 0), `duration_ms`, `outcome` and `code` (of an error). Params and results are
+not logged: they are the user's, and they may be secret.
+"""
+
+import logging
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger("wirecall")
+logger.addHandler(logging.NullHandler())
+
+FIELDS = ("correlation_id", "method", "kind", "position", "duration_ms", "outcome", "code")
+
+
+def called(**facts: Any) -> None:
+    """One call, served or refused."""
+    logger.info("%(method)s %(outcome)s in %(duration_ms).3f ms", facts, extra=facts)
+
+
+def failed(method: str, correlation_id: Any, error: BaseException) -> None:
+    """A handler raised something that is not an answer, or returned something that cannot be sent."""
+    facts = {"method": method, "correlation_id": correlation_id}
+    logger.error("%(method)s failed, correlation_id %(correlation_id)s", facts, exc_info=error, extra=facts)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = {name: getattr(record, name) for name in FIELDS if getattr(record, name, None) is not None}
+        document = {
+            "time": record.created,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **facts,
+        }
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(document, enc_hook=str).decode()

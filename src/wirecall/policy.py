@@ -1,0 +1,129 @@
+"""What may be called, how, and by which key: the rules between parsing a message and running a method.
+
+`Policy.admit` takes a parsed message and its method and gives a `Context`, or the error that answers the message. An
+error raised here is always answered, under id null where the message has none (P2, P6). After admission a notification is
+silent, whatever happens to it.
+
+`fingerprint` is the identity of a command's params: two calls with one key must agree on it.
+"""
+
+import hashlib
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall import jsonrpc
+from wirecall.errors import InvalidRequest, KeyInvalid, KeyRequired, UsageError
+from wirecall.jsonrpc import Message
+from wirecall.methods import KEY, Context, Method
+
+Mode: TypeAlias = Literal["development", "production"]
+
+ANONYMOUS = ""
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Every limit of a message, with its reason; what goes beyond is refused before anything runs (J11)."""
+
+    # Entries in one batch. Fifty calls of a few milliseconds stay within the patience of a proxy.
+    batch: int = jsonrpc.MAX_BATCH
+    # Bytes of one message. A message is held and decoded as a whole; a megabyte of params is a file, not a call.
+    bytes_in: int = jsonrpc.MAX_BYTES
+    # Bytes of one reply. Ten times the message: fifty results of 200 KB, and no more memory per call than that.
+    bytes_out: int = 10 << 20
+    # Nesting of arrays and objects. Decoders recurse; 64 is deeper than documents people write and a tenth of the stack.
+    depth: int = jsonrpc.MAX_DEPTH
+    # Calls of one app under way at once. Beyond, waiting costs the caller more than being told to come back.
+    in_flight: int = 1024
+    # Entries of one batch under way side by side. One batch must not take all places of `in_flight`.
+    concurrency: int = 16
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            if not getattr(self, field) >= 1:
+                raise UsageError(f"Limits({field}={getattr(self, field)!r}) admits nothing.", fix="use a number above 0")
+
+
+class Policy(Struct, frozen=True):
+    """The rules of an app."""
+
+    mode: Mode = "development"
+    limits: Limits = Limits()
+
+    def admit(self, message: Message, method: Method, *, caller: str, position: int | None) -> Context:
+        """The context of a call that may run."""
+        jsonrpc.check_params_shape(message.params)
+        self._check_id(message, method)
+        key = self._key(message.params) if method.is_command else None
+        return Context(method, id=message.id, params=message.params, caller=caller, position=position, idempotency_key=key)
+
+    def _check_id(self, message: Message, method: Method) -> None:
+        if method.is_command and (message.id is UNSET or message.id is None):
+            raise InvalidRequest(f"{method.name} is a command: it is executed only with an id", method=method.name)
+        if message.id is UNSET and not method.notification_allowed:
+            raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
+
+    def _key(self, params: Raw | UnsetType) -> str | None:
+        key = UNSET if params is UNSET else take_key(params)
+        if key is not UNSET:
+            return check_key(key)
+        if self.mode == "production":
+            raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
+        return None
+
+
+def take_key(params: Raw) -> Any:
+    """The key beside the params, or UNSET. Given twice with two values it is refused: each would be a command."""
+    try:
+        key = _decode_keyed(params).idempotency_key
+    except msgspec.ValidationError:  # params by position
+        return UNSET
+    text = bytes(params)
+    if key is not UNSET and (text.count(_QUOTED_KEY) > 1 or b"\\u" in text):
+        import json  # late: the one decoder that shows duplicate members
+
+        values = {json.dumps(value) for name, value in json.loads(text, object_pairs_hook=list) if name == KEY}
+        if len(values) > 1:
+            raise KeyInvalid(f"params.{KEY}: given twice with different values", ran="no")
+    return key
+
+
+def check_key(key: Any) -> str:
+    """1 to 255 printable ASCII characters without spaces."""
+    if not isinstance(key, str):
+        raise KeyInvalid(f"params.{KEY}: expected str, got {type(key).__name__}", ran="no")
+    if not 1 <= len(key) <= 255:
+        raise KeyInvalid(f"params.{KEY}: expected 1 to 255 characters, got {len(key)}", ran="no")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise KeyInvalid(f"params.{KEY}: expected printable ASCII characters without spaces", ran="no")
+    return key
+
+
+class _Keyed(Struct):
+    idempotency_key: Any = UNSET
+
+
+_decode_keyed = msgspec.json.Decoder(_Keyed).decode
+_QUOTED_KEY = f'"{KEY}"'.encode()
+
+# Members of the params that may change between an attempt and its retry.
+_NOT_IDENTITY = (KEY, "idempotencyKey", "_meta", "inputResponses", "requestState")
+
+_canonical = msgspec.json.Encoder(order="deterministic")
+
+
+def fingerprint(params: Raw | UnsetType) -> bytes:
+    """SHA-256 of the params in canonical form: members sorted, 1 equal to 1.0, integers exact at any size."""
+    value = {} if params is UNSET else jsonrpc.decode_any(params)
+    if isinstance(value, dict):
+        value = {name: item for name, item in value.items() if name not in _NOT_IDENTITY}
+    return hashlib.sha256(_canonical.encode(_exact(value))).digest()
+
+
+def _exact(value: Any) -> Any:
+    if type(value) is float:
+        return int(value) if value.is_integer() and abs(value) < 2**53 else value
+    if type(value) is dict:
+        return {name: _exact(item) for name, item in value.items()}
+    return [_exact(item) for item in value] if type(value) is list else value
