@@ -383,11 +383,10 @@ def read(
         return _salvage(data, strict, max_depth, max_batch)
     entries = read if type(read) is list else None
     # Depth n takes 2n brackets, so a short message needs no look. Each entry of a batch opens an object of its own, so
-    # all of them but one cannot add to the depth.
+    # all of them but one, and the array around them, do not add to the depth.
     if len(data) > 2 * max_depth:
         openers = data.count(b"{") + data.count(b"[")
-        beside = len(entries) - 1 if entries else 0
-        if openers - beside > max_depth and _is_deeper(data, max_depth):
+        if openers - (len(entries) if entries else 0) > max_depth and _is_deeper(data, max_depth):
             return Invalid(_too_deep(max_depth))
     if entries is not None and not 0 < len(entries) <= max_batch:
         return Invalid(_batch_error(len(entries), max_batch))
@@ -498,7 +497,7 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"\\'))
 
 
 def _is_deeper(data: bytes, limit: int) -> bool:
-    """Whether brackets nest deeper than `limit`, in time linear in the data and without a Python loop over its bytes.
+    """Whether an entry nests deeper than `limit`, in time linear in the data and without a Python loop over its bytes.
 
     Strings go first. In a skeleton of only brackets and quotes, a string without brackets is two quotes side by side,
     and they cancel; a quote that is left over tells of a string with brackets in it, and a backslash of an escaped
@@ -507,8 +506,9 @@ def _is_deeper(data: bytes, limit: int) -> bool:
     skeleton = data.translate(_ONE_BRACKET, _NOT_STRUCTURE).replace(b'""', b"")
     if b'"' in skeleton or b"\\" in skeleton:
         skeleton = _without_strings(data).translate(_ONE_BRACKET, _NOT_STRUCTURE)
-    too_many = b"[" * (limit + 1)
-    for _ in range(limit):
+    levels = limit + 1 if _opens_array(data) else limit  # the array of a batch is nobody's depth
+    too_many = b"[" * (levels + 1)
+    for _ in range(levels):
         if too_many in skeleton:
             return True
         rest = skeleton.replace(b"[]", b"")

@@ -1,0 +1,37 @@
+"""Short words for tests: make a message, read an answer."""
+
+import json
+from typing import Any
+
+from wirecall import App, jsonrpc
+
+
+def call(method: str, params: Any = None, id: Any = 1, key: str | None = None) -> bytes:
+    if key is not None:
+        params = {**(params or {}), "idempotency_key": key}
+    return jsonrpc.make_request(method, params, id)
+
+
+def batch(*messages: bytes) -> bytes:
+    return jsonrpc.make_batch(messages)
+
+
+def read(reply: bytes | None) -> Any:
+    assert reply is not None, "nothing was answered"
+    return json.loads(reply)
+
+
+def result(reply: bytes | None) -> Any:
+    answer = read(reply)
+    assert "result" in answer, answer
+    return answer["result"]
+
+
+def error(reply: bytes | None) -> Any:
+    answer = read(reply)
+    assert "error" in answer, answer
+    return answer["error"]
+
+
+def make_app(**options: Any) -> App:
+    return App("test", **{"mode": "development", "ledger": "memory:", **options})

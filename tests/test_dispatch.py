@@ -1,0 +1,526 @@
+"""The seven steps: concurrency, middleware, time, cancellation, failures."""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.calls import batch, call, error, make_app, read, result
+from wirecall import App, Context, DomainError, Limits, RpcError, jsonrpc
+from wirecall.errors import InvalidParams
+
+
+class Stage:
+    """Handlers that say when they begin and end, and wait until they are told to go on."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.gates: dict[str, asyncio.Event] = {}
+        self.begun: dict[str, asyncio.Event] = {}
+
+    def gate(self, name: str) -> asyncio.Event:
+        return self.gates.setdefault(name, asyncio.Event())
+
+    def has_begun(self, name: str) -> asyncio.Event:
+        return self.begun.setdefault(name, asyncio.Event())
+
+    async def act(self, name: str) -> str:
+        self.log.append(f"+{name}")
+        self.has_begun(name).set()
+        await self.gate(name).wait()
+        self.log.append(f"-{name}")
+        return name
+
+
+def staged(**options: Any) -> tuple[App, Stage]:
+    app, stage = make_app(**options), Stage()
+    app.query(name="query")(stage.act)
+    app.command(name="command")(stage.act)
+    app.query(name="held", execution="sequential")(stage.act)
+    app.command(name="free", execution="parallel")(stage.act)
+
+    @app.query
+    def plain(name: str) -> str:
+        stage.log.append(f"={name}")
+        return name
+
+    return app, stage
+
+
+def entries(*calls: str) -> bytes:
+    """"query:a" is a call of `query` with "a", under the id "a"."""
+    return batch(*(call(one.split(":")[0], [one.split(":")[1]], id=one.split(":")[1]) for one in calls))
+
+
+async def settle() -> None:
+    """Let everything that can go on go on."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# --- batches (J4, J13) -------------------------------------------------------------------------------------------------
+
+
+async def test_queries_run_side_by_side_and_answers_keep_the_order_of_the_input() -> None:
+    app, stage = staged()
+    task = asyncio.create_task(app.handle(entries("query:a", "plain:p", "query:b", "query:c")))
+    for name in "abc":
+        await stage.has_begun(name).wait()
+    for name in "cba":
+        stage.gate(name).set()
+        await settle()
+    assert [answer["result"] for answer in read(await task)] == ["a", "p", "b", "c"]
+    assert stage.log == ["+a", "=p", "+b", "+c", "-c", "-b", "-a"]
+
+
+async def test_commands_run_one_after_another_in_array_order_while_queries_go_on() -> None:
+    app, stage = staged()
+    task = asyncio.create_task(app.handle(entries("command:a", "query:q", "command:b", "plain:p", "command:c")))
+    await stage.has_begun("q").wait()
+    await settle()
+    assert stage.log == ["+a", "+q", "=p"]
+    stage.gate("b").set()
+    await settle()
+    assert "+b" not in stage.log
+    stage.gate("a").set()
+    await stage.has_begun("c").wait()
+    stage.gate("c").set()
+    stage.gate("q").set()
+    assert [answer["result"] for answer in read(await task)] == ["a", "q", "b", "p", "c"]
+    assert [entry for entry in stage.log if entry[1] in "abc"] == ["+a", "-a", "+b", "-b", "+c", "-c"]
+
+
+async def test_an_app_can_be_sequential() -> None:
+    app, stage = staged(execution="sequential")
+    task = asyncio.create_task(app.handle(entries("query:a", "plain:p", "query:b", "free:c")))
+    await stage.has_begun("a").wait()
+    await settle()
+    assert stage.log == ["+a", "+c"]  # `free` says for itself that it is parallel
+    for name in "abc":
+        stage.gate(name).set()
+    await task
+    assert [entry for entry in stage.log if entry[1] != "c"] == ["+a", "-a", "=p", "+b", "-b"]
+
+
+async def test_an_app_can_be_parallel() -> None:
+    app, stage = staged(execution="parallel")
+    task = asyncio.create_task(app.handle(entries("command:a", "command:b", "held:c", "held:d")))
+    await stage.has_begun("b").wait()
+    await stage.has_begun("c").wait()
+    await settle()
+    assert stage.log == ["+a", "+b", "+c"]  # `held` says for itself that it is sequential
+    for name in "abcd":
+        stage.gate(name).set()
+    assert len(read(await task)) == 4
+
+
+async def test_no_more_entries_run_side_by_side_than_the_limit() -> None:
+    app, stage = staged(limits=Limits(concurrency=2))
+    task = asyncio.create_task(app.handle(entries("query:a", "query:b", "query:c", "query:d")))
+    await stage.has_begun("b").wait()
+    await settle()
+    assert stage.log == ["+a", "+b"]
+    stage.gate("b").set()
+    await stage.has_begun("c").wait()
+    await settle()
+    assert stage.log == ["+a", "+b", "-b", "+c"]
+    for name in "acd":
+        stage.gate(name).set()
+    assert [answer["result"] for answer in read(await task)] == ["a", "b", "c", "d"]
+
+
+async def test_a_handler_lives_in_one_task_so_that_its_timeouts_and_groups_work() -> None:
+    app = make_app()
+
+    @app.query
+    async def timed(n: int) -> str:
+        begun_in = asyncio.current_task()
+        try:
+            async with asyncio.timeout(0.001 * n):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            assert asyncio.current_task() is begun_in
+            return f"timed out {n}"
+        return "never"
+
+    @app.query
+    async def grouped(n: int) -> int:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(asyncio.sleep(0, i)) for i in range(n)]
+        return sum(task.result() for task in tasks)
+
+    messages = [call("timed" if i % 2 else "grouped", [i], id=i) for i in range(20)]
+    answers = read(await app.handle(batch(*messages)))
+    assert [answer["result"] for answer in answers] == [f"timed out {i}" if i % 2 else sum(range(i)) for i in range(20)]
+
+
+async def test_context_variables_of_one_entry_do_not_leak_into_another() -> None:
+    app = make_app()
+    variable = contextvars.ContextVar("variable", default="clean")
+
+    @app.middleware
+    async def mark(ctx: Context, call_next: Any) -> Any:
+        token = variable.set(str(ctx.id))
+        try:
+            return await call_next(ctx)
+        finally:
+            variable.reset(token)
+
+    @app.query
+    async def look() -> str:
+        before = variable.get()
+        await asyncio.sleep(0)
+        return f"{before} {variable.get()}"
+
+    answers = read(await app.handle(batch(*[call("look", id=i) for i in range(5)])))
+    assert [answer["result"] for answer in answers] == [f"{i} {i}" for i in range(5)]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(["now", "later", "put", "fail", "crash", "nobody", "notify", "junk"]), min_size=1, max_size=12))
+def test_a_batch_answers_as_its_entries_do_alone(kinds: list[str]) -> None:
+    """J4, J5, over handlers that wait and handlers that do not."""
+    app = make_app()
+    app.query(name="now", notification_allowed=True)(lambda n: n)
+
+    @app.query
+    async def later(n: int) -> int:
+        await asyncio.sleep(0)
+        return n
+
+    @app.command
+    async def put(n: int) -> int:
+        await asyncio.sleep(0)
+        return n
+
+    @app.query
+    def fail(n: int) -> int:
+        raise DomainError(n, "no")
+
+    @app.query
+    async def crash(n: int) -> int:
+        raise ValueError
+
+    def entry(kind: str, n: int) -> bytes:
+        if kind == "junk":
+            return b'{"id":%d}' % n
+        return jsonrpc.make_notification("now", [n]) if kind == "notify" else call(kind, [n], id=n)
+
+    async def scenario() -> tuple[list[bytes | None], bytes | None]:
+        messages = [entry(kind, n) for n, kind in enumerate(kinds)]
+        return [await app.handle(message) for message in messages], await app.handle(batch(*messages))
+
+    alone, together = asyncio.run(scenario())
+    assert together == jsonrpc.make_reply(alone, is_batch=True)
+
+
+# --- middleware (step 3) -----------------------------------------------------------------------------------------------
+
+
+async def test_middleware_is_called_once_per_entry_alike_for_all_forms() -> None:
+    app = make_app()
+    seen: list[Any] = []
+
+    @app.middleware
+    async def watch(ctx: Context, call_next: Callable[[Context], Awaitable[Any]]) -> Any:
+        seen.append((ctx.method, None if ctx.is_notification else ctx.id, ctx.position))
+        return await call_next(ctx)
+
+    app.query(name="q", notification_allowed=True)(lambda: 1)
+    app.command(name="c")(lambda: 2)
+    await app.handle(call("q", id="single"))
+    await app.handle(jsonrpc.make_notification("q"))
+    reply = await app.handle(batch(call("q", id="x"), jsonrpc.make_notification("q"), b"{}", call("nobody"), call("c", key="k")))
+    assert seen == [("q", "single", None), ("q", None, None), ("q", "x", 0), ("q", None, 1), ("c", 1, 4)]
+    assert [answer.get("result") for answer in read(reply)] == [1, None, None, 2]
+
+
+async def test_middleware_wraps_in_order_sees_the_sealed_result_and_may_refuse_or_replace() -> None:
+    order: list[str] = []
+
+    async def outer(ctx: Context, call_next: Any) -> Any:
+        order.append("outer")
+        if ctx.method == "secret":
+            raise RpcError(40100, "who are you?")
+        answered = await call_next(ctx)
+        order.append(bytes(answered).decode())
+        return answered
+
+    async def inner(ctx: Context, call_next: Any) -> Any:
+        order.append("inner")
+        ctx.state["from"] = "inner"
+        await call_next(ctx)
+        return {"replaced": True}
+
+    app = make_app(middleware=[outer, inner])
+    app.query(name="open")(lambda ctx: None)
+
+    @app.query(name="state")
+    def state(ctx: Context) -> Any:
+        return ctx.state
+
+    app.query(name="secret")(lambda: 1)
+    assert error(app.handle_sync(call("secret"))) == {"code": 40100, "message": "who are you?"}
+    assert order == ["outer"]
+    order.clear()
+    app = make_app(middleware=[outer])
+    app.query(name="value")(lambda: {"x": [1, None]})
+    assert result(app.handle_sync(call("value"))) == {"x": [1, None]}
+    assert order == ["outer", '{"x":[1,null]}']
+    app = make_app(middleware=[inner])
+    app.query(name="value")(lambda: 1)
+    assert result(app.handle_sync(call("value"))) == {"replaced": True}
+
+
+async def test_a_replay_passes_the_middleware_again() -> None:
+    """A replay leaks to nobody who may not make the call."""
+    app = make_app()
+    allowed = True
+
+    @app.middleware
+    async def guard(ctx: Context, call_next: Any) -> Any:
+        if not allowed:
+            raise RpcError(40300, "not yours")
+        return await call_next(ctx)
+
+    app.command(name="put")(lambda: "secret")
+    assert result(await app.handle(call("put", key="k"))) == "secret"
+    allowed = False
+    assert error(await app.handle(call("put", key="k")))["code"] == 40300
+
+
+async def test_a_middleware_that_breaks_costs_its_own_entry(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+
+    @app.middleware
+    async def fragile(ctx: Context, call_next: Any) -> Any:
+        if ctx.id == 1:
+            raise ZeroDivisionError("inside")
+        return await call_next(ctx)
+
+    app.query(name="q")(lambda: "fine")
+    answers = read(await app.handle(batch(call("q", id=1), call("q", id=2))))
+    assert answers[0]["error"] == {"code": -32603, "message": "Internal error"}
+    assert answers[1]["result"] == "fine"
+    assert "ZeroDivisionError" in caplog.text
+
+
+# --- failures (J15) ----------------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    def __init__(self, raises: BaseException) -> None:
+        self._raises = raises
+
+    def model_dump(self, mode: str) -> Any:
+        raise self._raises
+
+
+FAILURES: dict[str, Callable[[], Any]] = {
+    "nan": lambda: float("nan"),
+    "nested infinity": lambda: {"a": [1, {"b": -float("inf")}], "c": None},
+    "object": object,
+    "lone surrogate": lambda: "\ud800",
+    "recursive": lambda: (lambda loop: loop.append(loop) or loop)([]),  # type: ignore[func-returns-value]
+    "hostile": lambda: Hostile(ZeroDivisionError()),
+    "complex keys": lambda: {1j: 1},
+    "generator": lambda: (n for n in range(3)),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_result_that_cannot_be_sent_hurts_no_neighbour(name: str, guarded: bool, caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    if guarded:
+
+        @app.middleware
+        async def through(ctx: Context, call_next: Any) -> Any:
+            return await call_next(ctx)
+
+    app.query(name="fail")(FAILURES[name])
+    app.query(name="fine")(lambda: [None, 1.5])
+    assert error(app.handle_sync(call("fail"))) == {"code": -32603, "message": "Internal error"}
+    answers = read(app.handle_sync(batch(call("fine", id="a"), call("fail", id="b"), call("fine", id="c"))))
+    assert [answer.get("result") for answer in answers] == [[None, 1.5], None, [None, 1.5]]
+    assert answers[1] == {"jsonrpc": "2.0", "error": {"code": -32603, "message": "Internal error"}, "id": "b"}
+    assert any(getattr(record, "correlation_id", None) == "b" for record in caplog.records)
+
+
+RAISED: list[BaseException] = [
+    ValueError("secret"),
+    StopIteration("secret"),
+    StopAsyncIteration("secret"),
+    SystemExit("secret"),
+    asyncio.CancelledError("secret"),
+    RecursionError("secret"),
+    BaseException("secret"),
+    TimeoutError("secret"),
+]
+
+
+@pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
+@pytest.mark.parametrize("kind", ["query", "command"])
+@pytest.mark.parametrize("form", ["plain", "async", "waiting", "context"])
+async def test_whatever_a_handler_raises_is_32603_with_no_detail(
+    raised: BaseException, kind: str, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app()
+
+    def plain() -> None:
+        raise raised
+
+    async def coroutine() -> None:
+        raise raised
+
+    async def waiting() -> None:
+        await asyncio.sleep(0)
+        raise raised
+
+    def context(ctx: Context) -> None:
+        raise raised
+
+    function = {"plain": plain, "async": coroutine, "waiting": waiting, "context": context}[form]
+    getattr(app, kind)(name="fail")(function)
+    app.query(name="fine")(lambda: 1)
+    reply = await app.handle(batch(call("fine", id=1), call("fail", id="bad"), call("fine", id=3)))
+    answers = read(reply)
+    assert b"secret" not in (reply or b"")
+    assert answers[1] == {"jsonrpc": "2.0", "error": {"code": -32603, "message": "Internal error"}, "id": "bad"}
+    assert [answers[0].get("result"), answers[2].get("result")] == [1, 1]
+    logged = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [getattr(record, "correlation_id", None) for record in logged] == ["bad"]
+    assert "secret" in caplog.text or type(raised) in (StopIteration, StopAsyncIteration)
+
+
+@pytest.mark.parametrize("raised", [DomainError(7, "no"), RpcError(8, "nope", {"x": 1}), InvalidParams("too much")])
+def test_an_error_a_handler_raises_on_purpose_reaches_the_caller(raised: RpcError) -> None:
+    app = make_app()
+
+    @app.query
+    def fail() -> None:
+        raise raised
+
+    answer = error(app.handle_sync(call("fail")))
+    assert (answer["code"], answer["message"], answer.get("data")) == (raised.code, raised.message, raised.data)
+
+
+def test_an_error_whose_data_cannot_be_sent_is_an_internal_error() -> None:
+    app = make_app()
+
+    @app.query
+    def fail() -> None:
+        raise DomainError(7, "no", {"x": float("nan")})
+
+    assert error(app.handle_sync(call("fail"))) == {"code": -32603, "message": "Internal error"}
+
+
+def test_a_keyboard_interrupt_is_nobody_s_answer() -> None:
+    app = make_app()
+
+    @app.query
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        app.handle_sync(call("stop"))
+
+
+def test_a_notification_that_fails_is_silent_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+
+    @app.query(notification_allowed=True)
+    def fail() -> None:
+        raise ValueError("noticed")
+
+    assert app.handle_sync(jsonrpc.make_notification("fail")) is None
+    assert "noticed" in caplog.text
+
+
+# --- threads, time, cancellation ---------------------------------------------------------------------------------------
+
+
+async def test_a_blocking_handler_runs_in_a_thread_beside_the_loop() -> None:
+    app = make_app()
+    go = threading.Event()
+
+    @app.query(blocking=True)
+    def wait() -> bool:
+        assert go.wait(10)
+        return threading.current_thread() is threading.main_thread()
+
+    @app.query
+    async def release() -> None:
+        go.set()
+
+    answers = read(await app.handle(batch(call("wait"), call("release"))))
+    assert answers[0]["result"] is False
+    assert app.handle_sync(call("wait")) is not None  # without a loop there is nothing to keep free
+
+
+async def test_a_timeout_per_method() -> None:
+    app = make_app()
+
+    @app.query(timeout=0.01)
+    async def slow() -> None:
+        await asyncio.Event().wait()
+
+    @app.command(timeout=0.01)
+    async def slow_command() -> None:
+        await asyncio.Event().wait()
+
+    @app.query(timeout=10)
+    async def own_timeout() -> None:
+        raise TimeoutError("the handler's own")
+
+    refused = error(await app.handle(call("slow")))
+    assert (refused["code"], refused["data"]) == (50410, {"type": "deadline_exceeded", "ran": "no"})
+    refused = error(await app.handle(call("slow_command")))
+    assert (refused["code"], refused["data"]["ran"]) == (50410, "unknown")
+    assert error(await app.handle(call("own_timeout")))["code"] == -32603
+
+
+async def test_cancellation_reaches_every_handler_and_leaves_no_task_behind() -> None:
+    app = make_app()
+    begun, ended = asyncio.Semaphore(0), []
+
+    @app.query
+    async def hold(n: int) -> None:
+        begun.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # a clean-up that waits
+            ended.append(n)
+
+    @app.command
+    async def lane(n: int) -> None:
+        await hold(n)
+
+    messages = [call("hold" if n % 2 else "lane", [n], id=n) for n in range(10)]
+    task = asyncio.create_task(app.handle(batch(*messages)))
+    for _ in range(6):
+        await begun.acquire()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(ended) == [0, 1, 3, 5, 7, 9]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert result(await app.handle(call("rpc.discover")))["openrpc"]
+    assert app._dispatcher is not None
+    assert app._dispatcher._in_flight == 0
+
+
+async def test_a_single_call_is_cancelled_with_its_caller() -> None:
+    app, stage = staged()
+    task = asyncio.create_task(app.handle(call("query", ["a"])))
+    await stage.has_begun("a").wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.all_tasks() == {asyncio.current_task()}

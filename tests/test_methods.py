@@ -1,0 +1,133 @@
+"""Registration: what is declared, and what contradicts itself."""
+
+from typing import Any
+
+import pytest
+
+from tests.calls import call, make_app, result
+from wirecall import App, Context, Kind, UsageError
+
+
+def test_a_decorator_works_bare_and_with_arguments_and_leaves_the_function_alone() -> None:
+    app = make_app()
+
+    @app.query
+    def bare(a: int) -> int:
+        return a
+
+    @app.query(name="other", title="Another")
+    def named(a: int) -> int:
+        return a
+
+    @app.command
+    def bare_command(a: int) -> int:
+        return a
+
+    @app.command(destructive=False, retention=60)
+    def named_command(a: int) -> int:
+        return a
+
+    assert bare(1) == named(1) == bare_command(1) == named_command(1) == 1
+    assert [method.name for method in app.registry] == ["rpc.discover", "bare", "other", "bare_command", "named_command"]
+    assert len(app.registry) == 5
+    terms = app.registry.methods["named_command"].terms
+    assert (terms.retention, terms.lease, terms.wait, terms.on_crash, terms.max_stored_result) == (60, 30, 25, "unknown", 262_144)
+
+
+def test_every_method_is_a_query_or_a_command() -> None:
+    """P1."""
+    app = make_app()
+    app.query(name="q")(lambda: 1)
+    app.command(name="c")(lambda: 1)
+    assert app.registry.methods["q"].kind is Kind.QUERY
+    assert app.registry.methods["c"].kind is Kind.COMMAND
+    assert {kind.value for kind in Kind} == {"query", "command"}
+
+
+async def nothing() -> None: ...
+
+
+def plain() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "declared", "why"),
+    [
+        ("query", plain, {"name": "rpc.mine"}, "belong to the protocol"),
+        ("command", plain, {"notification_allowed": True}, "cannot be a notification"),
+        ("query", plain, {"destructive": True}, "cannot be destructive"),
+        ("query", nothing, {"blocking": True}, "blocking=True is for plain functions"),
+        ("query", nothing, {"timeout": 0}, "above 0"),
+        ("query", nothing, {"timeout": float("nan")}, "above 0"),
+        ("query", plain, {"timeout": 1}, "cannot be interrupted"),
+        ("command", plain, {"on_crash": "reconcile"}, "needs a function"),
+        ("command", plain, {"lease": 0}, "lease must be above 0"),
+        ("command", plain, {"retention": -1}, "retention must be above 0"),
+        ("command", plain, {"on_crash": "transactional"}, "memory"),
+    ],
+)
+def test_a_contradiction_is_an_error_at_registration(kind: str, function: Any, declared: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        getattr(make_app(), kind)(**declared)(function)
+    assert "fix:" in str(caught.value)
+
+
+def test_two_methods_of_one_name_are_refused() -> None:
+    app = make_app()
+    app.query(plain)
+    with pytest.raises(UsageError, match="already a method called 'plain'"):
+        app.command(plain)
+
+
+def test_a_nameless_callable_needs_a_name() -> None:
+    class Adder:
+        def __call__(self, a: int) -> int:
+            return a + 1
+
+    with pytest.raises(UsageError, match="needs a name"):
+        make_app().query(Adder())
+    app = make_app()
+    app.query(name="add")(Adder())
+    assert result(app.handle_sync(call("add", [1]))) == 2
+
+
+@pytest.mark.parametrize("mode", ["prod", "", "Production"])
+def test_a_mode_that_is_none_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mode:
+        with pytest.raises(UsageError, match="is not a mode"):
+            App("x", mode=mode)  # type: ignore[arg-type]
+    monkeypatch.setenv("WIRECALL_MODE", mode or "dev")
+    with pytest.raises(UsageError, match="WIRECALL_MODE"):
+        App("x")
+
+
+def test_mode_and_ledger_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WIRECALL_MODE", raising=False)
+    assert (App("x").mode, App("x").ledger_url) == ("development", "memory:")
+    monkeypatch.setenv("WIRECALL_MODE", "production")
+    assert (App("x").mode, App("x").ledger_url) == ("production", "sqlite:.wirecall/ledger.db")
+    assert App("x", mode="development").mode == "development"
+
+
+def test_the_context_is_injected_by_its_type_and_tells_about_the_call() -> None:
+    app = make_app()
+    seen: list[Context] = []
+
+    @app.query(notification_allowed=True)
+    def look(a: int, ctx: Context) -> None:
+        seen.append(ctx)
+
+    app.handle_sync(call("look", {"a": 1, "_meta": {"traceparent": "00-1-2-01", "x": 5}}, id="abc"), caller="ada")
+    app.handle_sync(b'[{"jsonrpc":"2.0","method":"look","params":[1]},{"jsonrpc":"2.0","method":"look","params":[2],"id":1.50}]')
+    first, second, third = seen
+    assert (first.method, first.kind, first.id, first.caller, first.position) == ("look", Kind.QUERY, "abc", "ada", None)
+    assert (first.correlation_id, first.is_notification, first.idempotency_key) == ("abc", False, None)
+    assert first.meta == {"traceparent": "00-1-2-01", "x": 5}
+    assert first.traceparent == "00-1-2-01"
+    assert (first.attempt, first.fence, first.downstream_key, first.replayed) == (1, 0, None, False)
+    with pytest.raises(UsageError, match="transactional"):
+        _ = first.db
+    assert (second.is_notification, second.position, second.meta, second.traceparent) == (True, 0, {}, None)
+    assert second.correlation_id == second.correlation_id
+    assert isinstance(second.correlation_id, str)
+    assert (third.position, third.correlation_id) == (1, "1.50")

@@ -1,0 +1,311 @@
+"""A function's signature as the decoder of its params."""
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import json
+import uuid
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import jsonschema
+import msgspec
+import pydantic
+import pytest
+from msgspec import UNSET, Raw
+
+from wirecall import App, Context, UsageError
+from wirecall.errors import InvalidParams
+from wirecall.params import Signature
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Item(TypedDict):
+    sku: str
+    count: NotRequired[int]
+
+
+class Line(msgspec.Struct):
+    item: Item
+    price: decimal.Decimal
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Address(pydantic.BaseModel):
+    street: str
+    number: int
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    address: Address
+
+
+def bind(function: Any, raw: str | None) -> Any:
+    signature = Signature(function, inject=Context, keyed=False)
+    args, keywords = signature.bind_all(UNSET if raw is None else Raw(raw), "the context")
+    return function(*args, **keywords)
+
+
+def reason(function: Any, raw: str | None) -> str:
+    with pytest.raises(InvalidParams) as caught:
+        bind(function, raw)
+    assert caught.value.code == -32602
+    return str(caught.value.data["reason"])
+
+
+def pay(order: str, cents: int) -> Any:
+    return (order, cents)
+
+
+def defaults(a: int, b: str = "b", c: list[int] = []) -> Any:  # noqa: B006  # as in Python, one object for all calls
+    return (a, b, c)
+
+
+def rest(*numbers: int) -> Any:
+    return numbers
+
+
+def lead_and_rest(first: str, second: int = 2, *others: float) -> Any:
+    return (first, second, others)
+
+
+def keywords(a: int, *, flag: bool = False, needed: str) -> Any:
+    return (a, flag, needed)
+
+
+def surplus(a: int, **others: int) -> Any:
+    return (a, others)
+
+
+def untyped(anything, more=None):  # type: ignore[no-untyped-def]
+    return (anything, more)
+
+
+def nothing() -> Any:
+    return "nothing"
+
+
+def positional_only(a: int, /, b: int) -> Any:
+    return (a, b)
+
+
+def injected(ctx: Context, a: int) -> Any:
+    return (ctx, a)
+
+
+def injected_by_name(a: int, *, ctx: Context | None = None) -> Any:
+    return (a, ctx)
+
+
+@pytest.mark.parametrize(
+    ("function", "raw", "expected"),
+    [
+        (pay, '["x",5]', ("x", 5)),
+        (pay, '{"cents":5,"order":"x"}', ("x", 5)),
+        (pay, '{"cents":5,"order":"x","_meta":{"traceparent":"-"}}', ("x", 5)),
+        (defaults, "[1]", (1, "b", [])),
+        (defaults, '[1,"x",[3]]', (1, "x", [3])),
+        (defaults, '{"a":1,"c":[2]}', (1, "b", [2])),
+        (rest, "[1,2,3]", (1, 2, 3)),
+        (rest, '{"numbers":[1,2]}', (1, 2)),
+        (rest, "[]", ()),
+        (rest, "{}", ()),
+        (rest, None, ()),
+        (lead_and_rest, '["a"]', ("a", 2, ())),
+        (lead_and_rest, '["a",3,1.5,2]', ("a", 3, (1.5, 2.0))),
+        (lead_and_rest, '{"first":"a","others":[1]}', ("a", 2, (1.0,))),
+        (keywords, '{"a":1,"needed":"n"}', (1, False, "n")),
+        (keywords, '{"a":1,"needed":"n","flag":true}', (1, True, "n")),
+        (surplus, '{"a":1,"x":2,"y":3}', (1, {"x": 2, "y": 3})),
+        (surplus, "[1]", (1, {})),
+        (untyped, '[{"deep":[1,null,"x",1.5,true]}]', ({"deep": [1, None, "x", 1.5, True]}, None)),
+        (untyped, '{"anything":123456789012345678901234567890}', (123456789012345678901234567890, None)),
+        (nothing, None, "nothing"),
+        (nothing, "[]", "nothing"),
+        (nothing, "{}", "nothing"),
+        (positional_only, "[1,2]", (1, 2)),
+        (positional_only, '{"a":1,"b":2}', (1, 2)),
+        (injected, "[1]", ("the context", 1)),
+        (injected, '{"a":1}', ("the context", 1)),
+        (injected_by_name, "[1]", (1, "the context")),
+    ],
+)
+def test_params_by_name_and_by_position(function: Any, raw: str | None, expected: Any) -> None:
+    assert bind(function, raw) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "raw", "expected"),
+    [
+        (pay, '{"order":"x","cents":"5"}', "params.cents: expected int, got str"),
+        (pay, '["x","5"]', "params.cents: expected int, got str"),
+        (pay, '{"order":"x","cents":1.5}', "params.cents: expected int, got float"),
+        (pay, '{"order":"x","cents":true}', "params.cents: expected int, got bool"),
+        (pay, '{"order":"x"}', "params.cents: missing"),
+        (pay, '{"order":"x","cents":1,"tip":2}', "params.tip: unknown name"),
+        (pay, '["x"]', "params: expected 2 arguments (order, cents), got 1"),
+        (pay, '["x",1,2]', "params: expected 2 arguments (order, cents), got 3"),
+        (pay, None, "params: expected 2 arguments (order, cents), got 0"),
+        (pay, "{}", "params.order: missing"),
+        (defaults, "[]", "params: expected 1 to 3 arguments (a, b, c), got 0"),
+        (defaults, '[1,"x",[1],2]', "params: expected 1 to 3 arguments (a, b, c), got 4"),
+        (defaults, '[1,"x",[1,"y"]]', "params.c[1]: expected int, got str"),
+        (rest, '[1,"x"]', "params[1]: expected int, got str"),
+        (rest, '{"numbers":["x"]}', "params.numbers[0]: expected int, got str"),
+        (lead_and_rest, "[]", "params: expected at least 1 arguments (first, second), got 0"),
+        (lead_and_rest, '["a",1,"x"]', "params[2]: expected float, got str"),
+        (keywords, "[1]", "params.needed: missing; it can only be given by name"),
+        (keywords, '{"a":1}', "params.needed: missing"),
+        (surplus, '{"a":1,"x":"y"}', "params.x: expected int, got str"),
+        (nothing, "[1]", "params: expected 0 arguments, got 1"),
+        (nothing, '{"a":1}', "params.a: unknown name"),
+        (pay, '{"order":"x","cents":1e400}', "params.cents: number out of range"),
+    ],
+)
+def test_misfits_say_what_and_where(function: Any, raw: str | None, expected: str) -> None:
+    assert reason(function, raw) == expected
+
+
+def test_a_misfit_does_not_echo_the_caller_s_megabyte() -> None:
+    assert len(reason(pay, json.dumps({"order": "x", "cents": 1, "y" * 100_000: 1}))) < 200
+
+
+def rich(
+    point: Point,
+    item: Item,
+    line: Line,
+    colour: Colour,
+    when: datetime.datetime,
+    id: uuid.UUID,
+    amount: decimal.Decimal,
+    either: int | str,
+    level: Literal["low", "high"],
+    age: Annotated[int, msgspec.Meta(ge=0, le=150, description="in years")],
+    maybe: Point | None = None,
+) -> Line:
+    return (point, item, line, colour, when, id, amount, either, level, age, maybe)  # type: ignore[return-value]
+
+
+RICH = {
+    "point": {"x": 1},
+    "item": {"sku": "tea"},
+    "line": {"item": {"sku": "tea", "count": 2}, "price": "4.50"},
+    "colour": "red",
+    "when": "2026-07-28T12:00:00Z",
+    "id": "12345678-1234-5678-1234-567812345678",
+    "amount": "10.10",
+    "either": "x",
+    "level": "low",
+    "age": 30,
+}
+
+
+def test_the_types_people_use() -> None:
+    point, item, line, colour, when, id, amount, either, level, age, maybe = bind(rich, json.dumps(RICH))
+    assert point == Point(1, 0)
+    assert item == {"sku": "tea"}
+    assert line == Line({"sku": "tea", "count": 2}, decimal.Decimal("4.50"))
+    assert colour is Colour.RED
+    assert when == datetime.datetime(2026, 7, 28, 12, tzinfo=datetime.UTC)
+    assert id == uuid.UUID("12345678-1234-5678-1234-567812345678")
+    assert amount == decimal.Decimal("10.10")
+    assert (either, level, age, maybe) == ("x", "low", 30, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("point", {"x": "1"}, "params.point.x: expected int, got str"),
+        ("item", {}, "params.item.sku: missing"),
+        ("line", {"item": {"sku": 1}, "price": "1"}, "params.line.item.sku: expected str, got int"),
+        ("colour", "green", "params.colour: invalid enum value 'green'"),
+        ("when", "soon", "params.when: invalid RFC3339 encoded datetime"),
+        ("id", "x", "params.id: invalid UUID"),
+        ("amount", "x", "params.amount: invalid decimal string"),
+        ("either", [], "params.either: expected int | str, got array"),
+        ("level", "middle", "params.level: invalid enum value 'middle'"),
+        ("age", 151, "params.age: expected int <= 150"),
+    ],
+)
+def test_misfits_inside_rich_types(field: str, value: Any, expected: str) -> None:
+    assert reason(rich, json.dumps({**RICH, field: value})) == expected
+
+
+def test_pydantic_models_in_and_out() -> None:
+    app = App("people", mode="development")
+
+    @app.query
+    def greet(person: Person, others: list[Person] | None = None) -> Person:
+        return person
+
+    ada = {"name": "Ada", "address": {"street": "Main", "number": 1}}
+    data = json.dumps({"jsonrpc": "2.0", "method": "greet", "params": {"person": ada}, "id": 1})
+    assert json.loads(app.handle_sync(data) or b"")["result"] == ada
+    wrong = json.dumps({"person": {"name": "Ada", "address": {"street": "Main", "number": "one"}}})
+    assert reason(greet, wrong).startswith("params.person: address.number: Input should be a valid integer")
+    schema = Signature(greet, inject=Context).schema
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate({"person": ada}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"person": {"name": "Ada", "address": {}}}, schema)
+
+
+def test_schemas_describe_what_is_taken() -> None:
+    signature = Signature(rich, inject=Context)
+    jsonschema.Draft202012Validator.check_schema(signature.schema)
+    jsonschema.validate(RICH, signature.schema)
+    for broken in ({**RICH, "age": 151}, {**RICH, "x": 1}, {k: v for k, v in RICH.items() if k != "point"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, signature.schema)
+    assert signature.schema["properties"]["age"]["description"] == "in years"
+    jsonschema.Draft202012Validator.check_schema(signature.result_schema())
+    assert signature.result_schema()["$ref"] == "#/$defs/Line"
+    assert Signature(defaults, inject=Context).schema["properties"]["b"] == {"type": "string", "default": "b"}
+    assert Signature(injected, inject=Context).schema["properties"].keys() == {"a"}
+    assert Signature(untyped, inject=Context).schema["properties"]["anything"] == {}
+    assert Signature(untyped, inject=Context).result_schema() == {}
+
+
+def test_callables_of_every_kind() -> None:
+    class Adder:
+        def __init__(self, base: int) -> None:
+            self.base = base
+
+        def add(self, a: int) -> int:
+            return self.base + a
+
+        def __call__(self, a: int) -> int:
+            return self.base + a
+
+    assert bind(Adder(1).add, "[2]") == 3
+    assert bind(Adder(1), "[2]") == 3
+    assert bind(functools.partial(pay, "x"), "[5]") == ("x", 5)
+    assert bind(len, '["abc"]') == 3
+
+
+def test_what_cannot_be_decoded_is_an_error_at_registration() -> None:
+    class Socket:
+        pass
+
+    def opaque(socket: Socket) -> None: ...
+
+    with pytest.raises(UsageError, match=r"opaque cannot be decoded[\s\S]*Socket[\s\S]*fix:"):
+        Signature(opaque, inject=Context)
+
+    def unresolved(x: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(UsageError, match=r"cannot be resolved[\s\S]*fix:"):
+        Signature(unresolved, inject=Context)
+    with pytest.raises(UsageError, match="signature"):
+        Signature(type, inject=Context)
