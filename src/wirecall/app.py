@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from wirecall.errors import UsageError
 from wirecall.jsonrpc import Data, Id
+from wirecall.ledger.base import check_url, open_ledger
 from wirecall.methods import Execution, Kind, Method, OnCrash, Registry, Terms
 from wirecall.policy import ANONYMOUS, Limits, Mode, Policy
 
@@ -18,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MODE_VARIABLE = "WIRECALL_MODE"
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
-TRANSACTIONAL = ("sqlite:", "postgresql:", "postgres:")
+TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
 
 
 class App:
@@ -46,6 +47,7 @@ class App:
         self.limits = limits or Limits()
         self.registry = Registry()
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")
+        self._ledger_scheme = check_url(self.ledger_url)
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict
@@ -102,10 +104,10 @@ class App:
     def command(self, function: Any = None, /, **declared: Any) -> Any:
         """Register a function that changes something: it needs an id, and takes effect once per idempotency key."""
         terms = Terms(**{field: declared.pop(field) for field in Terms.__struct_fields__ if field in declared})
-        if terms.on_crash == "transactional" and not self.ledger_url.startswith(TRANSACTIONAL):
+        if terms.on_crash == "transactional" and self._ledger_scheme not in TRANSACTIONAL:
             raise UsageError(
                 'on_crash="transactional" needs a ledger that shares transactions.',
-                f"this app's ledger is {self.ledger_url.partition(':')[0]}:",
+                f"this app's ledger is {self._ledger_scheme}:",
                 'use ledger="sqlite:PATH" or ledger="postgresql://..."',
             )
         return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
@@ -195,8 +197,6 @@ class App:
     async def ledger(self) -> "Ledger":
         """The app's ledger, opened on first use."""
         if self._ledger is None:
-            from wirecall.ledger.base import open_ledger
-
             self._ledger = await open_ledger(self.ledger_url)
         return self._ledger
 

@@ -23,7 +23,7 @@ The rules of the contract:
 """
 
 import enum
-import secrets
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeAlias
@@ -230,7 +230,7 @@ class Transaction(Protocol):
 
 def new_nonce() -> bytes:
     """128 random bits: the owner's half of a token."""
-    return secrets.token_bytes(16)
+    return os.urandom(16)
 
 
 Opener: TypeAlias = Callable[[str], Awaitable[Ledger]]
@@ -238,8 +238,8 @@ Opener: TypeAlias = Callable[[str], Awaitable[Ledger]]
 _SCHEMES = ("memory", "sqlite", "redis", "rediss", "valkey", "postgresql", "postgres")
 
 
-async def open_ledger(url: str) -> Ledger:
-    """The ledger behind a URL; its driver is imported now, not before."""
+def check_url(url: str) -> str:
+    """The scheme of a ledger's URL, or an error that names the ones there are."""
     scheme, colon, _ = url.partition(":")
     if not colon or scheme not in _SCHEMES:
         raise UsageError(
@@ -247,8 +247,14 @@ async def open_ledger(url: str) -> Ledger:
             f"it must begin with one of: {', '.join(name + ':' for name in _SCHEMES)}",
             'for example "memory:", "sqlite:ledger.db", "redis://localhost:6379/0", "postgresql://localhost/shop"',
         )
+    return scheme
+
+
+async def open_ledger(url: str) -> Ledger:
+    """The ledger behind a URL; its driver is imported now, not before."""
     from importlib import import_module
 
+    scheme = check_url(url)
     module = {"rediss": "redis", "valkey": "redis", "postgresql": "postgres"}.get(scheme, scheme)
     opened: Ledger = await import_module(f"wirecall.ledger.{module}").open_url(url)
     return opened

@@ -1,0 +1,182 @@
+"""The facade: lifecycle, handle_sync, discovery."""
+
+import asyncio
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.calls import batch, call, error, make_app, read, result
+from wirecall import App, Context, UsageError
+
+
+def test_handle_sync_steps_the_same_coroutine_and_refuses_to_wait() -> None:
+    app = make_app()
+    closed: list[str] = []
+
+    @app.query
+    async def quick(n: int) -> int:
+        return n
+
+    @app.query
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(0)
+        finally:
+            closed.append("slow")
+
+    @app.command
+    async def slow_command() -> None:
+        await asyncio.sleep(0)
+
+    assert result(app.handle_sync(call("quick", [1]))) == 1
+    assert [a["result"] for a in read(app.handle_sync(batch(call("quick", [1]), call("quick", [2]))))] == [1, 2]
+    for message in (call("slow"), batch(call("quick", [1]), call("slow"), call("slow")), call("slow_command")):
+        with pytest.raises(UsageError, match=r"tried to wait[\s\S]*await app.handle"):
+            app.handle_sync(message)
+    assert closed == ["slow"] * 2
+    assert result(app.handle_sync(call("quick", [3]))) == 3
+
+
+async def test_handle_sync_inside_a_running_loop() -> None:
+    app = make_app()
+
+    @app.query
+    async def wait() -> None:
+        await asyncio.sleep(0)
+
+    app.query(name="fine")(lambda: 1)
+    app.command(name="put")(lambda: 2)
+    assert result(app.handle_sync(call("fine"))) == 1
+    assert result(app.handle_sync(call("put", key="k"))) == 2
+    with pytest.raises(UsageError):
+        app.handle_sync(batch(call("wait"), call("wait")))
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_a_command_cut_off_in_handle_sync_is_not_said_to_be_done() -> None:
+    app = make_app()
+
+    @app.command
+    async def wait() -> None:
+        await asyncio.sleep(0)
+
+    with pytest.raises(UsageError):
+        app.handle_sync(call("wait", key="k"))
+    assert error(app.handle_sync(call("wait", key="k")))["data"]["type"] == "outcome_unknown"
+
+
+async def test_the_ledger_opens_on_first_use_and_closes_with_the_app(tmp_path: Any) -> None:
+    """P9 starts here: resources are lazy."""
+    path = tmp_path / "deep" / "ledger.db"
+    app = make_app(ledger=f"sqlite:{path}")
+    app.query(name="read")(lambda: 1)
+    app.command(name="put")(lambda: 2)
+    async with app:
+        await app.handle(call("read"))
+        assert not path.exists()
+        assert result(await app.handle(call("put", key="k"))) == 2
+        assert path.exists()
+    await app.aclose()
+    ids: list[Any] = []
+    async with app:  # an app that was closed opens again
+        assert result(await app.handle(call("put", key="k", id=9), replayed=ids)) == 2
+    assert ids == [9]
+
+
+async def test_a_ledger_that_cannot_be_opened_refuses_commands_and_serves_queries(tmp_path: Any) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    app = make_app(ledger=f"sqlite:{blocked}/ledger.db")
+    ran: list[int] = []
+    app.query(name="read")(lambda: 1)
+    app.command(name="put")(lambda: ran.append(1))
+    refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (50310, "ledger_unavailable", "no")
+    assert str(blocked) not in str(refused)
+    assert result(await app.handle(call("read"))) == 1
+    assert ran == []
+    await app.aclose()
+
+
+@pytest.mark.parametrize("url", ["", "ledger.db", "mysql://x", "sqlite"])
+async def test_a_url_that_is_no_ledger_is_a_mistake_told_at_once(url: str) -> None:
+    if url == "":
+        assert App("x", mode="development", ledger=url).ledger_url == "memory:"
+        return
+    with pytest.raises(UsageError, match="is not the URL of a ledger"):
+        App("x", ledger=url)
+
+
+# --- rpc.discover (J16) ------------------------------------------------------------------------------------------------
+
+OPENRPC = {
+    "type": "object",
+    "required": ["openrpc", "info", "methods"],
+    "properties": {
+        "openrpc": {"type": "string", "pattern": r"^1\.[0-9]+\.[0-9]+$"},
+        "info": {"type": "object", "required": ["title", "version"]},
+        "methods": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "params"],
+                "properties": {
+                    "paramStructure": {"enum": ["by-name", "by-position", "either"]},
+                    "params": {"type": "array", "items": {"$ref": "#/$defs/content"}},
+                    "result": {"$ref": "#/$defs/content"},
+                },
+            },
+        },
+        "components": {"type": "object", "properties": {"schemas": {"type": "object"}}},
+    },
+    "$defs": {
+        "content": {
+            "type": "object",
+            "required": ["name", "schema"],
+            "properties": {"required": {"type": "boolean"}, "schema": {"type": "object"}},
+        }
+    },
+}
+
+
+def test_discover_answers_an_openrpc_document() -> None:
+    """J16."""
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Order:
+        sku: str
+        parent: "Order | None" = None
+
+    globals()["Order"] = Order
+    app = App("shop", version="1.2", mode="production", ledger="memory:")
+
+    @app.query(title="Price of a thing")
+    def price(sku: str, currency: str = "EUR") -> int:
+        """What it costs.
+
+        In the smallest unit.
+        """
+        return 1
+
+    @app.command
+    def place(order: Order, ctx: Context) -> Order:
+        return order
+
+    document = result(app.handle_sync(call("rpc.discover")))
+    jsonschema.validate(document, OPENRPC)
+    assert document["info"] == {"title": "shop", "version": "1.2"}
+    price_doc, place_doc = document["methods"]
+    assert (price_doc["name"], price_doc["summary"]) == ("price", "Price of a thing")
+    assert price_doc["description"].startswith("What it costs.")
+    assert [(p["name"], p["required"]) for p in price_doc["params"]] == [("sku", True), ("currency", False)]
+    assert price_doc["result"]["schema"] == {"type": "integer"}
+    assert (price_doc["x-kind"], place_doc["x-kind"]) == ("query", "command")
+    assert [(p["name"], p["required"]) for p in place_doc["params"]] == [("order", True), ("idempotency_key", True)]
+    # every reference leads somewhere, and the schema it leads to accepts what the method accepts
+    reference = place_doc["params"][0]["schema"]["$ref"]
+    assert reference == "#/components/schemas/place.Order"
+    jsonschema.validate({"sku": "tea", "parent": {"sku": "box"}}, {**document, "$ref": reference})
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"sku": "tea", "parent": {"sku": 1}}, {**document, "$ref": reference})

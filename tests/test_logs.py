@@ -1,0 +1,133 @@
+"""One record per call, structured, and nothing at all when nobody listens (P8)."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.calls import batch, call, make_app
+from wirecall import App, Context, DomainError, jsonrpc
+from wirecall.logs import JsonFormatter
+
+
+class Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def facts(self, *names: str) -> list[tuple[Any, ...]]:
+        return [tuple(getattr(record, name) for name in names) for record in self.records]
+
+
+@pytest.fixture
+def log() -> Iterator[Collector]:
+    logger, collector = logging.getLogger("wirecall"), Collector()
+    level = logger.level
+    logger.addHandler(collector)
+    logger.setLevel(logging.INFO)
+    yield collector
+    logger.removeHandler(collector)
+    logger.setLevel(level)
+
+
+def served() -> App:
+    app = make_app()
+    app.query(name="q", notification_allowed=True)(lambda: 1)
+    app.command(name="c")(lambda: 2)
+
+    @app.query
+    async def refuse() -> None:
+        await asyncio.sleep(0)
+        raise DomainError(4020, "no")
+
+    @app.query
+    def crash() -> None:
+        raise ValueError("secret")
+
+    return app
+
+
+async def test_one_record_per_call_with_its_facts(log: Collector) -> None:
+    app = served()
+    await app.handle(call("q", id=7))
+    await app.handle(batch(call("refuse", id="r"), call("q", id=1), b"{}", call("nobody", id=2), call("c", key="k", id=3)))
+    await app.handle(call("c", key="k", id=4))
+    assert log.facts("correlation_id", "method", "kind", "position", "outcome", "code") == [
+        (7, "q", "query", None, "ok", None),
+        (1, "q", "query", 1, "ok", None),
+        (None, "", None, 2, "error", -32600),
+        (2, "nobody", None, 3, "error", -32601),
+        ("r", "refuse", "query", 0, "error", 4020),
+        (3, "c", "command", 4, "ok", None),
+        (4, "c", "command", None, "replayed", None),
+    ]
+    assert all(record.levelno == logging.INFO and getattr(record, "duration_ms") >= 0 for record in log.records)  # noqa: B009
+
+
+def test_a_notification_gets_a_correlation_id_for_logs_only(log: Collector) -> None:
+    """P8."""
+    app = make_app()
+    seen: list[Any] = []
+
+    @app.query(notification_allowed=True)
+    def note(ctx: Context) -> None:
+        seen.append(ctx.correlation_id)
+        raise ValueError
+
+    assert app.handle_sync(jsonrpc.make_notification("note")) is None
+    assert app.handle_sync(jsonrpc.make_notification("note")) is None
+    assert [facts[0] for facts in log.facts("correlation_id")] == [seen[0], seen[0], seen[1], seen[1]]
+    assert seen[0] != seen[1]
+
+
+def test_a_crash_is_logged_with_its_correlation_id_and_an_unsendable_result_is_no_success(log: Collector) -> None:
+    app = served()
+    app.query(name="nan")(lambda: float("nan"))
+    app.handle_sync(call("crash", id="x"))
+    app.handle_sync(call("nan", id="y"))
+    errors = [record for record in log.records if record.levelno == logging.ERROR]
+    assert [getattr(record, "correlation_id", None) for record in errors] == ["x", "y"]
+    assert errors[0].exc_info is not None
+    outcomes = [(getattr(r, "correlation_id", 0), getattr(r, "outcome", 0)) for r in log.records if r.levelno == logging.INFO]
+    assert outcomes == [("x", "error"), ("y", "error")]
+
+
+def test_nothing_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that nobody logs pays nothing for it."""
+    app = served()
+    app.handle_sync(call("q"))
+    logger = logging.getLogger("wirecall")
+    assert not logger.isEnabledFor(logging.INFO)
+    monkeypatch.setattr(logger, "makeRecord", lambda *_: pytest.fail("a record was made"))
+    monkeypatch.setattr("wirecall.dispatch.Context", lambda *_: pytest.fail("a context was made"))
+    app.handle_sync(call("q"))
+    app.handle_sync(batch(call("q"), call("q")))
+
+
+def test_the_library_says_nothing_on_stderr_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    served().handle_sync(call("q"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_json_formatter_gives_one_object_per_record(log: Collector) -> None:
+    app = served()
+    app.handle_sync(call("q", id=7))
+    app.handle_sync(call("crash", id="x\ny"))
+    lines = [JsonFormatter().format(record) for record in log.records]
+    assert all("\n" not in line for line in lines)
+    first, failed, last = (json.loads(line) for line in lines)
+    assert first["correlation_id"] == 7
+    assert first["method"] == "q"
+    assert first["kind"] == "query"
+    assert first["outcome"] == "ok"
+    assert first["level"] == "INFO"
+    assert first["logger"] == "wirecall"
+    assert "position" not in first
+    assert "ValueError: secret" in failed["exception"]
+    assert last["code"] == -32603

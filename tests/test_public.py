@@ -1,0 +1,83 @@
+"""The public surface, by equality: an export is a decision."""
+
+import re
+from pathlib import Path
+
+import wirecall
+from wirecall import errors, jsonrpc
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_names_of_wirecall() -> None:
+    assert sorted(wirecall.__all__) == [
+        "App",
+        "CannotTell",
+        "Context",
+        "DomainError",
+        "Done",
+        "Kind",
+        "Limits",
+        "NotDone",
+        "RpcError",
+        "UsageError",
+        "WirecallError",
+        "jsonrpc",
+    ]
+    assert all(hasattr(wirecall, name) for name in wirecall.__all__)
+
+
+def test_the_names_of_jsonrpc() -> None:
+    assert sorted(jsonrpc.__all__) == [
+        "Batch",
+        "ErrorObject",
+        "InvalidParams",
+        "InvalidRequest",
+        "MethodNotFound",
+        "Request",
+        "Response",
+        "ResponseBatch",
+        "RpcError",
+        "dispatch_line",
+        "dispatch_line_async",
+        "make_batch",
+        "make_error",
+        "make_notification",
+        "make_reply",
+        "make_request",
+        "make_response",
+        "parse_batch",
+        "parse_request",
+        "parse_response",
+        "parse_response_batch",
+    ]
+    assert all(hasattr(jsonrpc, name) for name in jsonrpc.__all__)
+
+
+def test_the_tree_on_top_of_errors_is_the_tree_below() -> None:
+    drawn = dict.fromkeys(re.findall(r"[├└]── (\w+)", errors.__doc__ or ""))
+    defined = {
+        name: value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.WirecallError) and not name.startswith("_")
+    }
+    assert set(drawn) == set(defined) - {"WirecallError"}
+    for name, code in re.findall(r"── (\w+) +(-?\d{5})", errors.__doc__ or ""):
+        assert defined[name].CODE == int(code)
+
+
+def test_our_own_codes_stay_out_of_the_protocol_s_range() -> None:
+    """MCP 2026-07-28 closes -32768..-32000; what stands there is JSON-RPC's own."""
+    codes = {value.CODE for value in vars(errors).values() if isinstance(value, type) and hasattr(value, "CODE")}
+    assert {code for code in codes if -32768 <= code <= -32000} == {-32700, -32600, -32601, -32602, -32603}
+
+
+def test_version_and_changelog_agree() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (\S+)", changelog, re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == wirecall.__version__
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(wirecall.__file__).parent / "py.typed").exists()
