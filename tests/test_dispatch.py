@@ -53,7 +53,7 @@ def staged(**options: Any) -> tuple[App, Stage]:
 
 
 def entries(*calls: str) -> bytes:
-    """"query:a" is a call of `query` with "a", under the id "a"."""
+    """ "query:a" is a call of `query` with "a", under the id "a"."""
     return batch(*(call(one.split(":")[0], [one.split(":")[1]], id=one.split(":")[1]) for one in calls))
 
 
@@ -182,7 +182,9 @@ async def test_context_variables_of_one_entry_do_not_leak_into_another() -> None
 
 
 @settings(max_examples=100)
-@given(st.lists(st.sampled_from(["now", "later", "put", "fail", "crash", "nobody", "notify", "junk"]), min_size=1, max_size=12))
+@given(
+    st.lists(st.sampled_from(["now", "later", "put", "fail", "crash", "nobody", "notify", "junk"]), min_size=1, max_size=12)
+)
 def test_a_batch_answers_as_its_entries_do_alone(kinds: list[str]) -> None:
     """J4, J5, over handlers that wait and handlers that do not."""
     app = make_app()
@@ -235,7 +237,9 @@ async def test_middleware_is_called_once_per_entry_alike_for_all_forms() -> None
     app.command(name="c")(lambda: 2)
     await app.handle(call("q", id="single"))
     await app.handle(jsonrpc.make_notification("q"))
-    reply = await app.handle(batch(call("q", id="x"), jsonrpc.make_notification("q"), b"{}", call("nobody"), call("c", key="k")))
+    reply = await app.handle(
+        batch(call("q", id="x"), jsonrpc.make_notification("q"), b"{}", call("nobody"), call("c", key="k"))
+    )
     assert seen == [("q", "single", None), ("q", None, None), ("q", "x", 0), ("q", None, 1), ("c", 1, 4)]
     assert [answer.get("result") for answer in read(reply)] == [1, None, None, 2]
 

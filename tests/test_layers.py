@@ -11,9 +11,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
     {"errors"},
-    {"jsonrpc", "params", "ledger.base", "logs"},
-    {"methods", "ledger.memory", "ledger.sqlite", "ledger.redis", "ledger.postgres"},
-    {"policy", "commands", "openrpc", "tracing", "lanes"},
+    {"frames", "params", "ledger.base", "logs", "lanes"},
+    {"jsonrpc", "methods", "outcomes", "ledger.memory", "ledger.sqlite", "ledger.redis", "ledger.postgres"},
+    {"policy", "runs", "openrpc", "tracing", "audit"},
+    {"commands"},
     {"dispatch"},
     set[str](),  # MCP's place
     {"app"},
@@ -25,7 +26,7 @@ LAYERS = [
 PACKAGES = {"ledger.__init__"}
 
 # Modules that may use the event loop. Protocol code may not: it imports no asyncio, no socket and no clock.
-PURE = {"errors", "jsonrpc", "params", "methods", "policy", "openrpc", "ledger.base"}
+PURE = {"errors", "frames", "jsonrpc", "params", "methods", "policy", "openrpc", "ledger.base"}
 FOREIGN = {
     "msgspec": None,  # everywhere
     "apsw": {"ledger.sqlite"},

@@ -94,7 +94,9 @@ def test_a_crash_is_logged_with_its_correlation_id_and_an_unsendable_result_is_n
     errors = [record for record in log.records if record.levelno == logging.ERROR]
     assert [getattr(record, "correlation_id", None) for record in errors] == ["x", "y"]
     assert errors[0].exc_info is not None
-    outcomes = [(getattr(r, "correlation_id", 0), getattr(r, "outcome", 0)) for r in log.records if r.levelno == logging.INFO]
+    outcomes = [
+        (getattr(r, "correlation_id", 0), getattr(r, "outcome", 0)) for r in log.records if r.levelno == logging.INFO
+    ]
     assert outcomes == [("x", "error"), ("y", "error")]
 
 

@@ -31,7 +31,13 @@ def test_a_decorator_works_bare_and_with_arguments_and_leaves_the_function_alone
     assert [method.name for method in app.registry] == ["rpc.discover", "bare", "other", "bare_command", "named_command"]
     assert len(app.registry) == 5
     terms = app.registry.methods["named_command"].terms
-    assert (terms.retention, terms.lease, terms.wait, terms.on_crash, terms.max_stored_result) == (60, 30, 25, "unknown", 262_144)
+    assert (terms.retention, terms.lease, terms.wait, terms.on_crash, terms.max_stored_result) == (
+        60,
+        30,
+        25,
+        "unknown",
+        262_144,
+    )
 
 
 def test_every_method_is_a_query_or_a_command() -> None:
@@ -118,7 +124,9 @@ def test_the_context_is_injected_by_its_type_and_tells_about_the_call() -> None:
         seen.append(ctx)
 
     app.handle_sync(call("look", {"a": 1, "_meta": {"traceparent": "00-1-2-01", "x": 5}}, id="abc"), caller="ada")
-    app.handle_sync(b'[{"jsonrpc":"2.0","method":"look","params":[1]},{"jsonrpc":"2.0","method":"look","params":[2],"id":1.50}]')
+    app.handle_sync(
+        b'[{"jsonrpc":"2.0","method":"look","params":[1]},{"jsonrpc":"2.0","method":"look","params":[2],"id":1.50}]'
+    )
     first, second, third = seen
     assert (first.method, first.kind, first.id, first.caller, first.position) == ("look", Kind.QUERY, "abc", "ada", None)
     assert (first.correlation_id, first.is_notification, first.idempotency_key) == ("abc", False, None)

@@ -6,12 +6,13 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from wirecall.errors import UsageError
-from wirecall.jsonrpc import Data, Id
+from wirecall.frames import Data, Id
 from wirecall.ledger.base import check_url, open_ledger
-from wirecall.methods import Execution, Kind, Method, OnCrash, Registry, Terms
+from wirecall.methods import Done, Execution, Kind, Method, NotDone, OnCrash, Registry, Terms
 from wirecall.policy import ANONYMOUS, Limits, Mode, Policy
 
 if TYPE_CHECKING:
+    from wirecall.audit import Audit
     from wirecall.dispatch import Dispatcher, Middleware
     from wirecall.ledger.base import Ledger
 
@@ -36,6 +37,7 @@ class App:
         version: str = "0.0.0",
         mode: Mode | None = None,
         ledger: str | None = None,
+        audit: str | None = None,
         limits: Limits | None = None,
         middleware: "Sequence[Middleware]" = (),
         execution: Execution | None = None,
@@ -51,6 +53,8 @@ class App:
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict
+        self._audit_url = audit
+        self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
         self._ledger: Ledger | None = None
         self._add_discover()
@@ -172,6 +176,9 @@ class App:
         if self._ledger is not None:
             await self._ledger.aclose()
             self._ledger = None
+        if self._audit is not None:
+            self._audit.close()
+            self._audit = None
 
     async def __aenter__(self) -> "App":
         return self
@@ -181,18 +188,33 @@ class App:
 
     def _build(self) -> "Dispatcher":
         # Late: an app is made in many programs that never serve a call, and `import wirecall` stays light.
+        from wirecall.audit import open_audit
         from wirecall.commands import Commands
         from wirecall.dispatch import Dispatcher
 
+        self._audit = open_audit(self._audit_url) if self._audit_url else None
+        note = self._audit.note if self._audit else None
         self._dispatcher = Dispatcher(
             self.registry,
             Policy(self.mode, self.limits),
-            Commands(self.ledger),
+            Commands(self.ledger, note),
+            note=note,
             middleware=self._middleware,
             execution=self._execution,
             strict=self._strict,
         )
         return self._dispatcher
+
+    async def resolve(self, method: str, key: str, verdict: Done | NotDone, *, caller: str = ANONYMOUS) -> bool:
+        """Settle a command whose outcome is unknown: an operator found out. False if there is no such record."""
+        from wirecall.ledger.base import RecordId
+        from wirecall.outcomes import outcome_of
+
+        id = RecordId(caller, method, key)
+        outcome = outcome_of("result", verdict.result, id) if isinstance(verdict, Done) else None
+        declared = self.registry.get(method)
+        retention = (declared.terms if declared else Terms()).retention
+        return await (await self.ledger()).resolve(id, outcome, retention)
 
     async def ledger(self) -> "Ledger":
         """The app's ledger, opened on first use."""

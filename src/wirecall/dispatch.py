@@ -1,6 +1,6 @@
 """The seven steps from bytes to bytes.
 
-    1 parse    jsonrpc.read            bytes -> one message or a batch
+    1 parse    frames.read             bytes -> one message or a batch
     2 admit    policy.admit            message -> Context, or the error that answers it
     3 guard    middleware              once per entry, alike for single calls, batch entries and notifications
     4 bind     methods' signature      raw params -> arguments
@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from msgspec import UNSET, Raw
 
-from wirecall import jsonrpc
+from wirecall import frames
 from wirecall.commands import Commands
 from wirecall.errors import (
     Busy,
@@ -36,11 +36,13 @@ from wirecall.errors import (
     MethodNotFound,
     RpcError,
 )
-from wirecall.jsonrpc import Data, Failure, Id, Invalid, Message, Success, failure
+from wirecall.frames import Data, Failure, Id, Invalid, Message, Success, failure
+from wirecall.jsonrpc import make_batch, make_reply
 from wirecall.lanes import resume, run_batch
 from wirecall.logs import called, failed, logger
 from wirecall.methods import Context, Execution, Method, Registry, correlation_of
 from wirecall.policy import ANONYMOUS, Policy, fingerprint
+from wirecall.runs import Note, Noted
 
 Outcome: TypeAlias = Success | Failure | None
 Pending: TypeAlias = Coroutine[Any, Any, Outcome]
@@ -72,6 +74,7 @@ class Dispatcher:
         policy: Policy,
         commands: Commands,
         *,
+        note: Note | None = None,
         middleware: Sequence[Middleware] = (),
         execution: Execution | None = None,
         strict: bool = True,
@@ -79,6 +82,7 @@ class Dispatcher:
         self._methods = registry.methods
         self._policy = policy
         self._commands = commands
+        self._note = note
         self._in_full = bool(middleware) or execution == "sequential"
         self._guarded = _guard(middleware, self._run)
         self._execution = execution
@@ -95,7 +99,7 @@ class Dispatcher:
         `alone` says that there is no event loop, so that nothing may wait.
         """
         limits = self._policy.limits
-        read: Any = jsonrpc.read(data, self._strict, limits.bytes_in, limits.depth, limits.batch)
+        read: Any = frames.read(data, self._strict, limits.bytes_in, limits.depth, limits.batch)
         is_batch = type(read) is list
         if self._in_flight + (len(read) if is_batch else 1) > limits.in_flight:
             return self._refuse(read if is_batch else [read], is_batch)
@@ -142,8 +146,8 @@ class Dispatcher:
     def _refuse(self, entries: list[Message | Invalid], is_batch: bool) -> bytes | None:
         """Too many calls are in flight: everybody who is owed an answer is told to come back."""
         busy = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
-        answers = [jsonrpc.encode(failure(m.id, busy)) for m in entries if m.id is not UNSET]
-        return jsonrpc.make_reply(answers, is_batch)
+        answers = [frames.encode(failure(m.id, busy)) for m in entries if m.id is not UNSET]
+        return make_reply(answers, is_batch)
 
     # --- one entry -------------------------------------------------------------------------------------------------
 
@@ -200,14 +204,20 @@ class Dispatcher:
         args, keywords = method.signature.bind_all(context.params, context)
         call = partial(self._invoke, method, args, keywords, frame.alone)
         if context.idempotency_key is None:
-            result = await self._in_time(method, call, frame)
-            return Raw(jsonrpc.encode(result)) if frame.in_full else result
+            result = await self._unprotected(method, context, call)
+            return Raw(frames.encode(result)) if frame.in_full else result
         identity = fingerprint(context.params)
         sealed = await self._commands.execute(context, method, identity, call, alone=frame.alone)
         context.replayed = sealed.replayed
         if sealed.replayed and frame.replayed is not None:
             frame.replayed.append(context.id)
         return sealed.result
+
+    async def _unprotected(self, method: Method, context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
+        if self._note is None or not method.is_command:
+            return await self._in_time(method, call, context._frame)
+        with Noted(self._note, context, fingerprint(context.params)):
+            return await self._in_time(method, call, context._frame)
 
     async def _invoke(self, method: Method, args: Any, keywords: Any, alone: bool) -> Any:
         if method.blocking and not alone:
@@ -232,7 +242,7 @@ class Dispatcher:
 
     def _not_found(self, frame: Frame, message: Message, position: int | None) -> Outcome:
         try:
-            jsonrpc.check_params_shape(message.params)
+            frames.check_params_shape(message.params)
         except RpcError as error:
             return self._refused(frame, message, position, error)
         refused = self._refused(frame, message, position, MethodNotFound(f"there is no method {message.method[:100]!r}"))
@@ -276,16 +286,16 @@ class Dispatcher:
     def _seal(self, outcome: Success | Failure) -> bytes:
         """One answer as bytes. A result that cannot be sent costs its own entry, and no other."""
         try:
-            data = jsonrpc.write(outcome)
+            data = frames.write(outcome)
         except EncodeError as error:
             failed("reply", correlation_of(outcome.id), error)
-            return jsonrpc.encode(failure(outcome.id, InternalError()))
+            return frames.encode(failure(outcome.id, InternalError()))
         return data if len(data) <= self._policy.limits.bytes_out else self._too_large(outcome)
 
     def _seal_batch(self, outcomes: list[Success | Failure]) -> bytes:
         """One encode for all; only if that fails, or is too long, one by one."""
         try:
-            data = jsonrpc.write_batch(outcomes)
+            data = frames.write_batch(outcomes)
             if len(data) <= self._policy.limits.bytes_out:
                 return data
         except EncodeError:
@@ -297,11 +307,11 @@ class Dispatcher:
             data = data if len(data) <= room else self._too_large(outcome)
             room -= len(data)
             sealed.append(data)
-        return jsonrpc.make_batch(sealed)
+        return make_batch(sealed)
 
     def _too_large(self, outcome: Success | Failure) -> bytes:
         limit = self._policy.limits.bytes_out
-        return jsonrpc.encode(
+        return frames.encode(
             failure(
                 outcome.id,
                 InternalError(
@@ -327,7 +337,7 @@ def _shape_first(message: Message, error: RpcError) -> RpcError:
     """Params that are neither array nor object make the request invalid, whatever the binding said about them."""
     if isinstance(error, InvalidParams):
         try:
-            jsonrpc.check_params_shape(message.params)
+            frames.check_params_shape(message.params)
         except RpcError as shape:
             return shape
     return error

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import UsageError
-from wirecall.jsonrpc import Id
+from wirecall.frames import Id
 from wirecall.params import KEY, Signature
 
 Execution: TypeAlias = Literal["sequential", "parallel"]

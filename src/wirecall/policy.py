@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall import jsonrpc
+from wirecall import frames
 from wirecall.errors import InvalidRequest, KeyInvalid, KeyRequired, UsageError
-from wirecall.jsonrpc import Message
+from wirecall.frames import Message
 from wirecall.methods import KEY, Context, Method
 
 Mode: TypeAlias = Literal["development", "production"]
@@ -27,13 +27,13 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Every limit of a message, with its reason; what goes beyond is refused before anything runs (J11)."""
 
     # Entries in one batch. Fifty calls of a few milliseconds stay within the patience of a proxy.
-    batch: int = jsonrpc.MAX_BATCH
+    batch: int = frames.MAX_BATCH
     # Bytes of one message. A message is held and decoded as a whole; a megabyte of params is a file, not a call.
-    bytes_in: int = jsonrpc.MAX_BYTES
+    bytes_in: int = frames.MAX_BYTES
     # Bytes of one reply. Ten times the message: fifty results of 200 KB, and no more memory per call than that.
     bytes_out: int = 10 << 20
     # Nesting of arrays and objects. Decoders recurse; 64 is deeper than documents people write and a tenth of the stack.
-    depth: int = jsonrpc.MAX_DEPTH
+    depth: int = frames.MAX_DEPTH
     # Calls of one app under way at once. Beyond, waiting costs the caller more than being told to come back.
     in_flight: int = 1024
     # Entries of one batch under way side by side. One batch must not take all places of `in_flight`.
@@ -53,7 +53,7 @@ class Policy(Struct, frozen=True):
 
     def admit(self, message: Message, method: Method, *, caller: str, position: int | None) -> Context:
         """The context of a call that may run."""
-        jsonrpc.check_params_shape(message.params)
+        frames.check_params_shape(message.params)
         self._check_id(message, method)
         key = self._key(message.params) if method.is_command else None
         return Context(method, id=message.id, params=message.params, caller=caller, position=position, idempotency_key=key)
@@ -115,7 +115,7 @@ _canonical = msgspec.json.Encoder(order="deterministic")
 
 def fingerprint(params: Raw | UnsetType) -> bytes:
     """SHA-256 of the params in canonical form: members sorted, 1 equal to 1.0, integers exact at any size."""
-    value = {} if params is UNSET else jsonrpc.decode_any(params)
+    value = {} if params is UNSET else frames.decode_any(params)
     if isinstance(value, dict):
         value = {name: item for name, item in value.items() if name not in _NOT_IDENTITY}
     return hashlib.sha256(_canonical.encode(_exact(value))).digest()

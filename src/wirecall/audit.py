@@ -1,0 +1,191 @@
+"""The audit trail: one JSON line per command, chained by hashes (T6).
+
+`App(audit="file:PATH")` appends a line for every command that was admitted: who called what, when, under which key and id,
+the digest of the arguments, how it ended, whether the answer was a replay, how long it took. Arguments and results stay out.
+
+The rules of the file:
+
+1. Every line carries the hash of the line before it and its own, so that a line that was edited, removed or put elsewhere
+   is found by `verify`. Whoever can rewrite the whole file can forge the whole chain: keep the newest hash elsewhere too.
+2. Many processes may append to one file. A lock on the file orders them, and each continues the chain where it stands.
+3. A line is one write at the end of the file. A process that is killed in the middle leaves a torn line, which `verify`
+   reports, and the next line begins on a new one.
+4. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from wirecall.errors import InternalError, RpcError, UsageError
+from wirecall.logs import logger
+from wirecall.methods import Context
+
+FIRST = "0" * 64
+TAIL = 65_536  # more than any line has
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """What is known of one call of a command."""
+
+    time: float
+    caller: str
+    method: str
+    key: str | None
+    digest: str  # of the arguments, as the ledger's fingerprint
+    id: Any
+    outcome: str  # "ok" or "error"
+    code: int | None
+    replayed: bool
+    duration_ms: float
+
+
+class Audit:
+    """An open audit trail."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self._file: int | None = None
+        self._seen = -1  # size of the file after our own last line
+        self._last = FIRST
+
+    def note(self, context: Context, digest: bytes, started: float, error: BaseException | None, replayed: bool) -> None:
+        """A line about a call that has just ended; `started` is by `time.perf_counter`."""
+        code = None if error is None else error.code if isinstance(error, RpcError) else InternalError.CODE
+        self.append(
+            Entry(
+                time=time.time(),
+                caller=context.caller,
+                method=context.method,
+                key=context.idempotency_key,
+                digest=digest.hex(),
+                id=context.correlation_id,
+                outcome="ok" if error is None else "error",
+                code=code,
+                replayed=replayed,
+                duration_ms=round((time.perf_counter() - started) * 1000, 3),
+            )
+        )
+
+    def append(self, entry: Entry) -> None:
+        """Add a line. What goes wrong is logged, because the command is done already."""
+        try:
+            file = self._open()
+            with _locked(file):
+                self._write(file, entry)
+        except OSError as error:
+            logger.error("the audit trail %s has no line for %s %s: %s", self.path, entry.method, entry.key, error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _open(self) -> int:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return self._file
+
+    def _write(self, file: int, entry: Entry) -> None:
+        size = os.fstat(file).st_size
+        torn = False
+        if size != self._seen:
+            self._last, torn = _end_of(file, size)
+        line, self._last = _chain(entry, self._last)
+        data = b"\n" * torn + line
+        self._seen = size + os.write(file, data)
+
+
+class Report(Struct, frozen=True):
+    """What `verify` found: how many lines, the hash of the last one, and every problem with its line number."""
+
+    lines: int
+    last: str
+    problems: list[tuple[int, str]]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(path: str | Path) -> Report:
+    """Read a trail from its beginning and check every link of the chain."""
+    previous, problems, number = FIRST, [], 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            claimed = _parse(line)
+            if claimed is None:
+                problems.append((number, "not a line of an audit trail, or torn"))
+                continue
+            before, own = claimed
+            if before != previous:
+                problems.append((number, "does not follow the line before it: a line was removed, added or moved"))
+            if own != _hash(line):
+                problems.append((number, "was edited: its hash does not fit"))
+            previous = own
+    return Report(number, previous, problems)
+
+
+def open_audit(url: str) -> Audit:
+    """The trail behind a URL."""
+    scheme, _, path = url.partition(":")
+    if scheme != "file" or not path:
+        raise UsageError(f"{url!r} is not an audit trail.", "it must be a file", 'use audit="file:audit.jsonl"')
+    return Audit(path)
+
+
+class _Links(Struct):
+    previous: str
+    hash: str
+
+
+_decode_links = msgspec.json.Decoder(_Links).decode
+_HASH_MEMBER = b',"hash":"'
+
+
+def _chain(entry: Entry, previous: str) -> tuple[bytes, str]:
+    """A line, and its hash: of everything in it before the member `hash`, which is the last."""
+    body = msgspec.json.encode({**msgspec.to_builtins(entry), "previous": previous})[:-1]
+    own = hashlib.sha256(body).hexdigest()
+    return b'%b%b%b"}\n' % (body, _HASH_MEMBER, own.encode()), own
+
+
+def _hash(line: bytes) -> str:
+    return hashlib.sha256(line[: line.rfind(_HASH_MEMBER)]).hexdigest()
+
+
+def _parse(line: bytes) -> tuple[str, str] | None:
+    try:
+        links = _decode_links(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return links.previous, links.hash
+
+
+def _end_of(file: int, size: int) -> tuple[str, bool]:
+    """The hash of the last whole line, and whether a torn one stands behind it."""
+    tail = os.pread(file, TAIL, max(0, size - TAIL))
+    torn = bool(tail) and not tail.endswith(b"\n")
+    for line in reversed(tail.splitlines()):
+        links = _parse(line)
+        if links is not None:
+            return links[1], torn
+    return FIRST, torn
+
+
+@contextlib.contextmanager
+def _locked(file: int) -> Iterator[None]:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,0 +1,173 @@
+"""A command under way: what its handler sees of it, who waits for it, what keeps it alive, and who takes note of its end."""
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any
+
+from wirecall.errors import KeyConflict, KeyInProgress, UsageError
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, Token
+from wirecall.logs import logger
+from wirecall.methods import Context, Method
+
+# What a caller who must come back is told.
+RETRY_AFTER_MS = 1000
+
+# Told about every call of a command that was admitted: arguments' digest, start, error, whether it was a replay.
+Note = Callable[[Context, bytes, float, BaseException | None, bool], None]
+
+
+class Run:
+    """A command under way, as its handler's context sees it."""
+
+    def __init__(self, method: Method, claim: Claim, correlation_id: Any, ledger: Callable[[], Awaitable[Ledger]]) -> None:
+        self._ledger = ledger
+        self.method = method
+        self.claim = claim
+        self.correlation_id = correlation_id
+        self.token: Token | None = None
+        self.attempt = 1
+        self.fence = 0
+        self.committed = False
+        self.interruptible = False
+        self.cancelled = False
+        self.db: Any = None
+        self.loop: asyncio.AbstractEventLoop | None = None  # None: no event loop, nothing may wait
+
+    @property
+    def downstream_key(self) -> str:
+        id = self.claim.id
+        text = "\0".join((id.caller, id.method, id.key)).encode()
+        return hmac.new(b"wirecall downstream key", text, hashlib.sha256).hexdigest()[:32]
+
+    def granted(self, record: Record) -> None:
+        self.token = record.token
+        self.attempt = record.attempts
+        self.fence = record.fence
+        self.committed = not self.method.terms.commit_point
+
+    def commit_point(self) -> Awaitable[None]:
+        """From the moment of the call the run counts as committed here; the awaitable writes that to the ledger."""
+        first, self.committed = not self.committed, True
+        if not first or self.db is not None:
+            return _Nothing()
+        written = self._write_commit_point()
+        if self.method.is_async:
+            return written
+        if self.loop is None:
+            return _step(written)
+        asyncio.run_coroutine_threadsafe(written, self.loop).result()
+        return _Nothing()
+
+    async def _write_commit_point(self) -> None:
+        assert self.token is not None
+        ledger = await self._ledger()
+        if self.cancelled or not await ledger.commit_point(self.token, self.method.terms.lease):
+            self.committed = False
+            raise LostLease(f"{self.claim.id}: the lease was over before the commit point")
+
+
+class LostLease(Exception):
+    """Another holder took the command over: this one must stop before its effect."""
+
+
+class _Nothing:
+    """Awaited or not, it does nothing."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
+
+
+def _step(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return _Nothing()
+    coroutine.close()
+    raise UsageError("ctx.commit_point() had to wait.", "there is no event loop", "use `await app.handle(...)`")
+
+
+class Noted:
+    """Notes how a call of a command ended, whoever is still there to hear it."""
+
+    def __init__(self, note: Note, context: Context, fingerprint: bytes) -> None:
+        self._note, self._context, self._fingerprint = note, context, fingerprint
+        self._started = time.perf_counter()
+        self.replayed = False
+        self.kept = True
+
+    def __enter__(self) -> "Noted":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self.kept:
+            self._note(self._context, self._fingerprint, self._started, error, self.replayed)
+
+
+def unnoted(*_: object) -> None:
+    return None
+
+
+class Flight:
+    """The one run of a command in this process, and those who wait for it."""
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self._fingerprint = fingerprint
+        self._waiting: list[asyncio.Future[Outcome | None]] = []
+
+    async def join(self, fingerprint: bytes, wait: float) -> Outcome | None:
+        """The outcome, or None when the run ended without one."""
+        if fingerprint != self._fingerprint:
+            raise KeyConflict(ran="no")
+        future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            async with asyncio.timeout(wait):
+                return await future
+        except TimeoutError:
+            raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS) from None
+
+    def land(self, outcome: Outcome | None) -> None:
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(outcome)
+
+
+class Heartbeat:
+    """Renews the lease every third of it, for as long as the handler runs. A short run never gets that far."""
+
+    def __init__(self, ledger: Ledger, run: Run, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        self._ledger, self._run, self._spawn = ledger, run, spawn
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
+
+    def __enter__(self) -> None:
+        self._arm()
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        if self._timer:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # no event loop: the handler cannot wait either
+            return
+        self._timer = loop.call_later(self._run.method.terms.lease / 3, self._beat)
+
+    def _beat(self) -> None:
+        self._spawn(self._renew())
+
+    async def _renew(self) -> None:
+        assert self._run.token is not None
+        try:
+            held = await self._ledger.heartbeat(self._run.token, self._run.method.terms.lease)
+        except LedgerDown as error:
+            logger.warning("%s: no heartbeat: %s", self._run.claim.id, error)
+            held = True
+        if held and not self._stopped:
+            self._arm()

@@ -1,0 +1,86 @@
+"""Every example in README and docs is run, and its shown output compared.
+
+`python` blocks of a page run one after another in one namespace; `pycon` blocks are doctests in the same namespace; in `console`
+blocks, each `$ command` is run by a shell and what is shown below it is what it prints.
+"""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wirecall import errors
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# Commands that run the whole project; they are run by whoever runs this test.
+TOO_LARGE = ("make ",)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / page).read_text()
+    namespace: dict[str, Any] = {"__name__": page}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, page, type(sys)(page))
+    sys.modules[page].__dict__.update(namespace)
+    namespace = sys.modules[page].__dict__
+    for language, code in BLOCK.findall(text):
+        if language == "python":
+            exec(compile(code, page, "exec"), namespace)
+        elif language == "pycon":
+            check_session(code, page, namespace)
+        elif language == "console":
+            check_console(code)
+
+
+def check_session(code: str, page: str, namespace: dict[str, Any]) -> None:
+    session = doctest.DocTestParser().get_doctest(code, namespace, page, page, 0)
+    session.globs = namespace  # not a copy: later blocks go on with the names of this one
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    report: list[str] = []
+    runner.run(session, out=report.append, clear_globs=False)
+    assert session.examples
+    assert not report, "".join(report)
+
+
+def check_console(code: str) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", code, re.MULTILINE):
+        if command.startswith(TOO_LARGE):
+            continue
+        run = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert run.stdout == expected, run.stderr
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert all(f"({path.name})" in index for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_every_code_is_explained() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and hasattr(value, "CODE"):
+            kind = getattr(value, "TYPE", "")
+            assert f"| {value.CODE} | {f'`{kind}`' if kind else ''}" in page, name
+
+
+def test_every_field_of_limits_is_explained() -> None:
+    from wirecall import Limits
+
+    page = (ROOT / "docs" / "operating.md").read_text()
+    assert all(f"| `{field}` |" in page for field in Limits.__struct_fields__)
