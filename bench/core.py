@@ -137,7 +137,7 @@ def pjrpc() -> Callable[[bytes], Any]:
 
     registry = MethodRegistry()
     registry.add_method(add, "add")
-    dispatcher = Dispatcher()
+    dispatcher: Any = Dispatcher()
     dispatcher.add_methods(registry)
 
     def handle(data: bytes) -> Any:

@@ -1,7 +1,7 @@
 """What wirecall does, in a few seconds: `make demo`.
 
-Every line below is a real message to a real app, and every answer is checked: the demo ends with exit code 1 if one of them is
-not what it should be.
+Every line below is a real message to a real app, and every answer is checked: the demo ends with exit code 1 if one of
+them is not what it should be.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from wirecall import App, Context
+from wirecall import App
 
-COLOUR = sys.stdout.isatty() and "NO_COLOR" not in os.environ or "FORCE_COLOR" in os.environ
+COLOUR = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or "FORCE_COLOR" in os.environ
 
 
 def paint(code: str, text: str) -> str:
@@ -37,7 +37,7 @@ def make_app(ledger: str) -> App:
     def notify_hello(times: int) -> None: ...
 
     @app.command
-    async def charge(order: str, cents: int, ctx: Context) -> dict[str, Any]:
+    async def charge(order: str, cents: int) -> dict[str, Any]:
         charged.append(cents)
         return {"order": order, "receipt": f"r-{len(charged)}"}
 
@@ -116,7 +116,8 @@ async def main() -> int:
         async with make_app(f"sqlite:{Path(folder) / 'ledger.db'}") as app:
             demo = Demo(app)
             await show(demo)
-    print(f"\n{paint('31', f'{demo.failed} answers were wrong') if demo.failed else paint('32', 'all answers as they should be')}")
+    verdict = ("31", f"{demo.failed} answers were wrong") if demo.failed else ("32", "all answers as they should be")
+    print(f"\n{paint(*verdict)}")
     return 1 if demo.failed else 0
 
 

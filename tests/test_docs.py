@@ -1,7 +1,7 @@
 """Every example in README and docs is run, and its shown output compared.
 
-`python` blocks of a page run one after another in one namespace; `pycon` blocks are doctests in the same namespace; in `console`
-blocks, each `$ command` is run by a shell and what is shown below it is what it prints.
+`python` blocks of a page run one after another in one namespace; `pycon` blocks are doctests in the same namespace; in
+`console` blocks, each `$ command` is run by a shell and what is shown below it is what it prints.
 """
 
 import doctest

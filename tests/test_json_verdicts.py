@@ -1,8 +1,8 @@
 """What JSON is accepted and what is refused: one frozen verdict each, the same on the fast and on the slow path.
 
-The fast path is one typed decode of the whole message. An entry that is malformed in the same batch forces the slow path, which
-takes the message apart; the verdict on its neighbour must not change. Verdicts are `ok`, or an error code and whose id it
-is answered under: `own` for the entry's, `all` for one error that answers the whole message.
+The fast path is one typed decode of the whole message. An entry that is malformed in the same batch forces the slow path,
+which takes the message apart; the verdict on its neighbour must not change. Verdicts are `ok`, or an error code and whose
+id it is answered under: `own` for the entry's, `all` for one error that answers the whole message.
 """
 
 import json

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from wirecall import UsageError, jsonrpc
 from wirecall.errors import EncodeError
+from wirecall.frames import encode
 
 json_values = st.recursive(
     st.none()
@@ -60,7 +61,7 @@ def test_parse_reads_what_make_wrote(method: str, params: Any, id: Any) -> None:
     request = jsonrpc.parse_request(jsonrpc.make_request(method, params, id))
     assert (request.method, request.params, request.error_envelope) == (method, params, None)
     assert not request.is_notification
-    assert jsonrpc.encode(request.id) == jsonrpc.encode(id)
+    assert encode(request.id) == encode(id)
     notification = jsonrpc.parse_request(jsonrpc.make_notification(method, params))
     assert (notification.method, notification.params, notification.is_notification) == (method, params, True)
 
@@ -70,7 +71,7 @@ def test_parse_reads_what_make_answered(result: Any, id: Any, code: int, message
     response = jsonrpc.parse_response(jsonrpc.make_response(id, result))
     assert response.ok
     assert response.result == result
-    assert jsonrpc.encode(response.id) == jsonrpc.encode(id)
+    assert encode(response.id) == encode(id)
     failed = jsonrpc.parse_response(jsonrpc.make_error(id, code, message, result))
     assert failed.error is not None
     assert (failed.error.code, failed.error.message) == (code, message)
@@ -222,7 +223,7 @@ entries = st.one_of(
     st.builds(jsonrpc.make_request, names, params, ids),
     st.builds(jsonrpc.make_notification, names, params),
     st.sampled_from([b"1", b"null", b"{}", b"[]", b'{"id":3}', b'{"jsonrpc":"2.0","id":true,"method":"x"}', b'"x"']),
-    json_values.map(jsonrpc.encode),
+    json_values.map(encode),
 )
 snippets = st.sampled_from([b"[", b"]", b"{", b"}", b'"', b"\\", b",", b":", b"1", b"e9", b"null", b'"id"', b"\xff", b" "])
 mangled = st.builds(lambda parts: b"".join(parts), st.lists(entries | snippets | st.binary(max_size=3), max_size=8))

@@ -53,7 +53,7 @@ class App:
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict
-        self._audit_url = audit
+        self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
         self._ledger: Ledger | None = None
@@ -188,11 +188,11 @@ class App:
 
     def _build(self) -> "Dispatcher":
         # Late: an app is made in many programs that never serve a call, and `import wirecall` stays light.
-        from wirecall.audit import open_audit
+        from wirecall.audit import Audit
         from wirecall.commands import Commands
         from wirecall.dispatch import Dispatcher
 
-        self._audit = open_audit(self._audit_url) if self._audit_url else None
+        self._audit = Audit(self._audit_path) if self._audit_path else None
         note = self._audit.note if self._audit else None
         self._dispatcher = Dispatcher(
             self.registry,
@@ -232,3 +232,12 @@ def _mode(mode: str | None) -> Any:
             'use "development" or "production"',
         )
     return chosen
+
+
+def _audit_path(url: str | None) -> str | None:
+    if url is None:
+        return None
+    scheme, _, path = url.partition(":")
+    if scheme != "file" or not path:
+        raise UsageError(f"{url!r} is not an audit trail.", "it must be a file", 'use audit="file:audit.jsonl"')
+    return path

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from wirecall.errors import InternalError, RpcError, UsageError
+from wirecall.errors import InternalError, RpcError
 from wirecall.logs import logger
 from wirecall.methods import Context
 
@@ -133,14 +133,6 @@ def verify(path: str | Path) -> Report:
                 problems.append((number, "was edited: its hash does not fit"))
             previous = own
     return Report(number, previous, problems)
-
-
-def open_audit(url: str) -> Audit:
-    """The trail behind a URL."""
-    scheme, _, path = url.partition(":")
-    if scheme != "file" or not path:
-        raise UsageError(f"{url!r} is not an audit trail.", "it must be a file", 'use audit="file:audit.jsonl"')
-    return Audit(path)
 
 
 class _Links(Struct):

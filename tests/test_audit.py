@@ -1,0 +1,205 @@
+"""The audit trail (T6): a line per command, and no edit that goes unnoticed."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.calls import batch, call, make_app, result
+from wirecall import App, DomainError, UsageError, jsonrpc
+from wirecall.audit import Audit, Entry, verify
+
+
+@pytest.fixture
+def trail(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "audit.jsonl"
+
+
+def audited(trail: Path) -> App:
+    app = make_app(audit=f"file:{trail}")
+    app.query(name="look", notification_allowed=True)(lambda: 1)
+    app.command(name="put")(lambda value: value)
+
+    @app.command
+    def refuse() -> None:
+        raise DomainError(4020, "no")
+
+    @app.command
+    def crash() -> None:
+        raise ValueError
+
+    return app
+
+
+def lines(trail: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in trail.read_text().splitlines()]
+
+
+def entry(n: int) -> Entry:
+    return Entry(
+        time=1.0 * n,
+        caller="",
+        method="put",
+        key=f"k{n}",
+        digest="00",
+        id=n,
+        outcome="ok",
+        code=None,
+        replayed=False,
+        duration_ms=0.5,
+    )
+
+
+async def test_one_line_per_command_and_none_for_queries(trail: Path) -> None:
+    async with audited(trail) as app:
+        await app.handle(call("look"))
+        await app.handle(jsonrpc.make_notification("look"))
+        await app.handle(call("put", {"value": "secret"}, id=1, key="a"), caller="ada")
+        await app.handle(call("put", {"value": "secret"}, id=2, key="a"), caller="ada")
+        await app.handle(call("put", {"value": "other"}, id=3, key="a"), caller="ada")
+        await app.handle(batch(call("refuse", key="b", id=4), call("crash", key="c", id=5), call("put", [7], id=6)))
+        await app.handle(call("refuse", key="b", id=7))
+        await app.handle(jsonrpc.make_notification("put", [1]))
+    found = lines(trail)
+    assert [
+        (line["id"], line["method"], line["key"], line["outcome"], line["code"], line["replayed"]) for line in found
+    ] == [
+        (1, "put", "a", "ok", None, False),
+        (2, "put", "a", "ok", None, True),
+        (3, "put", "a", "error", 42210, False),
+        (4, "refuse", "b", "error", 4020, False),
+        (5, "crash", "c", "error", -32603, False),
+        (6, "put", None, "ok", None, False),
+        (7, "refuse", "b", "error", 4020, True),
+    ]
+    assert [line["caller"] for line in found] == ["ada"] * 3 + [""] * 4
+    assert found[0]["digest"] == found[1]["digest"] != found[2]["digest"]
+    assert len(found[0]["digest"]) == 64
+    assert all(line["duration_ms"] >= 0 and line["time"] > 1.7e9 for line in found)
+    assert "secret" not in trail.read_text()
+    assert verify(trail).ok
+    assert oct(os.stat(trail).st_mode & 0o777) == "0o600"
+
+
+async def test_duplicates_that_wait_for_the_first_have_their_own_lines(trail: Path) -> None:
+    app = make_app(audit=f"file:{trail}")
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    @app.command
+    async def put() -> int:
+        begun.set()
+        await go.wait()
+        return 1
+
+    async with app, asyncio.TaskGroup() as group:
+        first = group.create_task(app.handle(call("put", key="k", id=1)))
+        await begun.wait()
+        second = group.create_task(app.handle(call("put", key="k", id=2)))
+        await asyncio.sleep(0)
+        go.set()
+    assert result(first.result()) == result(second.result()) == 1
+    assert sorted((line["id"], line["replayed"]) for line in lines(trail)) == [(1, False), (2, True)]
+
+
+async def test_a_command_whose_caller_left_is_noted_when_it_ends(trail: Path) -> None:
+    app = make_app(audit=f"file:{trail}")
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    @app.command
+    async def put() -> int:
+        begun.set()
+        await go.wait()
+        return 1
+
+    async with app:
+        caller = asyncio.create_task(app.handle(call("put", key="k")))
+        await begun.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        go.set()
+    assert [(line["outcome"], line["replayed"]) for line in lines(trail)] == [("ok", False)]
+
+
+async def test_the_chain_goes_on_after_a_restart(trail: Path) -> None:
+    for n in range(3):
+        async with audited(trail) as app:
+            await app.handle(call("put", [n], id=n))
+    report = verify(trail)
+    assert (report.ok, report.lines) == (True, 3)
+    assert report.last == lines(trail)[-1]["hash"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda found: [found[0], found[2]], [(2, "removed")]),
+        (lambda found: [found[1], found[0], found[2]], [(1, "removed"), (2, "removed"), (3, "removed")]),
+        (lambda found: [found[0], found[1].replace(b'"k1"', b'"k9"'), found[2]], [(2, "edited")]),
+        (lambda found: [found[0], b"garbage\n", found[1], found[2]], [(2, "not a line")]),
+        (lambda found: [found[0], found[1][:40]], [(2, "torn")]),
+        (lambda found: found[1:], [(1, "removed")]),
+        (lambda found: [found[0], found[1], found[1], found[2]], [(3, "removed"), (4, "does not follow")]),
+    ],
+)
+def test_damage_is_found_at_its_line(trail: Path, damage: Any, problem: list[tuple[int, str]]) -> None:
+    audit = Audit(str(trail))
+    for n in range(3):
+        audit.append(entry(n))
+    audit.close()
+    assert verify(trail).ok
+    trail.write_bytes(b"".join(damage(trail.read_bytes().splitlines(keepends=True))))
+    found = verify(trail).problems
+    assert [number for number, _ in found][: len(problem)] == [number for number, _ in problem][: len(found)]
+    assert all(word in text for (_, word), (_, text) in zip(problem, found, strict=False))
+    assert found
+
+
+def test_after_a_torn_line_the_trail_goes_on_and_the_tear_is_reported(trail: Path) -> None:
+    audit = Audit(str(trail))
+    audit.append(entry(0))
+    whole = trail.read_bytes()
+    trail.write_bytes(whole + whole[:30])
+    audit.append(entry(1))
+    audit.close()
+    report = verify(trail)
+    assert [number for number, _ in report.problems] == [2]
+    assert [json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")] == [0, 1]
+
+
+def append_many(path: str, first: int) -> None:
+    audit = Audit(path)
+    for n in range(first, first + 50):
+        audit.append(entry(n))
+    audit.close()
+
+
+def test_many_processes_write_one_chain(trail: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=append_many, args=(str(trail), n * 50)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    report = verify(trail)
+    assert (report.ok, report.lines) == (True, 200)
+    assert sorted(line["id"] for line in lines(trail)) == list(range(200))
+
+
+async def test_a_trail_that_cannot_be_written_costs_a_log_line_not_the_command(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    async with audited(tmp_path / "file" / "audit.jsonl") as app:
+        assert result(await app.handle(call("put", {"value": 1}, key="k"))) == 1
+    assert "has no line for put k" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["audit.jsonl", "file:", "syslog:x"])
+def test_a_url_that_is_no_trail_is_told_at_once(url: str) -> None:
+    with pytest.raises(UsageError, match="is not an audit trail"):
+        make_app(audit=url)
