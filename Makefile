@@ -20,8 +20,15 @@ check: $(VENV)/test  ## lint, format, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/bench  ## ratios to bare msgspec and to other libraries, in one run
+bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one run each
 	$(BIN)/python bench/core.py
+	$(BIN)/python bench/ledger.py
+
+KILLS ?= 10000
+SEED ?= 0
+
+crash: $(VENV)/test  ## the long run of kills: make crash KILLS=10000 SEED=7
+	$(BIN)/python -m tests.crash --kills $(KILLS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV)

@@ -5,10 +5,12 @@
 """
 
 import doctest
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,17 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOO_LARGE = ("make ",)
 
 
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """A page may set up logging; the next test must not hear of it."""
+    logger = logging.getLogger("wirecall")
+    handlers = list(logger.handlers)
+    yield
+    logger.handlers[:] = handlers
+
+
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.usefixtures("quiet")
 def test_examples(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / page).read_text()
     namespace: dict[str, Any] = {"__name__": page}

@@ -12,6 +12,9 @@ from wirecall.methods import Done, Execution, Kind, Method, NotDone, OnCrash, Re
 from wirecall.policy import ANONYMOUS, Limits, Mode, Policy
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, Lock
+    from contextlib import AbstractAsyncContextManager
+
     from wirecall.audit import Audit
     from wirecall.dispatch import Dispatcher, Middleware
     from wirecall.ledger.base import Ledger
@@ -57,6 +60,7 @@ class App:
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
         self._ledger: Ledger | None = None
+        self._locked: tuple[AbstractEventLoop, Lock] | None = None
         self._add_discover()
 
     # --- declaring ---------------------------------------------------------------------------------------------------
@@ -219,8 +223,22 @@ class App:
     async def ledger(self) -> "Ledger":
         """The app's ledger, opened on first use."""
         if self._ledger is None:
-            self._ledger = await open_ledger(self.ledger_url)
+            async with self._opening():
+                self._ledger = self._ledger or await open_ledger(self.ledger_url)
         return self._ledger
+
+    def _opening(self) -> "AbstractAsyncContextManager[None]":
+        """One call opens the ledger, and the others of its event loop wait for it."""
+        import asyncio
+        from contextlib import nullcontext
+
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # handle_sync: there is nobody else
+            return nullcontext()
+        if self._locked is None or self._locked[0] is not loop:
+            self._locked = (loop, asyncio.Lock())
+        return self._locked[1]
 
 
 def _mode(mode: str | None) -> Any:

@@ -5,11 +5,11 @@ waits, who runs, what an interruption means, and what is said to the caller.
 
 The rules of the file:
 
-1. A command runs in a task of its own. The caller may go away or run out of time; before the commit point that cancels the
-   command and releases its record, after it the handler finishes and its outcome is recorded.
-2. Duplicates in this process await the first (`Flight`); duplicates elsewhere are seen through the ledger, by claiming
+1. Duplicates in this process await the first (`Flight`); duplicates elsewhere are seen through the ledger, by claiming
    again.
-3. Nothing runs before the ledger gave back a record with our nonce.
+2. Nothing runs before the ledger gave back a record with our nonce.
+3. A handler that can wait runs in a task of its own. Its caller may go away or run out of time; before the commit point
+   that cancels the handler and releases the record, after it the handler finishes and its outcome is recorded.
 4. An outcome is encoded once; the same bytes are recorded and sent.
 5. A ledger that is lost before the run refuses the command; one that is lost after it costs the caller nothing: the true
    outcome is answered, and recording it is tried until it succeeds.
@@ -18,6 +18,7 @@ The rules of the file:
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -48,11 +49,14 @@ from wirecall.ledger.base import (
 from wirecall.logs import failed, logger
 from wirecall.methods import CannotTell, Context, Done, Method, NotDone
 from wirecall.outcomes import Sealed, answer, outcome_of, recorded, stored, unknown
-from wirecall.runs import RETRY_AFTER_MS, Flight, Heartbeat, Note, Noted, Run, unnoted
+from wirecall.runs import RETRY_AFTER_MS, Flight, Heartbeat, LostLease, Note, Noted, Run
 
 # How often a duplicate looks whether the first, in another process, is done: at once at first, never rarely.
 FIRST_POLL = 0.025
 LAST_POLL = 0.5
+
+# A claim whose answer was lost may reach the store later than the question whether it did; so we ask twice.
+UNCLAIM_AGAIN = 10.0
 
 # A transaction that the store undid is tried again; nothing of it has escaped.
 TRANSACTION_TRIES = 5
@@ -61,34 +65,25 @@ SWEEP_EVERY = 60.0
 SWEEP_BATCH = 500
 
 Call = Callable[[], Awaitable[Any]]
+Ended = tuple[Outcome, bool]  # an outcome, and whether another run left it
 
 
 class Commands:
     """The commands of an app that are under way in this process."""
 
     def __init__(self, ledger: Callable[[], Awaitable[Ledger]], note: Note | None = None) -> None:
-        self.ledger = ledger
         self.closing = False
-        self._note = note or unnoted
-        self._sweeps: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
+        self._ledger = ledger
+        self._note = note
         self._flights: dict[RecordId, Flight] = {}
-        self._runs: dict[Run, asyncio.Task[Sealed]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._runs: dict[asyncio.Task[Any], Run] = {}
+        self._chores: set[asyncio.Task[Any]] = set()
+        self._sweeps: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
 
     async def execute(self, context: Context, method: Method, fingerprint: bytes, call: Call, *, alone: bool) -> Sealed:
         """Run the command, or answer from the run there was. `alone` means: no event loop, so nothing may wait."""
-        key = context.idempotency_key
-        assert key is not None
-        id = RecordId(context.caller, method.name, key)
-        while flight := self._flights.get(id):
-            with Noted(self._note, context, fingerprint) as noted:
-                outcome = await flight.join(fingerprint, method.terms.wait)
-                if outcome is not None:
-                    noted.replayed = True
-                    return answer(outcome, replayed=True)
-                noted.kept = False
         claim = Claim(
-            id=id,
+            id=RecordId(context.caller, method.name, context.idempotency_key or ""),
             fingerprint=fingerprint,
             nonce=new_nonce(),
             lease=method.terms.lease,
@@ -96,56 +91,102 @@ class Commands:
             on_crash=method.terms.on_crash,
             committed=not method.terms.commit_point,
         )
-        run = context._command = Run(method, claim, context.correlation_id, self.ledger)
-        performance = self._perform(run, context, call, self._flights.setdefault(id, Flight(fingerprint)))
-        if alone:
-            return await performance
-        run.loop = asyncio.get_running_loop()
-        task = self._runs[run] = self._spawn(performance)
-        task.add_done_callback(lambda _: self._runs.pop(run))
-        return await self._watch(task, run)
+        run = context._command = Run(method, context, claim, alone)
+        if method.timeout is None or alone:
+            return await self._serve(run, call)
+        deadline = asyncio.timeout(method.timeout)
+        try:
+            async with deadline:
+                return await self._serve(run, call)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(ran="unknown" if run.committed or run.others else "no") from None
 
     async def aclose(self, grace: float) -> None:
         """Stop claiming, release what has done nothing yet, let handlers past their commit point finish within `grace`."""
         self.closing = True
         if self._sweeps is not None:
             self._sweeps[1].cancel()
-        for run, task in self._runs.items():
+        for task, run in self._runs.items():
             if not run.committed:
                 self._cancel(task, run)
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=grace)
-        for task in self._tasks:
+        if self._runs:
+            await asyncio.wait(self._runs, timeout=grace)
+        left = [*self._runs, *self._chores]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
 
     # --- the caller's side -------------------------------------------------------------------------------------------
 
-    async def _watch(self, task: "asyncio.Task[Sealed]", run: Run) -> Sealed:
-        deadline = asyncio.timeout(run.method.timeout)
+    async def _serve(self, run: Run, call: Call) -> Sealed:
+        noted = Noted(self._note, run.context, run.claim.fingerprint)
+        replayed = False
         try:
-            async with deadline:
-                return await asyncio.shield(task)
-        except (TimeoutError, asyncio.CancelledError):
-            if task.done():
-                return self._ended(task, run)
-            stopped = await self._interrupt(task, run)
-            if deadline.expired():
-                raise DeadlineExceeded(ran="no" if stopped else "unknown") from None
+            found = await self._found(run)
+            if found is not None:
+                replayed = True
+                sealed = answer(found, replayed=True)
+                noted(replayed=True)
+                return sealed
+        except BaseException as error:
+            noted(error, replayed=replayed)
             raise
+        body = self._body(run, call, noted)
+        can_wait = run.method.is_async or run.method.blocking or run.claim.on_crash in ("reconcile", "transactional")
+        return await self._watch(body, run) if can_wait and not run.alone else await body
 
-    def _ended(self, task: "asyncio.Task[Sealed]", run: Run) -> Sealed:
+    async def _found(self, run: Run) -> Outcome | None:
+        """The outcome of another run of this command; None if it is ours to run."""
+        while flight := self._flights.get(run.claim.id):
+            run.others = True
+            outcome = await flight.join(run.claim.fingerprint, run.method.terms.wait)
+            if outcome is not None:
+                return outcome
+        run.others = False
+        self._flights[run.claim.id] = Flight(run.claim.fingerprint)
+        found: Outcome | None = None
+        try:
+            ledger = await self._open()
+            if run.claim.on_crash == "transactional":
+                return None
+            record = await self._claim(ledger, run)
+            if not _is_granted(record, run):
+                found = recorded(record)
+        except BaseException:
+            self._land(run, None)
+            raise
+        if found is None:
+            run.granted(ledger, record)
+        else:
+            self._land(run, found)
+        return found
+
+    async def _watch(self, body: Any, run: Run) -> Sealed:
+        """Wait for the task of a command; what interrupts the wait interrupts the command only if it has done nothing."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        task: asyncio.Task[Sealed] = loop.create_task(body)
+        self._runs[task] = run
+        task.add_done_callback(lambda task: self._forget(task, ended))
+        try:
+            await ended
+        except asyncio.CancelledError:
+            if not run.committed and not task.done():
+                self._cancel(task, run)
+                await asyncio.wait([task])
+            raise
         if task.cancelled():  # by aclose
             raise LedgerUnavailable("the server is stopping", ran="unknown" if run.committed else "no")
         return task.result()
 
-    async def _interrupt(self, task: "asyncio.Task[Sealed]", run: Run) -> bool:
-        """End a command that has done nothing yet; leave one that may have."""
-        if run.committed:
-            return False
-        self._cancel(task, run)
-        await asyncio.wait([task])
-        return not run.committed
+    def _forget(self, task: "asyncio.Task[Sealed]", ended: "asyncio.Future[None]") -> None:
+        del self._runs[task]
+        if not task.cancelled():
+            task.exception()  # the caller may be gone; what happened is in the ledger and in the log
+        if not ended.done():
+            ended.set_result(None)
 
     def _cancel(self, task: "asyncio.Task[Sealed]", run: Run) -> None:
         """Between two transitions a cancel would leave the record in doubt, so there the run only sees the wish."""
@@ -153,82 +194,71 @@ class Commands:
         if run.interruptible:
             task.cancel()
 
-    def _spawn(self, coroutine: Any) -> "asyncio.Task[Any]":
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # the caller may be gone; what happened is in the ledger and in the log
-
-    # --- the command's side ------------------------------------------------------------------------------------------
-
-    async def _perform(self, run: Run, context: Context, call: Call, flight: Flight) -> Sealed:
-        outcome: Outcome | None = None
-        try:
-            with Noted(self._note, context, run.claim.fingerprint) as noted:
-                ledger = await self._open()
-                transactional = run.claim.on_crash == "transactional"
-                lead = self._in_transaction if transactional else self._leased
-                outcome, noted.replayed = await lead(ledger, run, context, call)
-                return answer(outcome, replayed=noted.replayed)
-        finally:
-            self._flights.pop(run.claim.id, None)
-            flight.land(outcome)
+    # --- the ledger's answer -----------------------------------------------------------------------------------------
 
     async def _open(self) -> Ledger:
         if self.closing:
             raise LedgerUnavailable("the server is stopping", ran="no")
         try:
-            ledger = await self.ledger()
+            ledger = await self._ledger()
         except LedgerDown as error:
-            raise self._unavailable(error) from error
+            raise _unavailable(error) from error
         self._plan_sweep(ledger)
         return ledger
-
-    async def _leased(self, ledger: Ledger, run: Run, context: Context, call: Call) -> tuple[Outcome, bool]:
-        record = await self._claim(ledger, run)
-        if record.nonce != run.claim.nonce:
-            return recorded(record), True
-        run.granted(record)
-        if run.cancelled:
-            await self._give_up(ledger.release(record.token), run)
-            raise asyncio.CancelledError
-        try:
-            with Heartbeat(ledger, run, self._spawn):
-                outcome = await self._reconciled(run, context) or await self._handled(run, call)
-        except BaseException as error:
-            raise await self._stopped(ledger, run, error) from error
-        if await self._completed(ledger, run, outcome):
-            return outcome, False
-        return await self._superseded(ledger, run, outcome)
 
     async def _claim(self, ledger: Ledger, run: Run) -> Record:
         """Our own record, or one that answers this call; waits for a first run that is under way elsewhere."""
         patience, delay = run.method.terms.wait, FIRST_POLL
         while True:
-            try:
-                record = await ledger.claim(run.claim)
-            except LedgerDown as error:
-                self._spawn_if_possible(self._unclaim(run.claim))
-                raise self._unavailable(error) from error
+            record = await self._claim_once(ledger, run.claim)
             if record.fingerprint != run.claim.fingerprint:
                 raise KeyConflict(ran="no")
-            if record.nonce == run.claim.nonce or record.state is not State.RUNNING:
+            if record.state is not State.RUNNING or _is_granted(record, run):
                 return record
-            if patience <= 0 or run.cancelled:
+            run.others = True
+            if patience <= 0:
                 raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
-            await self._nap(run, min(delay, patience))
+            await asyncio.sleep(min(delay, patience))
             patience -= delay
             delay = min(2 * delay, LAST_POLL)
 
-    async def _nap(self, run: Run, delay: float) -> None:
-        run.interruptible = True
-        await asyncio.sleep(delay)
-        run.interruptible = False
+    async def _claim_once(self, ledger: Ledger, claim: Claim) -> Record:
+        """Whoever does not hear that it has the record must not keep it."""
+        try:
+            return await ledger.claim(claim)
+        except LedgerDown as error:
+            self._do(self._unclaim(ledger, claim))
+            raise _unavailable(error) from error
+        except asyncio.CancelledError:
+            self._do(self._unclaim(ledger, claim))
+            raise
+
+    # --- the command's side ------------------------------------------------------------------------------------------
+
+    async def _body(self, run: Run, call: Call, noted: Noted) -> Sealed:
+        outcome: Outcome | None = None
+        replayed = False
+        try:
+            lead = self._transacted if run.claim.on_crash == "transactional" else self._leased
+            outcome, replayed = await lead(run, call)
+            sealed = answer(outcome, replayed=replayed)
+        except BaseException as error:
+            noted(error, replayed=replayed)
+            raise
+        finally:
+            self._land(run, outcome)
+        noted(replayed=replayed)
+        return sealed
+
+    async def _leased(self, run: Run, call: Call) -> Ended:
+        try:
+            if run.cancelled and not run.committed:
+                raise asyncio.CancelledError
+            with Heartbeat(run, self._do):
+                outcome = await self._reconciled(run) or await self._handled(run, call)
+        except BaseException as error:
+            raise await self._stopped(run, error) from error
+        return await self._completed(run, outcome)
 
     async def _handled(self, run: Run, call: Call) -> Outcome:
         """Run the handler. Its result and its own errors are outcomes; anything else it raises is not."""
@@ -242,11 +272,12 @@ class Commands:
         run.committed = True
         return outcome_of("result", result, run.claim.id)
 
-    async def _reconciled(self, run: Run, context: Context) -> Outcome | None:
+    async def _reconciled(self, run: Run) -> Outcome | None:
+        """What the method's own reconcile function knows about the run of a holder that vanished."""
         if run.claim.on_crash != "reconcile" or run.attempt == 1:
             return None
         run.committed = True
-        verdict = await run.method.reconcile(context)
+        verdict = await run.method.reconcile(run.context)
         if isinstance(verdict, Done):
             return outcome_of("result", verdict.result, run.claim.id)
         if isinstance(verdict, NotDone):
@@ -254,84 +285,135 @@ class Commands:
             return None
         if not isinstance(verdict, CannotTell):
             logger.error("%s: reconcile returned %r, not Done, NotDone or CannotTell", run.method.name, verdict)
-        raise _CannotTell
+        raise _Undecided
 
-    async def _stopped(self, ledger: Ledger, run: Run, error: BaseException) -> BaseException:
+    async def _stopped(self, run: Run, error: BaseException) -> BaseException:
         """The handler ended without an outcome: what that leaves in the ledger, and what the caller is told."""
-        assert run.token is not None
+        assert run.ledger is not None and run.token is not None
         if not run.committed:
-            await self._give_up(ledger.release(run.token), run)
-            return error if _is_ours(error, run) else _internal(error, run, "no")
-        if isinstance(error, _CannotTell) or run.claim.on_crash == "unknown":
-            await self._give_up(ledger.abandon(run.token), run)
+            transition = run.ledger.release(run.token)
+        elif run.claim.on_crash == "unknown" or isinstance(error, _Undecided):
+            transition = run.ledger.abandon(run.token)
         else:
-            await self._give_up(ledger.lapse(run.token), run)
-        if isinstance(error, _CannotTell):
-            return unknown(run.claim.id, await ledger.get(run.claim.id))
-        return error if isinstance(error, GeneratorExit) else _internal(error, run, "unknown")
-
-    async def _completed(self, ledger: Ledger, run: Run, outcome: Outcome) -> bool:
-        assert run.token is not None
+            transition = run.ledger.lapse(run.token)
         try:
-            return await ledger.complete(
-                run.token, stored(outcome, run.method.terms.max_stored_result), run.method.terms.retention
-            )
+            await transition
+            record = await run.ledger.get(run.claim.id) if isinstance(error, _Undecided) else None
+        except LedgerDown as down:
+            logger.error("%s: the ledger could not be told how the run ended: %s", run.claim.id, down)
+            record = None
+            if not run.committed:
+                self._do(self._unclaim(run.ledger, run.claim))
+        if isinstance(error, _Undecided):
+            return unknown(run.claim.id, record)
+        return _told(error, run)
+
+    async def _completed(self, run: Run, outcome: Outcome) -> Ended:
+        assert run.ledger is not None and run.token is not None
+        terms = run.method.terms
+        kept = stored(outcome, terms.max_stored_result)
+        try:
+            if await run.ledger.complete(run.token, kept, terms.retention):
+                return outcome, False
+            return await self._superseded(run, outcome)
         except LedgerDown as error:
             logger.error("%s is done but not recorded yet: %s", run.claim.id, error)
-            self._spawn_if_possible(self._record_late(ledger, run, outcome))
-            return True
+            self._do(self._record_late(run, kept))
+        except asyncio.CancelledError:
+            self._do(self._record_late(run, kept))
+            raise
+        return outcome, False
 
-    async def _superseded(self, ledger: Ledger, run: Run, outcome: Outcome) -> tuple[Outcome, bool]:
+    async def _superseded(self, run: Run, outcome: Outcome) -> Ended:
         """Another holder has the record: its outcome counts, and where it has none, ours is the truth about this run."""
+        assert run.ledger is not None
         logger.warning("lost lease: %s was taken over while it ran", run.claim.id)
-        record = await ledger.get(run.claim.id)
+        record = await run.ledger.get(run.claim.id)
         if record is not None and record.state is State.DONE:
             return recorded(record), True
         return outcome, False
 
-    def _again(self, run: Run) -> Run:
-        claim = msgspec.structs.replace(run.claim, nonce=new_nonce())
-        return Run(run.method, claim, run.correlation_id, self.ledger)
+    def _land(self, run: Run, outcome: Outcome | None) -> None:
+        self._flights.pop(run.claim.id).land(outcome)
 
     # --- one transaction ---------------------------------------------------------------------------------------------
 
-    async def _in_transaction(self, ledger: Any, run: Run, context: Context, call: Call) -> tuple[Outcome, bool]:
+    async def _transacted(self, run: Run, call: Call) -> Ended:
+        ledger: Any = await self._open()
         for _ in range(TRANSACTION_TRIES):
             try:
                 async with ledger.transaction(run.claim) as transaction:
-                    return await self._transact(transaction, run, call)
+                    return await self._transact(ledger, transaction, run, call)
             except TryAgain:
-                context._command = run = self._again(run)
-            except Locked:
-                raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS) from None
-            except CommitUnknown as error:
-                raise OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id)) from error
-            except LedgerDown as error:
-                raise self._unavailable(error) from error
-            except RpcError:
-                raise
+                run.claim = msgspec.structs.replace(run.claim, nonce=new_nonce())
             except BaseException as error:
-                if _is_ours(error, run):
-                    raise
-                raise _internal(error, run, "no") from error
+                raise _undone(error, run) from error
         raise KeyInProgress("the database kept undoing the transaction", ran="no", retry_after_ms=RETRY_AFTER_MS)
 
-    async def _transact(self, transaction: Transaction, run: Run, call: Call) -> tuple[Outcome, bool]:
+    async def _transact(self, ledger: Ledger, transaction: Transaction, run: Run, call: Call) -> Ended:
         record = transaction.record
         if record.fingerprint != run.claim.fingerprint:
             raise KeyConflict(ran="no")
-        if record.nonce != run.claim.nonce:
+        if not _is_granted(record, run):
+            if record.state is State.RUNNING:
+                raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
             return recorded(record), True
-        run.granted(record)
+        run.granted(ledger, record)
         run.committed = False  # until the commit, everything can be undone
         run.db = transaction.db
+        if run.cancelled:
+            raise asyncio.CancelledError
         outcome = await self._handled(run, call)
-        kept = stored(outcome, run.method.terms.max_stored_result)
-        await transaction.complete(kept, run.method.terms.retention, undo=outcome.kind == "error")
+        terms = run.method.terms
+        await transaction.complete(stored(outcome, terms.max_stored_result), terms.retention, undo=outcome.kind == "error")
         run.committed = True
         return outcome, False
 
-    # --- housekeeping ------------------------------------------------------------------------------------------------
+    # --- chores ------------------------------------------------------------------------------------------------------
+
+    def _do(self, chore: Any) -> None:
+        """What nobody waits for, but `aclose`."""
+        try:
+            task = asyncio.get_running_loop().create_task(chore)
+        except RuntimeError:  # no event loop: it cannot be done
+            chore.close()
+            return
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _unclaim(self, ledger: Ledger, claim: Claim) -> None:
+        """A claim whose answer was lost may stand in the ledger; nothing ran, so it is taken back."""
+
+        async def take_back() -> None:
+            record = await ledger.get(claim.id)
+            if record is not None and record.nonce == claim.nonce:
+                await ledger.release(record.token)
+
+        await self._persist(take_back, claim.lease)
+        await asyncio.sleep(UNCLAIM_AGAIN)
+        await self._persist(take_back, claim.lease)
+
+    async def _record_late(self, run: Run, kept: Outcome) -> None:
+        ledger, token, retention = run.ledger, run.token, run.method.terms.retention
+        assert ledger is not None and token is not None
+        await self._persist(lambda: ledger.complete(token, kept, retention), retention)
+
+    async def _persist(self, action: Callable[[], Awaitable[Any]], patience: float) -> None:
+        """Try until it works; whoever ends the wait gets one last try."""
+        delay = FIRST_POLL
+        while patience > 0:
+            try:
+                await action()
+                return
+            except LedgerDown:
+                patience -= delay
+            try:
+                await asyncio.sleep(delay)
+            except asyncio.CancelledError:
+                with suppress(LedgerDown):
+                    await action()
+                raise
+            delay = min(2 * delay, 5.0)
 
     def _plan_sweep(self, ledger: Ledger) -> None:
         """Sweep about once a minute, at a random moment, so that many processes do not sweep together."""
@@ -341,7 +423,7 @@ class Commands:
             return
         if self._sweeps is None or self._sweeps[0] is not loop:
             delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
-            self._sweeps = (loop, loop.call_later(delay, lambda: self._spawn(self._sweep(ledger))))
+            self._sweeps = (loop, loop.call_later(delay, lambda: self._do(self._sweep(ledger))))
 
     async def _sweep(self, ledger: Ledger) -> None:
         try:
@@ -352,62 +434,40 @@ class Commands:
         self._sweeps = None
         self._plan_sweep(ledger)
 
-    # --- the ledger is away ------------------------------------------------------------------------------------------
 
-    def _unavailable(self, error: LedgerDown) -> LedgerUnavailable:
-        logger.error("the ledger is unavailable: %s", error)
-        return LedgerUnavailable(ran="no")
-
-    async def _give_up(self, transition: Awaitable[bool], run: Run) -> None:
-        try:
-            await transition
-        except LedgerDown as error:
-            logger.error("%s: the ledger could not be told how the run ended: %s", run.claim.id, error)
-
-    def _spawn_if_possible(self, coroutine: Any) -> None:
-        try:
-            self._spawn(coroutine)
-        except RuntimeError:  # no event loop: nobody could wait for it
-            coroutine.close()
-
-    async def _unclaim(self, claim: Claim) -> None:
-        """A claim whose answer was lost may stand in the ledger; nothing ran, so it is taken back."""
-
-        async def take_back() -> None:
-            ledger = await self.ledger()
-            record = await ledger.get(claim.id)
-            if record is not None and record.nonce == claim.nonce:
-                await ledger.release(record.token)
-
-        await self._persist(take_back, claim.lease)
-
-    async def _record_late(self, ledger: Ledger, run: Run, outcome: Outcome) -> None:
-        token = run.token
-        assert token is not None
-        kept, retention = stored(outcome, run.method.terms.max_stored_result), run.method.terms.retention
-        await self._persist(lambda: ledger.complete(token, kept, retention), retention)
-
-    async def _persist(self, action: Callable[[], Awaitable[Any]], patience: float) -> None:
-        delay = FIRST_POLL
-        while patience > 0 and not self.closing:
-            try:
-                await action()
-                return
-            except LedgerDown:
-                await asyncio.sleep(delay)
-                patience -= delay
-                delay = min(2 * delay, 5.0)
-
-
-class _CannotTell(Exception):
+class _Undecided(Exception):
     """A reconcile function does not know."""
 
 
-def _is_ours(error: BaseException, run: Run) -> bool:
-    """Whether we stopped the handler, in contrast to a handler that raised such a thing by itself."""
-    return isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and run.cancelled)
+def _is_granted(record: Record, run: Run) -> bool:
+    return record.state is State.RUNNING and record.nonce == run.claim.nonce
 
 
-def _internal(error: BaseException, run: Run, ran: str) -> InternalError:
-    failed(run.method.name, run.correlation_id, error)
-    return InternalError(ran=ran)
+def _unavailable(error: LedgerDown) -> LedgerUnavailable:
+    logger.error("the ledger is unavailable: %s", error)
+    return LedgerUnavailable(ran="no")
+
+
+def _told(error: BaseException, run: Run) -> BaseException:
+    """What a caller hears of a handler that ended without an outcome."""
+    if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and run.cancelled):
+        return error  # we stopped it, in contrast to a handler that raised such a thing by itself
+    if isinstance(error, LostLease):
+        return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+    if isinstance(error, LedgerDown) and not run.committed:  # at the commit point, so the handler went no further
+        return _unavailable(error)
+    failed(run.method.name, run.context.correlation_id, error)
+    return InternalError(ran="unknown" if run.committed else "no")
+
+
+def _undone(error: BaseException, run: Run) -> BaseException:
+    """What a caller hears of a transaction that was not committed, as far as anybody knows."""
+    if isinstance(error, RpcError):
+        return error
+    if isinstance(error, Locked):
+        return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+    if isinstance(error, CommitUnknown):
+        return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
+    if isinstance(error, LedgerDown):
+        return _unavailable(error)
+    return _told(error, run)

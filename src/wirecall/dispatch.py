@@ -216,8 +216,14 @@ class Dispatcher:
     async def _unprotected(self, method: Method, context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
         if self._note is None or not method.is_command:
             return await self._in_time(method, call, context._frame)
-        with Noted(self._note, context, fingerprint(context.params)):
-            return await self._in_time(method, call, context._frame)
+        noted = Noted(self._note, context, fingerprint(context.params))
+        try:
+            result = await self._in_time(method, call, context._frame)
+        except BaseException as error:
+            noted(error)
+            raise
+        noted()
+        return result
 
     async def _invoke(self, method: Method, args: Any, keywords: Any, alone: bool) -> Any:
         if method.blocking and not alone:

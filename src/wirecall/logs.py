@@ -1,6 +1,7 @@
 """What wirecall writes to the log: one record per call, and one for every handler that failed.
 
-The logger is called `wirecall`. Like any library's it is silent until the program that uses it says otherwise:
+The logger is called `wirecall`. Like any library's it says nothing about calls until the program that uses it asks for it;
+a failure it does not hide: with no handler set up, Python prints warnings and errors to stderr.
 
     logging.getLogger("wirecall").setLevel(logging.INFO)
     handler.setFormatter(wirecall.logs.JsonFormatter())
@@ -16,7 +17,6 @@ from typing import Any
 import msgspec
 
 logger = logging.getLogger("wirecall")
-logger.addHandler(logging.NullHandler())
 
 FIELDS = ("correlation_id", "method", "kind", "position", "duration_ms", "outcome", "code")
 

@@ -22,19 +22,21 @@ Note = Callable[[Context, bytes, float, BaseException | None, bool], None]
 class Run:
     """A command under way, as its handler's context sees it."""
 
-    def __init__(self, method: Method, claim: Claim, correlation_id: Any, ledger: Callable[[], Awaitable[Ledger]]) -> None:
-        self._ledger = ledger
+    def __init__(self, method: Method, context: Context, claim: Claim, alone: bool) -> None:
         self.method = method
+        self.context = context
         self.claim = claim
-        self.correlation_id = correlation_id
+        self.alone = alone  # no event loop: nothing may wait
+        self.ledger: Ledger | None = None
         self.token: Token | None = None
         self.attempt = 1
         self.fence = 0
-        self.committed = False
-        self.interruptible = False
+        self.committed = False  # from here on, it may have happened
+        self.interruptible = False  # the handler runs, and no transition is under way
         self.cancelled = False
+        self.others = False  # another run of the same command was seen
         self.db: Any = None
-        self.loop: asyncio.AbstractEventLoop | None = None  # None: no event loop, nothing may wait
+        self._loop: asyncio.AbstractEventLoop | None = None if alone else asyncio.get_running_loop()
 
     @property
     def downstream_key(self) -> str:
@@ -42,11 +44,12 @@ class Run:
         text = "\0".join((id.caller, id.method, id.key)).encode()
         return hmac.new(b"wirecall downstream key", text, hashlib.sha256).hexdigest()[:32]
 
-    def granted(self, record: Record) -> None:
+    def granted(self, ledger: Ledger, record: Record) -> None:
+        self.ledger = ledger
         self.token = record.token
         self.attempt = record.attempts
         self.fence = record.fence
-        self.committed = not self.method.terms.commit_point
+        self.committed = self.claim.committed
 
     def commit_point(self) -> Awaitable[None]:
         """From the moment of the call the run counts as committed here; the awaitable writes that to the ledger."""
@@ -56,17 +59,22 @@ class Run:
         written = self._write_commit_point()
         if self.method.is_async:
             return written
-        if self.loop is None:
+        if self._loop is None:
             return _step(written)
-        asyncio.run_coroutine_threadsafe(written, self.loop).result()
+        asyncio.run_coroutine_threadsafe(written, self._loop).result()
         return _Nothing()
 
     async def _write_commit_point(self) -> None:
-        assert self.token is not None
-        ledger = await self._ledger()
-        if self.cancelled or not await ledger.commit_point(self.token, self.method.terms.lease):
+        """Unless the ledger says that it is written, the handler goes no further, so nothing was done."""
+        assert self.ledger is not None and self.token is not None
+        try:
+            if not self.cancelled and await self.ledger.commit_point(self.token, self.method.terms.lease):
+                return
+        except LedgerDown:
             self.committed = False
-            raise LostLease(f"{self.claim.id}: the lease was over before the commit point")
+            raise
+        self.committed = False
+        raise LostLease(f"{self.claim.id}: the lease was over before the commit point")
 
 
 class LostLease(Exception):
@@ -91,24 +99,15 @@ def _step(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
 
 
 class Noted:
-    """Notes how a call of a command ended, whoever is still there to hear it."""
+    """Takes note, once, of how a call of a command ended, whoever is still there to hear it."""
 
-    def __init__(self, note: Note, context: Context, fingerprint: bytes) -> None:
+    def __init__(self, note: Note | None, context: Context, fingerprint: bytes) -> None:
         self._note, self._context, self._fingerprint = note, context, fingerprint
         self._started = time.perf_counter()
-        self.replayed = False
-        self.kept = True
 
-    def __enter__(self) -> "Noted":
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self.kept:
-            self._note(self._context, self._fingerprint, self._started, error, self.replayed)
-
-
-def unnoted(*_: object) -> None:
-    return None
+    def __call__(self, error: BaseException | None = None, *, replayed: bool = False) -> None:
+        if self._note is not None:
+            self._note(self._context, self._fingerprint, self._started, error, replayed)
 
 
 class Flight:
@@ -139,8 +138,8 @@ class Flight:
 class Heartbeat:
     """Renews the lease every third of it, for as long as the handler runs. A short run never gets that far."""
 
-    def __init__(self, ledger: Ledger, run: Run, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        self._ledger, self._run, self._spawn = ledger, run, spawn
+    def __init__(self, run: Run, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        self._run, self._spawn = run, spawn
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
 
@@ -153,19 +152,17 @@ class Heartbeat:
             self._timer.cancel()
 
     def _arm(self) -> None:
-        try:
+        if not self._run.alone:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # no event loop: the handler cannot wait either
-            return
-        self._timer = loop.call_later(self._run.method.terms.lease / 3, self._beat)
+            self._timer = loop.call_later(self._run.method.terms.lease / 3, self._beat)
 
     def _beat(self) -> None:
         self._spawn(self._renew())
 
     async def _renew(self) -> None:
-        assert self._run.token is not None
+        assert self._run.ledger is not None and self._run.token is not None
         try:
-            held = await self._ledger.heartbeat(self._run.token, self._run.method.terms.lease)
+            held = await self._run.ledger.heartbeat(self._run.token, self._run.method.terms.lease)
         except LedgerDown as error:
             logger.warning("%s: no heartbeat: %s", self._run.claim.id, error)
             held = True

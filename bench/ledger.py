@@ -1,0 +1,222 @@
+"""The price of taking effect once: commands through the ledger beside the bare engine doing the same writes, in one run.
+
+    make bench            or   python bench/ledger.py [--quick]
+
+A command is bytes in to bytes out: parse, admit, bind, claim, run, record, answer. Bare is the driver alone: one insert and one
+update, each committed with the same durability, at the same concurrency. Rows take turns within a round, and the best
+round counts.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.servers import Postgres, Redis  # noqa: E402  # the servers of the tests
+from wirecall import App  # noqa: E402
+
+QUICK = "--quick" in sys.argv
+ROUNDS = 2 if QUICK else 5
+COMMANDS = 300 if QUICK else 1500
+FLIGHTS = 64
+
+numbers = count(1)
+Work = Callable[[], Awaitable[Any]]
+
+
+async def rate(work: Work, flights: int, total: int) -> float:
+    """How many times a second `work` is done, `flights` at once."""
+    left = iter(range(total))
+
+    async def worker() -> None:
+        for _ in left:
+            await work()
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(flights):
+            group.create_task(worker())
+    return total / (time.perf_counter() - started)
+
+
+async def best(rows: dict[str, tuple[Work, int, int]]) -> dict[str, float]:
+    """The best rate of every row over all rounds, after one that only warms up."""
+    found = dict.fromkeys(rows, 0.0)
+    for number in range(ROUNDS + 1):
+        for name, (work, flights, total) in rows.items():
+            measured = await rate(work, flights, total if number else max(1, total // 10))
+            found[name] = max(found[name], measured if number else 0.0)
+    return found
+
+
+# --- wirecall -------------------------------------------------------------------------------------------------------
+
+
+def make_app(ledger: str) -> App:
+    app = App("bench", mode="production", ledger=ledger)
+
+    @app.command
+    async def put(value: int) -> int:
+        return value
+
+    @app.query
+    def look(value: int) -> int:
+        return value
+
+    return app
+
+
+def command(app: App) -> Work:
+    async def work() -> None:
+        n = next(numbers)
+        reply = await app.handle(
+            b'{"jsonrpc":"2.0","method":"put","params":{"value":1,"idempotency_key":"key-%d"},"id":%d}' % (n, n)
+        )
+        assert reply is not None and b'"result":1' in reply, reply
+
+    return work
+
+
+def replay(app: App) -> Work:
+    async def work() -> None:
+        ids: list[Any] = []
+        reply = await app.handle(
+            b'{"jsonrpc":"2.0","method":"put","params":{"value":1,"idempotency_key":"replayed"},"id":2}', replayed=ids
+        )
+        assert reply == b'{"jsonrpc":"2.0","result":1,"id":2}', reply
+
+    return work
+
+
+def query(app: App) -> Work:
+    message = b'{"jsonrpc":"2.0","method":"look","params":{"value":1},"id":1}'
+
+    async def work() -> None:
+        await app.handle(message)
+
+    return work
+
+
+# --- bare -----------------------------------------------------------------------------------------------------------
+
+ROW = (b"f" * 32, b"n" * 16, b"1", b"d" * 32)
+
+
+class BareSqlite:
+    def __init__(self, path: Path) -> None:
+        self.db = apsw.Connection(str(path))
+        self.db.pragma("journal_mode", "wal")
+        self.db.pragma("synchronous", "full")
+        self.db.execute("CREATE TABLE t (k TEXT PRIMARY KEY, state INT, f BLOB, n BLOB, p BLOB, d BLOB) WITHOUT ROWID")
+        self.db.execute("INSERT INTO t VALUES ('replayed', 1, ?, ?, ?, ?)", ROW)
+
+    async def write(self) -> None:
+        key = f"bare-{next(numbers)}"
+        self.db.execute("INSERT INTO t VALUES (?, 0, ?, ?, NULL, NULL)", (key, *ROW[:2]))
+        self.db.execute("UPDATE t SET state = 1, p = ?, d = ? WHERE k = ? AND state = 0 AND n = ?", (*ROW[2:], key, ROW[1]))
+
+    async def read(self) -> None:
+        assert self.db.execute("SELECT state, f, n, p, d FROM t WHERE k = ?", ("replayed",)).get
+
+
+async def bare_redis(url: str) -> Work:
+    from redis.asyncio import Redis as Client
+
+    client = Client.from_url(url)
+
+    async def work() -> None:
+        key = f"bare-{next(numbers)}"
+        await client.hset(key, mapping={"state": 0, "f": ROW[0], "n": ROW[1]})  # type: ignore[misc]
+        await client.hset(key, mapping={"state": 1, "p": ROW[2], "d": ROW[3]})  # type: ignore[misc]
+
+    return work
+
+
+async def bare_postgres(url: str) -> Work:
+    from psycopg_pool import AsyncConnectionPool
+
+    pool = AsyncConnectionPool(url, min_size=10, max_size=10, open=False, kwargs={"autocommit": True})
+    await pool.open(wait=True)
+    async with pool.connection() as db:
+        await db.execute("CREATE TABLE bare (k TEXT PRIMARY KEY, state INT, f BYTEA, n BYTEA, p BYTEA, d BYTEA)")
+
+    async def work() -> None:
+        key = f"bare-{next(numbers)}"
+        async with pool.connection() as db:
+            await db.execute("INSERT INTO bare VALUES (%s, 0, %s, %s)", (key, *ROW[:2]))
+        async with pool.connection() as db:
+            await db.execute("UPDATE bare SET state = 1, p = %s, d = %s WHERE k = %s", (*ROW[2:], key))
+
+    return work
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+async def measure(folder: Path, redis: Redis, postgres: Postgres) -> dict[str, float]:
+    apps = {"sqlite": make_app(f"sqlite:{folder / 'ledger.db'}"), "memory": make_app("memory:")}
+    apps |= {"redis": make_app(redis.url), "postgres": make_app(postgres.url)}
+    bare = BareSqlite(folder / "bare.db")
+    await replay(apps["sqlite"])()
+    # A read is a matter of microseconds: many of them make a round.
+    rows = {
+        "sqlite bare": (bare.write, 1, COMMANDS),
+        "sqlite one at a time": (command(apps["sqlite"]), 1, COMMANDS),
+        "sqlite 64 in flight": (command(apps["sqlite"]), FLIGHTS, 4 * COMMANDS),
+        "sqlite bare read": (bare.read, 1, 20 * COMMANDS),
+        "sqlite replay": (replay(apps["sqlite"]), 1, 4 * COMMANDS),
+        "redis bare": (await bare_redis(redis.url), FLIGHTS, 2 * COMMANDS),
+        "redis 64 in flight": (command(apps["redis"]), FLIGHTS, 2 * COMMANDS),
+        "postgres bare": (await bare_postgres(postgres.url), FLIGHTS, COMMANDS),
+        "postgres 64 in flight": (command(apps["postgres"]), FLIGHTS, COMMANDS),
+        "memory 64 in flight": (command(apps["memory"]), FLIGHTS, 4 * COMMANDS),
+        "query, memory": (query(apps["memory"]), 1, 20 * COMMANDS),
+        "query, sqlite open": (query(apps["sqlite"]), 1, 20 * COMMANDS),
+    }
+    found = await best(rows)
+    for app in apps.values():
+        await app.aclose()
+    return found
+
+
+def main() -> int:
+    redis, postgres = Redis(), Postgres()
+    redis.start()
+    postgres.start()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = asyncio.run(measure(Path(folder), redis, postgres))
+    finally:
+        redis.close()
+        postgres.close()
+    print("\nper second")
+    for name, value in found.items():
+        print(f"  {name:<22} {value:12,.0f}")
+    targets = (
+        ("SQLite, 64 in flight, times bare", found["sqlite 64 in flight"] / found["sqlite bare"], ">=", 5.0),
+        ("SQLite, one at a time, times bare", found["sqlite one at a time"] / found["sqlite bare"], ">=", 0.6),
+        ("Redis, 64 in flight, times bare", found["redis 64 in flight"] / found["redis bare"], ">=", 0.6),
+        ("PostgreSQL, 64 in flight, times bare", found["postgres 64 in flight"] / found["postgres bare"], ">=", 0.6),
+        ("replay from SQLite, times a bare read", found["sqlite bare read"] / found["sqlite replay"], "<=", 10.0),
+        ("a query with a ledger open, times without", found["query, memory"] / found["query, sqlite open"], "<=", 1.1),
+    )
+    print()
+    missed = 0
+    for text, value, sign, target in targets:
+        reached = value <= target if sign == "<=" else value >= target
+        missed += not reached
+        print(f"  {'ok  ' if reached else 'MISS'} {value:6.2f}  {sign} {target:<4}  {text}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

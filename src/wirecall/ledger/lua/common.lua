@@ -1,0 +1,94 @@
+-- What every script begins with: the clock, and the writes that several transitions share. redis.py puts this file, and
+-- before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR, UNKNOWN_KEPT and GRACE, in front of each of the others.
+--
+-- KEYS[1] is the record, a hash, and the only key that a script touches. Times and durations are whole microseconds. They
+-- stay below 2^53, so a Lua number holds them exactly; but Lua prints 14 digits, so they are written with %.0f.
+--
+-- A script that fails halfway is not undone. So the first write carries the new state, and what follows it cannot fail.
+
+if redis.replicate_commands then redis.replicate_commands() end -- before 7.0: without it, nothing may be written after TIME
+
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+
+local function whole(number)
+  return string.format('%.0f', number)
+end
+
+-- The key's own expiry is the broom behind the sweep: it comes a while after the last moment at which the record matters.
+local function keep(micros)
+  redis.call('PEXPIRE', KEYS[1], whole((micros + GRACE) / 1000))
+end
+
+-- Whether the token in ARGV[1] (fence) and ARGV[2] (nonce) holds the record, and it is in one of these states.
+local function held(...)
+  local state, fence, nonce = unpack(redis.call('HMGET', KEYS[1], 'state', 'fence', 'nonce'))
+  if fence ~= ARGV[1] or nonce ~= ARGV[2] then return false end
+  for _, allowed in ipairs({...}) do
+    if state == allowed then return true end
+  end
+  return false
+end
+
+-- Each of these is one write, with whatever other fields the caller adds to it.
+
+-- A lease from now on. A record that nobody touches again is swept to UNKNOWN after lease and retention.
+local function hold(lease, retention, ...)
+  redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease), 'expires', whole(now + lease + retention), ...)
+  keep(lease + retention + UNKNOWN_KEPT)
+end
+
+local function turn(state, kept, ...)
+  redis.call('HSET', KEYS[1], 'state', state, 'lease_until', '0', 'expires', whole(now + kept), ...)
+end
+
+local function to_unknown()
+  turn('unknown', UNKNOWN_KEPT)
+  keep(UNKNOWN_KEPT)
+end
+
+local function bury()
+  local kept = (TOMBSTONE_FACTOR - 1) * redis.call('HGET', KEYS[1], 'retention')
+  turn('tombstone', kept)
+  redis.call('HDEL', KEYS[1], 'payload')
+  keep(kept)
+end
+
+-- No payload is another thing than an empty one.
+local function turn_with_outcome(state, kept, kind, digest, payload, ...)
+  if payload then
+    turn(state, kept, 'kind', kind, 'digest', digest, 'payload', payload, ...)
+  else
+    turn(state, kept, 'kind', kind, 'digest', digest, ...)
+    redis.call('HDEL', KEYS[1], 'payload')
+  end
+end
+
+local function finish(retention, kind, digest, payload)
+  turn_with_outcome('done', retention, kind, digest, payload, 'retention', retention, 'completed_at', whole(now))
+  keep(TOMBSTONE_FACTOR * retention)
+end
+
+-- DONE counts as TOMBSTONE from the end of its retention on, whether it was swept or not.
+local function told(state, expires)
+  if state == 'done' and tonumber(expires) <= now then return 'tombstone' end
+  return state
+end
+
+-- The record as a reader sees it, false if there is none: the lengths of the fields (-1: none), a line end, the fields. One
+-- string, since the driver is pure Python and reads each element of an array by itself.
+local function view()
+  local seen = redis.call(
+    'HMGET', KEYS[1], 'state', 'fence', 'nonce', 'fingerprint', 'committed', 'attempts', 'lease_until', 'started_at',
+    'completed_at', 'kind', 'digest', 'payload', 'expires')
+  if not seen[1] then return false end
+  seen[1] = told(seen[1], table.remove(seen))
+  seen[7] = whole(math.max(0, seen[7] - now))
+  if seen[1] == 'tombstone' then seen[12] = false end
+  local lengths = {}
+  for place, field in ipairs(seen) do
+    lengths[place] = field and #field or -1
+    seen[place] = field or ''
+  end
+  return table.concat(lengths, ' ') .. '\n' .. table.concat(seen)
+end
