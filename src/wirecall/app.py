@@ -224,7 +224,8 @@ class App:
         """The app's ledger, opened on first use."""
         if self._ledger is None:
             async with self._opening():
-                self._ledger = self._ledger or await open_ledger(self.ledger_url)
+                if self._ledger is None:
+                    self._ledger = await open_ledger(self.ledger_url)
         return self._ledger
 
     def _opening(self) -> "AbstractAsyncContextManager[None]":

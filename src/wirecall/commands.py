@@ -241,7 +241,7 @@ class Commands:
         try:
             lead = self._transacted if run.claim.on_crash == "transactional" else self._leased
             outcome, replayed = await lead(run, call)
-            sealed = answer(outcome, replayed=replayed)
+            sealed = answer(outcome, replayed=replayed, recorded=run.context.recorded)
         except BaseException as error:
             noted(error, replayed=replayed)
             raise
@@ -318,6 +318,7 @@ class Commands:
             return await self._superseded(run, outcome)
         except LedgerDown as error:
             logger.error("%s is done but not recorded yet: %s", run.claim.id, error)
+            run.context.recorded = False
             self._do(self._record_late(run, kept))
         except asyncio.CancelledError:
             self._do(self._record_late(run, kept))

@@ -68,6 +68,7 @@ class Context:
         "method",
         "params",
         "position",
+        "recorded",
         "replayed",
         "state",
     )
@@ -89,7 +90,8 @@ class Context:
         self.caller = caller
         self.position = position
         self.idempotency_key = idempotency_key
-        self.replayed = False
+        self.replayed = False  # the answer comes from the ledger
+        self.recorded = True  # the ledger knows of the answer
         self.state: dict[str, Any] = {}
         self._correlation: Any = None
         self._command: Any = None

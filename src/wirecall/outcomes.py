@@ -50,13 +50,13 @@ def recorded(record: Record) -> Outcome:
     return record.outcome
 
 
-def answer(outcome: Outcome, *, replayed: bool) -> Sealed:
-    """What the caller gets: a result, or the recorded error raised."""
+def answer(outcome: Outcome, *, replayed: bool, recorded: bool = True) -> Sealed:
+    """What the caller gets: a result, or the recorded error raised, with its marks in `data`."""
     if outcome.payload is None:
         raise InternalError(ran="yes")
     if outcome.kind == "result":
         return Sealed(Raw(outcome.payload), replayed)
-    raise _as_error(outcome.payload, replayed)
+    raise _as_error(outcome.payload, {"replayed": True} if replayed else {} if recorded else {"recorded": False})
 
 
 def unknown(id: RecordId, record: Record | None) -> OutcomeUnknown:
@@ -68,9 +68,9 @@ def unknown(id: RecordId, record: Record | None) -> OutcomeUnknown:
 _decode_error = msgspec.json.Decoder(ErrorObject).decode
 
 
-def _as_error(payload: bytes, replayed: bool) -> RpcError:
+def _as_error(payload: bytes, marks: dict[str, bool]) -> RpcError:
     error = _decode_error(payload)
     data = None if error.data is UNSET else error.data
-    if replayed:
-        data = {**data, "replayed": True} if isinstance(data, dict) else {"replayed": True, "data": data}
+    if marks:
+        data = {**data, **marks} if isinstance(data, dict) else {**marks, **({} if data is None else {"data": data})}
     return RpcError(error.code, error.message, data)

@@ -7,7 +7,6 @@ silent, whatever happens to it.
 `fingerprint` is the identity of a command's params: two calls with one key must agree on it.
 """
 
-import hashlib
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -115,10 +114,12 @@ _canonical = msgspec.json.Encoder(order="deterministic")
 
 def fingerprint(params: Raw | UnsetType) -> bytes:
     """SHA-256 of the params in canonical form: members sorted, 1 equal to 1.0, integers exact at any size."""
+    from hashlib import sha256  # late: `import wirecall` stays light
+
     value = {} if params is UNSET else frames.decode_any(params)
     if isinstance(value, dict):
         value = {name: item for name, item in value.items() if name not in _NOT_IDENTITY}
-    return hashlib.sha256(_canonical.encode(_exact(value))).digest()
+    return sha256(_canonical.encode(_exact(value))).digest()
 
 
 def _exact(value: Any) -> Any:
