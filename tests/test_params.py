@@ -269,12 +269,12 @@ def test_schemas_describe_what_is_taken() -> None:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(broken, signature.schema)
     assert signature.schema["properties"]["age"]["description"] == "in years"
-    jsonschema.Draft202012Validator.check_schema(signature.result_schema())
-    assert signature.result_schema()["$ref"] == "#/$defs/Line"
+    jsonschema.Draft202012Validator.check_schema(signature.result_schema)
+    assert signature.result_schema["$ref"] == "#/$defs/Line"
     assert Signature(defaults, inject=Context).schema["properties"]["b"] == {"type": "string", "default": "b"}
     assert Signature(injected, inject=Context).schema["properties"].keys() == {"a"}
     assert Signature(untyped, inject=Context).schema["properties"]["anything"] == {}
-    assert Signature(untyped, inject=Context).result_schema() == {}
+    assert Signature(untyped, inject=Context).result_schema == {}
 
 
 def test_callables_of_every_kind() -> None:

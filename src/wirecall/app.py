@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from wirecall.errors import UsageError
+from wirecall.errors import CannotWait, UsageError
 from wirecall.frames import Data, Id
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.methods import Done, Execution, Kind, Method, NotDone, OnCrash, Registry, Terms
@@ -122,8 +122,9 @@ class App:
 
     def middleware(self, layer: "Middleware") -> "Middleware":
         """Add a callable `(context, next)` around every call; the first one added is the outermost."""
+        if self._dispatcher is not None:
+            raise UsageError("The app is serving already.", "calls under way would miss the new layer", "add it before")
         self._middleware.append(layer)
-        self._dispatcher = None
         return layer
 
     def _register(self, kind: Kind, function: Any, declared: dict[str, Any]) -> Any:
@@ -166,23 +167,19 @@ class App:
             answer: bytes | None = finished.value
             return answer
         pending.close()
-        raise UsageError(
-            "A handler tried to wait inside handle_sync.",
-            "there is no event loop to wait in; the handler was stopped",
-            "use `await app.handle(...)`",
-        )
+        raise CannotWait
 
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish what is under way, within `grace` seconds, and close the ledger."""
-        if self._dispatcher is not None:
-            await self._dispatcher.aclose(grace)
-            self._dispatcher = None
-        if self._ledger is not None:
-            await self._ledger.aclose()
-            self._ledger = None
-        if self._audit is not None:
-            self._audit.close()
-            self._audit = None
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            await dispatcher.aclose(grace)
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            await ledger.aclose()
+        audit, self._audit = self._audit, None
+        if audit is not None:
+            audit.close()
 
     async def __aenter__(self) -> "App":
         return self

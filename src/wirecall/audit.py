@@ -57,7 +57,7 @@ class Audit:
         self._seen = -1  # size of the file after our own last line
         self._last = FIRST
 
-    def note(self, context: Context, digest: bytes, started: float, error: BaseException | None, replayed: bool) -> None:
+    def note(self, context: Context, digest: bytes, started: float, error: BaseException | None) -> None:
         """A line about a call that has just ended; `started` is by `time.perf_counter`."""
         code = None if error is None else error.code if isinstance(error, RpcError) else InternalError.CODE
         self.append(
@@ -70,7 +70,7 @@ class Audit:
                 id=context.correlation_id,
                 outcome="ok" if error is None else "error",
                 code=code,
-                replayed=replayed,
+                replayed=context.replayed,
                 duration_ms=round((time.perf_counter() - started) * 1000, 3),
             )
         )
@@ -81,7 +81,7 @@ class Audit:
             file = self._open()
             with _locked(file):
                 self._write(file, entry)
-        except OSError as error:
+        except Exception as error:
             logger.error("the audit trail %s has no line for %s %s: %s", self.path, entry.method, entry.key, error)
 
     def close(self) -> None:

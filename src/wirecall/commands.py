@@ -19,16 +19,23 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from wirecall.errors import (
+    Busy,
+    CannotWait,
     DeadlineExceeded,
+    FixedError,
     InternalError,
+    InvalidParams,
+    InvalidRequest,
     KeyConflict,
     KeyInProgress,
     LedgerUnavailable,
+    MethodNotFound,
     OutcomeUnknown,
     RpcError,
 )
@@ -42,6 +49,7 @@ from wirecall.ledger.base import (
     Record,
     RecordId,
     State,
+    Token,
     Transaction,
     TryAgain,
     new_nonce,
@@ -49,7 +57,7 @@ from wirecall.ledger.base import (
 from wirecall.logs import failed, logger
 from wirecall.methods import CannotTell, Context, Done, Method, NotDone
 from wirecall.outcomes import Sealed, answer, outcome_of, recorded, stored, unknown
-from wirecall.runs import RETRY_AFTER_MS, Flight, Heartbeat, LostLease, Note, Noted, Run
+from wirecall.runs import RETRY_AFTER_MS, Call, Flight, Heartbeat, LostLease, Note, Noted, Run, is_waiting, settled
 
 # How often a duplicate looks whether the first, in another process, is done: at once at first, never rarely.
 FIRST_POLL = 0.025
@@ -64,7 +72,12 @@ TRANSACTION_TRIES = 5
 SWEEP_EVERY = 60.0
 SWEEP_BATCH = 500
 
-Call = Callable[[], Awaitable[Any]]
+# What `aclose` waits for handlers that do not heed their cancellation.
+LAST_WORDS = 1.0
+
+# Errors of ours that a handler may raise to say: not now, not like this. They are no outcome, and nothing was done.
+REFUSALS = (Busy, InvalidParams, InvalidRequest, KeyInProgress, LedgerUnavailable, MethodNotFound)
+
 Ended = tuple[Outcome, bool]  # an outcome, and whether another run left it
 
 
@@ -78,6 +91,8 @@ class Commands:
         self._flights: dict[RecordId, Flight] = {}
         self._runs: dict[asyncio.Task[Any], Run] = {}
         self._chores: set[asyncio.Task[Any]] = set()
+        self._naps: set[asyncio.Future[None]] = set()
+        self.left = 0  # commands that go on although their callers have left
         self._sweeps: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
 
     async def execute(self, context: Context, method: Method, fingerprint: bytes, call: Call, *, alone: bool) -> Sealed:
@@ -111,36 +126,43 @@ class Commands:
         for task, run in self._runs.items():
             if not run.committed:
                 self._cancel(task, run)
-        if self._runs:
-            await asyncio.wait(self._runs, timeout=grace)
+        for nap in self._naps:
+            _wake(nap)
+        under_way = [*self._chores, *(flight.ended() for flight in self._flights.values())]
+        if under_way:
+            await asyncio.wait(under_way, timeout=grace)
         left = [*self._runs, *self._chores]
         for task in left:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        if left:
+            await asyncio.wait(left, timeout=LAST_WORDS)
 
     # --- the caller's side -------------------------------------------------------------------------------------------
 
     async def _serve(self, run: Run, call: Call) -> Sealed:
         noted = Noted(self._note, run.context, run.claim.fingerprint)
-        replayed = False
         try:
             found = await self._found(run)
             if found is not None:
-                replayed = True
+                run.context.replayed = True
                 sealed = answer(found, replayed=True)
-                noted(replayed=True)
+                noted()
                 return sealed
         except BaseException as error:
-            noted(error, replayed=replayed)
+            noted(error)
             raise
-        body = self._body(run, call, noted)
         can_wait = run.method.is_async or run.method.blocking or run.claim.on_crash in ("reconcile", "transactional")
+        if not can_wait:
+            call, can_wait = _called(call)
+        body = self._body(run, call, noted)
         return await self._watch(body, run) if can_wait and not run.alone else await body
 
     async def _found(self, run: Run) -> Outcome | None:
         """The outcome of another run of this command; None if it is ours to run."""
         while flight := self._flights.get(run.claim.id):
             run.others = True
+            if run.alone:
+                raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
             outcome = await flight.join(run.claim.fingerprint, run.method.terms.wait)
             if outcome is not None:
                 return outcome
@@ -155,13 +177,26 @@ class Commands:
             if not _is_granted(record, run):
                 found = recorded(record)
         except BaseException:
-            self._land(run, None)
+            if not run.forsaken:
+                self._land(run, None)
             raise
-        if found is None:
-            run.granted(ledger, record)
-        else:
+        if found is not None:
             self._land(run, found)
+        elif self.closing:
+            await self._turn_away(ledger, record, run)
+        else:
+            self._flights[run.claim.id].is_granted = True
+            run.granted(ledger, record)
         return found
+
+    async def _turn_away(self, ledger: Ledger, record: Record, run: Run) -> None:
+        """The claim was granted, but the app has begun to stop."""
+        try:
+            with suppress(LedgerDown):
+                await _give_back(ledger, record.token, record.attempts)
+        finally:
+            self._land(run, None)
+        raise LedgerUnavailable("the server is stopping", ran="no")
 
     async def _watch(self, body: Any, run: Run) -> Sealed:
         """Wait for the task of a command; what interrupts the wait interrupts the command only if it has done nothing."""
@@ -176,6 +211,9 @@ class Commands:
             if not run.committed and not task.done():
                 self._cancel(task, run)
                 await asyncio.wait([task])
+            if not task.done():
+                self.left += 1
+                task.add_done_callback(self._back)
             raise
         if task.cancelled():  # by aclose
             raise LedgerUnavailable("the server is stopping", ran="unknown" if run.committed else "no")
@@ -187,6 +225,9 @@ class Commands:
             task.exception()  # the caller may be gone; what happened is in the ledger and in the log
         if not ended.done():
             ended.set_result(None)
+
+    def _back(self, _: "asyncio.Task[Sealed]") -> None:
+        self.left -= 1
 
     def _cancel(self, task: "asyncio.Task[Sealed]", run: Run) -> None:
         """Between two transitions a cancel would leave the record in doubt, so there the run only sees the wish."""
@@ -210,44 +251,63 @@ class Commands:
         """Our own record, or one that answers this call; waits for a first run that is under way elsewhere."""
         patience, delay = run.method.terms.wait, FIRST_POLL
         while True:
-            record = await self._claim_once(ledger, run.claim)
+            record = await self._claim_once(ledger, run)
             if record.fingerprint != run.claim.fingerprint:
                 raise KeyConflict(ran="no")
             if record.state is not State.RUNNING or _is_granted(record, run):
                 return record
             run.others = True
-            if patience <= 0:
+            if patience <= 0 or run.alone or self.closing:
                 raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
             await asyncio.sleep(min(delay, patience))
             patience -= delay
             delay = min(2 * delay, LAST_POLL)
 
-    async def _claim_once(self, ledger: Ledger, claim: Claim) -> Record:
+    async def _claim_once(self, ledger: Ledger, run: Run) -> Record:
         """Whoever does not hear that it has the record must not keep it."""
         try:
-            return await ledger.claim(claim)
+            if ledger.is_tidy or run.alone:
+                return await ledger.claim(run.claim)
+            return await self._claim_apart(ledger, run)
         except LedgerDown as error:
-            self._do(self._unclaim(ledger, claim))
+            self._do(self._unclaim(ledger, run.claim))
             raise _unavailable(error) from error
+
+    async def _claim_apart(self, ledger: Ledger, run: Run) -> Record:
+        """In a task of its own: a claim that is on its way to a server cannot be called back, only undone."""
+        task = asyncio.get_running_loop().create_task(ledger.claim(run.claim))
+        try:
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._do(self._unclaim(ledger, claim))
+            run.forsaken = True
+            self._do(self._forsake(ledger, run, task))
             raise
+
+    async def _forsake(self, ledger: Ledger, run: Run, task: "asyncio.Task[Record]") -> None:
+        """The caller left in the middle of its claim: give the record back before anybody in this process asks for it."""
+        try:
+            record = await task
+            if _is_granted(record, run):
+                await _give_back(ledger, record.token, record.attempts)
+        except LedgerDown:
+            self._do(self._unclaim(ledger, run.claim))
+        finally:
+            self._land(run, None)
 
     # --- the command's side ------------------------------------------------------------------------------------------
 
     async def _body(self, run: Run, call: Call, noted: Noted) -> Sealed:
         outcome: Outcome | None = None
-        replayed = False
         try:
             lead = self._transacted if run.claim.on_crash == "transactional" else self._leased
-            outcome, replayed = await lead(run, call)
-            sealed = answer(outcome, replayed=replayed, recorded=run.context.recorded)
+            outcome, run.context.replayed = await lead(run, call)
+            sealed = answer(outcome, replayed=run.context.replayed, recorded=run.context.recorded)
         except BaseException as error:
-            noted(error, replayed=replayed)
+            noted(error)
             raise
         finally:
             self._land(run, outcome)
-        noted(replayed=replayed)
+        noted()
         return sealed
 
     async def _leased(self, run: Run, call: Call) -> Ended:
@@ -264,7 +324,9 @@ class Commands:
         """Run the handler. Its result and its own errors are outcomes; anything else it raises is not."""
         run.interruptible = True
         try:
-            result = await call()
+            result = await settled(call())
+        except FixedError:
+            raise
         except RpcError as error:
             return outcome_of("error", error, run.claim.id)
         finally:
@@ -277,7 +339,7 @@ class Commands:
         if run.claim.on_crash != "reconcile" or run.attempt == 1:
             return None
         run.committed = True
-        verdict = await run.method.reconcile(run.context)
+        verdict = await settled(self._asked(run))
         if isinstance(verdict, Done):
             return outcome_of("result", verdict.result, run.claim.id)
         if isinstance(verdict, NotDone):
@@ -287,11 +349,18 @@ class Commands:
             logger.error("%s: reconcile returned %r, not Done, NotDone or CannotTell", run.method.name, verdict)
         raise _Undecided
 
+    def _asked(self, run: Run) -> Any:
+        if run.method.blocking and not run.alone:
+            return asyncio.to_thread(run.method.reconcile, run.context)
+        return run.method.reconcile(run.context)
+
     async def _stopped(self, run: Run, error: BaseException) -> BaseException:
         """The handler ended without an outcome: what that leaves in the ledger, and what the caller is told."""
         assert run.ledger is not None and run.token is not None
+        if isinstance(error, REFUSALS) and not run.marked:
+            run.committed = False
         if not run.committed:
-            transition = run.ledger.release(run.token)
+            transition = _give_back(run.ledger, run.token, run.attempt)
         elif run.claim.on_crash == "unknown" or isinstance(error, _Undecided):
             transition = run.ledger.abandon(run.token)
         else:
@@ -388,10 +457,10 @@ class Commands:
         async def take_back() -> None:
             record = await ledger.get(claim.id)
             if record is not None and record.nonce == claim.nonce:
-                await ledger.release(record.token)
+                await _give_back(ledger, record.token, record.attempts)
 
         await self._persist(take_back, claim.lease)
-        await asyncio.sleep(UNCLAIM_AGAIN)
+        await self._nap(UNCLAIM_AGAIN)
         await self._persist(take_back, claim.lease)
 
     async def _record_late(self, run: Run, kept: Outcome) -> None:
@@ -400,27 +469,36 @@ class Commands:
         await self._persist(lambda: ledger.complete(token, kept, retention), retention)
 
     async def _persist(self, action: Callable[[], Awaitable[Any]], patience: float) -> None:
-        """Try until it works; whoever ends the wait gets one last try."""
+        """Try until it works; when the app stops, as long as it is given."""
         delay = FIRST_POLL
         while patience > 0:
             try:
                 await action()
                 return
             except LedgerDown:
-                patience -= delay
-            try:
-                await asyncio.sleep(delay)
-            except asyncio.CancelledError:
-                with suppress(LedgerDown):
-                    await action()
-                raise
+                await (asyncio.sleep(FIRST_POLL) if self.closing else self._nap(delay))
+            patience -= delay
             delay = min(2 * delay, 5.0)
+
+    async def _nap(self, delay: float) -> None:
+        """Sleep, but not while the app stops."""
+        loop = asyncio.get_running_loop()
+        nap: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(0 if self.closing else delay, _wake, nap)
+        self._naps.add(nap)
+        try:
+            await nap
+        finally:
+            timer.cancel()
+            self._naps.discard(nap)
 
     def _plan_sweep(self, ledger: Ledger) -> None:
         """Sweep about once a minute, at a random moment, so that many processes do not sweep together."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:  # no event loop: who works like this sweeps by hand
+            return
+        if self.closing:
             return
         if self._sweeps is None or self._sweeps[0] is not loop:
             delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
@@ -434,6 +512,29 @@ class Commands:
             logger.warning("the ledger was not swept: %s", error)
         self._sweeps = None
         self._plan_sweep(ledger)
+
+
+def _give_back(ledger: Ledger, token: Token, attempt: int) -> Awaitable[bool]:
+    """Nothing was done in this run. If an earlier one may have done something, the record is its evidence and stays."""
+    return ledger.release(token) if attempt == 1 else ledger.lapse(token)
+
+
+def _called(call: Call) -> tuple[Call, bool]:
+    """A plain function is called at once: nothing can interrupt it. It may still return something to await."""
+    try:
+        result = call()
+    except BaseException as error:
+        return partial(_raise, error), False
+    return lambda: result, hasattr(result, "__await__")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _wake(nap: "asyncio.Future[None]") -> None:
+    if not nap.done():
+        nap.set_result(None)
 
 
 class _Undecided(Exception):
@@ -453,6 +554,10 @@ def _told(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a handler that ended without an outcome."""
     if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and run.cancelled):
         return error  # we stopped it, in contrast to a handler that raised such a thing by itself
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, REFUSALS) and not run.committed):
+        return error
+    if run.alone and is_waiting(error):
+        return CannotWait()
     if isinstance(error, LostLease):
         return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
     if isinstance(error, LedgerDown) and not run.committed:  # at the commit point, so the handler went no further
@@ -463,7 +568,7 @@ def _told(error: BaseException, run: Run) -> BaseException:
 
 def _undone(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a transaction that was not committed, as far as anybody knows."""
-    if isinstance(error, RpcError):
+    if isinstance(error, RpcError) and not isinstance(error, InternalError):
         return error
     if isinstance(error, Locked):
         return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)

@@ -6,7 +6,7 @@
     4 bind     methods' signature      raw params -> arguments
     5 claim    commands.execute        commands with a key: run, wait, replay or refuse
     6 invoke   Dispatcher._invoke      run the function
-    7 reply    Dispatcher._seal        outcomes -> bytes or nothing, in input order
+    7 reply    Dispatcher._seal        answers -> bytes or nothing, in input order
 
 `Dispatcher.handle` is the whole line. `_begin` starts one entry: a plain query, which needs no context and waits for nobody,
 is answered on the spot; everything else becomes a coroutine of `_serve`, which reads as the list above.
@@ -29,6 +29,7 @@ from wirecall import frames
 from wirecall.commands import Commands
 from wirecall.errors import (
     Busy,
+    CannotWait,
     DeadlineExceeded,
     EncodeError,
     InternalError,
@@ -36,18 +37,21 @@ from wirecall.errors import (
     MethodNotFound,
     RpcError,
 )
-from wirecall.frames import Data, Failure, Id, Invalid, Message, Success, failure
+from wirecall.frames import Answer, Data, Failure, Id, Invalid, Message, Success, failure
 from wirecall.jsonrpc import make_batch, make_reply
 from wirecall.lanes import resume, run_batch
 from wirecall.logs import called, failed, logger
 from wirecall.methods import Context, Execution, Method, Registry, correlation_of
 from wirecall.policy import ANONYMOUS, Policy, fingerprint
-from wirecall.runs import Note, Noted
+from wirecall.runs import Call, Note, Noted, is_waiting, settled
 
-Outcome: TypeAlias = Success | Failure | None
-Pending: TypeAlias = Coroutine[Any, Any, Outcome]
+Reply: TypeAlias = Answer | None  # None: nobody is owed one
+Pending: TypeAlias = Coroutine[Any, Any, Reply]
 Next: TypeAlias = Callable[[Context], Awaitable[Any]]
 Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
+
+# Results that cannot change between the end of their call and the writing of the reply, so that one encode serves all.
+_CONSTANT = frozenset({int, str, float, bool, types.NoneType})
 
 BUSY_RETRY_MS = 100
 
@@ -101,7 +105,8 @@ class Dispatcher:
         limits = self._policy.limits
         read: Any = frames.read(data, self._strict, limits.bytes_in, limits.depth, limits.batch)
         is_batch = type(read) is list
-        if self._in_flight + (len(read) if is_batch else 1) > limits.in_flight:
+        busy = self._in_flight + self._commands.left
+        if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
             return self._refuse(read if is_batch else [read], is_batch)
         logged = logger.isEnabledFor(logging.INFO)
         if logged or replayed is not None or caller != ANONYMOUS:
@@ -110,16 +115,16 @@ class Dispatcher:
             frame = self._quiet[alone]
         if is_batch:
             return self._batch(read, frame)
-        outcome: Any = self._begin(frame, read, None)
-        if type(outcome) is types.CoroutineType:
-            return self._single(outcome)
-        return None if outcome is None else self._seal(outcome)
+        reply: Any = self._begin(frame, read, None)
+        if type(reply) is types.CoroutineType:
+            return self._single(reply)
+        return None if reply is None else self._seal(reply)
 
     async def _single(self, pending: "Pending") -> bytes | None:
         self._in_flight += 1
         try:
-            outcome = await pending
-            return None if outcome is None else self._seal(outcome)
+            reply = await pending
+            return None if reply is None else self._seal(reply)
         finally:
             self._in_flight -= 1
 
@@ -131,8 +136,8 @@ class Dispatcher:
         concurrency = 1 if frame.alone else self._policy.limits.concurrency
         self._in_flight += len(entries)
         try:
-            outcomes = await run_batch(entries, partial(self._begin, frame), self._is_in_lane, concurrency=concurrency)
-            owed = [outcome for outcome in outcomes if outcome is not None]
+            replies = await run_batch(entries, partial(self._begin, frame), self._is_in_lane, concurrency=concurrency)
+            owed = [reply for reply in replies if reply is not None]
             return self._seal_batch(owed) if owed else None
         finally:
             self._in_flight -= len(entries)
@@ -146,13 +151,17 @@ class Dispatcher:
     def _refuse(self, entries: list[Message | Invalid], is_batch: bool) -> bytes | None:
         """Too many calls are in flight: everybody who is owed an answer is told to come back."""
         busy = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
-        answers = [frames.encode(failure(m.id, busy)) for m in entries if m.id is not UNSET]
+        answers = [
+            frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else busy))
+            for entry in entries
+            if entry.id is not UNSET
+        ]
         return make_reply(answers, is_batch)
 
     # --- one entry -------------------------------------------------------------------------------------------------
 
-    def _begin(self, frame: Frame, message: Message | Invalid, position: int | None) -> "Outcome | Pending":
-        """The outcome, or a coroutine that will give it."""
+    def _begin(self, frame: Frame, message: Message | Invalid, position: int | None) -> "Reply | Pending":
+        """The reply, or a coroutine that will give it."""
         if type(message) is Invalid:
             return self._refused(frame, message, position, message.error)
         method = self._methods.get(message.method)
@@ -164,56 +173,69 @@ class Dispatcher:
         try:
             result = method.function(*method.bind(message.params))
         except BaseException as error:
-            return self._failure(message, method, error)
-        return self._step(message, id, method, result) if type(result) is types.CoroutineType else Success(result, id)
+            return self._failure(frame, message, method, error)
+        if type(result) in _CONSTANT:
+            return Success(result, id)
+        if type(result) is types.CoroutineType:
+            return self._step(frame, message, id, method, result)
+        return self._finish(frame, message, id, method, settled(result))
 
-    def _step(self, message: Message, id: Id, method: Method, coroutine: Any) -> "Outcome | Pending":
+    def _step(self, frame: Frame, message: Message, id: Id, method: Method, coroutine: Any) -> "Reply | Pending":
         """A coroutine that ends without waiting is run on the spot: 1.4 times faster than awaiting it, in a batch of 50."""
         try:
-            return self._finish(message, id, method, coroutine, coroutine.send(None))
+            return self._finish(frame, message, id, method, resume(coroutine, coroutine.send(None)))
         except StopIteration as finished:
-            return Success(finished.value, id)
+            return Success(finished.value, id) if type(finished.value) in _CONSTANT else _sealed(finished.value, id)
         except BaseException as error:
-            return self._failure(message, method, error)
+            return self._failure(frame, message, method, error)
 
-    async def _finish(self, message: Message, id: Id, method: Method, begun: Any, awaited: Any) -> Outcome:
+    async def _finish(self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[Any]) -> Reply:
         try:
-            return Success(await resume(begun, awaited), id)
+            return _sealed(await awaitable, id)
         except BaseException as error:
-            return self._failure(message, method, error)
+            return self._failure(frame, message, method, error)
 
-    async def _serve(self, frame: Frame, message: Message, method: Method, position: int | None) -> Outcome:
+    async def _serve(self, frame: Frame, message: Message, method: Method, position: int | None) -> Reply:
         """One entry through all the steps."""
         started = time.perf_counter()
         context: Context | None = None
-        outcome: Outcome
+        reply: Reply
         try:
             context = self._policy.admit(message, method, caller=frame.caller, position=position)
             context._frame = frame
             result = await self._guarded(context)
-            outcome = Success(result, None if context.id is UNSET else context.id)
+            if result is not context._result:  # a middleware has another one
+                result = Raw(frames.encode(result))
+            reply = Success(result, None if context.id is UNSET else context.id)
         except BaseException as error:
-            outcome = self._failure(message, method, error, context)
+            reply = self._failure(frame, message, method, error, context)
         if frame.logged:
-            self._log(message, position, outcome, started, context)
-        return None if context is not None and context.is_notification else outcome
+            self._log(message, position, reply, started, context)
+        return None if context is not None and context.is_notification else reply
 
     async def _run(self, context: Context) -> Any:
-        """Steps 4 to 6, inside the middleware."""
+        """Steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
         method, frame = self._methods[context.method], context._frame
         args, keywords = method.signature.bind_all(context.params, context)
         call = partial(self._invoke, method, args, keywords, frame.alone)
         if context.idempotency_key is None:
             result = await self._unprotected(method, context, call)
-            return Raw(frames.encode(result)) if frame.in_full else result
-        identity = fingerprint(context.params)
-        sealed = await self._commands.execute(context, method, identity, call, alone=frame.alone)
-        context.replayed = sealed.replayed
-        if sealed.replayed and frame.replayed is not None:
-            frame.replayed.append(context.id)
-        return sealed.result
+            lazy = type(result) in _CONSTANT and not frame.in_full
+            context._result = result if lazy else Raw(frames.encode(result))
+        else:
+            context._result = await self._protected(method, context, call)
+        return context._result
 
-    async def _unprotected(self, method: Method, context: Context, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _protected(self, method: Method, context: Context, call: Call) -> Raw:
+        frame = context._frame
+        try:
+            identity = fingerprint(context.params)
+            return (await self._commands.execute(context, method, identity, call, alone=frame.alone)).result
+        finally:
+            if context.replayed and frame.replayed is not None:
+                frame.replayed.append(context.id)
+
+    async def _unprotected(self, method: Method, context: Context, call: Call) -> Any:
         if self._note is None or not method.is_command:
             return await self._in_time(method, call, context._frame)
         noted = Noted(self._note, context, fingerprint(context.params))
@@ -225,19 +247,19 @@ class Dispatcher:
         noted()
         return result
 
-    async def _invoke(self, method: Method, args: Any, keywords: Any, alone: bool) -> Any:
+    def _invoke(self, method: Method, args: Any, keywords: Any, alone: bool) -> Any:
+        """What the function returns, or something to await for it."""
         if method.blocking and not alone:
-            return await asyncio.to_thread(method.function, *args, **keywords)
-        result = method.function(*args, **keywords)
-        return await result if hasattr(result, "__await__") else result
+            return asyncio.to_thread(method.function, *args, **keywords)
+        return method.function(*args, **keywords)
 
-    async def _in_time(self, method: Method, call: Callable[[], Awaitable[Any]], frame: Frame) -> Any:
+    async def _in_time(self, method: Method, call: Call, frame: Frame) -> Any:
         if method.timeout is None or frame.alone:
-            return await call()
+            return await settled(call())
         deadline = asyncio.timeout(method.timeout)
         try:
             async with deadline:
-                return await call()
+                return await settled(call())
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -246,7 +268,7 @@ class Dispatcher:
 
     # --- errors ----------------------------------------------------------------------------------------------------
 
-    def _not_found(self, frame: Frame, message: Message, position: int | None) -> Outcome:
+    def _not_found(self, frame: Frame, message: Message, position: int | None) -> Reply:
         try:
             frames.check_params_shape(message.params)
         except RpcError as error:
@@ -260,23 +282,27 @@ class Dispatcher:
             self._log(message, position, refusal, time.perf_counter(), None)
         return refusal
 
-    def _failure(self, message: Message, method: Method, error: BaseException, context: Context | None = None) -> Failure:
+    def _failure(
+        self, frame: Frame, message: Message, method: Method, error: BaseException, context: Context | None = None
+    ) -> Failure:
         """What a failed call is answered with. What is not a call's failure goes on up."""
         if isinstance(error, RpcError):
             error = _shape_first(message, error)
-        elif isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancelled(error):
+        elif isinstance(error, (KeyboardInterrupt, GeneratorExit, CannotWait)) or _is_cancelled(error):
             raise error
+        elif frame.alone and is_waiting(error):
+            raise CannotWait from error
         else:
             failed(method.name, context.correlation_id if context else correlation_of(message.id), error)
             error = InternalError()
         return failure(None if message.id is UNSET else message.id, error)
 
     def _log(
-        self, message: Message | Invalid, position: int | None, outcome: Outcome, started: float, context: Context | None
+        self, message: Message | Invalid, position: int | None, reply: Reply, started: float, context: Context | None
     ) -> None:
         name = "" if type(message) is Invalid else message.method
         method = self._methods.get(name)
-        word = "error" if type(outcome) is Failure else "replayed" if context and context.replayed else "ok"
+        word = "replayed" if context and context.replayed else "error" if type(reply) is Failure else "ok"
         called(
             correlation_id=context.correlation_id if context else correlation_of(message.id),
             method=name[:100],
@@ -284,47 +310,46 @@ class Dispatcher:
             position=position,
             duration_ms=(time.perf_counter() - started) * 1000,
             outcome=word,
-            code=outcome.error.code if type(outcome) is Failure else None,
+            code=reply.error.code if type(reply) is Failure else None,
         )
 
     # --- the reply -------------------------------------------------------------------------------------------------
 
-    def _seal(self, outcome: Success | Failure) -> bytes:
+    def _seal(self, answer: Answer) -> bytes:
         """One answer as bytes. A result that cannot be sent costs its own entry, and no other."""
         try:
-            data = frames.write(outcome)
+            data = frames.write(answer)
         except EncodeError as error:
-            failed("reply", correlation_of(outcome.id), error)
-            return frames.encode(failure(outcome.id, InternalError()))
-        return data if len(data) <= self._policy.limits.bytes_out else self._too_large(outcome)
+            failed("a reply", correlation_of(answer.id), error)
+            return frames.encode(failure(answer.id, InternalError()))
+        return data if len(data) <= self._policy.limits.bytes_out else self._too_large(answer)
 
-    def _seal_batch(self, outcomes: list[Success | Failure]) -> bytes:
+    def _seal_batch(self, answers: list[Answer]) -> bytes:
         """One encode for all; only if that fails, or is too long, one by one."""
         try:
-            data = frames.write_batch(outcomes)
+            data = frames.write_batch(answers)
             if len(data) <= self._policy.limits.bytes_out:
                 return data
         except EncodeError:
             pass
         room = self._policy.limits.bytes_out
         sealed = []
-        for outcome in outcomes:
-            data = self._seal(outcome)
-            data = data if len(data) <= room else self._too_large(outcome)
+        for answer in answers:
+            data = self._seal(answer)
+            data = data if len(data) <= room else self._too_large(answer)
             room -= len(data)
             sealed.append(data)
         return make_batch(sealed)
 
-    def _too_large(self, outcome: Success | Failure) -> bytes:
+    def _too_large(self, answer: Answer) -> bytes:
         limit = self._policy.limits.bytes_out
-        return frames.encode(
-            failure(
-                outcome.id,
-                InternalError(
-                    f"the reply is longer than {limit} bytes", type="limit_exceeded", limit="bytes_out", max=limit, ran="yes"
-                ),
-            )
-        )
+        reason = f"the reply is longer than {limit} bytes"
+        error = InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran="yes")
+        return frames.encode(failure(answer.id, error))
+
+
+def _sealed(result: Any, id: Id) -> Success:
+    return Success(result if type(result) in _CONSTANT else Raw(frames.encode(result)), id)
 
 
 def _guard(middleware: Sequence[Middleware], innermost: Next) -> Next:

@@ -2,24 +2,26 @@
 
     WirecallError
     ├── UsageError                 our user's mistake: a registration, an option, a call in the wrong place
+    │   └── CannotWait             a handler tried to wait inside handle_sync
     ├── EncodeError                a value that JSON cannot carry
     └── RpcError                   an error as it travels: code, message, data
         ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
-        ├── ParseError             -32700
-        ├── InvalidRequest         -32600
-        │   └── LimitExceeded      -32600  data.type = limit_exceeded, data.limit, data.max
-        ├── MethodNotFound         -32601
-        ├── InvalidParams          -32602
-        │   ├── KeyRequired        -32602  data.type = idempotency_key_required
-        │   └── KeyInvalid         -32602  data.type = idempotency_key_invalid
-        ├── InternalError          -32603
-        ├── KeyInProgress           40910  data.type = idempotency_key_in_progress
-        ├── ResultNotRetained       41010  data.type = result_not_retained
-        ├── KeyConflict             42210  data.type = idempotency_key_conflict
-        ├── Busy                    42910  data.type = busy
-        ├── LedgerUnavailable       50310  data.type = ledger_unavailable
-        ├── DeadlineExceeded        50410  data.type = deadline_exceeded
-        └── OutcomeUnknown          50910  data.type = outcome_unknown
+        └── FixedError             code and message given by the class, the rest in data
+            ├── ParseError         -32700
+            ├── InvalidRequest     -32600
+            │   └── LimitExceeded  -32600  data.type = limit_exceeded, data.limit, data.max
+            ├── MethodNotFound     -32601
+            ├── InvalidParams      -32602
+            │   ├── KeyRequired    -32602  data.type = idempotency_key_required
+            │   └── KeyInvalid     -32602  data.type = idempotency_key_invalid
+            ├── InternalError      -32603
+            ├── KeyInProgress       40910  data.type = idempotency_key_in_progress
+            ├── ResultNotRetained   41010  data.type = result_not_retained
+            ├── KeyConflict         42210  data.type = idempotency_key_conflict
+            ├── Busy                42910  data.type = busy
+            ├── LedgerUnavailable   50310  data.type = ledger_unavailable
+            ├── DeadlineExceeded    50410  data.type = deadline_exceeded
+            └── OutcomeUnknown      50910  data.type = outcome_unknown
 
 Our own codes are positive and shaped like HTTP statuses, because MCP 2026-07-28 closes the whole range
 -32768..-32000 to implementations. Each of them carries `data.type` and `data.ran`: "no", "yes" or "unknown".
@@ -41,6 +43,17 @@ class UsageError(WirecallError):
         super().__init__("\n".join(filter(None, (what, why and f"  why: {why}", fix and f"  fix: {fix}"))))
 
 
+class CannotWait(UsageError):
+    """A handler tried to wait where there is no event loop."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "A handler tried to wait inside handle_sync.",
+            "there is no event loop to wait in; the handler was stopped",
+            "use `await app.handle(...)`",
+        )
+
+
 class EncodeError(WirecallError):
     """A value that cannot be written as JSON."""
 
@@ -49,20 +62,33 @@ class RpcError(WirecallError):
     """An error that reaches the caller: `code`, `message` and, when not None, `data`."""
 
     def __init__(self, code: int, message: str, data: Any = None) -> None:
+        kinds: tuple[Any, Any] = (code, message)
+        if not (isinstance(kinds[0], int) and isinstance(kinds[1], str)):
+            raise TypeError(f"an error is a number and a text, not {code!r} and {message!r}")
         super().__init__(code, message, data)
         self.code = code
         self.message = message
         self.data = data
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.code, self.message, self.data)
+
     def __str__(self) -> str:
         return f"{self.message} ({self.code})" if self.data is None else f"{self.message} ({self.code}): {self.data}"
+
+
+def _rebuilt(kind: type[RpcError], code: int, message: str, data: Any) -> RpcError:
+    """An error that was pickled, whatever its class takes to be made."""
+    error = kind.__new__(kind)
+    RpcError.__init__(error, code, message, data)
+    return error
 
 
 class DomainError(RpcError):
     """The error a handler raises on purpose: it reaches the caller and, for a command, it is recorded."""
 
 
-class _Fixed(RpcError):
+class FixedError(RpcError):
     """An error whose code and message are given by its class; `reason` and the rest become `data`."""
 
     CODE: ClassVar[int]
@@ -75,14 +101,14 @@ class _Fixed(RpcError):
         super().__init__(self.CODE, self.MESSAGE, {**named, **told, **data} or None)
 
 
-class ParseError(_Fixed):
+class ParseError(FixedError):
     """The message is not JSON."""
 
     CODE = -32700
     MESSAGE = "Parse error"
 
 
-class InvalidRequest(_Fixed):
+class InvalidRequest(FixedError):
     """The JSON is not a request that may be made."""
 
     CODE = -32600
@@ -98,14 +124,14 @@ class LimitExceeded(InvalidRequest):
         super().__init__(reason, limit=limit, max=maximum, **data)
 
 
-class MethodNotFound(_Fixed):
+class MethodNotFound(FixedError):
     """There is no method of that name."""
 
     CODE = -32601
     MESSAGE = "Method not found"
 
 
-class InvalidParams(_Fixed):
+class InvalidParams(FixedError):
     """The params do not fit the method."""
 
     CODE = -32602
@@ -124,14 +150,14 @@ class KeyInvalid(InvalidParams):
     TYPE = "idempotency_key_invalid"
 
 
-class InternalError(_Fixed):
+class InternalError(FixedError):
     """The handler failed; the log knows why, the wire does not."""
 
     CODE = -32603
     MESSAGE = "Internal error"
 
 
-class KeyInProgress(_Fixed):
+class KeyInProgress(FixedError):
     """The first call with this key is still running."""
 
     CODE = 40910
@@ -139,7 +165,7 @@ class KeyInProgress(_Fixed):
     TYPE = "idempotency_key_in_progress"
 
 
-class ResultNotRetained(_Fixed):
+class ResultNotRetained(FixedError):
     """The command was done; its result is no longer kept."""
 
     CODE = 41010
@@ -147,7 +173,7 @@ class ResultNotRetained(_Fixed):
     TYPE = "result_not_retained"
 
 
-class KeyConflict(_Fixed):
+class KeyConflict(FixedError):
     """The key was used before with other params."""
 
     CODE = 42210
@@ -155,7 +181,7 @@ class KeyConflict(_Fixed):
     TYPE = "idempotency_key_conflict"
 
 
-class Busy(_Fixed):
+class Busy(FixedError):
     """More calls are in flight than `Limits.in_flight` admits."""
 
     CODE = 42910
@@ -163,7 +189,7 @@ class Busy(_Fixed):
     TYPE = "busy"
 
 
-class LedgerUnavailable(_Fixed):
+class LedgerUnavailable(FixedError):
     """The ledger cannot be reached, so no command is run."""
 
     CODE = 50310
@@ -171,7 +197,7 @@ class LedgerUnavailable(_Fixed):
     TYPE = "ledger_unavailable"
 
 
-class DeadlineExceeded(_Fixed):
+class DeadlineExceeded(FixedError):
     """The method did not answer within its timeout."""
 
     CODE = 50410
@@ -179,7 +205,7 @@ class DeadlineExceeded(_Fixed):
     TYPE = "deadline_exceeded"
 
 
-class OutcomeUnknown(_Fixed):
+class OutcomeUnknown(FixedError):
     """Whether the command took effect is not known."""
 
     CODE = 50910

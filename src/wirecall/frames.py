@@ -10,7 +10,7 @@ The rules of the file:
    paths give one verdict on every input; tests/test_json_verdicts.py freezes it.
 3. Syntax outranks shape (J8): a message that is not JSON answers one -32700, whatever else is wrong with it.
 4. Of duplicate members the last counts, as in every decoder our users meet; member names are compared byte by byte.
-5. A number id whose digits a Python int or float would not give back is carried as its bytes (J14).
+5. A number id whose digits a Python int or float would not give back is carried as its bytes (J14). (-0 is 0.)
 """
 
 from typing import Annotated, Any, Literal, TypeAlias, final
@@ -85,7 +85,7 @@ class Failure(Struct, frozen=True, gc=False, tag_field="jsonrpc", tag="2.0"):
 
 
 Message: TypeAlias = Envelope | LaxEnvelope
-Outcome: TypeAlias = Success | Failure
+Answer: TypeAlias = Success | Failure
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -189,12 +189,12 @@ def read_id(raw: Raw) -> Any:
     if kind not in ("string", "number", "null"):
         raise InvalidRequest(f"id: expected a string, a number or null, got {kind}")
     text = bytes(raw)
-    if len(text) > MAX_ID:
-        raise InvalidRequest(f"id: longer than {MAX_ID} bytes")
     try:
-        id = decode_value(text)
+        id = decode_value(text) if kind != "number" or len(text) <= MAX_ID else None
     except msgspec.ValidationError:  # 1e400: a number, though no float
         return Raw(text)
+    if len(id if isinstance(id, str) else text) > MAX_ID:
+        raise InvalidRequest(f"id: longer than {MAX_ID} characters")
     return id if kind != "number" or _encoder.encode(id) == text else Raw(text)
 
 
@@ -242,6 +242,8 @@ def _is_deeper(data: bytes, limit: int) -> bool:
     and they cancel; a quote that is left over tells of a string with brackets in it, and a backslash of an escaped
     quote: then a pattern removes the strings one by one. From pure brackets, each round takes the innermost level.
     """
+    if len(data) <= 2 * limit:
+        return False
     skeleton = data.translate(_ONE_BRACKET, _NOT_STRUCTURE).replace(b'""', b"")
     if b'"' in skeleton or b"\\" in skeleton:
         skeleton = _without_strings(data).translate(_ONE_BRACKET, _NOT_STRUCTURE)
@@ -297,35 +299,42 @@ _encoder = msgspec.json.Encoder(enc_hook=encode_hook)
 
 
 def encode(value: Any) -> bytes:
-    """A value as JSON on one line, or `EncodeError`; NaN and the infinities, for which msgspec writes null, included."""
+    """A value as JSON on one line, or `EncodeError`; NaN and the infinities, for which msgspec writes null, included.
+
+    A `Raw` value is taken apart and written anew: whoever made it may not have made JSON, or not on one line.
+    """
+    if type(value) is Raw:
+        value = _unwrapped(value)
+    if value is UNSET:
+        raise EncodeError("UNSET is not a value")
     data = _encode(value)
     if b"null" in data:
         _check_finite(value)
     return data
 
 
-def write(outcome: Outcome) -> bytes:
+def write(answer: Answer) -> bytes:
     """An answer as bytes."""
     try:
-        data = _encoder.encode(outcome)
+        data = _encoder.encode(answer)
     except Exception as error:  # as in _encode; a call less on the way of every answer
         raise EncodeError(str(error)) from error
     if b"null" in data:
-        _check_finite(_payload(outcome))
+        _check_finite(_payload(answer))
     return data
 
 
-def write_batch(outcomes: list[Outcome]) -> bytes:
+def write_batch(answers: list[Answer]) -> bytes:
     """Answers as one array, in one encode."""
-    data = _encode(outcomes)
+    data = _encode(answers)
     if b"null" in data:
-        for outcome in outcomes:
-            _check_finite(_payload(outcome))
+        for answer in answers:
+            _check_finite(_payload(answer))
     return data
 
 
-def _payload(outcome: Outcome) -> Any:
-    return outcome.result if isinstance(outcome, Success) else outcome.error.data
+def _payload(answer: Answer) -> Any:
+    return answer.result if isinstance(answer, Success) else answer.error.data
 
 
 def _encode(value: Any) -> bytes:
@@ -335,8 +344,21 @@ def _encode(value: Any) -> bytes:
         raise EncodeError(f"{type(value).__name__}: {error}") from error
 
 
+def _unwrapped(raw: Raw) -> Any:
+    try:
+        return decode_value(raw)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise EncodeError(f"a Raw that is not JSON: {error}") from error
+
+
 def _check_finite(value: Any) -> None:
-    if value is not None and value is not UNSET and _has_non_finite(msgspec.to_builtins(value, enc_hook=_plain_hook)):
+    if value is None or value is UNSET or type(value) is Raw:
+        return
+    try:
+        plain = msgspec.to_builtins(value, enc_hook=_plain_hook)
+    except Exception as error:  # as in _encode
+        raise EncodeError(str(error)) from error
+    if _has_non_finite(plain):
         raise EncodeError("NaN and infinity are not JSON")
 
 
@@ -346,8 +368,14 @@ def failure(id: Id, error: RpcError) -> Failure:
 
 
 def _has_non_finite(value: Any) -> bool:
-    if type(value) is float:
-        return value - value != 0.0  # NaN and the infinities alone
-    if type(value) is dict:
-        return any(map(_has_non_finite, value.values()))
-    return type(value) in (list, tuple) and any(map(_has_non_finite, value))
+    left = [value]
+    while left:
+        value = left.pop()
+        if type(value) is float:
+            if value - value != 0.0:  # NaN and the infinities alone
+                return True
+        elif type(value) is dict:
+            left.extend(value.values())
+        elif type(value) in (list, tuple):
+            left.extend(value)
+    return False

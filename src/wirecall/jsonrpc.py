@@ -137,10 +137,10 @@ def make_error(id: Id, code: int, message: str, data: Any = None) -> bytes:
 
 def make_batch(messages: Iterable[bytes]) -> bytes:
     """One array of ready messages. There is no empty batch in JSON-RPC 2.0: one that would be empty is not sent."""
-    joined = b",".join(messages)
-    if not joined:
+    ready = list(messages)
+    if not all(ready) or not ready:
         raise UsageError("An empty batch is not a message.", "JSON-RPC 2.0 answers [] with an error", "send nothing")
-    return b"[%b]" % joined
+    return b"[%b]" % b",".join(ready)
 
 
 def make_reply(envelopes: Iterable[bytes | None], is_batch: bool) -> bytes | None:

@@ -10,6 +10,7 @@ put aside, and whoever ends the waiting one takes them up.
 """
 
 import asyncio
+import contextvars
 import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
@@ -58,6 +59,8 @@ class _Batch(Generic[E, T]):
         self._in_lane = in_lane
         self._free = concurrency - 1  # workers that may still join the first one
         self._lane_taken = False
+        self._calm = _cancels()  # a batch may be sent by somebody who is cancelled already
+        self._context = contextvars.copy_context()  # what the batch began with, for every worker that joins
 
     async def work(self) -> None:
         """Take entries until none are left."""
@@ -68,6 +71,7 @@ class _Batch(Generic[E, T]):
                 outcomes[position] = outcome
             elif not self._in_lane(entry):
                 outcomes[position] = await _beside(outcome, self._join)
+                self._check()
             elif self._lane_taken:
                 self.aside.append((position, outcome))
             else:
@@ -76,16 +80,23 @@ class _Batch(Generic[E, T]):
     async def _take_lane(self, position: int, coroutine: Coro) -> None:
         self._lane_taken = True
         self.outcomes[position] = await _beside(coroutine, self._join)
+        self._check()
         while self.aside:
             position, coroutine = self.aside.popleft()
             self.outcomes[position] = await coroutine
+            self._check()
         self._lane_taken = False
+
+    def _check(self) -> None:
+        """A handler may turn its cancellation into an answer; the entries behind it are cancelled all the same."""
+        if _cancels() > self._calm:
+            raise asyncio.CancelledError
 
     def _join(self) -> None:
         """The entry at hand waits: let another worker go on with the rest."""
         if self._free > 0:
             self._free -= 1
-            worker = asyncio.get_running_loop().create_task(self.work())
+            worker = asyncio.get_running_loop().create_task(self.work(), context=self._context.copy())
             self.workers.add(worker)
             worker.add_done_callback(self._leave)
 
@@ -95,14 +106,24 @@ class _Batch(Generic[E, T]):
         self.ended.append(worker)
 
     async def stop(self) -> None:
-        """The batch is cancelled: leave no task and no coroutine behind."""
+        """The batch is cancelled: begin nothing more, leave no task and no coroutine behind."""
         self._free = 0
+        deque(self._rest, maxlen=0)
         while self.aside:
             self.aside.popleft()[1].close()
         for worker in self.workers:
             worker.cancel()
         while self.workers:
             await asyncio.wait(self.workers)
+
+
+def _cancels() -> int:
+    """How often the running task was cancelled."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        return 0
+    return task.cancelling() if task else 0
 
 
 @types.coroutine

@@ -36,14 +36,19 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = {name: getattr(record, name) for name in FIELDS if getattr(record, name, None) is not None}
+        facts = {name: _plain(getattr(record, name)) for name in FIELDS if getattr(record, name, None) is not None}
         document = {
             "time": record.created,
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _plain(record.getMessage()),
             **facts,
         }
         if record.exc_info:
-            document["exception"] = self.formatException(record.exc_info)
+            document["exception"] = _plain(self.formatException(record.exc_info))
         return msgspec.json.encode(document, enc_hook=str).decode()
+
+
+def _plain(value: Any) -> Any:
+    """A text that UTF-8 can carry: a file's name may hold what it cannot."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

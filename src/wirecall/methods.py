@@ -7,8 +7,8 @@ when it is registered; nothing is left to be found out by the first caller.
 
 import enum
 import types
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Literal, TypeAlias
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -61,6 +61,7 @@ class Context:
         "_command",
         "_correlation",
         "_frame",
+        "_result",
         "caller",
         "id",
         "idempotency_key",
@@ -96,6 +97,7 @@ class Context:
         self._correlation: Any = None
         self._command: Any = None
         self._frame: Any = None
+        self._result: Any = None
 
     @property
     def is_notification(self) -> bool:
@@ -154,7 +156,7 @@ class Context:
 
         A coroutine function awaits it. In a plain function it blocks, which is why such a command runs in a thread.
         """
-        passed: Awaitable[None] = self._command.commit_point() if self._command else _passed()
+        passed: Awaitable[None] = self._command.commit_point() if self._command else Passed()
         return passed
 
 
@@ -190,10 +192,14 @@ class Method:
         self.idempotent = idempotent
         self.open_world = open_world
         self.is_async = _is_async(function)
-        self.terms = _settled(terms or Terms(), function)
-        self.blocking = blocking or (self.is_command and self.terms.commit_point and not self.is_async)
+        self.terms = terms or Terms()
+        self.blocking = blocking
         _check(self, reserved)
         self.signature = Signature(function, inject=Context, keyed=self.is_command)
+        self.terms = _settled(self.terms, function, self.signature)
+        # In a plain function ctx.commit_point() blocks, so it must not run on the loop.
+        self.blocking = blocking or (self.is_command and self.terms.commit_point and not self.is_async)
+        self._reconciler = _reconciler(self)
         self.bind = self.signature.bind
         # The dispatcher runs a plain method without building a context; what makes a method plain never changes.
         self.plain = (
@@ -204,13 +210,11 @@ class Method:
     def is_command(self) -> bool:
         return self.kind is Kind.COMMAND
 
-    async def reconcile(self, context: Context) -> Any:
-        """What the declared reconcile function says about an earlier run of the same command."""
-        function = self.terms.reconcile
-        assert function is not None
-        args, keywords = Signature(function, inject=Context, keyed=True).bind_all(context.params, context)
-        verdict = function(*args, **keywords)
-        return await verdict if hasattr(verdict, "__await__") else verdict
+    def reconcile(self, context: Context) -> Any:
+        """What the declared reconcile function says about an earlier run of the same command, or something to await."""
+        assert self._reconciler is not None
+        args, keywords = self._reconciler.bind_all(context.params, context)
+        return self._reconciler.function(*args, **keywords)
 
     def __repr__(self) -> str:
         return f"<{self.kind.value} {self.name}>"
@@ -250,8 +254,12 @@ def correlation_of(id: Any) -> Any:
     return bytes(id).decode() if isinstance(id, Raw) else id
 
 
-async def _passed() -> None:
-    return None
+class Passed:
+    """Awaited or not, it does nothing."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
 
 
 class _Meta(Struct):
@@ -297,6 +305,21 @@ def _check(method: Method, reserved: bool) -> None:
             'on_crash="reconcile" needs a function that tells what happened',
             "reconcile=a function that takes the command's params and returns Done(result), NotDone() or CannotTell()",
         ),
+        (
+            method.terms.on_crash != "reconcile" and method.terms.reconcile is not None,
+            'a reconcile function is asked only with on_crash="reconcile"',
+            'declare on_crash="reconcile", or drop the function',
+        ),
+        (
+            method.terms.on_crash not in get_args(OnCrash),
+            f"{method.terms.on_crash!r} is none of {', '.join(get_args(OnCrash))}",
+            'on_crash="unknown"',
+        ),
+        (
+            method.execution not in (None, *get_args(Execution)),
+            f"{method.execution!r} is none of {', '.join(get_args(Execution))}",
+            'execution="sequential"',
+        ),
         *(
             (not getattr(method.terms, field) > 0, f"{field} must be above 0", f"{field}={getattr(Terms(), field)}")
             for field in ("retention", "lease", "wait", "max_stored_result")
@@ -310,17 +333,30 @@ def _check(method: Method, reserved: bool) -> None:
 def _is_async(function: Callable[..., Any]) -> bool:
     import inspect  # late: `import wirecall` stays light
 
-    target = inspect.unwrap(function)
-    target = getattr(target, "func", target)  # functools.partial
+    target = getattr(function, "func", function)  # functools.partial
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
 
 
-def _settled(terms: Terms, function: Callable[..., Any]) -> Terms:
-    """A handler that names `commit_point` calls it; any other has passed it on entry, which is the careful reading."""
+def _settled(terms: Terms, function: Callable[..., Any], signature: Signature) -> Terms:
+    """A handler that takes a context and names `commit_point` calls it; any other has passed it on entry."""
     code = getattr(function, "__code__", None)
-    if terms.commit_point or not isinstance(code, types.CodeType):
+    if terms.commit_point or not signature.injected or not isinstance(code, types.CodeType):
         return terms
     return msgspec.structs.replace(terms, commit_point=_mentions(code, "commit_point"))
+
+
+def _reconciler(method: Method) -> Signature | None:
+    if method.terms.reconcile is None:
+        return None
+    signature = Signature(method.terms.reconcile, inject=Context, keyed=True)
+    theirs, ours = ([p.name for p in s.parameters] for s in (signature, method.signature))
+    if theirs != ours:
+        raise UsageError(
+            f"The reconcile function of {method.name} cannot be asked.",
+            f"it takes ({', '.join(theirs)}), the command takes ({', '.join(ours)})",
+            "give it the command's own parameters",
+        )
+    return signature
 
 
 def _mentions(code: types.CodeType, name: str) -> bool:

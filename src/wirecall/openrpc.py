@@ -1,5 +1,6 @@
 """The registered methods as an OpenRPC document, which `rpc.discover` answers (J16)."""
 
+import re
 from typing import Any
 
 from wirecall.methods import KEY, Method, Registry
@@ -31,8 +32,8 @@ def _describe(method: Method, mode: str) -> dict[str, Any]:
         "name": method.name,
         **{name: text for name, text in texts.items() if text},
         "params": _params(method, mode),
-        "paramStructure": "either",
-        "result": {"name": "result", "schema": _placed(method.signature.result_schema(), method)},
+        "paramStructure": "by-name" if any(p.kind == "name" for p in method.signature.parameters) else "either",
+        "result": {"name": "result", "schema": _placed(method.signature.result_schema, method)},
         "x-kind": method.kind.value,
         "x-notification-allowed": method.notification_allowed,
     }
@@ -51,8 +52,13 @@ def _params(method: Method, mode: str) -> list[dict[str, Any]]:
 
 def _components(method: Method) -> dict[str, Any]:
     """The types a method names. Two methods may mean two types by one name, so the method's name goes in front."""
-    definitions = {**method.signature.schema.get("$defs", {}), **method.signature.result_schema().get("$defs", {})}
-    return {f"{method.name}.{name}": _placed(schema, method) for name, schema in definitions.items()}
+    definitions = {**method.signature.schema.get("$defs", {}), **method.signature.result_schema.get("$defs", {})}
+    return {_component(method, name): _placed(schema, method) for name, schema in definitions.items()}
+
+
+def _component(method: Method, name: str) -> str:
+    """OpenRPC allows few characters in the name of a component."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{method.name}.{name}")
 
 
 def _placed(schema: Any, method: Method) -> Any:
@@ -62,6 +68,7 @@ def _placed(schema: Any, method: Method) -> Any:
     if not isinstance(schema, dict):
         return schema
     moved = {name: _placed(item, method) for name, item in schema.items() if name != "$defs"}
-    if isinstance(moved.get("$ref"), str):
-        moved["$ref"] = moved["$ref"].replace("#/$defs/", f"#/components/schemas/{method.name}.")
+    reference = moved.get("$ref")
+    if isinstance(reference, str):
+        moved["$ref"] = f"#/components/schemas/{_component(method, reference.removeprefix('#/$defs/'))}"
     return moved

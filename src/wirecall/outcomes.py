@@ -29,15 +29,18 @@ def outcome_of(kind: Literal["result", "error"], value: Any, id: RecordId) -> Ou
         payload = encode(failure(None, value).error if kind == "error" else value)
     except EncodeError as error:
         failed(id.method, id.key, error)
-        return Outcome(kind, None, b"")
+        return Outcome("result", None, b"")  # whatever it was, it happened
     return Outcome(kind, payload, hashlib.sha256(payload).digest())
 
 
 def stored(outcome: Outcome, limit: int) -> Outcome:
-    """What the ledger keeps: of a large result only the digest."""
+    """What the ledger keeps: of a large result only the digest, of a large error its code and the start of its message."""
     if outcome.payload is None or len(outcome.payload) <= limit:
         return outcome
-    return Outcome(outcome.kind, None, outcome.digest)
+    if outcome.kind == "result":
+        return Outcome(outcome.kind, None, outcome.digest)
+    error = _decode_error(outcome.payload)
+    return Outcome(outcome.kind, encode(ErrorObject(error.code, error.message[:200])), outcome.digest)
 
 
 def recorded(record: Record) -> Outcome:

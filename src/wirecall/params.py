@@ -59,9 +59,11 @@ class Signature:
         self.parameters, self.injected, self.returns = _inspect(function, inject)
         names = [p.name for p in self.parameters]
         self.takes_key = KEY in names
+        self.key_position = next((i for i, p in enumerate(self.parameters) if p.name == KEY and p.kind == "position"), None)
         self._beside = [name for name in ((META, KEY) if keyed else (META,)) if name not in names]
         self._named = [p for p in self.parameters if p.kind != "others"]
         self._positional = [p for p in self.parameters if p.kind == "position"]
+        self._taken = _names_taken(function, self.injected)
         self._rest = _only(self.parameters, "rest")
         self._others = _only(self.parameters, "others")
         self.simple = not self.injected and self._named in (self._positional, [self._rest]) and self._others is None
@@ -69,7 +71,7 @@ class Signature:
         self._by_position = self._decoder(self._positional_type())
         self._one_by_one = {p.name: self._decoder(p.type) for p in self.parameters} if self._rest or self._others else {}
         self.bind: Binder = self._simple_binder() if self.simple else self._refuse_simple
-        self.schema = self._describe()
+        self.schema, self.result_schema = self._describe()
 
     def bind_all(self, raw: Raw | UnsetType, injected: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The arguments of any function; `injected` goes to the parameters annotated with the injected type."""
@@ -86,14 +88,6 @@ class Signature:
             else:
                 args.insert(index, injected)
         return args, keywords
-
-    def result_schema(self) -> dict[str, Any]:
-        """The result as JSON Schema; one that is undeclared, or that msgspec cannot describe, is any JSON."""
-        try:
-            schemas, definitions = _schemas([self.returns])
-        except (TypeError, NotImplementedError):
-            return {}
-        return {**schemas[0], **({"$defs": definitions} if definitions else {})}
 
     # --- a simple function: one decode to a sequence of arguments --------------------------------------------------
 
@@ -152,6 +146,8 @@ class Signature:
             return {}
         known = {p.name for p in self._named} | set(self._beside)
         surplus = {name: value for name, value in _decode_members(raw).items() if name not in known}
+        for name in surplus.keys() & self._taken:
+            raise InvalidParams(f"params.{name}: unknown name")
         return {name: self._decode_one(self._others, value, f"params.{name}") for name, value in surplus.items()}
 
     def _from_array(self, raw: Raw) -> tuple[list[Any], dict[str, Any]]:
@@ -214,19 +210,33 @@ class Signature:
         get = attrgetter(names[0])
         return lambda struct: (get(struct),)
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """JSON Schema of params and result, in one go: two types of one name must get two names.
+
+        A result that is undeclared, or that msgspec cannot describe, is any JSON.
+        """
+        types = [_wire_type(p) for p in self._named]
         try:
-            schemas, definitions = _schemas([_wire_type(p) for p in self._named])
-        except (TypeError, NotImplementedError) as error:
-            raise self._unusable(error) from error
-        pairs = list(zip(self._named, schemas, strict=True))
-        return {
+            schemas, definitions = _schemas([*types, self.returns])
+        except TypeError:
+            self.returns = Any
+            schemas, definitions = self._schemas_of_params(types)
+        pairs = list(zip(self._named, schemas[: len(types)], strict=True))
+        shared = {"$defs": definitions} if definitions else {}
+        params = {
             "type": "object",
             "properties": {p.name: {**schema, **_default_of(p)} for p, schema in pairs},
             "required": [p.name for p in self._named if p.required],
             "additionalProperties": self._others is not None,
-            **({"$defs": definitions} if definitions else {}),
+            **shared,
         }
+        return params, {} if self.returns is Any else {**schemas[-1], **shared}
+
+    def _schemas_of_params(self, types: list[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        try:
+            return _schemas(types)
+        except TypeError as error:
+            raise self._unusable(error) from error
 
     def _unusable(self, error: Exception) -> UsageError:
         return UsageError(
@@ -273,7 +283,7 @@ def _inspect(function: Callable[..., Any], inject: type) -> tuple[list[Parameter
     injected: dict[str, int | None] = {}
     for index, (name, declared) in enumerate(signature.parameters.items()):
         hint = hints.get(name, Any)
-        if hint is inject or inject in typing.get_args(hint):
+        if _injects(hint, inject):
             injected[name] = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
             continue
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
@@ -281,8 +291,23 @@ def _inspect(function: Callable[..., Any], inject: type) -> tuple[list[Parameter
     return parameters, injected, hints.get("return", Any)
 
 
+def _names_taken(function: Any, injected: Mapping[str, Any]) -> set[str]:
+    """Names that a caller's surplus must not have: `self` of a method, what a partial has filled, the context."""
+    code = getattr(function, "__code__", None) or getattr(getattr(function, "func", None), "__code__", None)
+    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    return {*own, *injected}
+
+
+def _injects(hint: Any, inject: type) -> bool:
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return hint is inject or (is_union and inject in typing.get_args(hint))
+
+
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    target = function if hasattr(function, "__annotations__") else getattr(function, "func", type(function).__call__)
+    is_function = isinstance(function, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type))
+    target = function if is_function else getattr(function, "func", type(function).__call__)
     try:
         return typing.get_type_hints(target, include_extras=True)
     except TypeError:  # a builtin: nothing is declared
@@ -359,9 +384,11 @@ def _default_of(parameter: Parameter) -> dict[str, Any]:
     if parameter.default is REQUIRED:
         return {}
     try:
-        return {"default": msgspec.to_builtins(parameter.default)}
-    except (TypeError, ValueError):
+        default = msgspec.to_builtins(parameter.default)
+        is_json = msgspec.json.decode(msgspec.json.encode(default)) == default  # an infinity is not
+    except (TypeError, ValueError, msgspec.DecodeError):
         return {}
+    return {"default": default} if is_json else {}
 
 
 # --- texts -------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Policy(Struct, frozen=True):
         """The context of a call that may run."""
         frames.check_params_shape(message.params)
         self._check_id(message, method)
-        key = self._key(message.params) if method.is_command else None
+        key = self._key(message.params, method) if method.is_command else None
         return Context(method, id=message.id, params=message.params, caller=caller, position=position, idempotency_key=key)
 
     def _check_id(self, message: Message, method: Method) -> None:
@@ -63,8 +63,8 @@ class Policy(Struct, frozen=True):
         if message.id is UNSET and not method.notification_allowed:
             raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
 
-    def _key(self, params: Raw | UnsetType) -> str | None:
-        key = UNSET if params is UNSET else take_key(params)
+    def _key(self, params: Raw | UnsetType, method: Method) -> str | None:
+        key = UNSET if params is UNSET else take_key(params, method.signature.key_position)
         if key is not UNSET:
             return check_key(key)
         if self.mode == "production":
@@ -72,13 +72,19 @@ class Policy(Struct, frozen=True):
         return None
 
 
-def take_key(params: Raw) -> Any:
-    """The key beside the params, or UNSET. Given twice with two values it is refused: each would be a command."""
+def take_key(params: Raw, position: int | None = None) -> Any:
+    """The key among the params, or UNSET. Given twice with two values it is refused: each would be a command.
+
+    Params by position have one only where the function itself declares it, at `position`.
+    """
+    text = bytes(params)
+    if text.startswith(b"["):
+        items = [] if position is None else frames.decode_any(params)
+        return items[position] if position is not None and position < len(items) else UNSET
     try:
         key = _decode_keyed(params).idempotency_key
-    except msgspec.ValidationError:  # params by position
-        return UNSET
-    text = bytes(params)
+    except msgspec.ValidationError as error:  # the key, or a number behind it, is one that Python cannot hold
+        raise KeyInvalid(f"params.{KEY}: {str(error).lower()}", ran="no") from None
     if key is not UNSET and (text.count(_QUOTED_KEY) > 1 or b"\\u" in text):
         import json  # late: the one decoder that shows duplicate members
 

@@ -4,19 +4,22 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from wirecall.errors import KeyConflict, KeyInProgress, UsageError
+from wirecall.errors import CannotWait, KeyConflict, KeyInProgress
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, Token
 from wirecall.logs import logger
-from wirecall.methods import Context, Method
+from wirecall.methods import Context, Method, Passed
 
 # What a caller who must come back is told.
 RETRY_AFTER_MS = 1000
 
-# Told about every call of a command that was admitted: arguments' digest, start, error, whether it was a replay.
-Note = Callable[[Context, bytes, float, BaseException | None, bool], None]
+# Calls the handler: gives what it returned, or something to await for it.
+Call = Callable[[], Any]
+
+# Told about every call of a command that was admitted: arguments' digest, start, error.
+Note = Callable[[Context, bytes, float, BaseException | None], None]
 
 
 class Run:
@@ -32,8 +35,10 @@ class Run:
         self.attempt = 1
         self.fence = 0
         self.committed = False  # from here on, it may have happened
+        self.marked = False  # the handler has called ctx.commit_point()
         self.interruptible = False  # the handler runs, and no transition is under way
         self.cancelled = False
+        self.forsaken = False  # its caller left while the claim was on its way
         self.others = False  # another run of the same command was seen
         self.db: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None if alone else asyncio.get_running_loop()
@@ -53,20 +58,23 @@ class Run:
 
     def commit_point(self) -> Awaitable[None]:
         """From the moment of the call the run counts as committed here; the awaitable writes that to the ledger."""
-        first, self.committed = not self.committed, True
-        if not first or self.db is not None:
-            return _Nothing()
-        written = self._write_commit_point()
-        if self.method.is_async:
-            return written
+        if self.marked or self.db is not None:
+            return Passed()
+        self.marked = True
+        if self.committed:  # the method has passed it on entry, and the ledger knows
+            return Passed()
         if self._loop is None:
-            return _step(written)
-        asyncio.run_coroutine_threadsafe(written, self._loop).result()
-        return _Nothing()
+            return _stepped(self._write_commit_point())
+        if _is_on_loop():
+            self.committed = True
+            return self._write_commit_point()
+        asyncio.run_coroutine_threadsafe(self._write_commit_point(), self._loop).result()
+        return Passed()
 
     async def _write_commit_point(self) -> None:
         """Unless the ledger says that it is written, the handler goes no further, so nothing was done."""
         assert self.ledger is not None and self.token is not None
+        self.committed = not self.cancelled
         try:
             if not self.cancelled and await self.ledger.commit_point(self.token, self.method.terms.lease):
                 return
@@ -81,21 +89,33 @@ class LostLease(Exception):
     """Another holder took the command over: this one must stop before its effect."""
 
 
-class _Nothing:
-    """Awaited or not, it does nothing."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        return
-        yield
-
-
-def _step(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
+def _stepped(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
     try:
         coroutine.send(None)
     except StopIteration:
-        return _Nothing()
+        return Passed()
     coroutine.close()
-    raise UsageError("ctx.commit_point() had to wait.", "there is no event loop", "use `await app.handle(...)`")
+    raise CannotWait
+
+
+def _is_on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # a thread beside it
+        return False
+    return True
+
+
+async def settled(result: Any) -> Any:
+    """What a function returned, once nothing in it has to be awaited any more."""
+    while hasattr(result, "__await__"):
+        result = await result
+    return result
+
+
+def is_waiting(error: BaseException) -> bool:
+    """Whether a handler failed because it needs an event loop and there is none."""
+    return isinstance(error, RuntimeError) and str(error) == "no running event loop"
 
 
 class Noted:
@@ -105,9 +125,9 @@ class Noted:
         self._note, self._context, self._fingerprint = note, context, fingerprint
         self._started = time.perf_counter()
 
-    def __call__(self, error: BaseException | None = None, *, replayed: bool = False) -> None:
+    def __call__(self, error: BaseException | None = None) -> None:
         if self._note is not None:
-            self._note(self._context, self._fingerprint, self._started, error, replayed)
+            self._note(self._context, self._fingerprint, self._started, error)
 
 
 class Flight:
@@ -115,19 +135,26 @@ class Flight:
 
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
+        self.is_granted = False
         self._waiting: list[asyncio.Future[Outcome | None]] = []
 
     async def join(self, fingerprint: bytes, wait: float) -> Outcome | None:
         """The outcome, or None when the run ended without one."""
-        if fingerprint != self._fingerprint:
+        if fingerprint != self._fingerprint and self.is_granted:
             raise KeyConflict(ran="no")
-        future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        future = self.ended()
         try:
             async with asyncio.timeout(wait):
-                return await future
+                outcome = await future
+                # Until the ledger has granted it, nobody knows whose params are the right ones: ask for yourself.
+                return outcome if fingerprint == self._fingerprint else None
         except TimeoutError:
             raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS) from None
+
+    def ended(self) -> "asyncio.Future[Outcome | None]":
+        future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        return future
 
     def land(self, outcome: Outcome | None) -> None:
         for future in self._waiting:

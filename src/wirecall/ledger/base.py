@@ -148,6 +148,8 @@ def decide(record: Record | None, claim: Claim, *, expired: bool) -> Verdict:
 class Ledger(Protocol):
     """What every store does. Each call is one transition, or one read."""
 
+    is_tidy: bool  # a claim whose caller is cancelled leaves no record: the store sees to it
+
     async def claim(self, claim: Claim) -> Record:
         """Apply `decide` and give the record back; it is the claimer's if it carries the claim's nonce."""
         ...

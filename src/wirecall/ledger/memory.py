@@ -22,6 +22,8 @@ from wirecall.ledger.base import (
 class MemoryLedger:
     """Nothing here awaits, so every method is atomic."""
 
+    is_tidy = True
+
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._clock = clock  # leases and retention: a clock that people cannot set
         self._wall = wall  # what people read

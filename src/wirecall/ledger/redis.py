@@ -87,6 +87,8 @@ async def open_url(url: str) -> "RedisLedger":
 class RedisLedger:
     """Every method is one command, except those that go through all records."""
 
+    is_tidy = False
+
     def __init__(self, url: str) -> None:
         self._options = _options(url)
         self._prefix: bytes = self._options.pop("prefix").encode()
