@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET, Raw
 
 from tests.calls import batch, call, error, make_app, read, result
 from wirecall import App, Context, DomainError, Limits, RpcError, jsonrpc
@@ -531,3 +532,121 @@ async def test_a_single_call_is_cancelled_with_its_caller() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# --- what reviewers found ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logged", [False, True])
+async def test_anything_that_can_be_awaited_is(logged: bool, caplog: pytest.LogCaptureFixture) -> None:
+    if logged:
+        caplog.set_level("INFO", "wirecall")
+    app = make_app()
+
+    async def inner() -> list[int]:
+        await asyncio.sleep(0)
+        return [1]
+
+    app.query(name="future")(lambda: asyncio.ensure_future(inner()))
+    app.query(name="coroutine")(lambda: inner())
+    app.query(name="thread", blocking=True)(lambda: inner())
+    reply = await app.handle(batch(call("future"), call("coroutine"), call("thread")))
+    assert [answer["result"] for answer in read(reply)] == [[1], [1], [1]]
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize("raw", [b"", b"{oops", b"NaN", b"1 2"])
+def test_a_raw_result_that_is_no_json_costs_its_own_entry(raw: bytes, key: str | None) -> None:
+    app = make_app()
+    app.query(name="fine")(lambda: 1)
+    app.command(name="raw")(lambda: Raw(raw))
+    answers = read(app.handle_sync(batch(call("fine", id=1), call("raw", id=2, key=key), call("fine", id=3))))
+    assert [answer.get("result") for answer in answers] == [1, None, 1]
+    assert answers[1]["error"]["code"] == -32603
+
+
+def test_a_raw_result_is_written_on_one_line() -> None:
+    app = make_app()
+    app.query(name="raw")(lambda: Raw(b'{\n"a":\t1}'))
+    app.query(name="unset")(lambda: UNSET)
+    assert app.handle_sync(call("raw")) == b'{"jsonrpc":"2.0","result":{"a":1},"id":1}'
+    assert error(app.handle_sync(call("unset")))["code"] == -32603
+
+
+@pytest.mark.parametrize("levels", [100, 400, 700, 5000])
+def test_deep_results_with_null_are_sent_or_refused_and_nothing_is_raised(levels: int) -> None:
+    app = make_app()
+
+    @app.query
+    def deep() -> Any:
+        value: Any = None
+        for _ in range(levels):
+            value = [value]
+        return value
+
+    answer = read(app.handle_sync(call("deep")))
+    assert ("result" in answer) if levels <= 700 else answer["error"]["code"] == -32603
+
+
+async def test_a_cancelled_batch_begins_nothing_more_whatever_a_handler_makes_of_it() -> None:
+    app, begun, effects = make_app(limits=Limits(concurrency=2)), asyncio.Semaphore(0), list[int]()
+
+    @app.query
+    async def stubborn() -> None:
+        begun.release()
+        try:
+            await asyncio.Event().wait()
+        except BaseException:
+            raise DomainError(1, "never") from None
+
+    app.command(name="effect")(lambda: effects.append(1))
+    task = asyncio.create_task(app.handle(batch(call("stubborn"), call("stubborn"), *[call("effect")] * 10)))
+    await begun.acquire()
+    await begun.acquire()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert effects == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_worker_that_joins_does_not_inherit_what_a_middleware_has_set() -> None:
+    app, seen, all_begun = make_app(), list[str](), asyncio.Event()
+    variable = contextvars.ContextVar("variable", default="clean")
+
+    @app.middleware
+    async def mark(ctx: Context, call_next: Any) -> Any:
+        seen.append(variable.get())
+        variable.set(str(ctx.id))
+        if len(seen) == 4:
+            all_begun.set()
+        await all_begun.wait()
+        return await call_next(ctx)
+
+    app.query(name="look")(lambda: 1)
+    await app.handle(batch(*[call("look", id=i) for i in range(4)]))
+    assert seen == ["clean"] * 4
+
+
+async def test_syntax_outranks_busy_and_a_batch_larger_than_the_limit_is_served_when_nobody_waits() -> None:
+    app, stage = staged(limits=Limits(in_flight=2))
+    held = asyncio.create_task(app.handle(call("query", ["a"])))
+    await stage.has_begun("a").wait()
+    assert error(await app.handle(b"{broken"))["code"] == -32700
+    assert error(await app.handle(b"[]"))["code"] == -32600
+    assert {answer["error"]["code"] for answer in read(await app.handle(entries("plain:x", "plain:y")))} == {42910}
+    stage.gate("a").set()
+    await held
+    assert len(read(await app.handle(entries("plain:x", "plain:y", "plain:z")))) == 3
+
+
+async def test_commands_whose_callers_left_count_as_in_flight() -> None:
+    app, stage = staged(limits=Limits(in_flight=1))
+    caller = asyncio.create_task(app.handle(call("command", {"name": "a"}, key="k")))
+    await stage.has_begun("a").wait()
+    caller.cancel()
+    await asyncio.wait([caller])
+    assert error(await app.handle(call("plain", ["x"])))["code"] == 42910
+    stage.gate("a").set()
+    await settle()
+    assert result(await app.handle(call("plain", ["x"]))) == "x"

@@ -309,3 +309,57 @@ def test_what_cannot_be_decoded_is_an_error_at_registration() -> None:
         Signature(unresolved, inject=Context)
     with pytest.raises(UsageError, match="signature"):
         Signature(type, inject=Context)
+
+
+def test_a_callable_object_keeps_its_types_and_its_context() -> None:
+    @dataclasses.dataclass
+    class Handler:
+        tag: str
+
+        def __call__(self, order: int, ctx: Context) -> Any:
+            return (self.tag, order, ctx)
+
+    assert bind(Handler("t"), "[7]") == ("t", 7, "the context")
+    assert reason(Handler("t"), '["x"]') == "params.order: expected int, got str"
+
+
+def test_only_a_union_with_the_context_is_the_context() -> None:
+    def annotated(ctx: Annotated[Context | None, "x"], a: int) -> Any:
+        return (ctx, a)
+
+    def nested(contexts: dict[str, Context]) -> Any: ...
+
+    assert bind(annotated, "[1]") == ("the context", 1)
+    with pytest.raises(UsageError):
+        Signature(nested, inject=Context)
+
+
+def test_surplus_names_never_meet_the_function_s_own() -> None:
+    class Shop:
+        def put(self, **others: int) -> Any:
+            return others
+
+    def with_context(ctx: Context, **others: int) -> Any:
+        return others
+
+    assert bind(Shop().put, '{"a":1}') == {"a": 1}
+    assert reason(Shop().put, '{"self":1}') == "params.self: unknown name"
+    assert reason(with_context, '{"ctx":1}') == "params.ctx: unknown name"
+    assert reason(functools.partial(surplus, 1), '{"a":1}') == "params.a: unknown name"
+
+
+def test_a_default_that_is_no_json_is_left_out_of_the_schema() -> None:
+    def limited(most: float = float("inf")) -> None: ...
+
+    assert Signature(limited, inject=Context).schema["properties"]["most"] == {"type": "number"}
+
+
+def test_an_error_survives_pickling_and_must_be_a_number_and_a_text() -> None:
+    import pickle
+
+    from wirecall import DomainError
+
+    copied = pickle.loads(pickle.dumps(InvalidParams("x", extra=1)))
+    assert (type(copied), copied.code, copied.data) == (InvalidParams, -32602, {"reason": "x", "extra": 1})
+    with pytest.raises(TypeError):
+        DomainError("code", 5)  # type: ignore[arg-type]

@@ -192,13 +192,11 @@ class Method:
         self.idempotent = idempotent
         self.open_world = open_world
         self.is_async = _is_async(function)
-        self.terms = terms or Terms()
-        self.blocking = blocking
-        _check(self, reserved)
         self.signature = Signature(function, inject=Context, keyed=self.is_command)
-        self.terms = _settled(self.terms, function, self.signature)
+        self.terms = _settled(terms or Terms(), function, self.signature)
         # In a plain function ctx.commit_point() blocks, so it must not run on the loop.
         self.blocking = blocking or (self.is_command and self.terms.commit_point and not self.is_async)
+        _check(self, reserved)
         self._reconciler = _reconciler(self)
         self.bind = self.signature.bind
         # The dispatcher runs a plain method without building a context; what makes a method plain never changes.

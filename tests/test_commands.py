@@ -1,0 +1,457 @@
+"""The life of a command, on the ledger in memory: interruptions, refusals, odd handlers, stopping."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from tests.calls import batch, call, error, make_app, read, result
+from wirecall import App, CannotTell, Context, DomainError, Done, NotDone, RpcError, UsageError
+from wirecall.errors import Busy, InternalError, InvalidParams
+from wirecall.ledger.base import Claim, LedgerDown, Record, RecordId, State
+from wirecall.ledger.memory import MemoryLedger
+
+
+async def state_of(app: App, key: str = "k", method: str = "put") -> State | None:
+    record = await (await app.ledger()).get(RecordId("", method, key))
+    return record.state if record else None
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- handlers of every kind --------------------------------------------------------------------------------------------
+
+
+async def test_a_plain_function_that_returns_something_to_await_is_shielded_like_a_coroutine() -> None:
+    app, begun, go, effects = make_app(), asyncio.Event(), asyncio.Event(), list[int]()
+
+    async def inner() -> int:
+        begun.set()
+        await go.wait()
+        effects.append(1)
+        return 1
+
+    app.command(name="put")(lambda: inner())
+    caller = asyncio.create_task(app.handle(call("put", key="k")))
+    await begun.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    go.set()
+    assert result(await app.handle(call("put", key="k"))) == 1
+    assert effects == [1]
+    await app.aclose()
+
+
+async def test_a_thread_that_returns_a_coroutine_has_it_awaited() -> None:
+    app, effects = make_app(), list[int]()
+
+    @app.command
+    def put(ctx: Context) -> Any:
+        async def inner() -> int:
+            await ctx.commit_point()
+            effects.append(1)
+            return len(effects)
+
+        return inner()
+
+    assert result(await app.handle(call("put", key="k"))) == 1
+    assert result(await app.handle(call("put", key="k"))) == 1
+    assert effects == [1]
+
+
+async def test_a_plain_function_blocks_at_its_commit_point_and_runs_in_a_thread_for_it() -> None:
+    app = make_app()
+
+    @app.command
+    def put(fail: bool, ctx: Context) -> str:
+        if fail:
+            raise ValueError
+        ctx.commit_point()
+        return threading.current_thread().name
+
+    assert app.registry.methods["put"].blocking
+    refused = error(await app.handle(call("put", {"fail": True}, key="a")))
+    assert (refused["code"], refused["data"]["ran"]) == (-32603, "no")
+    assert await state_of(app, "a") is None
+    assert result(await app.handle(call("put", {"fail": False}, key="b"))) != "MainThread"
+    assert result(app.handle_sync(call("put", {"fail": False}, key="c"))) == "MainThread"
+
+
+def test_a_commit_point_of_something_else_is_not_ours() -> None:
+    class Database:
+        def commit_point(self) -> None: ...
+
+    app, effects, database = make_app(), list[int](), Database()
+
+    @app.command
+    def put() -> None:
+        database.commit_point()
+        effects.append(1)
+        raise ValueError
+
+    assert error(app.handle_sync(call("put", key="k")))["data"]["ran"] == "unknown"
+    assert error(app.handle_sync(call("put", key="k")))["code"] == 50910
+    assert effects == [1]
+
+
+def test_commit_point_without_a_key_does_nothing_and_warns_of_nothing() -> None:
+    app = make_app()
+
+    @app.command
+    def put(ctx: Context) -> int:
+        ctx.commit_point()
+        return 1
+
+    assert result(app.handle_sync(call("put"))) == 1
+
+
+async def test_a_cancelled_thread_stops_at_its_commit_point() -> None:
+    """The caller left before the commit point, so nothing may be done after it, and a retry runs."""
+    app, begun, go, effects = make_app(), threading.Event(), threading.Event(), list[str]()
+
+    @app.command(timeout=0.01)
+    def put(ctx: Context) -> int:
+        begun.set()
+        go.wait(10)
+        ctx.commit_point()
+        effects.append("effect")
+        return 1
+
+    refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]["ran"]) == (50410, "no")
+    go.set()
+    assert result(await app.handle(call("put", key="k"))) == 1
+    assert effects == ["effect"]
+
+
+# --- what is recorded --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusal", [Busy(ran="no"), InvalidParams("too much")])
+def test_a_refusal_is_no_outcome(refusal: RpcError) -> None:
+    app, answers = make_app(), [refusal, None]
+
+    @app.command
+    def put() -> int:
+        refused = answers.pop(0)
+        if refused:
+            raise refused
+        return 1
+
+    assert error(app.handle_sync(call("put", key="k")))["code"] == refusal.code
+    assert result(app.handle_sync(call("put", key="k"))) == 1
+
+
+def test_an_internal_error_of_a_handler_s_own_is_not_an_outcome_either() -> None:
+    app = make_app()
+
+    @app.command
+    def put() -> int:
+        raise InternalError
+
+    assert error(app.handle_sync(call("put", key="k")))["code"] == -32603
+    assert error(app.handle_sync(call("put", key="k")))["code"] == 50910
+
+
+def test_a_replayed_error_is_among_the_replayed_ids() -> None:
+    app = make_app()
+
+    @app.command
+    def put() -> None:
+        raise DomainError(4020, "no")
+
+    ids: list[Any] = []
+    app.handle_sync(call("put", key="k", id=1), replayed=ids)
+    app.handle_sync(call("put", key="k", id=2), replayed=ids)
+    assert ids == [2]
+
+
+def test_of_a_large_error_its_code_and_message_are_kept() -> None:
+    app = make_app()
+
+    @app.command(max_stored_result=100)
+    def put() -> None:
+        raise DomainError(4020, "no", {"why": "x" * 1000})
+
+    assert len(error(app.handle_sync(call("put", key="k")))["data"]["why"]) == 1000
+    assert error(app.handle_sync(call("put", key="k"))) == {"code": 4020, "message": "no", "data": {"replayed": True}}
+
+
+def test_a_command_whose_own_key_comes_by_position_is_protected() -> None:
+    app, effects = make_app(), list[int]()
+
+    @app.command
+    def put(value: int, idempotency_key: str) -> int:
+        effects.append(value)
+        return len(effects)
+
+    for _ in range(2):
+        assert result(app.handle_sync(call("put", [7, "k"]))) == 1
+    assert error(app.handle_sync(call("put", [7, "two words"])))["data"]["type"] == "idempotency_key_invalid"
+    assert effects == [7]
+
+
+def test_a_keyboard_interrupt_goes_up_and_leaves_the_truth() -> None:
+    app = make_app()
+
+    @app.command
+    def put() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        app.handle_sync(call("put", key="k"))
+    assert error(app.handle_sync(call("put", key="k")))["code"] == 50910
+
+
+def test_results_of_a_batch_are_those_of_their_own_moment() -> None:
+    app, cart = make_app(), list[int]()
+
+    @app.command
+    def add(n: int) -> list[int]:
+        cart.append(n)
+        return cart
+
+    app.query(name="look")(lambda: cart)
+    reply = read(
+        app.handle_sync(batch(call("add", [1], 1), call("look", None, 2), call("add", [2], 3), call("look", None, 4)))
+    )
+    assert [entry["result"] for entry in reply] == [[1], [1], [1, 2], [1, 2]]
+
+
+# --- without an event loop ---------------------------------------------------------------------------------------------
+
+
+def test_a_key_in_use_cannot_be_waited_for_without_a_loop() -> None:
+    app = make_app()
+
+    @app.command
+    def put() -> Any:
+        return app.handle_sync(call("put", key="k", id=2)).decode()  # type: ignore[union-attr]
+
+    assert '"code":40910' in result(app.handle_sync(call("put", key="k", id=1)))
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_a_handler_that_needs_a_loop_says_so_whatever_it_waits_for(key: str | None) -> None:
+    app = make_app()
+
+    @app.command
+    async def put() -> None:
+        await asyncio.sleep(1)
+
+    with pytest.raises(UsageError, match="tried to wait"):
+        app.handle_sync(call("put", key=key))
+
+
+# --- on_crash ----------------------------------------------------------------------------------------------------------
+
+
+async def vanished(app: App, on_crash: Any = "unknown", *, committed: bool = True) -> tuple[MemoryLedger, Clock]:
+    """A ledger in which a holder of the key has claimed, and its lease is over."""
+    clock = Clock()
+    ledger = MemoryLedger(clock=clock)
+    app._ledger = ledger
+    from msgspec import Raw
+
+    from wirecall.policy import fingerprint
+
+    claim = Claim(
+        id=RecordId("", "put", "k"),
+        fingerprint=fingerprint(Raw(b'{"n":1}')),
+        nonce=b"n" * 16,
+        lease=30,
+        retention=60,
+        on_crash=on_crash,
+        committed=committed,
+    )
+    await ledger.claim(claim)
+    clock.now += 31
+    return ledger, clock
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected", "runs"),
+    [(Done("found"), "found", 0), (NotDone(), 1, 1), (CannotTell(), 50910, 0), ("garbage", 50910, 0)],
+)
+@pytest.mark.parametrize("form", ["plain", "async", "blocking"])
+async def test_reconcile(verdict: Any, expected: Any, runs: int, form: str) -> None:
+    app, ran = make_app(), list[int]()
+
+    def plain(n: int) -> Any:
+        return verdict
+
+    async def coroutine(n: int) -> Any:
+        return verdict
+
+    reconcile = coroutine if form == "async" else plain
+
+    @app.command(on_crash="reconcile", reconcile=reconcile, blocking=form == "blocking")
+    def put(n: int) -> int:
+        ran.append(n)
+        return n
+
+    await vanished(app, "reconcile")
+    answer = read(await app.handle(call("put", {"n": 1}, key="k")))
+    assert answer.get("result", answer.get("error", {}).get("code")) == expected
+    assert len(ran) == runs
+
+
+def test_a_reconcile_function_that_cannot_be_asked_is_told_at_registration() -> None:
+    with pytest.raises(UsageError, match=r"it takes \(order\), the command takes \(order, cents\)"):
+        make_app().command(on_crash="reconcile", reconcile=lambda order: NotDone())(lambda order, cents: 1)
+    with pytest.raises(UsageError, match="asked only with"):
+        make_app().command(reconcile=lambda: NotDone())(lambda: 1)
+    with pytest.raises(UsageError, match="none of unknown, rerun"):
+        make_app().command(on_crash="unkown")(lambda: 1)
+    with pytest.raises(UsageError, match="none of sequential"):
+        make_app().query(execution="seq")(lambda: 1)
+
+
+async def test_a_run_that_fails_before_its_commit_point_keeps_the_evidence_of_an_earlier_one() -> None:
+    app, asked = make_app(), list[str]()
+
+    def reconcile(n: int) -> NotDone:
+        asked.append("asked")
+        return NotDone()
+
+    @app.command(on_crash="reconcile", reconcile=reconcile)
+    async def put(n: int, ctx: Context) -> int:
+        if len(asked) == 1:
+            raise ValueError
+        await ctx.commit_point()
+        return n
+
+    await vanished(app, "reconcile")
+    assert error(await app.handle(call("put", {"n": 1}, key="k")))["data"]["ran"] == "no"
+    assert result(await app.handle(call("put", {"n": 1}, key="k"))) == 1
+    assert asked == ["asked", "asked"]
+
+
+# --- stopping ----------------------------------------------------------------------------------------------------------
+
+
+async def test_nothing_begins_after_the_app_has_stopped() -> None:
+    app, ran = make_app(), list[int]()
+    app.command(name="put", wait=5)(lambda n: ran.append(n))
+    ledger, clock = await vanished(app)
+    clock.now -= 31  # the other holder is alive
+    waiting = asyncio.create_task(app.handle(call("put", {"n": 1}, key="k")))
+    await asyncio.sleep(0)
+    await app.aclose(1)
+    for record in await ledger.list():
+        await ledger.release(record.token)
+    assert error(await waiting)["code"] in (40910, 50310)
+    assert ran == []
+
+
+async def test_stopping_waits_for_an_outcome_that_is_not_recorded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, failures = make_app(), [LedgerDown("away")] * 3
+    app.command(name="put")(lambda: 1)
+    ledger = await app.ledger()
+    complete = ledger.complete
+
+    async def flaky(*args: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return await complete(*args)
+
+    monkeypatch.setattr(ledger, "complete", flaky)
+    assert result(await app.handle(call("put", key="k"))) == 1
+    await app.aclose(5)
+    record = await ledger.get(RecordId("", "put", "k"))
+    assert record is not None
+    assert record.state is State.DONE
+
+
+async def test_an_unrecorded_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app()
+
+    @app.command
+    def put() -> None:
+        raise DomainError(7, "no")
+
+    ledger = await app.ledger()
+    once = [LedgerDown("away")]
+    complete = ledger.complete
+
+    async def flaky(*args: Any) -> bool:
+        if once:
+            raise once.pop()
+        return await complete(*args)
+
+    monkeypatch.setattr(ledger, "complete", flaky)
+    assert error(await app.handle(call("put", key="k")))["data"] == {"recorded": False}
+    await app.aclose()
+
+
+async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_the_app_for_ever() -> None:
+    app, begun = make_app(), asyncio.Event()
+    release = asyncio.Event()
+
+    @app.command
+    async def put() -> None:
+        begun.set()
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    caller = asyncio.create_task(app.handle(call("put", key="k")))
+    await begun.wait()
+    async with asyncio.timeout(5):
+        await app.aclose(0.01)
+    release.set()
+    await asyncio.wait([caller])
+
+
+def test_middleware_is_added_before_serving() -> None:
+    app = make_app()
+    app.query(name="look")(lambda: 1)
+    app.handle_sync(call("look"))
+    with pytest.raises(UsageError, match="serving already"):
+        app.middleware(lambda ctx, call_next: call_next(ctx))
+
+
+async def test_the_first_commands_share_one_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[MemoryLedger] = []
+
+    async def slow_open(url: str) -> MemoryLedger:
+        await asyncio.sleep(0)
+        opened.append(MemoryLedger())
+        return opened[-1]
+
+    monkeypatch.setattr("wirecall.app.open_ledger", slow_open)
+    app = make_app()
+    app.command(name="put")(lambda: 1)
+    await asyncio.gather(*(app.handle(call("put", key=f"k{n}")) for n in range(20)))
+    assert len(opened) == 1
+
+
+async def test_a_claim_whose_answer_is_lost_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, ran = make_app(), list[int]()
+    app.command(name="put", wait=0.01)(lambda: ran.append(1))
+    ledger = await app.ledger()
+    claim, lost = ledger.claim, [LedgerDown("the answer was lost")]
+
+    async def flaky(wanted: Claim) -> Record:
+        record = await claim(wanted)
+        if lost:
+            raise lost.pop()
+        return record
+
+    monkeypatch.setattr(ledger, "claim", flaky)
+    refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]["ran"]) == (50310, "no")
+    await asyncio.sleep(0)
+    result(await app.handle(call("put", key="k")))
+    assert ran == [1]
+    await app.aclose()
