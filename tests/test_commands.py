@@ -117,7 +117,7 @@ async def test_a_cancelled_thread_stops_at_its_commit_point() -> None:
     """The caller left before the commit point, so nothing may be done after it, and a retry runs."""
     app, begun, go, effects = make_app(), threading.Event(), threading.Event(), list[str]()
 
-    @app.command(timeout=0.01)
+    @app.command(timeout=0.5)
     def put(ctx: Context) -> int:
         begun.set()
         go.wait(10)
@@ -310,9 +310,9 @@ def test_a_reconcile_function_that_cannot_be_asked_is_told_at_registration() -> 
     with pytest.raises(UsageError, match="asked only with"):
         make_app().command(reconcile=lambda: NotDone())(lambda: 1)
     with pytest.raises(UsageError, match="none of unknown, rerun"):
-        make_app().command(on_crash="unkown")(lambda: 1)
+        make_app().command(on_crash="unkown")(lambda: 1)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="none of sequential"):
-        make_app().query(execution="seq")(lambda: 1)
+        make_app().query(execution="seq")(lambda: 1)  # type: ignore[call-overload]
 
 
 async def test_a_run_that_fails_before_its_commit_point_keeps_the_evidence_of_an_earlier_one() -> None:
