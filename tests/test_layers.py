@@ -12,9 +12,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 LAYERS = [
     {"errors"},
     {"frames", "params", "ledger.base", "logs", "lanes"},
-    {"jsonrpc", "methods", "outcomes", "ledger.memory", "ledger.sqlite", "ledger.redis", "ledger.postgres"},
-    {"policy", "runs", "openrpc", "tracing", "audit"},
-    {"commands"},
+    {"jsonrpc", "methods", "outcomes", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"},
+    {"policy", "runs", "openrpc", "tracing", "audit", "ledger.sqlite_rows"},
+    {"commands", "ledger.sqlite_writer"},
+    {"ledger.sqlite"},
     {"dispatch"},
     set[str](),  # MCP's place
     {"app"},
@@ -29,7 +30,7 @@ PACKAGES = {"ledger.__init__"}
 PURE = {"errors", "frames", "jsonrpc", "params", "methods", "policy", "openrpc", "ledger.base"}
 FOREIGN = {
     "msgspec": None,  # everywhere
-    "apsw": {"ledger.sqlite"},
+    "apsw": {"ledger.sqlite", "ledger.sqlite_file", "ledger.sqlite_rows", "ledger.sqlite_writer"},
     "redis": {"ledger.redis"},
     "psycopg": {"ledger.postgres"},
     "psycopg_pool": {"ledger.postgres"},

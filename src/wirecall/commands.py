@@ -435,8 +435,8 @@ class Commands:
             raise asyncio.CancelledError
         outcome = await self._handled(run, call)
         terms = run.method.terms
+        run.committed = True  # from here on, only the store knows
         await transaction.complete(stored(outcome, terms.max_stored_result), terms.retention, undo=outcome.kind == "error")
-        run.committed = True
         return outcome, False
 
     # --- chores ------------------------------------------------------------------------------------------------------

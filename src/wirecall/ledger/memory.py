@@ -139,6 +139,7 @@ class MemoryLedger:
                 del self._rows[row.record.id]
             else:
                 row.turn(State.UNKNOWN, expires=self._clock() + UNKNOWN_KEPT)
+                row.record = msgspec.structs.replace(row.record, outcome=None)  # an interim answer is no outcome
         return len(due)
 
     async def aclose(self) -> None:

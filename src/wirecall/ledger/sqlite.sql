@@ -1,0 +1,170 @@
+-- The SQL of the SQLite ledger. `sqlite.py` takes every statement by the name above it, up to the next name.
+--
+-- The file may be the user's own, so all names begin with wirecall_, and nothing needs an SQLite newer than 3.8.2 to be
+-- read: no STRICT. RETURNING is avoided too: it costs five times the statement it is attached to.
+
+-- name: schema
+CREATE TABLE wirecall_meta (
+    only    INTEGER PRIMARY KEY CHECK (only = 1),
+    version INTEGER NOT NULL,  -- of these tables; PRAGMA user_version belongs to the user
+    fence   INTEGER NOT NULL   -- the last one given; it never goes back, so no token is ever made twice
+);
+INSERT INTO wirecall_meta VALUES (1, 1, 0);
+
+CREATE TABLE wirecall_commands (
+    caller       TEXT    NOT NULL,
+    method       TEXT    NOT NULL,
+    key          TEXT    NOT NULL CHECK (length(key) BETWEEN 1 AND 255),
+    fingerprint  BLOB    NOT NULL,
+    state        TEXT    NOT NULL CHECK (state IN ('running', 'waiting', 'done', 'unknown', 'tombstone')),
+    fence        INTEGER NOT NULL,
+    nonce        BLOB    NOT NULL,
+    committed    INTEGER NOT NULL CHECK (committed IN (0, 1)),
+    attempts     INTEGER NOT NULL CHECK (attempts >= 1),
+    lease        REAL    NOT NULL,  -- how long it was when it began
+    lease_until  REAL    NOT NULL,  -- by the clock that counts from boot
+    boot         BLOB    NOT NULL,  -- which boot that was; empty where the system does not tell
+    retention    REAL    NOT NULL,
+    expires_at   REAL    NOT NULL,  -- when the sweep looks at it next: this and the two below by the wall clock
+    started_at   REAL    NOT NULL,
+    completed_at REAL    CHECK (completed_at IS NULL OR state IN ('done', 'tombstone')),
+    outcome_kind TEXT    CHECK (outcome_kind IN ('result', 'error')),
+    payload      BLOB    CHECK (payload IS NULL OR state IN ('done', 'waiting')),
+    digest       BLOB,
+    CHECK ((outcome_kind IS NULL) = (state IN ('running', 'unknown'))),
+    CHECK ((outcome_kind IS NULL) = (digest IS NULL)),
+    PRIMARY KEY (caller, method, key)
+) WITHOUT ROWID;
+
+-- For the sweep; it also answers how many records are in each state, and finds the few that are UNKNOWN.
+CREATE INDEX wirecall_commands_due ON wirecall_commands (state, expires_at);
+
+-- name: is_empty
+SELECT NOT EXISTS (SELECT 1 FROM sqlite_master);
+
+-- name: has_ledger
+SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE name = 'wirecall_commands');
+
+-- name: columns
+SELECT name FROM pragma_table_info('wirecall_commands') ORDER BY cid;
+
+-- name: version
+SELECT version FROM wirecall_meta;
+
+-- name: begin
+BEGIN IMMEDIATE;
+
+-- name: commit
+COMMIT;
+
+-- name: rollback
+ROLLBACK;
+
+-- name: before_handler
+SAVEPOINT wirecall_handler;
+
+-- name: undo_handler
+ROLLBACK TO wirecall_handler;
+
+-- name: take_fences
+UPDATE wirecall_meta SET fence = fence + ?;
+
+-- name: last_fence
+SELECT fence FROM wirecall_meta;
+
+-- name: find
+SELECT * FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
+
+-- name: put
+REPLACE INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+
+-- name: remove
+DELETE FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
+
+-- name: heartbeat
+-- From here to `lapse`: what a token allows. Each is one compare-and-set; no row changed means that the token is old.
+UPDATE wirecall_commands
+SET lease = :lease, lease_until = :clock + :lease, boot = :boot, expires_at = :wall + :lease + retention
+WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
+
+-- name: commit_point
+UPDATE wirecall_commands
+SET committed = 1, lease = :lease, lease_until = :clock + :lease, expires_at = :wall + :lease + retention
+WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running'
+    AND lease_until > :clock AND boot = :boot;
+
+-- name: complete
+UPDATE wirecall_commands
+SET state = 'done', lease_until = 0, retention = :retention, expires_at = :wall + :retention, completed_at = :wall,
+    outcome_kind = :kind, payload = :payload, digest = :digest
+WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce
+    AND state IN ('running', 'unknown');
+
+-- name: suspend
+UPDATE wirecall_commands
+SET state = 'waiting', lease_until = 0, expires_at = :wall + :retention,
+    outcome_kind = :kind, payload = :payload, digest = :digest
+WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
+
+-- name: release
+DELETE FROM wirecall_commands
+WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
+
+-- name: abandon
+UPDATE wirecall_commands
+SET state = 'unknown', lease_until = 0, expires_at = :wall + :kept
+WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
+
+-- name: lapse
+UPDATE wirecall_commands
+SET lease_until = 0, expires_at = :wall + retention
+WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
+
+-- name: resolve_done
+-- By an operator, without a token.
+UPDATE wirecall_commands
+SET state = 'done', lease_until = 0, retention = :retention, expires_at = :wall + :retention, completed_at = :wall,
+    outcome_kind = :kind, payload = :payload, digest = :digest
+WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown';
+
+-- name: resolve_absent
+DELETE FROM wirecall_commands WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown';
+
+-- name: unclaim_first
+-- A claim whose caller was cancelled before it saw the answer: nothing ran, so a new record goes,
+DELETE FROM wirecall_commands
+WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts = 1;
+
+-- name: unclaim_later
+-- and one that was taken over goes back to how it was found, its lease over.
+UPDATE wirecall_commands
+SET lease_until = 0, expires_at = :wall + retention
+WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts > 1;
+
+-- name: due
+SELECT * FROM wirecall_commands
+WHERE state IN ('running', 'waiting', 'done', 'unknown', 'tombstone') AND expires_at <= ?
+LIMIT ?;
+
+-- name: page
+SELECT * FROM wirecall_commands
+WHERE (caller, method, key) > (:caller, :method, :key)
+ORDER BY caller, method, key
+LIMIT :limit;
+
+-- name: page_of_few
+-- By the index, and then in order.
+SELECT * FROM wirecall_commands
+WHERE state = :state AND (caller, method, key) > (:caller, :method, :key)
+ORDER BY caller, method, key
+LIMIT :limit;
+
+-- name: page_of_many
+-- In order, and picked from it (the plus keeps SQLite from the index): most records are in such a state.
+SELECT * FROM wirecall_commands
+WHERE +state = :state AND (caller, method, key) > (:caller, :method, :key)
+ORDER BY caller, method, key
+LIMIT :limit;
+
+-- name: counts
+SELECT state, count(*) FROM wirecall_commands GROUP BY state;

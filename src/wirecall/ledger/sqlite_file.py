@@ -1,0 +1,192 @@
+"""The file of an SQLite ledger: its statements, how it is opened, why it may be refused, and its troubles in our words."""
+
+import copy
+import os
+import random
+import time
+from pathlib import Path
+
+import apsw
+
+from wirecall.errors import UsageError
+from wirecall.ledger.base import (
+    LedgerDown,
+)
+
+PATIENCE = 5.0  # seconds that a write waits for the lock of the file
+APPLICATION_ID = int.from_bytes(b"wcll", "big")
+VERSION = 1
+
+# WAL needs memory that all users of the file share, so they must live under one kernel.
+REMOTE = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs"}
+
+
+def _statements() -> dict[str, str]:
+    text = Path(__file__).with_name("sqlite.sql").read_text(encoding="utf-8")
+    named = (part.partition("\n") for part in text.split("-- name: ")[1:])
+    return {name: statement.strip() for name, _, statement in named}
+
+
+SQL = _statements()
+
+
+def open_file(path: str, columns: tuple[str, ...]) -> tuple[apsw.Connection, apsw.Connection]:
+    """A connection to write and one to read, to a file that is fit to be a ledger."""
+    _prepare_folder(path)
+    try:
+        db = connect(path, apsw.SQLITE_OPEN_CREATE)
+        try:
+            _make_fit(db, path, columns)
+            reader = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READONLY)
+        except BaseException:
+            db.close()
+            raise
+    except apsw.Error as error:
+        raise as_down(path, error) from error
+    reader.set_busy_timeout(1000)  # only while another process recovers the file after a crash
+    return db, reader
+
+
+def _prepare_folder(path: str) -> None:
+    folder = os.path.dirname(path)
+    if os.path.isdir(path):
+        raise UsageError(f"The ledger {path} is a folder.", fix="name a file in it")
+    if (kind := _file_system(folder)) in REMOTE:
+        raise down(
+            f"The ledger {path} is on a network file system ({kind}).",
+            "SQLite's locks and shared memory do not reach other hosts",
+            "use a local disk, or a ledger in PostgreSQL or Redis",
+        )
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise down(f"The folder of the ledger {path} cannot be made.", str(error)) from error
+
+
+def _file_system(folder: str) -> str:
+    """The type of the file system that a folder is on, where the system tells."""
+    try:
+        mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    here = os.path.realpath(folder) + "/"
+    above = [(len(point), kind) for _, point, kind, *_ in reversed(mounts) if here.startswith(point.rstrip("/") + "/")]
+    return max(above, key=lambda mount: mount[0], default=(0, ""))[1]  # the first of equals, so the last one mounted
+
+
+def connect(path: str, create: int = 0) -> apsw.Connection:
+    db = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE | create)
+    db.set_busy_handler(_Patience())
+    db.pragma("synchronous", "full")  # a commit is on the disk, not only with the kernel
+    db.pragma("fullfsync", True)  # the same on macOS
+    return db
+
+
+class _Patience:
+    """A busy handler. SQLite's own sleeps for up to 0.1 s, an age beside a commit of 0.3 ms; and without the chance in this
+    one, processes that meet would go on meeting."""
+
+    def __init__(self) -> None:
+        self._give_up_at = 0.0
+
+    def __call__(self, tries: int) -> bool:
+        now = time.monotonic()
+        if tries == 0:
+            self._give_up_at = now + PATIENCE
+        time.sleep(random.uniform(0.0001, 0.001))
+        return now < self._give_up_at
+
+
+def _make_fit(db: apsw.Connection, path: str, columns: tuple[str, ...]) -> None:
+    _check_owner(db, path)
+    _use_wal(db, path)
+    if not db.execute(SQL["has_ledger"]).get:
+        _create_tables(db)
+    _check_tables(db, path, columns)
+
+
+def _check_owner(db: apsw.Connection, path: str) -> None:
+    """Before anything is changed: a file of another program is not ours to use; one without an owner may be the user's."""
+    if db.readonly("main"):
+        raise down(f"The ledger {path} is read-only.", fix="let this process write to it")
+    owner = db.pragma("application_id")
+    if owner == 0 and db.execute(SQL["is_empty"]).get:
+        db.pragma("application_id", APPLICATION_ID)
+    elif owner not in (0, APPLICATION_ID) and not db.execute(SQL["has_ledger"]).get:
+        raise UsageError(
+            f"The file {path} belongs to another program.",
+            f"its application_id is {owner:#x}",
+            "name a file of your own; if this one is yours, set its application_id to 0",
+        )
+
+
+def _use_wal(db: apsw.Connection, path: str) -> None:
+    mode = db.pragma("journal_mode", "wal")
+    if mode != "wal":
+        raise down(f"The ledger {path} cannot use WAL.", f"SQLite stays in mode {mode!r}", "use a file on a local disk")
+
+
+def _create_tables(db: apsw.Connection) -> None:
+    db.execute(SQL["begin"])
+    if not db.execute(SQL["has_ledger"]).get:  # another process may have been faster
+        db.execute(SQL["schema"])
+    db.execute(SQL["commit"])
+
+
+def _check_tables(db: apsw.Connection, path: str, expected: tuple[str, ...]) -> None:
+    try:
+        version = db.execute(SQL["version"]).get
+    except apsw.SQLError:
+        version = None
+    if isinstance(version, int) and version > VERSION:
+        raise down(
+            f"The ledger {path} was made by a newer wirecall.",
+            f"its tables have version {version}, and this wirecall knows {VERSION}",
+            "upgrade wirecall",
+        )
+    columns = tuple(name for (name,) in db.execute(SQL["columns"]))
+    if version != VERSION or columns != expected:
+        raise UsageError(
+            f"The file {path} has tables with the ledger's names that are not the ledger's.",
+            f"wirecall_commands has the columns {', '.join(columns)}",
+            "rename them, or name another file",
+        )
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def as_down(path: str, error: Exception) -> LedgerDown:
+    """The same trouble in our words, as a new exception for each who waits."""
+    if isinstance(error, LedgerDown):
+        return copy.copy(error)
+    for kind, what, fix in _TROUBLES:
+        if isinstance(error, kind):
+            return down(f"The ledger {path} {what}.", str(error), fix)
+    return down(f"The ledger {path} cannot be used.", f"{type(error).__name__}: {error}")
+
+
+def down(what: str, why: str = "", fix: str = "") -> LedgerDown:
+    return LedgerDown(str(UsageError(what, why, fix)))
+
+
+_TROUBLES: tuple[tuple[type[apsw.Error], str, str], ...] = (
+    (apsw.FullError, "has no room left", "free space on its disk; the ledger goes on by itself"),
+    (
+        apsw.BusyError,
+        f"was locked for more than {PATIENCE:g} s",
+        "find the process, or the handler in a transaction, that holds it; the ledger goes on by itself",
+    ),
+    (apsw.ReadOnlyError, "is read-only", "let this process write to the file and its folder"),
+    (apsw.CantOpenError, "cannot be opened", "see that its folder exists and that this process may write to it"),
+    (apsw.NotADBError, "is not an SQLite file", "name another file"),
+    (apsw.CorruptError, "is damaged", "restore it from a backup, with its -wal"),
+    (apsw.IOError, "cannot be read or written", "see what the kernel's log says about the disk"),
+    (apsw.ConstraintError, "refused the record", "a field is not what its table asks for"),
+    (apsw.ConnectionClosedError, "is closed", ""),
+)

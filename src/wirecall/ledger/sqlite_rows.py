@@ -1,0 +1,203 @@
+"""The rows of an SQLite ledger, and what the transitions do to them, inside a transaction that somebody else has begun."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import apsw
+
+from wirecall.ledger.base import (
+    TOMBSTONE_FACTOR,
+    UNKNOWN_KEPT,
+    Claim,
+    Outcome,
+    Record,
+    RecordId,
+    State,
+    Token,
+    Verdict,
+    decide,
+)
+from wirecall.ledger.sqlite_file import SQL
+
+_STATES = {state.value: state for state in State}
+
+Fences: TypeAlias = Iterator[int]
+
+
+class Row(NamedTuple):
+    """A row of wirecall_commands, as `SELECT *` gives it."""
+
+    caller: str
+    method: str
+    key: str
+    fingerprint: bytes
+    state: str
+    fence: int
+    nonce: bytes
+    committed: int
+    attempts: int
+    lease: float
+    lease_until: float
+    boot: bytes
+    retention: float
+    expires_at: float
+    started_at: float
+    completed_at: float | None = None
+    outcome_kind: Literal["result", "error"] | None = None
+    payload: bytes | None = None
+    digest: bytes | None = None
+
+
+class Table:
+    """What the transitions do to the rows. Who calls them has begun a transaction, and will commit it."""
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self._clock = clock
+        self._wall = wall
+        self._boot = _boot_id()
+
+    def find(self, db: apsw.Connection, id: RecordId) -> Row | None:
+        row = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
+        return row and Row(*row)
+
+    def record(self, row: Row) -> Record:
+        kind, digest = row.outcome_kind, row.digest
+        return Record(
+            id=RecordId(row.caller, row.method, row.key),
+            fingerprint=row.fingerprint,
+            state=_STATES[row.state],
+            fence=row.fence,
+            nonce=row.nonce,
+            committed=bool(row.committed),
+            attempts=row.attempts,
+            lease_left=self._lease_left(row),
+            started_at=row.started_at,
+            completed_at=row.completed_at,
+            outcome=None if kind is None or digest is None else Outcome(kind, row.payload, digest),
+        )
+
+    def _lease_left(self, row: Row) -> float:
+        """Nothing, if it was given in another boot; where no boot is told, a rest longer than the whole shows that."""
+        left = row.lease_until - self._clock()
+        is_other_boot = row.boot != self._boot and row.boot and self._boot
+        return 0.0 if left <= 0 or is_other_boot or left > row.lease + 1 else left
+
+    def judge(self, row: Row, claim: Claim) -> tuple[Record, Verdict]:
+        record = self.record(row)
+        return record, decide(record, claim, expired=row.expires_at <= self._wall())
+
+    def seen(self, row: Row, claim: Claim) -> Record:
+        """The record that a transaction found. What a claim would turn into a tombstone looks like one already."""
+        record, verdict = self.judge(row, claim)
+        return self.record(self._buried(row)) if verdict == "to_tombstone" else record
+
+    def claim(self, claim: Claim, db: apsw.Connection, fences: Fences) -> Record:
+        row = self.find(db, claim.id)
+        if row is None:
+            return self.insert(claim, db, fences)
+        record, verdict = self.judge(row, claim)
+        if verdict == "leave":
+            return record
+        if verdict == "take_over":
+            row = self._running(claim, next(fences), row)
+        else:
+            row = self._unknown(row) if verdict == "to_unknown" else self._buried(row)
+        db.execute(SQL["put"], row)
+        return self.record(row)
+
+    def insert(self, claim: Claim, db: apsw.Connection, fences: Fences) -> Record:
+        row = self._running(claim, next(fences))
+        db.execute(SQL["put"], row)
+        return self.record(row)
+
+    def _running(self, claim: Claim, fence: int, before: Row | None = None) -> Row:
+        wall = self._wall()
+        return Row(
+            caller=claim.id.caller,
+            method=claim.id.method,
+            key=claim.id.key,
+            fingerprint=claim.fingerprint,
+            state="running",
+            fence=fence,
+            nonce=claim.nonce,
+            committed=claim.committed or bool(before and before.committed),
+            attempts=before.attempts + 1 if before else 1,
+            lease=claim.lease,
+            lease_until=self._clock() + claim.lease,
+            boot=self._boot,
+            retention=claim.retention,
+            expires_at=wall + claim.lease + claim.retention,
+            started_at=before.started_at if before else wall,
+        )
+
+    def _unknown(self, row: Row) -> Row:
+        """What a WAITING record held was not its outcome, so it goes."""
+        blank = row._replace(outcome_kind=None, payload=None, digest=None)
+        return blank._replace(state="unknown", lease_until=0.0, expires_at=self._wall() + UNKNOWN_KEPT)
+
+    def _buried(self, row: Row) -> Row:
+        expires_at = self._wall() + (TOMBSTONE_FACTOR - 1) * row.retention
+        return row._replace(state="tombstone", lease_until=0.0, expires_at=expires_at, payload=None)
+
+    def change(self, name: str, values: dict[str, Any], db: apsw.Connection, _: Fences) -> bool:
+        """A transition that is one statement of its own; whether it applied."""
+        values.update(clock=self._clock(), wall=self._wall(), boot=self._boot)
+        db.execute(SQL[name], values)
+        return db.changes() > 0
+
+    def unclaim(self, claim: Claim, db: apsw.Connection, fences: Fences) -> None:
+        values = with_token(Token(claim.id, 0, claim.nonce), {})
+        self.change("unclaim_first", values, db, fences)
+        self.change("unclaim_later", values, db, fences)
+
+    def sweep(self, limit: int, db: apsw.Connection, _: Fences) -> int:
+        due = [Row(*row) for row in db.execute(SQL["due"], (self._wall(), limit))]
+        return sum(self._swept(row, db) for row in due)
+
+    def _swept(self, row: Row, db: apsw.Connection) -> bool:
+        if row.state in ("tombstone", "unknown"):
+            db.execute(SQL["remove"], row[:3])
+        elif row.state == "done":
+            db.execute(SQL["put"], self._buried(row))
+        elif self._lease_left(row) > 0:  # the wall clock was set forward; the holder is alive
+            return False
+        else:
+            db.execute(SQL["put"], self._unknown(row))
+        return True
+
+
+def with_token(token: Token, values: dict[str, Any]) -> dict[str, Any]:
+    id = token.id
+    return {"caller": id.caller, "method": id.method, "key": id.key, "fence": token.fence, "nonce": token.nonce, **values}
+
+
+def parts(outcome: Outcome) -> dict[str, Any]:
+    return {"kind": outcome.kind, "payload": outcome.payload, "digest": outcome.digest}
+
+
+def all_rows(db: apsw.Connection, name: str, values: Any) -> list[Any]:
+    return db.execute(SQL[name], values).fetchall()
+
+
+def new_fences(db: apsw.Connection, most: int) -> Fences:
+    """Numbers that only grow, over all processes. Taken when the first is asked for, in one go for a whole batch."""
+    db.execute(SQL["take_fences"], (most,))
+    last = db.execute(SQL["last_fence"]).get
+    yield from range(last - most + 1, last + 1)
+
+
+def clock_from_boot() -> Callable[[], float]:
+    number = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic if number is None else partial(time.clock_gettime, number)
+
+
+def _boot_id() -> bytes:
+    """Which boot of the machine this is, or nothing where the system does not tell."""
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return b""

@@ -1,0 +1,396 @@
+"""The thread that writes an SQLite ledger: all that waits at a moment goes into one transaction and one fsync."""
+
+import asyncio
+import concurrent.futures
+import copy
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, TypeAlias
+
+import apsw
+
+from wirecall.errors import UsageError, WirecallError
+from wirecall.ledger.base import (
+    Claim,
+    CommitUnknown,
+    LedgerDown,
+    Locked,
+    Outcome,
+    Record,
+)
+from wirecall.ledger.sqlite_file import PATIENCE, SQL, as_down, connect, down, identity, open_file
+from wirecall.ledger.sqlite_rows import Fences, Row, Table, new_fences, parts, with_token
+from wirecall.logs import logger
+
+Kind: TypeAlias = Literal["write", "sweep", "begin", "complete", "nothing", "stop"]
+
+
+class Job:
+    """Something for the writer to do, and the future of who waits for it, if anybody does."""
+
+    __slots__ = ("asked_at", "error", "future", "kind", "loop", "result", "work")
+
+    def __init__(self, kind: Kind, work: Callable[..., Any]) -> None:
+        self.kind = kind
+        self.work = work
+        self.future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.asked_at = time.monotonic()
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def settle(self) -> None:
+        if self.future is None or self.future.done():  # cancelled: what was done is done
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.result)
+
+
+def nothing() -> None:
+    pass
+
+
+def skip(_db: apsw.Connection, new_fences: Fences) -> None:
+    pass
+
+
+class Writer:
+    """The connections of one process to one file, and the thread that owns all but the one for reading."""
+
+    def __init__(self, path: str, table: Table, *, owner: object) -> None:
+        self.pid = os.getpid()
+        self.failure: WirecallError | None = None  # set: the thread takes no more jobs, and this is why
+        self.reading = threading.Lock()
+        self._path = path
+        self._table = table
+        self._queue: SimpleQueue[list[Job]] = SimpleQueue()
+        self._collected: dict[asyncio.AbstractEventLoop, list[Job]] = {}  # each touched by the thread of its loop only
+        self._waiting: deque[Job] = deque()  # taken from the queue, not done yet
+        self._open: HandlerTransaction | None = None  # a handler's transaction, which has the write lock
+        self._is_ready = threading.Event()
+        # A daemon, so that a program that forgets to close can end; then, or when it forgets the whole ledger, `_stop` lets
+        # the thread finish what it has begun.
+        self._finalizer = weakref.finalize(owner, self._stop)
+        self._thread = threading.Thread(target=self._run, name=f"wirecall ledger {path}", daemon=True)
+        self._thread.start()
+
+    @property
+    def reader(self) -> apsw.Connection:
+        self._is_ready.wait()
+        if self.failure is not None:
+            raise copy.copy(self.failure)
+        return self._reader
+
+    async def ask(self, job: Job) -> Any:
+        """Have something done, and wait until it is on the disk."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            answer = job.future = concurrent.futures.Future[Any]()
+            self.send([job])
+            return answer.result()
+        job.loop, job.future = loop, loop.create_future()
+        if loop in self._collected:
+            self._collected[loop].append(job)
+        else:  # what the tasks ask for in one turn of the loop goes out together: 8 tasks need 1 commit, not 2
+            self._collected[loop] = [job]
+            loop.call_soon(self._send_collected, loop)
+        return await job.future
+
+    def _send_collected(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.send(self._collected.pop(loop))
+
+    def send(self, jobs: list[Job]) -> None:
+        self._queue.put(jobs)
+        if self.failure is not None:  # the thread may have ended before it could see them
+            self._refuse([])
+
+    def drop(self, transaction: "HandlerTransaction") -> None:
+        """Undo a transaction, unless it is over. Nothing waits here: the caller may be a coroutine that is being closed."""
+        transaction.is_dropped = True
+        self._queue.put([Job("nothing", nothing)])
+
+    async def aclose(self) -> None:
+        if self.pid == os.getpid() and self.failure is None:
+            await self.ask(Job("stop", nothing))
+            self._thread.join()
+
+    def _stop(self) -> None:
+        if self.pid == os.getpid() and self.failure is None:
+            if self._open is not None:  # nobody is left to complete it
+                self._open.is_dropped = True
+            self._queue.put([Job("stop", nothing)])
+            if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
+                self._thread.join(2 * PATIENCE)
+
+    # --- in the thread ---
+
+    def _run(self) -> None:
+        try:
+            self._db, self._reader = open_file(self._path, Row._fields)
+            self._file = identity(self._path)
+            self._is_ready.set()
+            self._serve()
+        except WirecallError as error:
+            self.failure = error
+        except Exception as error:  # a mistake of ours; the next call starts another writer
+            logger.error("the writer of %s ended", self._path, exc_info=error)
+            self.failure = LedgerDown(f"The writer of the ledger {self._path} ended: {error!r}")
+        self._close()
+        self._is_ready.set()
+        self._refuse(list(self._waiting))
+        self._finalizer.detach()
+
+    def _serve(self) -> None:
+        while True:
+            self._gather()
+            job = self._waiting[0]
+            if job.kind == "stop":
+                raise LedgerDown(f"The ledger {self._path} is closed.")
+            if job.kind == "write":
+                self._commit(self._take_writes())
+            elif job.kind == "sweep":
+                self._commit([self._waiting.popleft()])
+            else:
+                self._do(self._waiting.popleft())
+            while self._open is not None:
+                self._stand_by(self._open)
+
+    def _gather(self) -> None:
+        if not self._waiting:
+            self._waiting.extend(self._queue.get())
+        for _ in range(self._queue.qsize()):
+            self._waiting.extend(self._queue.get_nowait())
+
+    def _take_writes(self) -> list[Job]:
+        writes = []
+        while self._waiting and self._waiting[0].kind == "write":
+            writes.append(self._waiting.popleft())
+        return writes
+
+    def _commit(self, jobs: list[Job]) -> None:
+        """Group commit: one transaction, one fsync, then the answers."""
+        try:
+            self._check_file()
+            self._db.execute(SQL["begin"])
+            fences = new_fences(self._db, len(jobs))
+            for job in jobs:
+                self._attempt(job, fences)
+            self._db.execute(SQL["commit"])
+        except Exception as error:
+            self._roll_back()
+            self._commit_each(jobs, error)
+        else:
+            self._deliver(jobs)
+
+    def _commit_each(self, jobs: list[Job], error: Exception) -> None:
+        """One of them may be too large for what is left of the disk: that must not be the trouble of the others."""
+        if len(jobs) > 1 and not isinstance(error, apsw.BusyError):
+            for job in jobs:
+                self._commit([job])
+            return
+        for job in jobs:
+            job.error = as_down(self._path, error)
+        self._deliver(jobs)
+
+    def _attempt(self, job: Job, fences: Fences) -> None:
+        job.error = None
+        try:
+            job.result = job.work(self._db, fences)
+        except (apsw.ConstraintError, UnicodeEncodeError) as error:  # it undid its own statement, and nothing else
+            job.error = as_down(self._path, error)
+        except apsw.Error:
+            raise
+        except Exception as error:
+            job.error = error
+
+    def _roll_back(self) -> None:
+        with suppress(apsw.Error):
+            if self._db.in_transaction:
+                self._db.execute(SQL["rollback"])
+
+    def _do(self, job: Job) -> None:
+        try:
+            job.result = job.work()
+        except apsw.Error as error:
+            job.error = as_down(self._path, error)
+        except Exception as error:
+            job.error = error
+        self._deliver([job])
+
+    def _deliver(self, jobs: list[Job]) -> None:
+        """One wake-up for each event loop, not for each job."""
+        by_loop: dict[asyncio.AbstractEventLoop | None, list[Job]] = {}
+        for job in jobs:
+            by_loop.setdefault(job.loop, []).append(job)
+        for loop, theirs in by_loop.items():
+            if loop is None:
+                _settle(theirs)
+            else:
+                with suppress(RuntimeError):  # the loop is closed: its callers are gone
+                    loop.call_soon_threadsafe(_settle, theirs)
+
+    def _refuse(self, waiting: list[Job]) -> None:
+        """Answer the jobs that came too late; it is called by the thread when it ends, and by who comes after that."""
+        with suppress(Empty):
+            while True:
+                waiting.extend(self._queue.get_nowait())
+        for job in waiting:
+            job.error = None if job.kind == "stop" else copy.copy(self.failure)
+        self._deliver(waiting)
+
+    def _check_file(self) -> None:
+        """A file that was removed or replaced would take our writes, and nobody would ever read them."""
+        if identity(self._path) != self._file:
+            raise down(
+                f"The ledger {self._path} was removed or replaced while it was open.",
+                "what is written now would be lost, and with it the knowledge of what was done",
+                "bring the file back with its -wal, or restart to begin a new ledger",
+            )
+
+    def _close(self) -> None:
+        with self.reading, suppress(AttributeError, apsw.Error):  # AttributeError: they were never opened
+            self._reader.close()
+            self._db.close()
+
+    # --- a handler's transaction, also in the thread ---
+
+    def begin(self, transaction: "HandlerTransaction", claim: Claim) -> None:
+        if transaction.is_dropped:
+            return
+        self._check_file()
+        db = connect(self._path)
+        try:
+            db.pragma("foreign_keys", True)  # the handler could not: inside a transaction it has no effect
+            db.execute(SQL["begin"])
+            self._begin_on(db, transaction, claim)
+        except apsw.BusyError:
+            raise self._locked() from None
+        finally:
+            if self._open is None:
+                db.close()
+
+    def _begin_on(self, db: apsw.Connection, transaction: "HandlerTransaction", claim: Claim) -> None:
+        row = self._table.find(db, claim.id)
+        if row is not None:
+            transaction.record = self._table.seen(row, claim)
+            return
+        transaction.record = self._table.insert(claim, db, new_fences(db, 1))
+        db.execute(SQL["before_handler"])
+        db.set_commit_hook(lambda: not transaction.may_commit)
+        transaction.db = db
+        self._open = transaction
+
+    def complete(self, transaction: "HandlerTransaction", values: dict[str, Any], undo: bool) -> None:
+        db = transaction.db
+        try:
+            if undo and db.in_transaction:
+                db.execute(SQL["undo_handler"])
+            if not db.in_transaction or not self._table.change("complete", values, db, iter(())):
+                raise UsageError(
+                    "The transaction ended inside the handler, so all of it was undone.",
+                    "the handler ended it, or went on after SQLite had to, for example because the disk was full",
+                    "leave BEGIN, COMMIT and ROLLBACK to wirecall, and let SQLite's errors pass; savepoints are free to use",
+                )
+            self._commit_handler(transaction)
+        finally:
+            transaction.is_dropped = True
+            self._end(transaction)
+
+    def _commit_handler(self, transaction: "HandlerTransaction") -> None:
+        transaction.may_commit = True
+        try:
+            transaction.db.execute(SQL["commit"])
+        except apsw.IOError as error:  # its frames may be in the WAL, and a crash before the next commit would find them
+            raise CommitUnknown(f"The ledger {self._path} failed in the middle of a commit: {error}") from error
+        except (apsw.ConstraintError, apsw.BusyError) as error:  # a deferred foreign key; a blob that was left open
+            raise UsageError("What the handler did cannot be committed, so all of it was undone.", str(error)) from error
+        finally:
+            transaction.may_commit = False
+
+    def _stand_by(self, transaction: "HandlerTransaction") -> None:
+        """The write lock is the handler's: do what it asks, and let the others wait, but not for ever."""
+        if transaction.is_dropped:
+            self._end(transaction)
+        if self._open is None:
+            return
+        with suppress(Empty):
+            for job in self._queue.get(timeout=0.002 if transaction.is_dropped else self._until_late()):
+                if job.kind == "complete":
+                    self._do(job)
+                else:
+                    self._waiting.append(job)
+        while self._until_late() == 0 and not transaction.is_dropped:
+            self._give_up(transaction)
+
+    def _until_late(self) -> float | None:
+        return max(0.0, self._waiting[0].asked_at + PATIENCE - time.monotonic()) if self._waiting else None
+
+    def _give_up(self, transaction: "HandlerTransaction") -> None:
+        """The first that waits has waited long enough."""
+        if self._waiting[0].kind == "stop":
+            transaction.is_dropped = True
+            return
+        job = self._waiting.popleft()
+        job.error = self._locked() if job.kind == "begin" else as_down(self._path, apsw.BusyError())
+        self._deliver([job])
+
+    def _end(self, transaction: "HandlerTransaction") -> None:
+        """Close the connection, which undoes what was not committed."""
+        try:
+            transaction.db.close(True)  # with whatever cursor the handler left open
+            self._open = None
+        except apsw.ThreadingViolationError:  # a handler that nobody waits for any more is in the middle of a statement
+            transaction.db.interrupt()
+
+    def _locked(self) -> Locked:
+        return Locked(f"The ledger {self._path} was locked for more than {PATIENCE:g} s.")
+
+
+class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
+    """A transaction on a connection of its own; or, if there was a record already, nothing but that."""
+
+    record: Record
+    db: Any = None
+
+    def __init__(self, writer: Writer, claim: Claim, found: Record | None) -> None:
+        self._writer = writer
+        self._claim = claim
+        self._found = found
+        self.may_commit = False
+        self.is_dropped = False
+
+    async def __aenter__(self) -> "HandlerTransaction":
+        if self._found is not None:
+            self.record = self._found
+            return self
+        try:
+            await self._writer.ask(Job("begin", partial(self._writer.begin, self, self._claim)))
+        except BaseException:
+            self._writer.drop(self)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.db is not None:
+            self._writer.drop(self)
+
+    async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
+        if self.db is None or self.is_dropped:
+            raise UsageError("There is no transaction to complete.", "the record was there already, or it is over")
+        values = with_token(self.record.token, {"retention": retention, **parts(outcome)})
+        await self._writer.ask(Job("complete", partial(self._writer.complete, self, values, undo)))
+
+
+def _settle(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.settle()
