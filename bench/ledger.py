@@ -135,8 +135,8 @@ async def bare_redis(url: str) -> Work:
 
     async def work() -> None:
         key = f"bare-{next(numbers)}"
-        await client.hset(key, mapping={"state": 0, "f": ROW[0], "n": ROW[1]})  # type: ignore[misc]
-        await client.hset(key, mapping={"state": 1, "p": ROW[2], "d": ROW[3]})  # type: ignore[misc]
+        await client.hset(key, mapping={"state": 0, "f": ROW[0], "n": ROW[1]})
+        await client.hset(key, mapping={"state": 1, "p": ROW[2], "d": ROW[3]})
 
     return work
 

@@ -56,7 +56,7 @@ PATIENCE = 5.0
 SETTLE = 15.0
 
 # Seconds between attempts to connect, once one has failed.
-REST = 0.1
+REST = 0.05
 
 # An open transaction may be silent this long before the server ends it; longer if the lease of its command is longer.
 SILENCE = 60.0
@@ -482,7 +482,8 @@ class _Pool:
         self._idle: list[Connection] = []
         self._slots = asyncio.Semaphore(size)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._trouble, self._next_try = "", 0.0
+        self._in_trouble = False
+        self._probe: asyncio.Task[None] | None = None
         self._closed = False
 
     async def _live(self) -> AsyncGenerator[None, None]:
@@ -553,18 +554,25 @@ class _Pool:
             self._discard(connection)
 
     async def _connect(self) -> Connection:
-        """A new connection. After a failure, one attempt in REST seconds stands for all: a crowd keeps a server down."""
-        now = asyncio.get_running_loop().time()
-        if self._trouble and now < self._next_try:
-            raise LedgerDown(self._trouble)
-        self._next_try = now + REST
+        """A new connection. After a failure, one attempt at a time stands for all: a crowd keeps a server down."""
+        if self._in_trouble:
+            if self._probe is None or self._probe.done():
+                self._probe = self.spawn(self._recover())
+            await asyncio.shield(self._probe)
         try:
-            connection = await self._dial()
-        except psycopg.Error as error:
-            self._trouble = str(_down(error))
+            return self._idle.pop() if self._idle else await self._dial()
+        except psycopg.Error:
+            self._in_trouble = True
             raise
-        self._trouble = ""
-        return connection
+
+    async def _recover(self) -> None:
+        await asyncio.sleep(REST)
+        connection = await self._dial()
+        self._in_trouble = False
+        if self._closed:
+            connection.pgconn.finish()
+        else:
+            self._idle.append(connection)
 
     async def _dial(self) -> Connection:
         if self._closed:

