@@ -2,8 +2,8 @@
 
     make bench            or   python bench/ledger.py [--quick]
 
-A command is bytes in to bytes out: parse, admit, bind, claim, run, record, answer. Bare is the driver alone: one insert and one
-update, each committed with the same durability, at the same concurrency. Rows take turns within a round, and the best
+A command is bytes in to bytes out: parse, admit, bind, claim, run, record, answer. Bare is the driver alone: one insert and
+one update, each committed with the same durability, at the same concurrency. Rows take turns within a round, and the best
 round counts.
 """
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.servers import Postgres, Redis  # noqa: E402  # the servers of the tests
+
 from wirecall import App  # noqa: E402
 
 QUICK = "--quick" in sys.argv

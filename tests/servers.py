@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -58,6 +59,8 @@ class Server:
         self.folder = Path(tempfile.mkdtemp(prefix="wirecall-"))
         self.process: Program | None = None
         atexit.register(self.close)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # it would skip what is registered for the exit
 
     def start(self) -> None:
         """Run, and return once it answers. A killed server may need more than one try, until its children are gone."""

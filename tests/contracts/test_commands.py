@@ -1529,7 +1529,7 @@ async def test_a_duplicate_of_an_open_transaction_is_in_progress_after_a_while(
 
 
 def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten what the stores wait for a lock, 5 s in SQLite and 3 s in PostgreSQL; without it the test only takes longer."""
+    """Shorten what the stores wait for a lock, 5 s in SQLite and 3 s in PostgreSQL; else the test only takes longer."""
     for name, module in list(sys.modules.items()):
         if name.startswith("wirecall.ledger.sqlite") and hasattr(module, "PATIENCE"):
             monkeypatch.setattr(module, "PATIENCE", 0.2)
