@@ -33,7 +33,6 @@ FOREIGN = {
     "apsw": {"ledger.sqlite", "ledger.sqlite_file", "ledger.sqlite_rows", "ledger.sqlite_writer"},
     "redis": {"ledger.redis"},
     "psycopg": {"ledger.postgres"},
-    "psycopg_pool": {"ledger.postgres"},
     "opentelemetry": {"tracing"},
     "click": {"cli.__init__", "cli.send", "cli.target"},
 }

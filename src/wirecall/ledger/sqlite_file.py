@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import time
+from itertools import count
 from pathlib import Path
 
 import apsw
@@ -121,7 +122,14 @@ def _check_owner(db: apsw.Connection, path: str) -> None:
 
 
 def _use_wal(db: apsw.Connection, path: str) -> None:
-    mode = db.pragma("journal_mode", "wal")
+    patience = _Patience()
+    for tries in count():
+        try:
+            mode = db.pragma("journal_mode", "wal")
+            break
+        except apsw.BusyError:  # another process is at it; here SQLite does not ask the busy handler
+            if not patience(tries):
+                raise
     if mode != "wal":
         raise down(f"The ledger {path} cannot use WAL.", f"SQLite stays in mode {mode!r}", "use a file on a local disk")
 
