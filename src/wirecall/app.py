@@ -171,15 +171,17 @@ class App:
 
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish what is under way, within `grace` seconds, and close the ledger."""
-        dispatcher, self._dispatcher = self._dispatcher, None
+        dispatcher = self._dispatcher
         if dispatcher is not None:
-            await dispatcher.aclose(grace)
+            await dispatcher.aclose(grace)  # from here on it refuses commands, and queries go on
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
             await ledger.aclose()
         audit, self._audit = self._audit, None
         if audit is not None:
             audit.close()
+        if self._dispatcher is dispatcher:
+            self._dispatcher = None  # the next call begins anew
 
     async def __aenter__(self) -> "App":
         return self

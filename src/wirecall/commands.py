@@ -38,6 +38,7 @@ from wirecall.errors import (
     MethodNotFound,
     OutcomeUnknown,
     RpcError,
+    UsageError,
 )
 from wirecall.ledger.base import (
     Claim,
@@ -242,7 +243,7 @@ class Commands:
             raise LedgerUnavailable("the server is stopping", ran="no")
         try:
             ledger = await self._ledger()
-        except LedgerDown as error:
+        except (LedgerDown, UsageError) as error:
             raise _unavailable(error) from error
         self._plan_sweep(ledger)
         return ledger
@@ -456,12 +457,16 @@ class Commands:
 
         async def take_back() -> None:
             record = await ledger.get(claim.id)
-            if record is not None and record.nonce == claim.nonce:
+            if record is None or record.nonce != claim.nonce:
+                return
+            if record.state is State.UNKNOWN and record.attempts == 1:  # a retry came before us, after the lease
+                await ledger.resolve(claim.id, None)
+            else:
                 await _give_back(ledger, record.token, record.attempts)
 
-        await self._persist(take_back, claim.lease)
+        await self._persist(take_back, claim.retention)
         await self._nap(UNCLAIM_AGAIN)
-        await self._persist(take_back, claim.lease)
+        await self._persist(take_back, claim.retention)
 
     async def _record_late(self, run: Run, kept: Outcome) -> None:
         ledger, token, retention = run.ledger, run.token, run.method.terms.retention
@@ -545,7 +550,7 @@ def _is_granted(record: Record, run: Run) -> bool:
     return record.state is State.RUNNING and record.nonce == run.claim.nonce
 
 
-def _unavailable(error: LedgerDown) -> LedgerUnavailable:
+def _unavailable(error: LedgerDown | UsageError) -> LedgerUnavailable:
     logger.error("the ledger is unavailable: %s", error)
     return LedgerUnavailable(ran="no")
 

@@ -1,0 +1,116 @@
+"""Many processes send the same commands at the same moment: each takes effect once, and everybody hears the same."""
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import Caller, Child, Effects, check, child, make_shop
+from tests.servers import DURABLE, Store
+from wirecall.ledger.base import State
+
+PROCESSES = 8
+COPIES = 16
+KEYS = 200
+
+# Calls of one process under way at once: below `Limits.in_flight`, else some are told "busy".
+SIDE_BY_SIDE = 40
+
+durable = pytest.mark.parametrize("store", DURABLE, indirect=True)
+
+
+@pytest.fixture
+def effects(tmp_path: Path) -> Effects:
+    return Effects(tmp_path / "effects")
+
+
+@durable
+async def test_each_of_200_keys_takes_effect_once_however_many_processes_send_it(store: Store, effects: Effects) -> None:
+    keys = [f"key-{number}" for number in range(KEYS)]
+    async with AsyncExitStack() as stack:
+        children = [await stack.enter_async_context(child(store.url, effects)) for _ in range(PROCESSES)]
+        for one in children:
+            await one.call("charge", "before")  # the ledger is open in all of them: the race is about the records
+        told = await race(children, keys, copies=COPIES)
+    assert sum(answers.total() for answers in told.values()) == PROCESSES * COPIES * KEYS
+    assert_each_took_effect_once(told, effects, besides=1)
+    assert await counts(store) == {State.DONE: KEYS + 1}
+
+
+@durable
+async def test_a_storm_on_one_key_of_a_ledger_that_nobody_has_opened_yet(store: Store, effects: Effects) -> None:
+    async with AsyncExitStack() as stack:
+        children = [await stack.enter_async_context(child(store.url, effects)) for _ in range(PROCESSES)]
+        told = await race(children, ["the-key"], copies=500)
+    assert told["the-key"].total() == PROCESSES * 500
+    assert_each_took_effect_once(told, effects)
+    assert await counts(store) == {State.DONE: 1}
+
+
+@durable
+async def test_two_apps_in_one_process_are_two_callers_of_the_ledger(store: Store, effects: Effects) -> None:
+    caller = Caller()
+    async with make_shop(store.url, effects) as one, make_shop(store.url, effects) as other:
+        await asyncio.gather(caller.call(one, "charge", "before"), caller.call(other, "charge", "before"))
+        for number in range(30):
+            turn = [one, other] * 8
+            answers = await asyncio.gather(*(caller.call(app, "charge", f"key-{number}") for app in turn))
+            assert all(answer.error is None for answer in answers), answers
+            assert sum(not answer.is_replayed for answer in answers) == 1, "one of them ran, the others heard of it"
+    assert len(effects.all()) == 31
+    check(caller.history, effects.all())
+
+
+@durable
+async def test_the_first_commands_of_an_app_share_one_ledger(
+    store: Store, effects: Effects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    original = store.open
+
+    async def open_and_count(_: str) -> Any:
+        opened.append(await original())
+        return opened[-1]
+
+    monkeypatch.setattr("wirecall.app.open_ledger", open_and_count)
+    caller = Caller()
+    try:
+        async with make_shop(store.url, effects) as app:
+            await asyncio.gather(*(caller.call(app, "charge", f"key-{number}") for number in range(8)))
+        assert len(opened) == 1
+    finally:
+        for ledger in opened:
+            await ledger.aclose()
+
+
+async def race(children: list[Child], keys: list[str], *, copies: int) -> dict[str, Counter[str]]:
+    """What all the processes were told about each key, and how often; they begin together."""
+    for one in children:
+        await one.tell("race", keys, copies, max(1, SIDE_BY_SIDE * COPIES // copies))
+    for one in children:
+        await one.hear("ready")
+    for one in children:
+        await one.tell("go")
+    told: dict[str, Counter[str]] = {key: Counter() for key in keys}
+    for answers in await asyncio.gather(*(one.hear("race") for one in children)):
+        for key, heard in answers.items():
+            told[key].update(heard)
+    return told
+
+
+def assert_each_took_effect_once(told: dict[str, Counter[str]], effects: Effects, *, besides: int = 0) -> None:
+    done = {effect.key: effect.run for effect in effects.all()}
+    assert len(effects.all()) == len(done) == len(told) + besides
+    for key, answers in told.items():
+        assert list(answers) == [f'jsonrpc:"2.0"result:"{done[key]}"'], (key, answers)
+
+
+async def counts(store: Store) -> dict[State, int]:
+    ledger = await store.open()
+    try:
+        return {state: number for state, number in (await ledger.counts()).items() if number}
+    finally:
+        await ledger.aclose()
