@@ -6,10 +6,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from tests.faults import Caller, Child, Effects, check, child, make_shop
-from tests.servers import DURABLE, Store
+from tests.servers import DURABLE, Postgres, Store
 from wirecall.ledger.base import State
 
 PROCESSES = 8
@@ -48,6 +49,17 @@ async def test_a_storm_on_one_key_of_a_ledger_that_nobody_has_opened_yet(store: 
     assert told["the-key"].total() == PROCESSES * 500
     assert_each_took_effect_once(told, effects)
     assert await counts(store) == {State.DONE: 1}
+
+
+async def test_eight_processes_open_a_new_database_together(postgres_server: Postgres, effects: Effects) -> None:
+    with psycopg.connect(postgres_server.url, autocommit=True) as db:
+        db.execute("DROP DATABASE IF EXISTS brand_new WITH (FORCE)")
+        db.execute("CREATE DATABASE brand_new")
+    async with AsyncExitStack() as stack:
+        url = postgres_server.url_of("brand_new")
+        children = [await stack.enter_async_context(child(url, effects)) for _ in range(PROCESSES)]
+        told = await race(children, [f"key-{number}" for number in range(10)], copies=COPIES)
+    assert_each_took_effect_once(told, effects)
 
 
 @durable
