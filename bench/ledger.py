@@ -18,6 +18,8 @@ from typing import Any
 
 import apsw
 
+from targets import Target, report
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -202,21 +204,15 @@ def main() -> int:
     print("\nper second")
     for name, value in found.items():
         print(f"  {name:<22} {value:12,.0f}")
-    targets = (
+    targets: list[Target] = [
         ("SQLite, 64 in flight, times bare", found["sqlite 64 in flight"] / found["sqlite bare"], ">=", 5.0),
         ("SQLite, one at a time, times bare", found["sqlite one at a time"] / found["sqlite bare"], ">=", 0.6),
         ("Redis, 64 in flight, times bare", found["redis 64 in flight"] / found["redis bare"], ">=", 0.6),
         ("PostgreSQL, 64 in flight, times bare", found["postgres 64 in flight"] / found["postgres bare"], ">=", 0.6),
         ("replay from SQLite, times a bare read", found["sqlite bare read"] / found["sqlite replay"], "<=", 10.0),
         ("a query with a ledger open, times without", found["query, memory"] / found["query, sqlite open"], "<=", 1.1),
-    )
-    print()
-    missed = 0
-    for text, value, sign, target in targets:
-        reached = value <= target if sign == "<=" else value >= target
-        missed += not reached
-        print(f"  {'ok  ' if reached else 'MISS'} {value:6.2f}  {sign} {target:<4}  {text}")
-    return 1 if missed else 0
+    ]
+    return report(targets)
 
 
 if __name__ == "__main__":
