@@ -177,7 +177,8 @@ class Commands:
             record = await self._claim(ledger, run)
             if not _is_granted(record, run):
                 found = recorded(record)
-        except BaseException:
+        except BaseException as error:
+            self._flights[run.claim.id].is_refused = isinstance(error, LedgerUnavailable)
             if not run.forsaken:
                 self._land(run, None)
             raise

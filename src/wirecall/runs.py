@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from wirecall.errors import CannotWait, KeyConflict, KeyInProgress
+from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavailable
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, Token
 from wirecall.logs import logger
 from wirecall.methods import Context, Method, Passed
@@ -136,6 +136,7 @@ class Flight:
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
         self.is_granted = False
+        self.is_refused = False  # the ledger is away: who waits need not find out one after another
         self._waiting: list[asyncio.Future[Outcome | None]] = []
 
     async def join(self, fingerprint: bytes, wait: float) -> Outcome | None:
@@ -146,6 +147,8 @@ class Flight:
         try:
             async with asyncio.timeout(wait):
                 outcome = await future
+                if self.is_refused:
+                    raise LedgerUnavailable(ran="no")
                 # Until the ledger has granted it, nobody knows whose params are the right ones: ask for yourself.
                 return outcome if fingerprint == self._fingerprint else None
         except TimeoutError:

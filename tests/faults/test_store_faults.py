@@ -611,9 +611,6 @@ async def test_a_store_that_falls_silent_refuses_commands_and_lets_queries_go_on
     assert len(effects.of("key")) == 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="each duplicate tries when the one before it has failed: the n-th waits n times as long"
-)
 async def test_duplicates_of_a_refused_command_are_not_refused_one_after_another(
     front: Front, effects: Effects, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
