@@ -58,7 +58,7 @@ from wirecall.ledger.base import (
 from wirecall.logs import failed, logger
 from wirecall.methods import CannotTell, Context, Done, Method, NotDone
 from wirecall.outcomes import Sealed, answer, outcome_of, recorded, stored, unknown
-from wirecall.runs import RETRY_AFTER_MS, Call, Flight, Heartbeat, LostLease, Note, Noted, Run, is_waiting, settled
+from wirecall.runs import RETRY_AFTER_MS, Call, Flight, Heartbeats, LostLease, Note, Noted, Run, is_waiting, settled
 
 # How often a duplicate looks whether the first, in another process, is done: at once at first, never rarely.
 FIRST_POLL = 0.025
@@ -92,6 +92,7 @@ class Commands:
         self._flights: dict[RecordId, Flight] = {}
         self._runs: dict[asyncio.Task[Any], Run] = {}
         self._chores: set[asyncio.Task[Any]] = set()
+        self._heartbeats = Heartbeats(self._do)
         self._naps: set[asyncio.Future[None]] = set()
         self.left = 0  # commands that go on although their callers have left
         self._sweeps: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
@@ -316,10 +317,12 @@ class Commands:
         try:
             if run.cancelled and not run.committed:
                 raise asyncio.CancelledError
-            with Heartbeat(run, self._do):
-                outcome = await self._reconciled(run) or await self._handled(run, call)
+            self._heartbeats.start(run)
+            outcome = await self._reconciled(run) or await self._handled(run, call)
         except BaseException as error:
             raise await self._stopped(run, error) from error
+        finally:
+            self._heartbeats.stop(run)
         return await self._completed(run, outcome)
 
     async def _handled(self, run: Run, call: Call) -> Outcome:

@@ -165,36 +165,47 @@ class Flight:
                 future.set_result(outcome)
 
 
-class Heartbeat:
-    """Renews the lease every third of it, for as long as the handler runs. A short run never gets that far."""
+class Heartbeats:
+    """Renews the leases of the runs under way, each after a third of it. One timer serves all, since few live that long."""
 
-    def __init__(self, run: Run, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        self._run, self._spawn = run, spawn
+    def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
+        self._spawn = spawn
+        self._due: dict[Run, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._stopped = False
 
-    def __enter__(self) -> None:
-        self._arm()
+    def start(self, run: Run) -> None:
+        if run.alone:  # no event loop: the handler cannot wait, so it will not last
+            return
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what another loop has left behind is over
+            self._loop, self._timer = loop, None
+            self._due.clear()
+        self._due[run] = due = loop.time() + run.method.terms.lease / 3
+        if self._timer is None or self._timer.cancelled() or self._timer.when() > due:
+            self._arm(loop, due)
 
-    def __exit__(self, *_: object) -> None:
-        self._stopped = True
-        if self._timer:
+    def stop(self, run: Run) -> None:
+        self._due.pop(run, None)
+        if not self._due and self._timer is not None:
             self._timer.cancel()
 
-    def _arm(self) -> None:
-        if not self._run.alone:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._run.method.terms.lease / 3, self._beat)
+    def _arm(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(due, self._beat, loop)
 
-    def _beat(self) -> None:
-        self._spawn(self._renew())
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        for run in [run for run, due in self._due.items() if due <= loop.time()]:
+            self._due[run] = loop.time() + run.method.terms.lease / 3
+            self._spawn(self._renew(run))
+        if self._due:
+            self._arm(loop, min(self._due.values()))
 
-    async def _renew(self) -> None:
-        assert self._run.ledger is not None and self._run.token is not None
+    async def _renew(self, run: Run) -> None:
+        assert run.ledger is not None and run.token is not None
         try:
-            held = await self._run.ledger.heartbeat(self._run.token, self._run.method.terms.lease)
+            if not await run.ledger.heartbeat(run.token, run.method.terms.lease):
+                self._due.pop(run, None)  # another has it now
         except LedgerDown as error:
-            logger.warning("%s: no heartbeat: %s", self._run.claim.id, error)
-            held = True
-        if held and not self._stopped:
-            self._arm()
+            logger.warning("%s: no heartbeat: %s", run.claim.id, error)

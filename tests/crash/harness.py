@@ -169,8 +169,8 @@ def shaken(trial: Trial, rng: random.Random) -> Trial:
         trial,
         plain=rng.random() < 0.3 and may_be_plain,
         lapse="waited" if rng.random() < 0.2 else "aged",
-        delay=rng.uniform(0, 0.04) if "anytime" in trial.steps else 2 ** rng.uniform(-17, -7),
-        turns=int(2 ** rng.uniform(1, 11)),
+        delay=rng.uniform(0, 0.15) if "anytime" in trial.steps else 2 ** rng.uniform(-17, -7),
+        turns=rng.choice((1, 2, 4, int(2 ** rng.uniform(3, 11)))),  # the first few are before anything goes out
     )
 
 

@@ -626,6 +626,26 @@ async def test_duplicates_of_a_refused_command_are_not_refused_one_after_another
     assert answered == 16
 
 
+async def test_refusals_stay_quick_however_many_there_were(
+    request: pytest.FixtureRequest, front: Front, effects: Effects, caller: Caller
+) -> None:
+    if front.kind == "postgres":
+        slow = "every refused claim is looked for later, and these questions stand in the same queue as new claims"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=slow))
+    async with make_shop(front.url, effects) as app:
+        await caller.call(app, "charge", "first")
+        with front.proxy.away():
+            calls = [asyncio.create_task(caller.call(app, "charge", f"key-{number}")) for number in range(600)]
+            _, slow_ones = await asyncio.wait(calls, timeout=3)
+            for one in slow_ones:
+                one.cancel()
+        answers = [one.result() for one in calls if one not in slow_ones]
+        assert {(answer.code, answer.ran) for answer in answers} == {(50310, "no")}
+        assert (await caller.insist(app, "charge", "afterwards")).error is None
+    assert [effect.key for effect in effects.all()] == ["first", "afterwards"]
+    assert not slow_ones, f"{len(slow_ones)} of 600 were not refused within 3 s"
+
+
 def impatient(front: Front, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL, with a ledger behind it that waits for an answer for 0.3 s instead of 5 s."""
     if front.kind == "redis":
