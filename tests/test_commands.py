@@ -413,6 +413,27 @@ async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_the_a
     await asyncio.wait([caller])
 
 
+async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_its_caller_either() -> None:
+    app, release, effects = make_app(), asyncio.Event(), list[int]()
+
+    @app.command(timeout=0.01)
+    async def put(ctx: Context) -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        await ctx.commit_point()
+        effects.append(1)
+
+    async with asyncio.timeout(5):
+        refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]["ran"]) == (50410, "no")
+    release.set()
+    await app.aclose(1)
+    assert effects == []  # what was said to the caller is true: the commit point refuses
+
+
 def test_middleware_is_added_before_serving() -> None:
     app = make_app()
     app.query(name="look")(lambda: 1)

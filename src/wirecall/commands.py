@@ -73,7 +73,7 @@ TRANSACTION_TRIES = 5
 SWEEP_EVERY = 60.0
 SWEEP_BATCH = 500
 
-# What `aclose` waits for handlers that do not heed their cancellation.
+# How long we wait for handlers that do not heed their cancellation.
 LAST_WORDS = 1.0
 
 # Errors of ours that a handler may raise to say: not now, not like this. They are no outcome, and nothing was done.
@@ -213,7 +213,7 @@ class Commands:
         except asyncio.CancelledError:
             if not run.committed and not task.done():
                 self._cancel(task, run)
-                await asyncio.wait([task])
+                await asyncio.wait([task], timeout=LAST_WORDS)
             if not task.done():
                 self.left += 1
                 task.add_done_callback(self._back)
