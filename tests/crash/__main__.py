@@ -6,6 +6,7 @@ from one seed. Ends with a table, and with code 1 if any answer or any number of
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from tests.servers import DURABLE, Postgres, Redis, make_store
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended in this case too
     ledgers = DURABLE if options.ledger == "all" else (options.ledger,)
     print(f"seed {options.seed}, {options.kills} kills, ledgers: {', '.join(ledgers)}", flush=True)
     run = Run(options.kills, options.seconds)

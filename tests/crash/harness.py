@@ -73,7 +73,7 @@ BOUNDS: dict[OnCrash, tuple[int, float]] = {
 # What one more retry is told after an answer.
 AFTERWARDS = {"ran": "replayed", "reconciled": "replayed", "replayed": "replayed", "unknown": "unknown"}
 
-LEASE, SHORT_LEASE = 30.0, 0.5  # of the trials that age it, and of those that wait for it
+LEASE, SHORT_LEASE = 30.0, 1.0  # of the trials that age it, and of those that wait for it
 BRIEFLY, LONG = 0.05, 10.0  # how long a duplicate waits in these two
 PATIENCE = 20.0  # for a definite answer
 
@@ -169,7 +169,7 @@ def shaken(trial: Trial, rng: random.Random) -> Trial:
         trial,
         plain=rng.random() < 0.3 and may_be_plain,
         lapse="waited" if rng.random() < 0.2 else "aged",
-        delay=rng.uniform(0, 0.15) if "anytime" in trial.steps else 2 ** rng.uniform(-17, -7),
+        delay=rng.uniform(0, 0.08) if "anytime" in trial.steps else 2 ** rng.uniform(-17, -7),
         turns=rng.choice((1, 2, 4, int(2 ** rng.uniform(3, 11)))),  # the first few are before anything goes out
     )
 

@@ -94,7 +94,8 @@ class Caller:
         attempt = next(self._attempts)
         replayed: list[Any] = []
         message = call(method, {"order": 7, "_meta": {"attempt": attempt}}, id=attempt, key=key)
-        reply = json.loads(await app.handle(message, replayed=replayed) or b"null")
+        async with asyncio.timeout(2 * PATIENCE):
+            reply = json.loads(await app.handle(message, replayed=replayed) or b"null")
         answer = Answer(key, attempt, reply.get("result"), reply.get("error"), bool(replayed))
         self.history.append(answer)
         return answer

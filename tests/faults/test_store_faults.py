@@ -27,7 +27,7 @@ import pytest
 import redis
 
 from tests.calls import call, make_app, result
-from tests.faults import LEASE, Answer, Caller, Effect, Effects, check, child, eventually, make_shop
+from tests.faults import LEASE, PATIENCE, Answer, Caller, Effect, Effects, check, child, eventually, make_shop
 from tests.faults.proxy import Direction, Proxy
 from tests.servers import DURABLE, Postgres, Redis, Store, make_store
 from wirecall import App, Context
@@ -81,15 +81,19 @@ def caller(effects: Effects) -> Iterator[Caller]:
 
 
 class Pause:
-    """Where a handler stands still: `entered` tells that it is there, `go` lets it go on."""
+    """Where a handler stands still: `entered` waits until it is there, `go` lets it go on."""
 
     def __init__(self) -> None:
-        self.entered = asyncio.Event()
+        self._entered = asyncio.Event()
         self.go = asyncio.Event()
 
     async def __call__(self) -> None:
-        self.entered.set()
+        self._entered.set()
         await self.go.wait()
+
+    async def entered(self) -> None:
+        async with asyncio.timeout(PATIENCE):
+            await self._entered.wait()
 
 
 # --- servers killed under load ---------------------------------------------------------------------------------------
@@ -446,7 +450,7 @@ async def test_a_completion_is_recorded_once_the_store_is_back(
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
     first = asyncio.create_task(caller.call(two.cut, "hold", "key"))
-    await two.pause.entered.wait()
+    await two.pause.entered()
     with front.proxy.away():
         two.pause.go.set()
         answer = await first
@@ -488,7 +492,7 @@ async def test_a_lost_heartbeat_does_not_lose_the_record(
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern("heartbeat"))
     first = asyncio.create_task(caller.call(two.cut, "hold", "key"))
-    await two.pause.entered.wait()
+    await two.pause.entered()
     second = asyncio.create_task(caller.call(two.safe, "hold", "key"))
     await fault.wait()
     await beats(front.store, "hold", "key", times=3)
@@ -503,7 +507,7 @@ async def test_a_holder_cut_off_for_longer_than_its_lease_still_brings_the_truth
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
     first = asyncio.create_task(caller.call(two.cut, "hold", "key"))
-    await two.pause.entered.wait()
+    await two.pause.entered()
     with front.proxy.away():
         unsure = await caller.call(two.safe, "hold", "key")
         assert (unsure.code, unsure.ran) == (50910, "unknown")
@@ -520,7 +524,7 @@ async def test_a_holder_cut_off_in_rerun_mode_yields_to_its_successor(
 ) -> None:
     caller.most = 2
     first = asyncio.create_task(caller.call(two.cut, "hold_rerun", "key"))
-    await two.pause.entered.wait()
+    await two.pause.entered()
     with front.proxy.away():
         successor = await caller.call(two.safe, "hold_rerun", "key")
         assert successor.error is None and not successor.is_replayed
@@ -560,12 +564,13 @@ async def is_claimed_again(store: Store, method: str, key: str) -> bool:
 async def beats(store: Store, method: str, key: str, *, times: int) -> None:
     """Until the lease has been renewed so many times."""
     left = 0.0
-    while times:
-        record = await find(store, method, key)
-        assert record is not None
-        times -= record.lease_left > left
-        left = record.lease_left
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE):
+        while times:
+            record = await find(store, method, key)
+            assert record is not None and record.state is State.RUNNING
+            times -= record.lease_left > left
+            left = record.lease_left
+            await asyncio.sleep(0.01)
 
 
 # --- connections cut anywhere, and stalled ---------------------------------------------------------------------------
@@ -776,7 +781,7 @@ async def test_a_server_that_refuses_to_write(
     async with make_shop(store.url, effects, pause=pause) as app, make_shop(store.url, effects) as other:
         await caller.call(other, "charge", "first")
         begun = asyncio.create_task(caller.call(app, "hold", "begun"))
-        await pause.entered.wait()
+        await pause.entered()
         with refusing(store, *REFUSALS[name]):
             refused = await eventually(lambda: refusal(caller, app))
             pause.go.set()
@@ -972,7 +977,7 @@ async def test_a_file_that_another_process_locks_for_long(
     async with child(url_of(path), effects) as locker, make_shop(url_of(path), effects, pause=pause) as app:
         known = await caller.call(app, "charge", "known")
         begun = asyncio.create_task(caller.call(app, "hold", "begun"))
-        await pause.entered.wait()
+        await pause.entered()
         await locker.ask("lock", str(path))
         refused = asyncio.create_task(caller.call(app, "charge", "key"))
         pause.go.set()
@@ -1149,7 +1154,7 @@ async def test_a_paused_holder_and_its_successor_both_at_work(store: Store, effe
         await holder.tell("call", "hold_rerun", "key")
         await holder.hear("inside")
         successor = asyncio.create_task(caller.call(app, "hold_rerun", "key"))
-        await pause.entered.wait()
+        await pause.entered()
         os.kill(holder.pid, signal.SIGCONT)
         stale = await holder.answer()
         record = await find(store, "hold_rerun", "key")
@@ -1191,8 +1196,8 @@ async def test_a_stop_finishes_what_has_begun_and_releases_the_rest(store: Store
     async with other.app:
         early = asyncio.create_task(caller.call(stopped.app, "early", "early"))
         late = asyncio.create_task(caller.call(stopped.app, "late", "late"))
-        await stopped.before.entered.wait()
-        await stopped.after.entered.wait()
+        await stopped.before.entered()
+        await stopped.after.entered()
         stop = asyncio.create_task(stopped.app.aclose())
         assert ((await early).code, (await early).ran) == (50310, "no")
         assert await find(store, "early", "early") is None
@@ -1210,7 +1215,7 @@ async def test_a_stop_finishes_what_has_begun_and_releases_the_rest(store: Store
 async def test_an_app_that_stops_claims_nothing_more(store: Store, effects: Effects, caller: Caller) -> None:
     stopped = Stages(store.url, effects)
     late = asyncio.create_task(caller.call(stopped.app, "late", "late"))
-    await stopped.after.entered.wait()
+    await stopped.after.entered()
     stop = asyncio.create_task(stopped.app.aclose())
     await asyncio.sleep(0)
     try:
@@ -1231,7 +1236,7 @@ async def test_a_handler_that_outlives_the_grace_is_said_to_be_unknown(
     stopped, other = Stages(store.url, effects), Stages(store.url, effects)
     async with other.app:
         late = asyncio.create_task(caller.call(stopped.app, "late", "late"))
-        await stopped.after.entered.wait()
+        await stopped.after.entered()
         await stopped.app.aclose(grace=0.05)
         assert (await late).ran == "unknown"
         unsure = await caller.call(other.app, "late", "late")
@@ -1257,11 +1262,25 @@ async def test_a_stop_may_come_at_any_moment(store: Store, effects: Effects, cal
     assert len(effects.all()) == 25 * 9
 
 
+async def test_a_stop_gives_back_a_claim_that_is_under_way(front: Front, two: Two, caller: Caller, effects: Effects) -> None:
+    claim = front.proxy.delay(front.pattern("claim"))
+    under_way = asyncio.create_task(caller.call(two.cut, "hold", "key"))
+    await claim.wait()
+    stop = asyncio.create_task(two.cut.aclose())
+    await asyncio.sleep(0)
+    front.proxy.flow()
+    await stop
+    assert ((await under_way).code, (await under_way).ran) == (50310, "no")
+    assert await find(front.store, "hold", "key") is None
+    assert (await caller.call(two.safe, "hold", "key")).error is None
+    assert len(effects.of("key")) == 1
+
+
 async def test_a_stop_records_what_the_store_could_not_take_at_first(
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
     first = asyncio.create_task(caller.call(two.cut, "hold", "key"))
-    await two.pause.entered.wait()
+    await two.pause.entered()
     with front.proxy.away():
         two.pause.go.set()
         assert (await first).error is None
