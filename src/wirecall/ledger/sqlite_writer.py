@@ -138,6 +138,7 @@ class Writer:
         try:
             self._db, self._reader = open_file(self._path, Row._fields)
             self._file = identity(self._path)
+            self._wal = identity(self._path + "-wal")
             self._is_ready.set()
             self._serve()
         except WirecallError as error:
@@ -250,7 +251,9 @@ class Writer:
 
     def _check_file(self) -> None:
         """A file that was removed or replaced would take our writes, and nobody would ever read them."""
-        if identity(self._path) != self._file:
+        wal = identity(self._path + "-wal")
+        self._wal = self._wal or wal  # it is made by the first who needs it, and stays as long as anybody has the file open
+        if identity(self._path) != self._file or wal != self._wal:
             raise down(
                 f"The ledger {self._path} was removed or replaced while it was open.",
                 "what is written now would be lost, and with it the knowledge of what was done",
