@@ -16,6 +16,7 @@ The rules of the file:
 """
 
 import asyncio
+import hashlib
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -56,9 +57,21 @@ from wirecall.ledger.base import (
     new_nonce,
 )
 from wirecall.logs import failed, logger
-from wirecall.methods import CannotTell, Context, Done, Method, NotDone
+from wirecall.methods import CannotTell, Context, Done, InputRequired, Method, NotDone
 from wirecall.outcomes import Sealed, answer, outcome_of, recorded, stored, unknown
-from wirecall.runs import RETRY_AFTER_MS, Call, Flight, Heartbeats, LostLease, Note, Noted, Run, is_waiting, settled
+from wirecall.runs import (
+    RETRY_AFTER_MS,
+    Call,
+    Flight,
+    Heartbeats,
+    LostLease,
+    Note,
+    Noted,
+    Run,
+    is_waiting,
+    not_noted,
+    settled,
+)
 
 # How often a duplicate looks whether the first, in another process, is done: at once at first, never rarely.
 FIRST_POLL = 0.025
@@ -100,13 +113,14 @@ class Commands:
     async def execute(self, context: Context, method: Method, fingerprint: bytes, call: Call, *, alone: bool) -> Sealed:
         """Run the command, or answer from the run there was. `alone` means: no event loop, so nothing may wait."""
         claim = Claim(
-            id=RecordId(context.caller, method.name, context.idempotency_key or ""),
+            id=RecordId(context.caller, context.record, context.idempotency_key or ""),
             fingerprint=fingerprint,
             nonce=new_nonce(),
             lease=method.terms.lease,
             retention=method.terms.retention,
             on_crash=method.terms.on_crash,
             committed=not method.terms.commit_point,
+            continues=context._peer is not None and context._peer.continues,
         )
         run = context._command = Run(method, context, claim, alone)
         if method.timeout is None or alone:
@@ -125,6 +139,7 @@ class Commands:
         self.closing = True
         if self._sweeps is not None:
             self._sweeps[1].cancel()
+        self._heartbeats.rest()
         for task, run in self._runs.items():
             if not run.committed:
                 self._cancel(task, run)
@@ -142,11 +157,12 @@ class Commands:
     # --- the caller's side -------------------------------------------------------------------------------------------
 
     async def _serve(self, run: Run, call: Call) -> Sealed:
-        noted = Noted(self._note, run.context, run.claim.fingerprint)
+        context = run.context
+        noted = Noted(self._note, context, run.claim.fingerprint) if self._note else not_noted
         try:
             found = await self._found(run)
             if found is not None:
-                run.context.replayed = True
+                context.replayed = True
                 sealed = answer(found, replayed=True)
                 noted()
                 return sealed
@@ -169,7 +185,7 @@ class Commands:
             if outcome is not None:
                 return outcome
         run.others = False
-        self._flights[run.claim.id] = Flight(run.claim.fingerprint)
+        flight = self._flights[run.claim.id] = Flight(run.claim.fingerprint)
         found: Outcome | None = None
         try:
             ledger = await self._open()
@@ -179,7 +195,7 @@ class Commands:
             if not _is_granted(record, run):
                 found = recorded(record)
         except BaseException as error:
-            self._flights[run.claim.id].is_refused = isinstance(error, LedgerUnavailable)
+            flight.is_refused = isinstance(error, LedgerUnavailable)
             if not run.forsaken:
                 self._land(run, None)
             raise
@@ -188,7 +204,7 @@ class Commands:
         elif self.closing:
             await self._turn_away(ledger, record, run)
         else:
-            self._flights[run.claim.id].is_granted = True
+            flight.is_granted = True
             run.granted(ledger, record)
         return found
 
@@ -204,12 +220,12 @@ class Commands:
     async def _watch(self, body: Any, run: Run) -> Sealed:
         """Wait for the task of a command; what interrupts the wait interrupts the command only if it has done nothing."""
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        run.ended = loop.create_future()
         task: asyncio.Task[Sealed] = loop.create_task(body)
         self._runs[task] = run
-        task.add_done_callback(lambda task: self._forget(task, ended))
+        task.add_done_callback(self._forget)
         try:
-            await ended
+            await run.ended
         except asyncio.CancelledError:
             if not run.committed and not task.done():
                 self._cancel(task, run)
@@ -222,12 +238,11 @@ class Commands:
             raise LedgerUnavailable("the server is stopping", ran="unknown" if run.committed else "no")
         return task.result()
 
-    def _forget(self, task: "asyncio.Task[Sealed]", ended: "asyncio.Future[None]") -> None:
-        del self._runs[task]
+    def _forget(self, task: "asyncio.Task[Sealed]") -> None:
+        run = self._runs.pop(task)
         if not task.cancelled():
             task.exception()  # the caller may be gone; what happened is in the ledger and in the log
-        if not ended.done():
-            ended.set_result(None)
+        _wake(run.ended)  # of a task that was cancelled before it began
 
     def _back(self, _: "asyncio.Task[Sealed]") -> None:
         self.left -= 1
@@ -299,7 +314,7 @@ class Commands:
 
     # --- the command's side ------------------------------------------------------------------------------------------
 
-    async def _body(self, run: Run, call: Call, noted: Noted) -> Sealed:
+    async def _body(self, run: Run, call: Call, noted: Callable[..., None]) -> Sealed:
         outcome: Outcome | None = None
         try:
             lead = self._transacted if run.claim.on_crash == "transactional" else self._leased
@@ -310,6 +325,7 @@ class Commands:
             raise
         finally:
             self._land(run, outcome)
+            _wake(run.ended)  # here, and not when the task is done: that is one turn of the loop later
         noted()
         return sealed
 
@@ -318,7 +334,10 @@ class Commands:
             if run.cancelled and not run.committed:
                 raise asyncio.CancelledError
             self._heartbeats.start(run)
-            outcome = await self._reconciled(run) or await self._handled(run, call)
+            known = await self._reconciled(run) if run.claim.on_crash == "reconcile" else None
+            outcome = known or await self._handled(run, call)
+        except InputRequired as pause:
+            raise await self._suspended(run, pause) from pause
         except BaseException as error:
             raise await self._stopped(run, error) from error
         finally:
@@ -341,7 +360,7 @@ class Commands:
 
     async def _reconciled(self, run: Run) -> Outcome | None:
         """What the method's own reconcile function knows about the run of a holder that vanished."""
-        if run.claim.on_crash != "reconcile" or run.attempt == 1:
+        if run.attempt == 1:
             return None
         run.committed = True
         verdict = await settled(self._asked(run))
@@ -358,6 +377,24 @@ class Commands:
         if run.method.blocking and not run.alone:
             return asyncio.to_thread(run.method.reconcile, run.context)
         return run.method.reconcile(run.context)
+
+    async def _suspended(self, run: Run, pause: InputRequired) -> BaseException:
+        """The handler asks its caller something: the record waits for the leg that brings the answer.
+
+        A handler that has passed its commit point on entry has done nothing yet: it asks before it acts, since it is run
+        from the top again. One that has marked the point itself has acted, and may not ask any more.
+        """
+        if run.marked:
+            late = UsageError("The handler asked its caller after its commit point.", "it would be run again from the top")
+            return await self._stopped(run, late)
+        assert run.ledger is not None and run.token is not None
+        interim = Outcome("result", pause.interim, hashlib.sha256(pause.interim).digest())
+        try:
+            await run.ledger.suspend(run.token, interim, run.method.terms.retention)
+        except LedgerDown as error:
+            self._do(self._unclaim(run.ledger, run.claim))
+            return _unavailable(error)
+        return pause
 
     async def _stopped(self, run: Run, error: BaseException) -> BaseException:
         """The handler ended without an outcome: what that leaves in the ledger, and what the caller is told."""
@@ -409,6 +446,7 @@ class Commands:
         return outcome, False
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
+        del run.context  # it knows the run, and the two would have to wait for the garbage collector
         self._flights.pop(run.claim.id).land(outcome)
 
     # --- one transaction ---------------------------------------------------------------------------------------------
@@ -541,9 +579,9 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def _wake(nap: "asyncio.Future[None]") -> None:
-    if not nap.done():
-        nap.set_result(None)
+def _wake(sleeper: "asyncio.Future[None] | None") -> None:
+    if sleeper is not None and not sleeper.done():
+        sleeper.set_result(None)
 
 
 class _Undecided(Exception):
@@ -577,7 +615,7 @@ def _told(error: BaseException, run: Run) -> BaseException:
 
 def _undone(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a transaction that was not committed, as far as anybody knows."""
-    if isinstance(error, RpcError) and not isinstance(error, InternalError):
+    if isinstance(error, InputRequired) or (isinstance(error, RpcError) and not isinstance(error, InternalError)):
         return error
     if isinstance(error, Locked):
         return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)

@@ -41,7 +41,7 @@ from wirecall.frames import Answer, Data, Failure, Id, Invalid, Message, Success
 from wirecall.jsonrpc import make_batch, make_reply
 from wirecall.lanes import resume, run_batch
 from wirecall.logs import called, failed, logger
-from wirecall.methods import Context, Execution, Method, Registry, correlation_of
+from wirecall.methods import Context, Execution, InputRequired, Method, Registry, correlation_of
 from wirecall.policy import ANONYMOUS, Policy, fingerprint
 from wirecall.runs import Call, Note, Noted, is_waiting, settled
 
@@ -59,13 +59,16 @@ BUSY_RETRY_MS = 100
 class Frame:
     """What the entries of one message share."""
 
-    __slots__ = ("alone", "caller", "in_full", "logged", "replayed")
+    __slots__ = ("alone", "caller", "in_full", "key", "logged", "replayed")
 
-    def __init__(self, caller: str, alone: bool, replayed: list[Id] | None, logged: bool, in_full: bool) -> None:
+    def __init__(
+        self, caller: str, alone: bool, replayed: list[Id] | None, logged: bool, in_full: bool, key: str | None = None
+    ) -> None:
         self.caller = caller
         self.alone = alone  # no event loop: nothing may wait
         self.replayed = replayed  # where the ids of replayed answers are collected, if anybody asked
         self.logged = logged
+        self.key = key  # an idempotency key that came beside the message
         self.in_full = in_full  # somebody looks at every call, or holds it back: even a plain query takes all the steps
 
 
@@ -96,7 +99,12 @@ class Dispatcher:
         self._quiet = [Frame(ANONYMOUS, alone, None, False, self._in_full) for alone in (False, True)]
 
     def handle(
-        self, data: Data, caller: str = ANONYMOUS, alone: bool = False, replayed: list[Id] | None = None
+        self,
+        data: Data,
+        caller: str = ANONYMOUS,
+        alone: bool = False,
+        replayed: list[Id] | None = None,
+        key: str | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         """Bytes in, bytes or nothing out: at once where nobody has to wait, else as a coroutine.
 
@@ -109,8 +117,8 @@ class Dispatcher:
         if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
             return self._refuse(read if is_batch else [read], is_batch)
         logged = logger.isEnabledFor(logging.INFO)
-        if logged or replayed is not None or caller != ANONYMOUS:
-            frame = Frame(caller, alone, replayed, logged, logged or self._in_full)
+        if logged or replayed is not None or caller != ANONYMOUS or key is not None:
+            frame = Frame(caller, alone, replayed, logged, logged or self._in_full, key)
         else:
             frame = self._quiet[alone]
         if is_batch:
@@ -127,6 +135,54 @@ class Dispatcher:
             return None if reply is None else self._seal(reply)
         finally:
             self._in_flight -= 1
+
+    async def call(self, context: Context) -> Raw:
+        """Steps 3 to 6 for a call that was parsed and admitted elsewhere; an `RpcError` says why it has no result."""
+        if self._in_flight + self._commands.left >= self._policy.limits.in_flight:
+            raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
+        logged = logger.isEnabledFor(logging.INFO)
+        context._frame = Frame(context.caller, False, None, logged, True)
+        started = time.perf_counter()
+        word, code = "ok", None
+        self._in_flight += 1
+        try:
+            result = await self._guarded(context)
+            return result if result is context._result else self._shaped(context, result)
+        except InputRequired:
+            word = "input required"
+            raise
+        except BaseException as error:
+            refused = self._as_error(context, error)
+            word, code = "error", refused.code
+            raise refused from None
+        finally:
+            self._in_flight -= 1
+            if logged:
+                self._log_call(context, word, code, started)
+
+    def _as_error(self, context: Context, error: BaseException) -> RpcError:
+        """What a failed call is answered with. What is not a call's failure goes on up."""
+        if isinstance(error, RpcError):
+            return error
+        if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancelled(error):
+            raise error
+        failed(context.method, context.correlation_id, error)
+        return InternalError()
+
+    def _log_call(self, context: Context, word: str, code: int | None, started: float) -> None:
+        called(
+            correlation_id=context.correlation_id,
+            method=context.record,
+            kind=context.kind.value,
+            position=context.position,
+            duration_ms=(time.perf_counter() - started) * 1000,
+            outcome="replayed" if context.replayed else word,
+            code=code,
+        )
+
+    def _shaped(self, context: Context, result: Any) -> Raw:
+        """A middleware has another result than the function's."""
+        return Raw(frames.encode(context._shape(result) if context._shape else result))
 
     async def aclose(self, grace: float) -> None:
         """Finish or release the commands that are under way."""
@@ -201,7 +257,7 @@ class Dispatcher:
         context: Context | None = None
         reply: Reply
         try:
-            context = self._policy.admit(message, method, caller=frame.caller, position=position)
+            context = self._policy.admit(message, method, caller=frame.caller, position=position, key=frame.key)
             context._frame = frame
             result = await self._guarded(context)
             if result is not context._result:  # a middleware has another one
@@ -215,9 +271,11 @@ class Dispatcher:
 
     async def _run(self, context: Context) -> Any:
         """Steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
-        method, frame = self._methods[context.method], context._frame
+        method, frame = context._method, context._frame
         args, keywords = method.signature.bind_all(context.params, context)
         call = partial(self._invoke, method, args, keywords, frame.alone)
+        if context._shape is not None:
+            call = partial(_shape, context._shape, call)
         if context.idempotency_key is None:
             result = await self._unprotected(method, context, call)
             lazy = type(result) in _CONSTANT and not frame.in_full
@@ -346,6 +404,16 @@ class Dispatcher:
         reason = f"the reply is longer than {limit} bytes"
         error = InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran="yes")
         return frames.encode(failure(answer.id, error))
+
+
+def _shape(shape: Callable[[Any], Any], call: Call) -> Any:
+    """A call whose value is made what the caller gets, before it is recorded."""
+    result = call()
+    return _shape_later(shape, result) if hasattr(result, "__await__") else shape(result)
+
+
+async def _shape_later(shape: Callable[[Any], Any], result: Any) -> Any:
+    return shape(await settled(result))
 
 
 def _sealed(result: Any, id: Id) -> Success:

@@ -6,6 +6,7 @@
     ├── EncodeError                a value that JSON cannot carry
     └── RpcError                   an error as it travels: code, message, data
         ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
+        │   └── ToolError          the same for a tool, where only the text counts
         └── FixedError             code and message given by the class, the rest in data
             ├── ParseError         -32700
             ├── InvalidRequest     -32600
@@ -14,7 +15,11 @@
             ├── InvalidParams      -32602
             │   ├── KeyRequired    -32602  data.type = idempotency_key_required
             │   └── KeyInvalid     -32602  data.type = idempotency_key_invalid
+            │   └── BadInput       -32602  data.type = input_invalid
             ├── InternalError      -32603
+            ├── HeaderMismatch     -32020  MCP: an HTTP header is missing, or says other things than the body
+            ├── NotCapable         -32021  MCP: the client has not declared what the call needs of it
+            ├── UnknownVersion     -32022  MCP: a revision that is not served
             ├── KeyInProgress       40910  data.type = idempotency_key_in_progress
             ├── ResultNotRetained   41010  data.type = result_not_retained
             ├── KeyConflict         42210  data.type = idempotency_key_conflict
@@ -88,6 +93,13 @@ class DomainError(RpcError):
     """The error a handler raises on purpose: it reaches the caller and, for a command, it is recorded."""
 
 
+class ToolError(DomainError):
+    """A tool's answer "it did not work", in words for the model that called it."""
+
+    def __init__(self, message: str, data: Any = None, code: int = 40000) -> None:
+        super().__init__(code, message, data)
+
+
 class FixedError(RpcError):
     """An error whose code and message are given by its class; `reason` and the rest become `data`."""
 
@@ -155,6 +167,33 @@ class InternalError(FixedError):
 
     CODE = -32603
     MESSAGE = "Internal error"
+
+
+class BadInput(InvalidParams):
+    """What came back as the answer to a question, or as the state of a call, is not what was asked for or given."""
+
+    TYPE = "input_invalid"
+
+
+class HeaderMismatch(FixedError):
+    """MCP 2026-07-28: headers repeat what the body says, so that proxies may read them; they must agree."""
+
+    CODE = -32020
+    MESSAGE = "Header mismatch"
+
+
+class NotCapable(FixedError):
+    """MCP: the call needs something of its client that the client has not declared."""
+
+    CODE = -32021
+    MESSAGE = "Missing required client capability"
+
+
+class UnknownVersion(FixedError):
+    """MCP: a revision that this server does not speak in this way."""
+
+    CODE = -32022
+    MESSAGE = "Unsupported protocol version"
 
 
 class KeyInProgress(FixedError):

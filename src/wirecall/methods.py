@@ -7,18 +7,25 @@ when it is registered; nothing is left to be found out by the first caller.
 
 import enum
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import UsageError
+from wirecall.errors import NotCapable, UsageError
 from wirecall.frames import Id
 from wirecall.params import KEY, Signature
 
+if TYPE_CHECKING:
+    from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
+
 Execution: TypeAlias = Literal["sequential", "parallel"]
 OnCrash: TypeAlias = Literal["unknown", "rerun", "reconcile", "transactional"]
+Exposed: TypeAlias = Literal["rpc", "mcp"]
+KeyRule: TypeAlias = Literal["optional", "required", "ask"]
+
+EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
 
 
 class Kind(enum.Enum):
@@ -42,6 +49,16 @@ class CannotTell(Struct, frozen=True):
     """A reconcile function's answer: nobody knows; the outcome stays unknown until an operator resolves it."""
 
 
+class ToolAnnotations(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a tool says about itself, in MCP's words; what is not said has the specification's default (T1)."""
+
+    title: str | None = None
+    readOnlyHint: bool = False  # noqa: N815
+    destructiveHint: bool | None = None  # noqa: N815
+    idempotentHint: bool | None = None  # noqa: N815
+    openWorldHint: bool | None = None  # noqa: N815
+
+
 class Terms(Struct, frozen=True, kw_only=True):
     """What a command declares about its own retries; docs/commands.md tells what each field means."""
 
@@ -61,7 +78,10 @@ class Context:
         "_command",
         "_correlation",
         "_frame",
+        "_method",
+        "_peer",
         "_result",
+        "_shape",
         "caller",
         "id",
         "idempotency_key",
@@ -69,6 +89,7 @@ class Context:
         "method",
         "params",
         "position",
+        "record",
         "recorded",
         "replayed",
         "state",
@@ -83,8 +104,11 @@ class Context:
         caller: str,
         position: int | None,
         idempotency_key: str | None,
+        record: str | None = None,
     ) -> None:
+        self._method = method
         self.method = method.name
+        self.record = record or method.name  # the ledger's name for the method
         self.kind = method.kind
         self.id = id
         self.params = params
@@ -98,6 +122,8 @@ class Context:
         self._command: Any = None
         self._frame: Any = None
         self._result: Any = None
+        self._peer: Any = None  # the MCP side of the call, if it came that way
+        self._shape: Any = None  # what makes the function's value the call's result, if that is not the value itself
 
     @property
     def is_notification(self) -> bool:
@@ -113,6 +139,9 @@ class Context:
     @property
     def meta(self) -> dict[str, Any]:
         """The `_meta` object beside the params, or an empty one."""
+        if self._peer is not None:
+            told: dict[str, Any] = self._peer.meta
+            return told
         try:
             meta = UNSET if self.params is UNSET else _decode_meta(self.params).meta
         except msgspec.ValidationError:  # params by position, or `_meta` that is not an object
@@ -159,6 +188,75 @@ class Context:
         passed: Awaitable[None] = self._command.commit_point() if self._command else Passed()
         return passed
 
+    # --- what an MCP client can be told and asked --------------------------------------------------------------------
+
+    @property
+    def revision(self) -> str | None:
+        """The revision of MCP that the caller speaks; None for plain JSON-RPC."""
+        return self._peer.revision if self._peer else None
+
+    @property
+    def client_capabilities(self) -> dict[str, Any]:
+        """What the client has declared that it can do, `{}` for plain JSON-RPC."""
+        return self._peer.capabilities if self._peer else {}
+
+    def progress(self, progress: float, total: float | None = None, message: str | None = None) -> Awaitable[None]:
+        """Tell how far the call has come, if its caller wants to know. The number must grow."""
+        told: Awaitable[None] = self._peer.progress(progress, total, message) if self._peer else Passed()
+        return told
+
+    def log(self, level: "Level", data: Any, logger: str | None = None) -> Awaitable[None]:
+        """Send a log message to the client, if it wants to see this level."""
+        told: Awaitable[None] = self._peer.log(level, data, logger) if self._peer else Passed()
+        return told
+
+    def elicit(self, message: str, schema: Any, *, key: str | None = None) -> "Awaitable[Elicited]":
+        """Ask the person at the client. `schema` is a JSON Schema of a flat object, or a Struct to decode the answer to.
+
+        At 2026-07-28 the client asks and then calls again: the function starts from the top, with the answer at hand. So
+        nothing may be done before the last question. `key` names the question; by default questions are numbered.
+        """
+        asked: Awaitable[Elicited] = self._asked().elicit(message, schema, key)
+        return asked
+
+    def elicit_url(self, message: str, url: str, *, key: str | None = None) -> "Awaitable[Elicited]":
+        """Ask the person at the client to open a page, from 2025-11-25 on."""
+        asked: Awaitable[Elicited] = self._asked().elicit_url(message, url, key)
+        return asked
+
+    def sample(
+        self,
+        messages: "str | Sequence[Message]",
+        *,
+        max_tokens: int = 1000,
+        system: str | None = None,
+        key: str | None = None,
+        **more: Any,
+    ) -> "Awaitable[Sampled]":
+        """Ask the client's model. Further members of the request are given as they stand: `temperature=0.2`."""
+        asked: Awaitable[Sampled] = self._asked().sample(messages, max_tokens, system, key, more)
+        return asked
+
+    def roots(self, *, key: str | None = None) -> "Awaitable[list[Root]]":
+        """The places of its file system that the client shows."""
+        asked: Awaitable[list[Root]] = self._asked().roots(key)
+        return asked
+
+    def ask(self, *questions: Awaitable[Any]) -> Awaitable[list[Any]]:
+        """Several of the above at once: `name, places = await ctx.ask(ctx.elicit(...), ctx.roots())`."""
+        answers: Awaitable[list[Any]] = self._asked().ask(questions)
+        return answers
+
+    def hang_up(self, retry: float) -> Awaitable[None]:
+        """End the HTTP connection and go on: the client collects the answer after `retry` seconds (2025-11-25)."""
+        done: Awaitable[None] = self._peer.hang_up(retry) if self._peer else Passed()
+        return done
+
+    def _asked(self) -> Any:
+        if self._peer is None:
+            raise NotCapable("the call came over plain JSON-RPC, where a client cannot be asked", ran="no")
+        return self._peer
+
 
 class Method:
     """One registered function and what was declared about it."""
@@ -178,13 +276,22 @@ class Method:
         idempotent: bool | None = None,
         open_world: bool | None = None,
         terms: Terms | None = None,
+        expose: Sequence[Exposed] = EVERYWHERE,
+        key: KeyRule = "optional",
+        description: str | None = None,
+        input_schema: dict[str, Any] | None = None,
+        output_schema: dict[str, Any] | None = None,
         reserved: bool = False,
     ) -> None:
         self.function = function
         self.kind = kind
         self.name = name or str(getattr(function, "__name__", ""))
         self.title = title
-        self.description = (getattr(function, "__doc__", None) or "").strip()
+        self.description = description or _documented(function)
+        self.expose = tuple(expose)
+        self.key = key
+        self.input_schema = input_schema
+        self.output_schema = output_schema
         self.notification_allowed = notification_allowed
         self.timeout = timeout
         self.execution = execution
@@ -219,19 +326,24 @@ class Method:
 
 
 class Registry:
-    """The methods of an app, by name, in the order of their registration."""
+    """The methods of an app, by name, in the order of their registration: those for JSON-RPC, and the tools of MCP."""
 
     def __init__(self) -> None:
         self.methods: dict[str, Method] = {}
+        self.tools: dict[str, Method] = {}
 
     def add(self, method: Method) -> None:
-        if method.name in self.methods:
+        first = self.methods.get(method.name) or self.tools.get(method.name)
+        if first is not None:
             raise UsageError(
                 f"There is already a method called {method.name!r}.",
-                f"{self.methods[method.name]!r} was registered first",
+                f"{first!r} was registered first",
                 'give one of them another name: @app.query(name="...")',
             )
-        self.methods[method.name] = method
+        if "rpc" in method.expose:
+            self.methods[method.name] = method
+        if "mcp" in method.expose and not method.name.startswith("rpc."):
+            self.tools[method.name] = method
 
     def get(self, name: str) -> Method | None:
         return self.methods.get(name)
@@ -250,6 +362,17 @@ def correlation_of(id: Any) -> Any:
 
         return f"n-{secrets.token_hex(8)}"
     return bytes(id).decode() if isinstance(id, Raw) else id
+
+
+class InputRequired(BaseException):
+    """A handler cannot go on before its caller has answered: the call ends here and begins anew with the answer.
+
+    No `Exception`, so that a handler's own `except Exception` lets it pass.
+    """
+
+    def __init__(self, interim: bytes) -> None:
+        super().__init__("the call needs input from its caller")
+        self.interim = interim  # what the caller is answered meanwhile
 
 
 class Passed:
@@ -318,6 +441,17 @@ def _check(method: Method, reserved: bool) -> None:
             f"{method.execution!r} is none of {', '.join(get_args(Execution))}",
             'execution="sequential"',
         ),
+        (
+            not method.expose or not {*method.expose} <= {*EVERYWHERE},
+            f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them",
+            'expose=("rpc",)',
+        ),
+        (method.key not in get_args(KeyRule), f"{method.key!r} is none of {', '.join(get_args(KeyRule))}", 'key="optional"'),
+        (
+            not method.is_command and method.key != "optional",
+            "only a command has an idempotency key",
+            f'drop key="{method.key}", or make it a command',
+        ),
         *(
             (not getattr(method.terms, field) > 0, f"{field} must be above 0", f"{field}={getattr(Terms(), field)}")
             for field in ("retention", "lease", "wait", "max_stored_result")
@@ -326,6 +460,13 @@ def _check(method: Method, reserved: bool) -> None:
     for wrong, why, fix in faults:
         if wrong:
             raise UsageError(f"{method.name or method.function!r} cannot be registered.", why, fix)
+
+
+def _documented(function: Callable[..., Any]) -> str:
+    """The docstring, as a reader who sees only it would like it."""
+    import inspect  # late: `import wirecall` stays light
+
+    return inspect.cleandoc(getattr(function, "__doc__", None) or "")
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

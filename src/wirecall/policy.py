@@ -37,6 +37,14 @@ class Limits(Struct, frozen=True, kw_only=True):
     in_flight: int = 1024
     # Entries of one batch under way side by side. One batch must not take all places of `in_flight`.
     concurrency: int = 16
+    # Bytes of the header of an HTTP request. Twice what common proxies let through; a header is held before it is judged.
+    header_bytes: int = 32 << 10
+    # Seconds in which an HTTP request must have arrived, header and body each. A megabyte over a bad telephone line.
+    body_time: float = 30.0
+    # Seconds in which a client must take what is written to it. It is cut then: its unread bytes are our memory.
+    write_time: float = 30.0
+    # Streams (SSE) of one process open at once. Each holds a connection and a task, and a process has few thousand files.
+    streams: int = 1000
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
@@ -50,11 +58,13 @@ class Policy(Struct, frozen=True):
     mode: Mode = "development"
     limits: Limits = Limits()
 
-    def admit(self, message: Message, method: Method, *, caller: str, position: int | None) -> Context:
-        """The context of a call that may run."""
+    def admit(
+        self, message: Message, method: Method, *, caller: str, position: int | None, key: str | None = None
+    ) -> Context:
+        """The context of a call that may run. `key` is an idempotency key that came beside the message."""
         frames.check_params_shape(message.params)
         self._check_id(message, method)
-        key = self._key(message.params, method) if method.is_command else None
+        key = self._key(message.params, method, UNSET if key is None else key) if method.is_command else None
         return Context(method, id=message.id, params=message.params, caller=caller, position=position, idempotency_key=key)
 
     def _check_id(self, message: Message, method: Method) -> None:
@@ -63,13 +73,11 @@ class Policy(Struct, frozen=True):
         if message.id is UNSET and not method.notification_allowed:
             raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
 
-    def _key(self, params: Raw | UnsetType, method: Method) -> str | None:
-        key = UNSET if params is UNSET else take_key(params, method.signature.key_position)
-        if key is not UNSET:
-            return check_key(key)
-        if self.mode == "production":
+    def _key(self, params: Raw | UnsetType, method: Method, beside: Any) -> str | None:
+        key = agreed_key(UNSET if params is UNSET else take_key(params, method.signature.key_position), beside)
+        if key is None and (self.mode == "production" or method.key != "optional"):
             raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
-        return None
+        return key
 
 
 def take_key(params: Raw, position: int | None = None) -> Any:
@@ -92,6 +100,16 @@ def take_key(params: Raw, position: int | None = None) -> Any:
         if len(values) > 1:
             raise KeyInvalid(f"params.{KEY}: given twice with different values", ran="no")
     return key
+
+
+def agreed_key(*given: Any) -> str | None:
+    """The one key of a call that may carry it in several places; UNSET says: not here."""
+    keys = [key for key in given if key is not UNSET]
+    for key in keys:
+        check_key(key)
+        if key != keys[0]:
+            raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
+    return keys[0] if keys else None
 
 
 def check_key(key: Any) -> str:
