@@ -1,0 +1,5 @@
+"""MCP: the kinds of content a tool, a prompt or a resource may give."""
+
+from wirecall.mcp.types import Audio, Elicited, Embedded, Image, Message, ResourceLink, Root, Sampled, Text, ToolResult
+
+__all__ = ["Audio", "Elicited", "Embedded", "Image", "Message", "ResourceLink", "Root", "Sampled", "Text", "ToolResult"]

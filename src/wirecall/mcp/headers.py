@@ -1,0 +1,119 @@
+"""2026-07-28: HTTP headers that repeat what the body says, so that proxies need not read bodies. They must agree.
+
+    MCP-Protocol-Version    the version in `_meta`
+    Mcp-Method              the method
+    Mcp-Name                `params.name` or `params.uri`, of the methods that have one
+    Mcp-Param-{name}        an argument of a tool whose schema marks it with `x-mcp-header`
+
+A header that is missing, doubled or says something else is refused with -32020 before anything runs. Names are compared
+without case, values with it. A value that a header cannot carry as it is comes as `=?base64?...?=`.
+"""
+
+import base64
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, Raw, Struct
+
+from wirecall.errors import HeaderMismatch
+from wirecall.frames import Envelope, decode_any
+
+VERSION = "mcp-protocol-version"
+METHOD = "mcp-method"
+NAME = "mcp-name"
+PARAM = "mcp-param-"
+MARK = "x-mcp-header"
+
+# Which member of the params `Mcp-Name` repeats.
+_NAMED = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
+
+_OPEN, _CLOSE = "=?base64?", "?="
+
+
+class Fields(Protocol):
+    """The header fields of a request."""
+
+    def all(self, name: str) -> list[str]: ...
+
+
+class _Names(Struct):
+    name: Any = UNSET
+    uri: Any = UNSET
+
+
+_decode_names = msgspec.json.Decoder(_Names).decode
+
+
+def check(fields: Fields, message: Envelope, version: str) -> None:
+    """The headers that every request has."""
+    _agree(_only(fields, VERSION), version, VERSION)
+    _agree(_only(fields, METHOD), message.method, METHOD)
+    member = _NAMED.get(message.method)
+    if member is not None and message.params is not UNSET:
+        named = getattr(_decode_names(message.params), member)
+        if isinstance(named, str):
+            _agree(_decoded(_only(fields, NAME), NAME), named, NAME)
+
+
+def check_marked(fields: Fields, arguments: Raw, marked: Mapping[tuple[str, ...], str]) -> None:
+    """The arguments that a tool's schema wants repeated."""
+    given = decode_any(arguments)
+    for path, name in marked.items():
+        value = _at(given, path)
+        header = f"{PARAM}{name.lower()}"
+        found = fields.all(header)
+        if value is None:
+            if found:
+                raise HeaderMismatch(f"{header}: there is no such argument in the body", header=header)
+        elif not _is_same(_decoded(_only(fields, header), header), value):
+            raise HeaderMismatch(f"{header}: it differs from the argument in the body", header=header)
+
+
+def marked(schema: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+    """The properties of a schema that are marked, by the way to them. Only plain `properties` are followed."""
+    found: dict[tuple[str, ...], str] = {}
+    for name, inner in schema.get("properties", {}).items():
+        if isinstance(inner, dict):
+            if isinstance(inner.get(MARK), str):
+                found[name,] = inner[MARK]
+            found |= {(name, *path): header for path, header in marked(inner).items()}
+    return found
+
+
+def _only(fields: Fields, name: str) -> str:
+    values = fields.all(name)
+    if len(values) == 1:
+        return values[0]
+    raise HeaderMismatch(f"{name}: {'given more than once' if values else 'missing'}", header=name)
+
+
+def _agree(value: str, told: str, name: str) -> None:
+    if value != told:
+        raise HeaderMismatch(f"{name}: the header says {value[:100]!r}, the body {told[:100]!r}", header=name)
+
+
+def _decoded(value: str, name: str) -> str:
+    if not (value.startswith(_OPEN) and value.endswith(_CLOSE) and len(value) >= len(_OPEN + _CLOSE)):
+        return value
+    try:
+        return base64.b64decode(value[len(_OPEN) : -len(_CLOSE)], validate=True).decode()
+    except ValueError:
+        raise HeaderMismatch(f"{name}: its base64 cannot be read", header=name) from None
+
+
+def _at(value: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _is_same(text: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return text == ("true" if value else "false")
+    if isinstance(value, (int, float)):
+        try:
+            return float(text) == value
+        except ValueError:
+            return False
+    return bool(text == value)

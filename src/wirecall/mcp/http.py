@@ -1,0 +1,456 @@
+"""MCP over Streamable HTTP: one address, five revisions.
+
+A POST is judged in this order; the first that fails answers (section 2.5 of the protocol matrix):
+
+    1 media types          406, 415
+    2 the body             400 with -32700 or -32600
+    3 an array             the gate's rules, for the revision of its session
+    4 its era              an envelope in the body, or a version header that no older revision has: 2026-07-28. Else older
+    5 2026-07-28           envelope, headers, version, method, marked arguments: 400 and 404 before anything runs
+    5 older                `initialize`, or a session, or neither: then the version header counts, or else 2025-03-26
+
+A session of the older revisions is a sealed text (`sealed`) that carries what was negotiated, so any process with the same
+secret serves it. What is only here is what cannot travel: calls under way, streams, questions to the client. All of it is
+capped.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct
+
+from wirecall.errors import (
+    HeaderMismatch,
+    InvalidParams,
+    InvalidRequest,
+    MethodNotFound,
+    NotCapable,
+    ParseError,
+    RpcError,
+    UnknownVersion,
+)
+from wirecall.frames import Envelope, Invalid
+from wirecall.jsonrpc import make_batch
+from wirecall.lanes import beside, run_batch
+from wirecall.mcp import gate, headers
+from wirecall.mcp.catalog import input_schema
+from wirecall.mcp.gate import Incoming, Response
+from wirecall.mcp.peer import Session
+from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
+from wirecall.mcp.sealed import BrokenSeal
+from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
+from wirecall.mcp.streams import Channel, Direct
+from wirecall.mcp.types import CallTool
+from wirecall.methods import Method
+from wirecall.policy import Limits
+from wirecall.transports.http_server import Gone, HttpError, Request
+
+SESSION = "mcp-session-id"
+LAST_EVENT = "last-event-id"
+KEY = "idempotency-key"
+REPLAYED = ("idempotent-replayed", "true")
+JSON, EVENTS = "application/json", "text/event-stream"
+
+SESSION_LIFETIME = 86_400.0
+MAX_SESSIONS = 10_000  # known here at a time; what is forgotten is read from its token again
+MAX_ENDED = 100_000
+MAX_CHANNELS = 32  # of one session, open or waiting for a reader to come back
+
+# Refusals that are told by the status, before a stream begins.
+_STATUS: dict[type[RpcError], int] = {
+    ParseError: 400,
+    InvalidRequest: 400,
+    BadEnvelope: 400,
+    HeaderMismatch: 400,
+    NotCapable: 400,
+    UnknownVersion: 400,
+    MethodNotFound: 404,
+}
+
+
+class _Negotiated(Struct):
+    """What a session's token carries."""
+
+    revision: str
+    capabilities: dict[str, Any]
+    client: dict[str, str]
+
+
+_decode_negotiated = msgspec.json.Decoder(_Negotiated).decode
+_decode_call = msgspec.json.Decoder(CallTool).decode
+
+
+class _Known:
+    """A session, and what this process keeps for it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.channels: OrderedDict[str, Channel] = OrderedDict()
+
+    def keep(self, channel: Channel) -> None:
+        self.channels[channel.id] = channel
+        while len(self.channels) > MAX_CHANNELS:
+            self.channels.popitem(last=False)
+
+
+class McpEndpoint:
+    """Serves `/mcp`."""
+
+    def __init__(self, server: Server, limits: Limits) -> None:
+        self._server = server
+        self._limits = limits
+        self._sessions: OrderedDict[str, _Known] = OrderedDict()
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        self._work: set[asyncio.Task[Any]] = set()
+        self._marked: dict[Method, dict[tuple[str, ...], str]] = {}
+
+    async def __call__(self, request: Request) -> None:
+        if request.method == "POST":
+            await self._post(request)
+        elif request.method == "GET":
+            await self._get(request)
+        elif request.method == "DELETE":
+            await self._delete(request)
+        else:
+            raise HttpError(405, "MCP is spoken with POST, GET and DELETE", [("allow", "POST, GET, DELETE")])
+
+    # --- POST --------------------------------------------------------------------------------------------------------
+
+    async def _post(self, request: Request) -> None:
+        _check_media(request)
+        message = gate.read(await request.body(), self._limits)
+        version = _version(request)
+        if isinstance(message, list):
+            await self._array(request, message, version)
+        elif isinstance(message, Invalid):
+            known = REVISIONS.get(version or "")
+            await _refuse(request, message.error, message.id, known or UNSTATED)
+        elif isinstance(message, Envelope) and self._is_modern(message, version):
+            await self._modern(request, message)
+        else:
+            await self._older(request, message, version)
+
+    def _is_modern(self, message: Envelope, version: str | None) -> bool:
+        revision = REVISIONS.get(version or "")
+        if version is not None and (revision is None or revision.is_stateless):
+            return True
+        return gate.has_envelope(message)
+
+    # --- 2026-07-28 --------------------------------------------------------------------------------------------------
+
+    async def _modern(self, request: Request, message: Envelope) -> None:
+        revision = STATELESS[-1]
+        if message.id is UNSET:
+            await request.respond(202)  # the core of the revision sends no notifications over HTTP
+            return
+        outlet = Direct(request)
+        try:
+            session = self._described(request, message)
+            work = self._server.respond(
+                message, session, outlet, caller=request.caller, key=_key(request), cancellable=False
+            )
+            answer = await _while_there(request, work)
+        except RpcError as error:
+            if not outlet.is_open:
+                await _refuse(request, error, message.id, revision, _STATUS.get(type(error), 200))
+                return
+            answer = failure(message.id, error, revision)
+        finally:
+            outlet.close()
+        if outlet.is_open:
+            await outlet.finish(answer)
+        elif answer is None:
+            await request.respond(202)
+        else:
+            await request.respond(200, answer, headers=[REPLAYED] if outlet.replayed else ())
+
+    def _described(self, request: Request, message: Envelope) -> Session:
+        """The session of a request that describes itself, once its body and its headers are found to agree."""
+        meta = self._server.envelope(message)
+        assert meta.version is not UNSET
+        headers.check(request.headers, message, meta.version)
+        session = self._server.described(meta)
+        if message.method == "tools/call":
+            self._check_marked(request, message)
+        return session
+
+    def _check_marked(self, request: Request, message: Envelope) -> None:
+        try:
+            call = _decode_call(message.params) if message.params is not UNSET else None
+            method = self._server.catalog.tool(call.name) if call else None
+        except (msgspec.ValidationError, InvalidParams):
+            return  # the server will say what is wrong
+        if call is None or method is None:
+            return
+        marked = self._marked.get(method)
+        if marked is None:
+            marked = self._marked[method] = headers.marked(input_schema(method))
+        if marked:
+            headers.check_marked(request.headers, Raw(b"{}") if call.arguments is UNSET else call.arguments, marked)
+
+    # --- the older revisions -----------------------------------------------------------------------------------------
+
+    async def _older(self, request: Request, message: "Envelope | Response", version: str | None) -> None:
+        if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
+            await self._initialize(request, message)
+            return
+        known = self._known(request, version)
+        session = known.session
+        if isinstance(message, Response) or message.id is UNSET:
+            await self._take(request, message, session)
+            return
+        channel = self._channel(request, session.revision)
+        answering = self._server.answer(message, session, channel, caller=request.caller, key=_key(request))
+        await self._serve(request, known, channel, _one(answering, channel))
+
+    async def _take(self, request: Request, message: "Envelope | Response", session: Session) -> None:
+        """What is owed no answer: 202, or 400 with the reason."""
+        try:
+            await self._server.respond(message, session, Direct(request), caller=request.caller)
+        except RpcError as error:
+            await _refuse(request, error, None, session.revision)
+            return
+        await request.respond(202)
+
+    async def _initialize(self, request: Request, message: Envelope) -> None:
+        id: Any = message.id
+        try:
+            session, result = self._server.opened(message)
+        except RpcError as error:
+            await _refuse(request, error, id, UNSTATED)
+            return
+        token = self._server.seals.seal("session", request.caller, _negotiated(session), SESSION_LIFETIME)
+        await request.respond(200, success(id, result), headers=[(SESSION, token)])
+
+    async def _array(self, request: Request, entries: list[Incoming], version: str | None) -> None:
+        known = None if _is_newer(version) else self._known(request, version)
+        revision = STATELESS[-1] if known is None else known.session.revision
+        try:
+            gate.check_array(entries, revision)
+        except RpcError as error:
+            await _refuse(request, error, None, revision)
+            return
+        assert known is not None
+        if _key(request) is not UNSET:
+            reason = "Idempotency-Key is for a single call: use _meta in each entry"
+            await _refuse(request, InvalidParams(reason), None, revision)
+            return
+        channel = self._channel(request, revision)
+        begin = partial(self._entry, known.session, channel, request.caller)
+        limit = self._limits.concurrency
+        work = _several(run_batch(gate.without_doubles(entries), begin, self._server.is_command, concurrency=limit), channel)
+        await self._serve(request, known, channel, work)
+
+    async def _entry(self, session: Session, channel: Channel, caller: str, entry: Incoming, position: int) -> bytes | None:
+        answer = await self._server.answer(entry, session, channel, caller=caller, position=position)
+        if answer is not None and channel.is_used:
+            channel.put(answer)  # the stream is open: nobody waits for the slowest
+            return None
+        return answer
+
+    async def _serve(self, request: Request, known: _Known, channel: Channel, work: Any) -> None:
+        """The work goes on when the client leaves (a disconnect is no cancel); so it is a task of its own."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        task.add_done_callback(lambda _: channel.started.set())
+        await channel.started.wait()
+        if not task.done():
+            known.keep(channel)
+            await channel.follow(request)
+        elif (answer := task.result()) is not None:
+            await request.respond(200, answer, headers=[REPLAYED] if channel.replayed else ())
+        elif channel.is_used:
+            known.keep(channel)
+            await channel.follow(request)
+        else:
+            await request.respond(202)
+
+    def _channel(self, request: Request, revision: Revision) -> Channel:
+        return Channel(request.stopping, numbered=revision.has("http resume"), primed=revision.has("http priming event"))
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    def _known(self, request: Request, version: str | None) -> _Known:
+        """The session a request belongs to; without one, what its version header says, for this request alone."""
+        tokens = request.headers.all(SESSION)
+        if len(tokens) > 1:
+            raise HttpError(400, f"more than one {SESSION} header")
+        if tokens:
+            return self._opened(request, tokens[0])
+        return _Known(Session(REVISIONS.get(version or "", UNSTATED)))
+
+    def _opened(self, request: Request, token: str) -> _Known:
+        try:
+            id, value = self._server.seals.open("session", request.caller, token)
+        except BrokenSeal:
+            raise HttpError(404, "no such session: send initialize") from None
+        if id in self._ended:
+            raise HttpError(404, "the session has ended: send initialize")
+        known = self._sessions.get(id)
+        if known is None:
+            told = _decode_negotiated(value)
+            known = self._sessions[id] = _Known(Session(REVISIONS[told.revision], told.capabilities, told.client))
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        self._sessions.move_to_end(id)
+        return known
+
+    async def _get(self, request: Request) -> None:
+        """The standing stream of a session, or the rest of one that was cut."""
+        known = self._of_session(request)
+        if not _accepts(request, EVENTS):
+            raise HttpError(406, f"Accept: a stream is {EVENTS}")
+        last = request.headers.get(LAST_EVENT)
+        if last is not None:
+            name, _, number = last.partition(".")
+            channel = known.channels.get(name)
+            if channel is None or not number.isdecimal():
+                raise HttpError(404, f"{LAST_EVENT}: no such stream here, or its events are gone")
+            await channel.follow(request, int(number))
+            return
+        outlet = Direct(request)
+        listener = self._server.listener(known.session)
+        self._server.hub.add(listener)
+        try:
+            await outlet.open()
+            await _while_there(request, forward(listener, outlet))
+            await outlet.finish(None)
+        finally:
+            outlet.close()
+            self._server.hub.remove(listener)
+
+    async def _delete(self, request: Request) -> None:
+        self._of_session(request)
+        id, _ = self._server.seals.open("session", request.caller, request.headers.all(SESSION)[0])
+        self._sessions.pop(id, None)
+        self._ended[id] = time.monotonic()
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        await request.respond(204)
+
+    def _of_session(self, request: Request) -> _Known:
+        version = _version(request)
+        if not request.headers.all(SESSION):
+            if version in REVISIONS and not _is_newer(version):
+                raise HttpError(400, f"{SESSION}: missing")
+            raise HttpError(405, "without a session there is only POST", [("allow", "POST")])
+        if _is_newer(version):
+            raise HttpError(405, f"MCP {version} has only POST", [("allow", "POST")])
+        return self._known(request, version)
+
+
+# --- what is said before anything runs -------------------------------------------------------------------------------
+
+
+def _check_media(request: Request) -> None:
+    media = request.headers.get("content-type") or ""
+    if media != JSON and media.partition(";")[0].strip().lower() != JSON:
+        raise HttpError(415, f"Content-Type: expected {JSON}, got {(media or 'none')[:100]}")
+    if not (_accepts(request, JSON) and _accepts(request, EVENTS)):
+        raise HttpError(406, f"Accept: it must list {JSON} and {EVENTS}, an answer may be either")
+
+
+def _accepts(request: Request, media: str) -> bool:
+    accepted = request.headers.all("accept")
+    if not accepted:
+        return True
+    kinds = {kind.partition(";")[0].strip().lower() for value in accepted for kind in value.split(",")}
+    return bool(kinds & {media, "*/*", media.partition("/")[0] + "/*"})
+
+
+def _version(request: Request) -> str | None:
+    versions = request.headers.all(headers.VERSION)
+    if len(versions) > 1:
+        raise HttpError(400, f"more than one {headers.VERSION} header")
+    return versions[0] if versions else None
+
+
+def _is_newer(version: str | None) -> bool:
+    """Whether a version header names no older revision."""
+    return version is not None and (version not in REVISIONS or REVISIONS[version].is_stateless)
+
+
+def _key(request: Request) -> Any:
+    keys = request.headers.all(KEY)
+    if len(keys) > 1:
+        raise HttpError(400, "more than one Idempotency-Key header")
+    return keys[0] if keys else UNSET
+
+
+async def _refuse(request: Request, error: RpcError, id: Any, revision: Revision, status: int = 400) -> None:
+    await request.respond(status, failure(None if id is UNSET else id, error, revision))
+
+
+# --- work ------------------------------------------------------------------------------------------------------------
+
+
+async def _one(answering: Any, channel: Channel) -> bytes | None:
+    """The answer as JSON, or None if it went into the stream, or if there is none."""
+    try:
+        answer: bytes | None = await answering
+        if answer is not None and channel.is_used:
+            channel.put(answer)
+            return None
+        return answer
+    finally:
+        channel.finish()
+
+
+async def _several(answering: Any, channel: Channel) -> bytes | None:
+    """The answers as one array, or one by one in the stream if that is open."""
+    try:
+        answers = [answer for answer in await answering if answer is not None]
+        if not channel.is_used:
+            return make_batch(answers) if answers else None
+        for answer in answers:
+            channel.put(answer)
+        return None
+    finally:
+        channel.finish()
+
+
+async def _while_there(request: Request, work: Any) -> Any:
+    """Await work whose client's leaving is its cancellation. Whoever leaves is watched only if the work has to wait."""
+    this = asyncio.current_task()
+    assert this is not None
+    watch: list[asyncio.Task[None]] = []
+
+    def left(watcher: "asyncio.Task[None]") -> None:
+        if not watcher.cancelled():
+            this.cancel()
+
+    def on_wait() -> None:
+        watcher = asyncio.get_running_loop().create_task(request.gone())
+        watcher.add_done_callback(left)
+        watch.append(watcher)
+
+    try:
+        return await beside(work, on_wait)
+    except asyncio.CancelledError:
+        if watch and watch[0].done() and not watch[0].cancelled() and this.uncancel() == 0:
+            raise Gone("the client has left") from None
+        raise
+    finally:
+        for watcher in watch:
+            watcher.remove_done_callback(left)
+            watcher.cancel()
+
+
+def _negotiated(session: Session) -> _Negotiated:
+    """Small enough for a header: of capabilities their names and modes, of the client its name and version."""
+    capabilities: dict[str, Any] = {
+        name: {mode: {} for mode in value}
+        for name, value in session.capabilities.items()
+        if name in _USED and isinstance(value, dict)
+    }
+    client = {name: str(session.client.get(name, ""))[:100] for name in ("name", "version")}
+    return _Negotiated(session.revision.name, capabilities, client)
+
+
+_USED = ("sampling", "elicitation", "roots")

@@ -1,0 +1,147 @@
+"""The five revisions of MCP as one table.
+
+A difference between revisions is a row of `_TABLE`, not a branch in the code: a `+` says that the revision has the thing, a
+`-` that it has not, any other word is its value. Code asks `revision.has("request ping")` or `revision.value("structured")`;
+nobody compares dates. A version that is not in the table is unknown, whatever it looks like (V5).
+
+The first word of a row says what it is about:
+
+    request, notification    what a client may send
+    ask, tell                what a server may request of its client, and what it may notify it of
+    capability               what a server may declare
+    content, tool, ...       kinds and members that the schema of the revision knows
+    http                     rules of Streamable HTTP
+"""
+
+from typing import Final
+
+# fmt: off
+_TABLE: Final = {
+    #                                                2024-11-05  2025-03-26  2025-06-18  2025-11-25  2026-07-28
+    # --- how a conversation begins, and what one message may hold
+    "handshake":                                    "+           +           +           +           -",
+    "envelope":                                     "-           -           -           -           +",
+    "array":                                        "-           +           -           -           -",
+    "id of an unreadable message":                  "null        null        null        -           -",
+
+    # --- what a client may send
+    "request initialize":                           "+           +           +           +           -",
+    "request server/discover":                      "-           -           -           -           +",
+    "request ping":                                 "+           +           +           +           -",
+    "request tools/list":                           "+           +           +           +           +",
+    "request tools/call":                           "+           +           +           +           +",
+    "request prompts/list":                         "+           +           +           +           +",
+    "request prompts/get":                          "+           +           +           +           +",
+    "request resources/list":                       "+           +           +           +           +",
+    "request resources/templates/list":             "+           +           +           +           +",
+    "request resources/read":                       "+           +           +           +           +",
+    "request resources/subscribe":                  "+           +           +           +           -",
+    "request resources/unsubscribe":                "+           +           +           +           -",
+    "request subscriptions/listen":                 "-           -           -           -           +",
+    "request completion/complete":                  "+           +           +           +           +",
+    "request logging/setLevel":                     "+           +           +           +           -",
+    "notification notifications/initialized":       "+           +           +           +           -",
+    "notification notifications/cancelled":         "+           +           +           +           +",
+    "notification notifications/progress":          "+           +           +           +           -",
+    "notification notifications/roots/list_changed": "+          +           +           +           -",
+
+    # --- what a server may send
+    "ask sampling/createMessage":                   "+           +           +           +           +",
+    "ask roots/list":                               "+           +           +           +           +",
+    "ask elicitation/create":                       "-           -           +           +           +",
+    "ask elicitation url":                          "-           -           -           +           +",
+    "tell notifications/progress":                  "+           +           +           +           +",
+    "tell notifications/message":                   "+           +           +           +           +",
+    "tell notifications/tools/list_changed":        "+           +           +           +           +",
+    "tell notifications/prompts/list_changed":      "+           +           +           +           +",
+    "tell notifications/resources/list_changed":    "+           +           +           +           +",
+    "tell notifications/resources/updated":         "+           +           +           +           +",
+    "tell notifications/subscriptions/acknowledged": "-          -           -           -           +",
+
+    # --- what a server may declare
+    "capability tools":                             "+           +           +           +           +",
+    "capability prompts":                           "+           +           +           +           +",
+    "capability resources":                         "+           +           +           +           +",
+    "capability logging":                           "+           +           +           +           +",
+    "capability completions":                       "-           +           +           +           +",
+
+    # --- members of its types
+    "progress message":                             "-           +           +           +           +",
+    "content text":                                 "+           +           +           +           +",
+    "content image":                                "+           +           +           +           +",
+    "content resource":                             "+           +           +           +           +",
+    "content audio":                                "-           +           +           +           +",
+    "content resource_link":                        "-           -           +           +           +",
+    "tool annotations":                             "-           +           +           +           +",
+    "tool outputSchema":                            "-           -           +           +           +",
+    "title":                                        "-           -           +           +           +",
+    "structured":                                   "-           -           object      object      any",
+    "implementation description":                   "-           -           -           +           +",
+    "completion context":                           "-           -           +           +           +",
+    "result type":                                  "-           -           -           -           +",
+    "caching":                                      "-           -           -           -           +",
+    "server in every result":                       "-           -           -           -           +",
+
+    # --- what an error looks like
+    "resource not found":                           "-32002      -32002      -32002      -32002      -32602",
+    "bad arguments":                                "error       error       error       result      result",
+    "capability of the client missing":             "result      result      result      result      error",
+
+    # --- Streamable HTTP
+    "http session":                                 "+           +           +           +           -",
+    "http resume":                                  "-           +           +           +           -",
+    "http priming event":                           "-           -           -           +           -",
+    "http headers repeat the body":                 "-           -           -           -           +",
+    "http status tells the error":                  "-           -           -           -           +",
+    "http disconnect cancels":                      "-           -           -           -           +",
+}
+# fmt: on
+
+NAMES: Final = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28")
+
+
+class Revision:
+    """One column of the table."""
+
+    def __init__(self, name: str) -> None:
+        column = NAMES.index(name)
+        self.name = name
+        self._cells = {row: cells.split()[column] for row, cells in _TABLE.items()}
+        self._has = frozenset(row for row, cell in self._cells.items() if cell != "-")
+        # What every message asks for:
+        self.has_arrays = self.has("array")
+        self.is_stateless = self.has("envelope")
+        self.requests = frozenset(row.removeprefix("request ") for row in self._has if row.startswith("request "))
+
+    def has(self, row: str) -> bool:
+        if row not in _TABLE:
+            raise KeyError(row)
+        return row in self._has
+
+    def value(self, row: str) -> str | None:
+        """The word in the cell, or None for a `-`."""
+        cell = self._cells[row]
+        return None if cell == "-" else cell
+
+    def __repr__(self) -> str:
+        return f"<revision {self.name}>"
+
+
+REVISIONS: Final = {name: Revision(name) for name in NAMES}
+
+# The newest revision of each era: what an unknown offer is answered with, and what an envelope must name.
+HANDSHAKE: Final = [revision for revision in REVISIONS.values() if revision.has("handshake")]
+STATELESS: Final = [revision for revision in REVISIONS.values() if revision.is_stateless]
+
+# A message over HTTP that has no session, no version header and no envelope comes from a client of this revision.
+UNSTATED: Final = REVISIONS["2025-03-26"]
+
+# Every method that any revision knows: how MCP and plain JSON-RPC are told apart on one line.
+REQUESTS: Final = frozenset().union(*(revision.requests for revision in REVISIONS.values()))
+NOTIFICATIONS: Final = frozenset(row.removeprefix("notification ") for row in _TABLE if row.startswith("notification "))
+
+
+def offered(version: str) -> Revision:
+    """What `initialize` is answered with: the version the client offers, or our newest one of its era."""
+    revision = REVISIONS.get(version)
+    return revision if revision is not None and revision.has("handshake") else HANDSHAKE[-1]

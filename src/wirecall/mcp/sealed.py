@@ -1,0 +1,87 @@
+"""Texts that a client keeps for us and brings back: session ids and the state of calls that take several rounds.
+
+A sealed text is `payload.signature`, both in base64url. What comes back is from an attacker until the signature says
+otherwise, so `open` checks it first, then what it is good for (`use`), whose it is (`caller`), and whether it is too old.
+The payload is not secret: nothing goes in that the caller may not see.
+
+Every process that shares the secret can open what another sealed: that is what lets any worker serve any request.
+"""
+
+import base64
+import hashlib
+import hmac
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+
+class BrokenSeal(Exception):
+    """The text was not sealed here, or not for this use and this caller, or too long ago."""
+
+
+class _Payload(Struct, array_like=True):
+    use: str
+    caller: bytes  # a digest: names of callers are nobody's business
+    until: float
+    id: str
+    value: msgspec.Raw
+
+
+_decode = msgspec.json.Decoder(_Payload).decode
+
+
+class Seals:
+    """Seals and opens texts with one secret."""
+
+    def __init__(self, secret: str | bytes, clock: Callable[[], float] = time.time) -> None:
+        self._key = hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
+        self._clock = clock
+
+    def seal(self, use: str, caller: str, value: Any, lifetime: float) -> str:
+        payload = msgspec.json.encode(
+            _Payload(
+                use, _digest(caller), self._clock() + lifetime, os.urandom(12).hex(), msgspec.Raw(msgspec.json.encode(value))
+            )
+        )
+        return f"{_text(payload)}.{_text(self._sign(payload))}"
+
+    def open(self, use: str, caller: str, sealed: str) -> tuple[str, bytes]:
+        """The random id of a sealed text, and the JSON of its value."""
+        payload = self._verified(sealed)
+        told = _decode(payload)
+        if told.use != use or told.caller != _digest(caller) or told.until < self._clock():
+            raise BrokenSeal
+        return told.id, bytes(told.value)
+
+    def _verified(self, sealed: str) -> bytes:
+        head, _, tail = sealed.partition(".")
+        try:
+            payload, signature = _bytes(head), _bytes(tail)
+        except ValueError:
+            raise BrokenSeal from None
+        if not hmac.compare_digest(self._sign(payload), signature):
+            raise BrokenSeal
+        return payload
+
+    def _sign(self, payload: bytes) -> bytes:
+        return hmac.digest(self._key, payload, "sha256")
+
+
+def _digest(caller: str) -> bytes:
+    return hashlib.sha256(caller.encode()).digest()[:12]
+
+
+def _text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _bytes(text: str) -> bytes:
+    """Strict: one text, one meaning. Python's decoder skips what is no base64 unless it is told not to."""
+    data = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    if _text(data) != text:
+        raise ValueError(text)
+    return data

@@ -1,0 +1,159 @@
+"""Server-sent events: what goes out before an answer, and the answer after it.
+
+`Direct` serves 2026-07-28: events go straight to the one who asked; when he leaves, the call is over. `Channel` serves the
+older revisions, where a client may lose its connection and come back: events are numbered and kept for a while, the call
+goes on, and whoever reads is only a reader (`Channel.follow`).
+
+An answer begins as plain JSON. It becomes a stream when the first event is sent, and not before.
+"""
+
+import asyncio
+import os
+from collections import deque
+from contextlib import suppress
+
+from wirecall.transports.http_server import Gone, Request
+
+KEEP_ALIVE = 15.0  # seconds; proxies cut what is silent for longer
+MAX_EVENTS = 1000  # of one channel, kept for a reader who comes back
+
+_COMMENT = b": keep-alive\n\n"
+
+
+def event(message: bytes, id: str | None = None) -> bytes:
+    """One message, on one `data:` line."""
+    head = f"id: {id}\n".encode() if id is not None else b""
+    return head + b"event: message\ndata: " + message + b"\n\n"
+
+
+class Direct:
+    """Events to the client at the other end of this request."""
+
+    is_shared = False
+
+    def __init__(self, request: Request) -> None:
+        self.stopping = request.stopping
+        self.replayed = False
+        self.is_open = False
+        self._request = request
+        self._beat: asyncio.TimerHandle | None = None
+        self._lock: asyncio.Lock | None = None
+
+    async def send(self, message: bytes) -> None:
+        await self._write(event(message))
+
+    async def open(self) -> None:
+        """Begin the stream, although there is nothing to send yet."""
+        self.is_open = True
+        await self._request.open_stream()
+        await self._write(_COMMENT)  # so that the client sees that it stands
+
+    async def hang_up(self, retry: float) -> None:
+        """There is nothing to come back to."""
+
+    async def finish(self, message: bytes | None) -> None:
+        self._stop_beating()
+        if message is not None:
+            await self.send(message)
+        self._stop_beating()
+        await self._request.close_stream()
+
+    async def _write(self, chunk: bytes) -> None:
+        self._lock = self._lock or asyncio.Lock()
+        async with self._lock:
+            if not self.is_open:
+                self.is_open = True
+                await self._request.open_stream()
+            await self._request.write(chunk)
+        self._stop_beating()
+        self._beat = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._keep_alive)
+
+    def _keep_alive(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._comment())
+        self._beating = task  # a task that nobody holds may vanish
+
+    async def _comment(self) -> None:
+        with suppress(Gone):
+            await self._write(_COMMENT)
+
+    def _stop_beating(self) -> None:
+        if self._beat is not None:
+            self._beat.cancel()
+
+    close = _stop_beating
+
+
+class Channel:
+    """The events of one request of an older revision, and what became of them."""
+
+    is_shared = False
+
+    def __init__(self, stopping: asyncio.Event, *, numbered: bool, primed: bool) -> None:
+        self.id = os.urandom(6).hex()
+        self.stopping = stopping
+        self.replayed = False
+        self.started = asyncio.Event()  # there is something to send before the answer
+        self.finished = False
+        self._numbered = numbered
+        self._primed = primed
+        self._events: deque[tuple[int, bytes]] = deque(maxlen=MAX_EVENTS)
+        self._count = 0
+        self._news = asyncio.Event()
+        self._hung_up = False
+        self.is_used = False  # something was sent before the answer
+        if primed:
+            self._put(b"id: " + self._name(0).encode() + b"\ndata: \n\n")
+
+    async def send(self, message: bytes) -> None:
+        self.put(message)
+        self._begin()
+
+    async def hang_up(self, retry: float) -> None:
+        """End the reader's connection after telling it when to come back (2025-11-25)."""
+        if self._numbered:
+            self._put(f"retry: {int(retry * 1000)}\nid: {self._name(self._count)}\ndata: \n\n".encode())
+            self._hung_up = True
+            self._begin()
+
+    def put(self, message: bytes) -> None:
+        self._put(event(message, self._name(self._count) if self._numbered else None))
+
+    def finish(self) -> None:
+        """Nothing will be added."""
+        self.finished = True
+        self._news.set()
+
+    async def follow(self, request: Request, after: int = -1) -> None:
+        """Write the events behind `after` to a reader, and those to come, until the end or until it leaves."""
+        self._hung_up = self._hung_up and after < 0
+        await request.open_stream()
+        while True:
+            for number, chunk in [pair for pair in self._events if pair[0] > after]:
+                await request.write(chunk)
+                after = number
+            if self.finished or self._hung_up:
+                break
+            await self._wait(request, after)
+        await request.close_stream()
+
+    async def _wait(self, request: Request, after: int) -> None:
+        self._news.clear()
+        if self._count - 1 > after or self.finished or self._hung_up:
+            return
+        try:
+            async with asyncio.timeout(KEEP_ALIVE):
+                await self._news.wait()
+        except TimeoutError:
+            await request.write(_COMMENT)
+
+    def _begin(self) -> None:
+        self.is_used = True
+        self.started.set()
+
+    def _put(self, chunk: bytes) -> None:
+        self._events.append((self._count, chunk))
+        self._count += 1
+        self._news.set()
+
+    def _name(self, number: int) -> str:
+        return f"{self.id}.{number}"

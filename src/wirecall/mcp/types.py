@@ -1,0 +1,261 @@
+"""What travels in MCP: the kinds of content, results, and the params of its methods.
+
+The classes that users meet (`Text`, `Image`, `ToolResult`, `Message`, ...) are written as people write Python; `on_wire`
+gives the JSON members that the specification names. Params are decoded by msgspec straight into the structs below; members
+that a struct does not name are tolerated, as the schemas of all revisions do.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+Role: TypeAlias = Literal["user", "assistant"]
+
+
+def _compact(**members: Any) -> dict[str, Any]:
+    return {name: value for name, value in members.items() if value is not None}
+
+
+class Content(Struct, frozen=True, kw_only=True):
+    """What the kinds of content have in common: hints for whoever shows them."""
+
+    annotations: dict[str, Any] | None = None  # audience, priority, lastModified
+    meta: dict[str, Any] | None = None
+
+    def on_wire(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _wire(self, kind: str, **members: Any) -> dict[str, Any]:
+        return {"type": kind, **_compact(**members, annotations=self.annotations, _meta=self.meta)}
+
+
+class Text(Content, frozen=True):
+    """A piece of text."""
+
+    text: str
+
+    def on_wire(self) -> dict[str, Any]:
+        return self._wire("text", text=self.text)
+
+
+class Image(Content, frozen=True):
+    """A picture: its bytes, not their base64 form."""
+
+    data: bytes
+    mime_type: str
+
+    def on_wire(self) -> dict[str, Any]:
+        return self._wire("image", data=self.data, mimeType=self.mime_type)
+
+
+class Audio(Content, frozen=True):
+    """A sound: its bytes, not their base64 form."""
+
+    data: bytes
+    mime_type: str
+
+    def on_wire(self) -> dict[str, Any]:
+        return self._wire("audio", data=self.data, mimeType=self.mime_type)
+
+
+class ResourceLink(Content, frozen=True):
+    """A resource the reader may fetch."""
+
+    uri: str
+    name: str
+    title: str | None = None
+    description: str | None = None
+    mime_type: str | None = None
+    size: int | None = None
+
+    def on_wire(self) -> dict[str, Any]:
+        told = _compact(title=self.title, description=self.description, mimeType=self.mime_type, size=self.size)
+        return self._wire("resource_link", uri=self.uri, name=self.name, **told)
+
+
+class Embedded(Content, frozen=True):
+    """A resource with its contents: text, or bytes as `blob`."""
+
+    uri: str
+    text: str | None = None
+    blob: bytes | None = None
+    mime_type: str | None = None
+
+    def contents(self) -> dict[str, Any]:
+        body = {"blob": self.blob} if self.blob is not None else {"text": self.text or ""}
+        return {"uri": self.uri, **_compact(mimeType=self.mime_type), **body}
+
+    def on_wire(self) -> dict[str, Any]:
+        return self._wire("resource", resource=self.contents())
+
+
+class ToolResult(Struct, frozen=True, kw_only=True):
+    """A tool's whole answer, for those who want to say everything about it."""
+
+    content: Sequence[Content | str] = ()
+    structured: Any = UNSET
+    is_error: bool = False
+    meta: dict[str, Any] | None = None
+
+
+class Message(Struct, frozen=True):
+    """One message of a prompt, or of a request to sample."""
+
+    role: Role
+    content: Content | str
+
+    def on_wire(self) -> dict[str, Any]:
+        return {"role": self.role, "content": block(self.content)}
+
+
+def block(content: Content | str) -> dict[str, Any]:
+    return content.on_wire() if isinstance(content, Content) else {"type": "text", "text": content}
+
+
+# --- what a client answers -------------------------------------------------------------------------------------------
+
+
+class Elicited(Struct, frozen=True):
+    """A person's answer: `content` is there when they accepted."""
+
+    action: Literal["accept", "decline", "cancel"]
+    content: Any = None
+
+
+class Sampled(Struct, frozen=True, rename="camel"):
+    """What the client's model said."""
+
+    role: Role
+    content: Any
+    model: str = ""
+    stop_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All the text in it."""
+        blocks = self.content if isinstance(self.content, list) else [self.content]
+        return "".join(block.get("text", "") for block in blocks if isinstance(block, dict))
+
+
+class Root(Struct, frozen=True):
+    """A place in the client's file system."""
+
+    uri: str
+    name: str | None = None
+
+
+class Roots(Struct, frozen=True):
+    roots: list[Root]
+
+
+# --- what a client sends ---------------------------------------------------------------------------------------------
+
+PREFIX = "io.modelcontextprotocol/"
+KEY_META = "io.wirecall/idempotency-key"
+REPLAYED_META = "io.wirecall/replayed"
+ERROR_META = "io.wirecall/error"
+
+ProgressToken: TypeAlias = str | int
+
+
+class Meta(Struct, frozen=True, gc=False):
+    """`params._meta` of a request: the envelope of 2026-07-28, and what older revisions put there."""
+
+    version: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}protocolVersion")
+    capabilities: dict[str, Any] | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}clientCapabilities")
+    client: Raw | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}clientInfo")
+    level: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}logLevel")
+    token: ProgressToken | UnsetType = msgspec.field(default=UNSET, name="progressToken")
+    key: Any = msgspec.field(default=UNSET, name=KEY_META)
+
+
+class Params(Struct, frozen=True, gc=False):
+    """The params of any request."""
+
+    meta: Meta | UnsetType = msgspec.field(default=UNSET, name="_meta")
+
+
+class Resumed(Params, frozen=True, gc=False):
+    """The params of a request that may take several rounds."""
+
+    responses: dict[str, dict[str, Any]] | UnsetType = msgspec.field(default=UNSET, name="inputResponses")
+    state: str | UnsetType = msgspec.field(default=UNSET, name="requestState")
+
+
+class CallTool(Resumed, frozen=True, gc=False, kw_only=True):
+    name: str
+    arguments: Raw | UnsetType = UNSET
+    idempotency_key: Any = UNSET
+    key: Any = msgspec.field(default=UNSET, name="idempotencyKey")
+
+
+class GetPrompt(Resumed, frozen=True, gc=False, kw_only=True):
+    name: str
+    arguments: dict[str, str] | UnsetType = UNSET
+
+
+class ReadResource(Resumed, frozen=True, gc=False, kw_only=True):
+    uri: str
+
+
+class Subscribe(Params, frozen=True, gc=False, kw_only=True):
+    uri: str
+
+
+class ListPage(Params, frozen=True, gc=False, kw_only=True):
+    cursor: str | None = None
+
+
+class SetLevel(Params, frozen=True, gc=False, kw_only=True):
+    level: str
+
+
+class Initialize(Params, frozen=True, gc=False, kw_only=True):
+    version: str = msgspec.field(name="protocolVersion")
+    capabilities: dict[str, Any] = {}
+    client: dict[str, Any] = msgspec.field(default_factory=dict, name="clientInfo")
+
+
+class Filter(Struct, frozen=True, rename="camel"):
+    """What a listener of 2026-07-28 wants to hear."""
+
+    tools_list_changed: bool = False
+    prompts_list_changed: bool = False
+    resources_list_changed: bool = False
+    resource_subscriptions: list[str] = []
+
+
+class Listen(Params, frozen=True, gc=False, kw_only=True):
+    notifications: Filter = Filter()
+
+
+class Ref(Struct, frozen=True):
+    type: str
+    name: str = ""
+    uri: str = ""
+
+
+class Argument(Struct, frozen=True):
+    name: str
+    value: str
+
+
+class CompletionContext(Struct, frozen=True):
+    arguments: dict[str, str] = {}
+
+
+class Complete(Params, frozen=True, gc=False, kw_only=True):
+    ref: Ref
+    argument: Argument
+    context: CompletionContext = CompletionContext()
+
+
+class Cancelled(Struct, frozen=True):
+    id: Any = msgspec.field(default=UNSET, name="requestId")
+
+
+# RFC 5424's words, from the quietest reader's point of view.
+LEVELS = ("debug", "info", "notice", "warning", "error", "critical", "alert", "emergency")
+Level: TypeAlias = Literal["debug", "info", "notice", "warning", "error", "critical", "alert", "emergency"]
