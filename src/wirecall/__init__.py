@@ -2,8 +2,8 @@
 
 from wirecall import jsonrpc
 from wirecall.app import App
-from wirecall.errors import DomainError, RpcError, UsageError, WirecallError
-from wirecall.methods import CannotTell, Context, Done, Kind, NotDone
+from wirecall.errors import DomainError, RpcError, ToolError, UsageError, WirecallError
+from wirecall.methods import CannotTell, Context, Done, Kind, NotDone, ToolAnnotations
 from wirecall.policy import Limits
 
 __version__ = "0.1.0"
@@ -18,6 +18,8 @@ __all__ = [
     "Limits",
     "NotDone",
     "RpcError",
+    "ToolAnnotations",
+    "ToolError",
     "UsageError",
     "WirecallError",
     "jsonrpc",

@@ -1,14 +1,27 @@
 """`App`: declare methods once, serve them everywhere. It composes the layers below; nothing below imports it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from wirecall.errors import CannotWait, UsageError
 from wirecall.frames import Data, Id
 from wirecall.ledger.base import check_url, open_ledger
-from wirecall.methods import Done, Execution, Kind, Method, NotDone, OnCrash, Registry, Terms
+from wirecall.methods import (
+    EVERYWHERE,
+    Done,
+    Execution,
+    Exposed,
+    KeyRule,
+    Kind,
+    Method,
+    NotDone,
+    OnCrash,
+    Registry,
+    Terms,
+    ToolAnnotations,
+)
 from wirecall.policy import ANONYMOUS, Limits, Mode, Policy
 
 if TYPE_CHECKING:
@@ -18,10 +31,16 @@ if TYPE_CHECKING:
     from wirecall.audit import Audit
     from wirecall.dispatch import Dispatcher, Middleware
     from wirecall.ledger.base import Ledger
+    from wirecall.mcp.catalog import Catalog
+    from wirecall.mcp.server import Server
+    from wirecall.transports.http_server import HttpServer
+    from wirecall.transports.run_http import ServerName
 
 F = TypeVar("F", bound=Callable[..., Any])
+Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
 
 MODE_VARIABLE = "WIRECALL_MODE"
+SECRET_VARIABLE = "WIRECALL_SECRET"
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
 TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
 
@@ -31,6 +50,10 @@ class App:
 
     `mode` defaults to the environment variable WIRECALL_MODE, else to "development". `ledger` is a URL; it is opened when
     the first command with a key arrives, and closed by `aclose`.
+
+    For HTTP: `authenticate` takes the headers of a request and gives the caller's name, or None to refuse. `hosts` and
+    `origins` are the names that the server and the web pages that may call it have, besides the loopback's. `secret` seals
+    what clients keep for the server; processes that share it serve each other's sessions (or WIRECALL_SECRET).
     """
 
     def __init__(
@@ -45,6 +68,11 @@ class App:
         middleware: "Sequence[Middleware]" = (),
         execution: Execution | None = None,
         strict: bool = True,
+        instructions: str | None = None,
+        authenticate: Authenticate | None = None,
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+        secret: str | None = None,
     ) -> None:
         self.name = name
         self.version = version
@@ -56,6 +84,14 @@ class App:
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict
+        self.instructions = instructions
+        self._authenticate = authenticate
+        self._hosts = hosts
+        self._origins = origins
+        # Made here and not where it is used: workers are copies of this process, and must have the same one.
+        self._secret: str | bytes = secret or os.environ.get(SECRET_VARIABLE) or os.urandom(32)
+        self._catalog: Catalog | None = None
+        self._mcp: Server | None = None
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
@@ -74,6 +110,8 @@ class App:
         *,
         name: str | None = None,
         title: str | None = None,
+        description: str | None = None,
+        expose: Sequence[Exposed] = EVERYWHERE,
         notification_allowed: bool = False,
         timeout: float | None = None,
         blocking: bool = False,
@@ -102,6 +140,9 @@ class App:
         commit_point: bool = False,
         name: str | None = None,
         title: str | None = None,
+        description: str | None = None,
+        expose: Sequence[Exposed] = EVERYWHERE,
+        key: KeyRule = "optional",
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
@@ -110,7 +151,118 @@ class App:
         open_world: bool | None = None,
     ) -> Callable[[F], F]: ...
     def command(self, function: Any = None, /, **declared: Any) -> Any:
-        """Register a function that changes something: it needs an id, and takes effect once per idempotency key."""
+        """Register a function that changes something: it needs an id, and takes effect once per idempotency key.
+
+        `key` is about MCP, where a key is optional: "required" refuses calls without one, "ask" makes it an argument that
+        the model fills in.
+        """
+        terms = self._terms(declared)
+        return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
+
+    @overload
+    def tool(self, function: F, /) -> F: ...
+    @overload
+    def tool(
+        self,
+        /,
+        *,
+        annotations: ToolAnnotations = ...,
+        name: str | None = None,
+        title: str | None = None,
+        description: str | None = None,
+        input_schema: dict[str, Any] | None = None,
+        output_schema: dict[str, Any] | None = None,
+        key: KeyRule = "optional",
+        on_crash: OnCrash = "unknown",
+        retention: float = 86_400,
+        lease: float = 30,
+        wait: float = 25,
+        max_stored_result: int = 262_144,
+        reconcile: Callable[..., Any] | None = None,
+        commit_point: bool = False,
+        timeout: float | None = None,
+        blocking: bool = False,
+        execution: Execution | None = None,
+    ) -> Callable[[F], F]: ...
+    def tool(self, function: Any = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any) -> Any:
+        """Register a tool for MCP alone. Its kind follows from its annotations: what is read-only is a query."""
+        stated = annotations or ToolAnnotations()
+        _check_annotations(stated, declared)
+        declared["title"] = declared.get("title") or stated.title
+        hints = {
+            "destructive": stated.destructiveHint,
+            "idempotent": stated.idempotentHint,
+            "open_world": stated.openWorldHint,
+        }
+        declared = {**declared, **hints, "expose": ("mcp",)}
+        if stated.readOnlyHint:
+            return self._register(Kind.QUERY, function, declared)
+        terms = self._terms(declared)
+        return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
+
+    def resource(
+        self,
+        uri: str,
+        /,
+        *,
+        name: str | None = None,
+        title: str | None = None,
+        description: str | None = None,
+        mime_type: str | None = None,
+        timeout: float | None = None,
+        blocking: bool = False,
+    ) -> Callable[[F], F]:
+        """Register what is read at a URI. A `{name}` in the URI is a parameter of the function."""
+
+        def register(function: F) -> F:
+            declared = {"title": title, "description": description, "timeout": timeout, "blocking": blocking}
+            method = self._query(function, f"resources/read:{uri}", declared)
+            self.catalog().add_resource(method, uri, name or function.__name__, mime_type)
+            return function
+
+        return register
+
+    @overload
+    def prompt(self, function: F, /) -> F: ...
+    @overload
+    def prompt(
+        self,
+        /,
+        *,
+        name: str | None = None,
+        title: str | None = None,
+        description: str | None = None,
+        timeout: float | None = None,
+        blocking: bool = False,
+    ) -> Callable[[F], F]: ...
+    def prompt(self, function: Any = None, /, *, name: str | None = None, **declared: Any) -> Any:
+        """Register a prompt: a function from texts to a text, a `Message`, or several."""
+
+        def register(function: F) -> F:
+            called = name or function.__name__
+            self.catalog().add_prompt(self._query(function, f"prompts/get:{called}", declared), called)
+            return function
+
+        return register if function is None else register(function)
+
+    def completion(self, of: str, argument: str, /) -> Callable[[F], F]:
+        """Register what completes an argument of a prompt, or of the URI of a resource.
+
+        The function takes what was typed and, if it has a second parameter, the arguments that are known already.
+        """
+
+        def register(function: F) -> F:
+            method = self._query(function, f"completion/complete:{of}:{argument}", {})
+            self.catalog().add_completion(method, of, argument)
+            return function
+
+        return register
+
+    def _query(self, function: Callable[..., Any], name: str, declared: dict[str, Any]) -> Method:
+        return Method(function, Kind.QUERY, name=name, expose=("mcp",), **declared)
+
+    def _terms(self, declared: dict[str, Any]) -> Terms:
+        """Takes what is about retries out of what was declared."""
         terms = Terms(**{field: declared.pop(field) for field in Terms.__struct_fields__ if field in declared})
         if terms.on_crash == "transactional" and self._ledger_scheme not in TRANSACTIONAL:
             raise UsageError(
@@ -118,7 +270,7 @@ class App:
                 f"this app's ledger is {self._ledger_scheme}:",
                 'use ledger="sqlite:PATH" or ledger="postgresql://..."',
             )
-        return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
+        return terms
 
     def middleware(self, layer: "Middleware") -> "Middleware":
         """Add a callable `(context, next)` around every call; the first one added is the outermost."""
@@ -145,13 +297,15 @@ class App:
 
     # --- serving -----------------------------------------------------------------------------------------------------
 
-    async def handle(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
+    async def handle(
+        self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None, key: str | None = None
+    ) -> bytes | None:
         """Answer one message of plain JSON-RPC: bytes in, bytes or nothing out.
 
         `caller` is who sent it, as far as known; commands are told apart by caller. A list given as `replayed` receives the
-        ids of the answers that came from the ledger.
+        ids of the answers that came from the ledger. `key` is the idempotency key of a single call, if it came beside it.
         """
-        reply: Any = (self._dispatcher or self._build()).handle(data, caller, False, replayed)
+        reply: Any = (self._dispatcher or self._build()).handle(data, caller, False, replayed, key)
         answer: bytes | None = await reply if type(reply) is CoroutineType else reply
         return answer
 
@@ -168,6 +322,104 @@ class App:
             return answer
         pending.close()
         raise CannotWait
+
+    def asgi(self) -> "HttpServer":
+        """An ASGI application: `/rpc` for JSON-RPC, `/mcp` for MCP, `/healthz` and `/readyz` for supervisors."""
+        from wirecall.mcp.http import McpEndpoint
+        from wirecall.transports.http_server import HttpServer
+        from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
+
+        return HttpServer(
+            {
+                "/rpc": rpc_endpoint(self.handle),
+                "/mcp": McpEndpoint(self.mcp(), self.limits),
+                **health_endpoints(self._not_ready),
+            },
+            limits=self.limits,
+            authenticate=self._authenticate,
+            hosts=self._hosts,
+            origins=self._origins,
+            shutdown=self.aclose,
+        )
+
+    def run(
+        self,
+        transport: Literal["stdio", "http"] = "stdio",
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8420,
+        server: "ServerName" = "granian",
+        workers: int = 1,
+        grace: float = 10.0,
+    ) -> None:
+        """Serve until told to stop: MCP and plain JSON-RPC on stdin and stdout, or everything of `asgi` over HTTP."""
+        if transport == "stdio":
+            from wirecall.transports import stdio
+
+            stdio.serve(self._connect, grace=grace, cleanup=self.aclose, limits=self.limits)
+        elif transport == "http":
+            from wirecall.transports import run_http
+
+            self._check_workers(workers)
+            run_http.serve(self.asgi, host, port, server=server, workers=workers, grace=grace)
+        else:
+            raise UsageError(f"{transport!r} is not a transport.", "", 'use "stdio" or "http"')
+
+    def _connect(self, send: Callable[[bytes], Awaitable[None]]) -> Any:
+        from wirecall.mcp.lines import Lines
+
+        def plain(line: bytes) -> Any:
+            return (self._dispatcher or self._build()).handle(line)
+
+        return Lines(send, self.mcp(), plain, self.registry.methods, self.limits)
+
+    def _check_workers(self, workers: int) -> None:
+        if workers > 1 and self._ledger_scheme == "memory":
+            raise UsageError(
+                f"{workers} workers cannot share a ledger in memory.",
+                "each would know only its own commands, and a retry that meets another worker would run again",
+                'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."',
+            )
+
+    async def _not_ready(self) -> str | None:
+        from wirecall.ledger.base import LedgerDown
+
+        try:
+            await self.ledger()
+        except (LedgerDown, UsageError) as error:
+            return f"the ledger: {str(error).splitlines()[0]}"
+        return None
+
+    # --- MCP ---------------------------------------------------------------------------------------------------------
+
+    def catalog(self) -> "Catalog":
+        """What MCP clients are offered beside the methods."""
+        if self._catalog is None:
+            from wirecall.mcp.catalog import Catalog
+
+            self._catalog = Catalog(self.registry)
+        return self._catalog
+
+    def mcp(self) -> "Server":
+        """What answers MCP's own methods."""
+        if self._mcp is None:
+            from wirecall.mcp.sealed import Seals
+            from wirecall.mcp.server import Identity, Server
+
+            identity = Identity(self.name, self.version, self.instructions)
+            dispatcher = lambda: self._dispatcher or self._build()  # noqa: E731
+            is_public = self._authenticate is None
+            self._mcp = Server(identity, self.catalog(), dispatcher, Seals(self._secret), is_public)
+        return self._mcp
+
+    def changed(self, what: Literal["tools", "prompts", "resources"]) -> None:
+        """Tell the MCP clients that listen: this list has changed. From any thread, and without waiting."""
+        self.catalog().forget()
+        self.mcp().hub.tell(what)
+
+    def updated(self, uri: str) -> None:
+        """Tell the MCP clients that have subscribed to a resource: it has changed."""
+        self.mcp().hub.tell("updated", uri)
 
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish what is under way, within `grace` seconds, and close the ledger."""
@@ -239,6 +491,19 @@ class App:
         if self._locked is None or self._locked[0] is not loop:
             self._locked = (loop, asyncio.Lock())
         return self._locked[1]
+
+
+def _check_annotations(stated: ToolAnnotations, declared: dict[str, Any]) -> None:
+    """A tool that says two things about itself says nothing (T2)."""
+    retries = [field for field in Terms.__struct_fields__ if field in declared]
+    faults = (
+        (stated.readOnlyHint and bool(stated.destructiveHint), "what only reads destroys nothing", "drop one of the hints"),
+        (stated.readOnlyHint and stated.idempotentHint is False, "what only reads can be repeated", "drop idempotentHint"),
+        (stated.readOnlyHint and bool(retries), f"{', '.join(retries)}: only what changes something has it", "drop it"),
+    )
+    for wrong, why, fix in faults:
+        if wrong:
+            raise UsageError(f"{stated!r} contradicts itself.", why, fix)
 
 
 def _mode(mode: str | None) -> Any:
