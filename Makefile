@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test check bench crash clean
+.PHONY: demo test check conformance bench crash clean
 
 demo: $(VENV)/base  ## the main job, in a few seconds
 	@$(BIN)/python examples/demo.py
@@ -19,6 +19,9 @@ check: $(VENV)/test  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+conformance: $(VENV)/test  ## the official suite of MCP, on Node from PyPI
+	$(BIN)/python -m tests.mcp.conformance
 
 bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one run each
 	$(BIN)/python bench/core.py

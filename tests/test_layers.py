@@ -11,23 +11,26 @@ SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
     {"errors"},
-    {"frames", "params", "ledger.base", "logs", "lanes"},
-    {"jsonrpc", "methods", "outcomes", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"},
-    {"policy", "runs", "openrpc", "tracing", "audit", "ledger.sqlite_rows"},
-    {"commands", "ledger.sqlite_writer"},
-    {"ledger.sqlite"},
+    {"frames", "params", "ledger.base", "logs", "lanes", "mcp.revisions", "mcp.types", "mcp.sealed"},
+    {"jsonrpc", "methods", "outcomes", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
+    | {"mcp.__init__", "mcp.headers", "mcp.hub"},
+    {"policy", "runs", "openrpc", "tracing", "audit", "ledger.sqlite_rows", "mcp.catalog", "mcp.peer"},
+    {"commands", "ledger.sqlite_writer", "mcp.gate", "transports.http_server", "transports.stdio"},
+    {"ledger.sqlite", "mcp.streams", "transports.rpc_http", "transports.run_http"},
     {"dispatch"},
-    set[str](),  # MCP's place
+    {"mcp.server"},
+    {"mcp.http", "mcp.lines"},
     {"app"},
     {"__init__"},
     {"cli.target"},
     {"cli.send"},
     {"cli.__init__"},
 ]
-PACKAGES = {"ledger.__init__"}
+PACKAGES = {"ledger.__init__", "transports.__init__"}
 
 # Modules that may use the event loop. Protocol code may not: it imports no asyncio, no socket and no clock.
 PURE = {"errors", "frames", "jsonrpc", "params", "methods", "policy", "openrpc", "ledger.base"}
+PURE |= {"mcp.revisions", "mcp.types", "mcp.catalog", "mcp.gate", "mcp.headers"}
 FOREIGN = {
     "msgspec": None,  # everywhere
     "apsw": {"ledger.sqlite", "ledger.sqlite_file", "ledger.sqlite_rows", "ledger.sqlite_writer"},
@@ -35,6 +38,8 @@ FOREIGN = {
     "psycopg": {"ledger.postgres"},
     "opentelemetry": {"tracing"},
     "click": {"cli.__init__", "cli.send", "cli.target"},
+    "granian": {"transports.run_http"},
+    "uvicorn": {"transports.run_http"},
 }
 
 
@@ -60,7 +65,12 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module == "wirecall":
             found |= {f"wirecall.{alias.name}" if alias.name in NAMES else "wirecall.__init__" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            package = node.module.removeprefix("wirecall.")
+            names = {f"{package}.{alias.name}" for alias in node.names}
+            if f"{package}.__init__" in modules():
+                found |= {f"wirecall.{name if name in modules() else f'{package}.__init__'}" for name in names}
+            else:
+                found.add(node.module)
     return found
 
 

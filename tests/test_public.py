@@ -20,6 +20,8 @@ def test_the_names_of_wirecall() -> None:
         "Limits",
         "NotDone",
         "RpcError",
+        "ToolAnnotations",
+        "ToolError",
         "UsageError",
         "WirecallError",
         "jsonrpc",
@@ -67,9 +69,12 @@ def test_the_tree_on_top_of_errors_is_the_tree_below() -> None:
 
 
 def test_our_own_codes_stay_out_of_the_protocol_s_range() -> None:
-    """MCP 2026-07-28 closes -32768..-32000; what stands there is JSON-RPC's own."""
+    """MCP 2026-07-28 closes -32768..-32000; what stands there is JSON-RPC's own, and three of MCP's."""
     codes = {value.CODE for value in vars(errors).values() if isinstance(value, type) and hasattr(value, "CODE")}
-    assert {code for code in codes if -32768 <= code <= -32000} == {-32700, -32600, -32601, -32602, -32603}
+    assert {code for code in codes if -32768 <= code <= -32000} == {
+        *(-32700, -32600, -32601, -32602, -32603),
+        *(-32020, -32021, -32022),
+    }
 
 
 def test_version_and_changelog_agree() -> None:

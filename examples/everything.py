@@ -1,0 +1,430 @@
+"""Everything an MCP server can offer, each thing once and in a few lines: the shortest way to see how a feature is written.
+The official conformance suite talks to this server: `make conformance`.
+
+    python examples/everything.py --port 8420        http://127.0.0.1:8420/mcp
+    python examples/everything.py                    stdin and stdout
+
+The names that begin with `test` are the ones that the suite calls. The same functions serve all five revisions of MCP: what
+a revision does not have is left out of the answers, and a question to the user goes the way that the revision knows.
+"""
+
+import argparse
+import asyncio
+import base64
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from wirecall import App, Context, ToolAnnotations, ToolError
+from wirecall.mcp import Audio, Embedded, Image, Message, ResourceLink, Text, ToolResult
+
+app = App("everything", version="1.0", instructions="One of each: tools, resources, prompts and questions to the user.")
+
+# Hints for the client. Without them it has to assume the worst: a tool that changes, destroys and reaches out.
+READS = ToolAnnotations(readOnlyHint=True, openWorldHint=False)
+ASKS = ToolAnnotations(readOnlyHint=True, openWorldHint=True)  # it asks the user or a model, whose answers are open
+ANNOUNCES = ToolAnnotations(readOnlyHint=False, destructiveHint=False, idempotentHint=True, openWorldHint=False)
+
+RED_PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC")
+SILENCE = base64.b64decode("UklGRiwAAABXQVZFZm10IBAAAAABAAEAQB8AAEAfAAABAAgAZGF0YQgAAACAgICAgICAgA==")
+
+
+# --- what a tool can answer ------------------------------------------------------------------------------------------
+
+
+@app.tool(annotations=READS)
+def test_simple_text() -> str:
+    """Answer with a text."""
+    return "This is a simple text response for testing."
+
+
+@app.tool(annotations=READS)
+def test_image_content() -> Image:
+    """Answer with an image: one red pixel."""
+    return Image(RED_PIXEL, "image/png")
+
+
+@app.tool(annotations=READS)
+def test_audio_content() -> Audio:
+    """Answer with a sound: a millisecond of silence."""
+    return Audio(SILENCE, "audio/wav")
+
+
+@app.tool(annotations=READS)
+def test_embedded_resource() -> Embedded:
+    """Answer with the content of a resource."""
+    return Embedded("test://embedded-resource", text="This is an embedded resource content.", mime_type="text/plain")
+
+
+@app.tool(annotations=READS)
+def resource_link() -> ResourceLink:
+    """Answer with the address of a resource, for the client to read if it wants to."""
+    return ResourceLink("test://static-text", "static-text", mime_type="text/plain", title="A text that never changes")
+
+
+@app.tool(annotations=READS)
+def test_multiple_content_types() -> list[Text | Image | Embedded]:
+    """Answer with several things at once."""
+    note = Embedded("test://mixed-content-resource", text='{"test":"data","value":123}', mime_type="application/json")
+    return [Text("Multiple content types test:"), Image(RED_PIXEL, "image/png"), note]
+
+
+class Weather(Struct):
+    """The weather in a place."""
+
+    place: str
+    celsius: float
+    signs: list[str]
+
+
+@app.tool(annotations=READS)
+def structured_output(place: Annotated[str, Meta(description="a city", min_length=1)]) -> Weather:
+    """Answer with data; its schema is told from the type."""
+    return Weather(place, 21.5, ["dry", "calm"])
+
+
+@app.tool(annotations=READS)
+def full_result(code: int = 7) -> ToolResult:
+    """Answer with a text for the model and, beside it, with data for the program."""
+    return ToolResult(content=[Text(f"The code is {code}.")], structured={"code": code}, meta={"example.com/cost": 1})
+
+
+@app.tool(annotations=READS)
+def test_error_handling() -> str:
+    """Fail in a way that the model may read and react to."""
+    raise ToolError("This tool intentionally returns an error for testing")
+
+
+# --- what a tool can take --------------------------------------------------------------------------------------------
+
+CONTACT = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "$defs": {
+        "address": {
+            "$anchor": "addressDef",
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "city": {"type": "string"}},
+        }
+    },
+    "properties": {
+        "name": {"type": "string"},
+        "address": {"$ref": "#/$defs/address"},
+        "contactMethod": {"type": "string", "enum": ["phone", "email"]},
+        "phone": {"type": "string"},
+        "email": {"type": "string"},
+    },
+    "allOf": [{"anyOf": [{"required": ["phone"]}, {"required": ["email"]}]}],
+    "if": {"properties": {"contactMethod": {"const": "phone"}}, "required": ["contactMethod"]},
+    "then": {"required": ["phone"]},
+    "else": {"required": ["email"]},
+    "additionalProperties": False,
+}
+
+
+@app.tool(annotations=READS, input_schema=CONTACT)
+def json_schema_2020_12_tool(**arguments: Any) -> str:
+    """Take arguments by a schema written by hand, published as it is."""
+    return f"Arguments: {', '.join(sorted(arguments)) or 'none'}"
+
+
+Region = Annotated[str, Meta(description="where to look", extra_json_schema={"x-mcp-header": "Region"})]
+
+
+@app.tool(annotations=READS)
+def custom_header(region: Region, query: str = "all") -> str:
+    """Take an argument that HTTP clients repeat in the header Mcp-Param-Region, where a proxy can route by it."""
+    return f"Looked for {query} in {region}"
+
+
+# --- what a tool can say while it works ------------------------------------------------------------------------------
+
+
+@app.tool(annotations=READS)
+async def test_tool_with_progress(ctx: Context) -> str:
+    """Tell how far it is: 0, 50, 100 of 100."""
+    for done in (0, 50, 100):
+        await ctx.progress(done, total=100, message=f"Completed step {done} of 100")
+        await asyncio.sleep(0.05)
+    return "Progress is complete"
+
+
+@app.tool(annotations=READS)
+async def test_tool_with_logging(ctx: Context) -> str:
+    """Send three log messages."""
+    for message in ("Tool execution started", "Tool processing data", "Tool execution completed"):
+        await ctx.log("info", message)
+        await asyncio.sleep(0.05)
+    return "Logged three messages"
+
+
+@app.tool(annotations=READS)
+async def test_logging_tool(ctx: Context) -> str:
+    """Log with a logger's name and with data. In 2026-07-28 only a client that asked for it is sent any."""
+    await ctx.log("warning", {"disk": "nearly full", "left": 0.07}, logger="storage")
+    return "Logged, for those who listen"
+
+
+@app.tool(annotations=READS)
+async def test_reconnection(ctx: Context) -> str:
+    """Hang up in the middle (2025-11-25): the client comes back with Last-Event-ID and is given the answer."""
+    await ctx.hang_up(retry=0.5)
+    await asyncio.sleep(0.1)
+    return "Reconnection test completed successfully"
+
+
+# --- what a tool can ask ---------------------------------------------------------------------------------------------
+# In 2026-07-28 the client repeats the call with the answers and the function runs again from the top, so whatever must not
+# happen twice comes after the last question. `key` names a question in that exchange; older revisions have no use for it.
+
+
+class UserName(Struct):
+    name: str
+
+
+class Confirmation(Struct):
+    ok: bool
+
+
+@app.tool(annotations=ASKS)
+async def test_sampling(prompt: str, ctx: Context) -> str:
+    """Ask the client's model."""
+    sampled = await ctx.sample(prompt, max_tokens=100)
+    return f"LLM response: {sampled.text}"
+
+
+@app.tool(annotations=ASKS)
+async def test_elicitation(message: str, ctx: Context) -> str:
+    """Ask the user to fill in a form, its schema written by hand."""
+    fields = {
+        "username": {"type": "string", "description": "User's response"},
+        "email": {"type": "string", "format": "email"},
+    }
+    answer = await ctx.elicit(message, {"type": "object", "properties": fields, "required": ["username", "email"]})
+    return f"User response: action={answer.action}, content={answer.content}"
+
+
+DEFAULTS = {
+    "name": {"type": "string", "default": "John Doe"},
+    "age": {"type": "integer", "default": 30},
+    "score": {"type": "number", "default": 95.5},
+    "status": {"type": "string", "enum": ["active", "inactive", "pending"], "default": "active"},
+    "verified": {"type": "boolean", "default": True},
+}
+
+
+@app.tool(annotations=ASKS)
+async def test_elicitation_sep1034_defaults(ctx: Context) -> str:
+    """Ask with a form that is filled in already."""
+    answer = await ctx.elicit("Please review your profile", {"type": "object", "properties": DEFAULTS})
+    return f"Elicitation completed: action={answer.action}, content={answer.content}"
+
+
+NAMES = ["option1", "option2", "option3"]
+TITLED = [{"const": name, "title": f"Option {number}"} for number, name in enumerate(NAMES, 1)]
+CHOICES = {
+    "untitledSingle": {"type": "string", "enum": NAMES},
+    "titledSingle": {"type": "string", "oneOf": TITLED},
+    "legacyEnum": {"type": "string", "enum": NAMES, "enumNames": [choice["title"] for choice in TITLED]},
+    "untitledMulti": {"type": "array", "items": {"type": "string", "enum": NAMES}},
+    "titledMulti": {"type": "array", "items": {"anyOf": TITLED}},
+}
+
+
+@app.tool(annotations=ASKS)
+async def test_elicitation_sep1330_enums(ctx: Context) -> str:
+    """Ask with every kind of choice."""
+    answer = await ctx.elicit("Please choose", {"type": "object", "properties": CHOICES})
+    return f"Elicitation completed: action={answer.action}, content={answer.content}"
+
+
+@app.tool(annotations=ASKS)
+async def test_input_required_result_elicitation(ctx: Context) -> str:
+    """Ask with a form made from a type; the answer is of that type."""
+    answer = await ctx.elicit("What is your name?", UserName, key="user_name")
+    return f"Hello, {answer.content.name}!" if answer.action == "accept" else f"No name: {answer.action}"
+
+
+@app.tool(annotations=ASKS)
+async def test_input_required_result_sampling(ctx: Context) -> str:
+    """Ask the model, under a key."""
+    sampled = await ctx.sample("What is the capital of France?", max_tokens=100, key="capital_question")
+    return f"The model says: {sampled.text}"
+
+
+@app.tool(annotations=ASKS)
+async def test_input_required_result_list_roots(ctx: Context) -> str:
+    """Ask for the folders that the client works in."""
+    roots = await ctx.roots(key="client_roots")
+    return f"Roots: {', '.join(root.uri for root in roots) or 'none'}"
+
+
+@app.tool(annotations=ASKS)
+async def test_input_required_result_multiple_inputs(ctx: Context) -> str:
+    """Ask the user, the model and the client in one go."""
+    user, greeting, roots = await ctx.ask(
+        ctx.elicit("What is your name?", UserName, key="user_name"),
+        ctx.sample("Generate a greeting", max_tokens=50, key="greeting"),
+        ctx.roots(key="client_roots"),
+    )
+    return f"{user.action}: {greeting.text} ({len(roots)} roots)"
+
+
+@app.tool(annotations=ASKS)
+async def test_input_required_result_multi_round(ctx: Context) -> str:
+    """Ask a second question that depends on the first answer."""
+    first = await ctx.elicit("Step 1: What is your name?", UserName, key="step1")
+    name = first.content.name if first.action == "accept" else "stranger"
+    colour = {"type": "object", "properties": {"color": {"type": "string"}}, "required": ["color"]}
+    second = await ctx.elicit(f"Step 2: What is your favourite colour, {name}?", colour, key="step2")
+    return f"{name} likes {second.content['color']}" if second.action == "accept" else f"{name} did not say"
+
+
+@app.tool(annotations=ASKS)
+async def test_input_required_result_request_state(ctx: Context) -> str:
+    """Ask, and find the exchange again by the state that the client carried back."""
+    answer = await ctx.elicit("Please confirm", Confirmation, key="confirm")
+    return f"state-ok: {answer.action}"
+
+
+@app.tool(annotations=ASKS)
+async def test_input_required_result_tampered_state(ctx: Context) -> str:
+    """Ask; a state that was changed on its way is refused before this function runs."""
+    answer = await ctx.elicit("Please confirm", Confirmation, key="confirm")
+    return f"Confirmed: {answer.action}"
+
+
+@app.tool(annotations=ASKS)
+async def test_input_required_result_capabilities(ctx: Context) -> str:
+    """Ask only what this client can answer."""
+    if "sampling" in ctx.client_capabilities:
+        return (await ctx.sample("Say hello", max_tokens=20, key="hello")).text
+    return (await ctx.elicit("Please confirm", Confirmation, key="confirm")).action
+
+
+@app.tool(annotations=ASKS)
+async def test_missing_capability(ctx: Context) -> str:
+    """Ask the model whatever the client said; one that has none is told what is missing."""
+    return (await ctx.sample("Say hello", max_tokens=20)).text
+
+
+@app.tool(annotations=ASKS)
+async def test_streaming_elicitation(ctx: Context) -> str:
+    """Report progress, then ask."""
+    await ctx.progress(1, total=2, message="about to ask")
+    answer = await ctx.elicit("Shall we go on?", Confirmation)
+    return f"Answered: {answer.action}"
+
+
+# --- telling those who listen ----------------------------------------------------------------------------------------
+
+
+@app.tool(annotations=ANNOUNCES)
+def test_trigger_tool_change() -> str:
+    """Tell subscribers that the list of tools changed."""
+    app.changed("tools")
+    return "Told that the tools changed"
+
+
+@app.tool(annotations=ANNOUNCES)
+def test_trigger_prompt_change() -> str:
+    """Tell subscribers that the list of prompts changed."""
+    app.changed("prompts")
+    return "Told that the prompts changed"
+
+
+@app.tool(annotations=ANNOUNCES)
+def trigger_resource_update() -> str:
+    """Tell subscribers that the watched resource has a new content."""
+    app.updated("test://watched-resource")
+    return "Told that the resource changed"
+
+
+# --- resources -------------------------------------------------------------------------------------------------------
+
+
+@app.resource("test://static-text", name="static-text", title="A text that never changes", mime_type="text/plain")
+def static_text() -> str:
+    """A text."""
+    return "This is the content of the static text resource."
+
+
+@app.resource("test://static-binary", name="static-binary", mime_type="image/png")
+def static_binary() -> bytes:
+    """Bytes: the same red pixel."""
+    return RED_PIXEL
+
+
+@app.resource("test://watched-resource", name="watched-resource", mime_type="text/plain")
+def watched_resource() -> str:
+    """A text to subscribe to; trigger_resource_update says that it changed."""
+    return "Watched resource content"
+
+
+@app.resource("test://template/{id}/data", name="template", mime_type="application/json")
+def template(id: str) -> str:
+    """A resource for every id."""
+    return f'{{"id":"{id}","templateTest":true,"data":"Data for ID: {id}"}}'
+
+
+# --- prompts and completion ------------------------------------------------------------------------------------------
+
+
+@app.prompt
+def test_simple_prompt() -> str:
+    """A prompt without arguments."""
+    return "This is a simple prompt for testing."
+
+
+@app.prompt(title="A prompt with two arguments")
+def test_prompt_with_arguments(
+    arg1: Annotated[str, Meta(description="the first one")], arg2: Annotated[str, Meta(description="the second one")]
+) -> str:
+    """A prompt with arguments."""
+    return f"Prompt with arguments: arg1='{arg1}', arg2='{arg2}'"
+
+
+@app.prompt
+def test_prompt_with_embedded_resource(resourceUri: str) -> list[Message]:  # noqa: N803 - the suite sends this name
+    """A prompt that brings a resource along."""
+    resource = Embedded(resourceUri, text="Embedded resource content for testing.", mime_type="text/plain")
+    return [Message("user", resource), Message("user", "Please process the embedded resource above.")]
+
+
+@app.prompt
+def test_prompt_with_image() -> list[Message]:
+    """A prompt with an image."""
+    return [Message("user", Image(RED_PIXEL, "image/png")), Message("user", "Please analyze the image above.")]
+
+
+@app.prompt
+async def test_input_required_result_prompt(ctx: Context) -> str:
+    """A prompt that needs an answer before it can be given."""
+    topic = {"type": "object", "properties": {"context": {"type": "string"}}, "required": ["context"]}
+    answer = await ctx.elicit("What context should the prompt use?", topic, key="user_context")
+    return f"Use this context: {answer.content['context']}" if answer.action == "accept" else "Use no context."
+
+
+WORDS = ["paris", "park", "party", "pasta"]
+
+
+@app.completion("test_prompt_with_arguments", "arg1")
+def complete_arg1(value: str) -> list[str]:
+    """The words that begin like what was typed so far."""
+    return [word for word in WORDS if word.startswith(value)]
+
+
+@app.completion("test://template/{id}/data", "id")
+def complete_id(value: str) -> list[str]:
+    """The ids that begin like what was typed so far."""
+    return [id for id in ("1", "12", "123") if id.startswith(value)]
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description="An MCP server with one of everything.")
+    options.add_argument("--port", type=int, help="serve HTTP on 127.0.0.1; without it, serve standard input and output")
+    port = options.parse_args().port
+    if port is None:
+        app.run("stdio")
+    else:
+        app.run("http", host="127.0.0.1", port=port)

@@ -1,0 +1,180 @@
+"""The official conformance suite of MCP against `examples/everything.py`: `make conformance`.
+
+    python -m tests.mcp.conformance                                        every set
+    python -m tests.mcp.conformance 2026-07-28                             one set
+    python -m tests.mcp.conformance 2026-07-28 --scenario server-stateless every check of one scenario, as the suite tells it
+    python -m tests.mcp.conformance --url http://127.0.0.1:8420/mcp        against a server that runs already
+
+A set is what the suite asks of one revision. Exit code 1 if a scenario that counts has a failed check, did not run, checked
+nothing, or if the suite itself says that it failed: silence is never a pass. Warnings are shown, and do not count.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from tests.mcp.everything import Everything
+from tests.mcp.node import installed, node
+
+SUITE = "@modelcontextprotocol/conformance"
+VERSION = "0.2.0-alpha.12"
+PATIENCE = 600.0  # seconds that one run of the suite may take; it gives up on a scenario after 30
+
+# How the suite is told what to run. Of the two older revisions it requires nothing, but knows scenarios.
+SETS = {
+    "2026-07-28": ("--requirements", "2026-07-28"),
+    "2025-11-25": ("--requirements", "2025-11-25"),
+    "2025-06-18": ("--spec-version", "2025-06-18"),
+    "2025-03-26": ("--spec-version", "2025-03-26"),
+}
+# The suite runs these without counting them, because its own example server fails some. Here they count.
+ALSO_COUNT = {
+    "http-header-validation",
+    "http-custom-header-server-validation",
+    "json-schema-2020-12",
+    "server-session-lifecycle",
+    "server-sse-polling",
+}
+NOT_OFFERED = re.compile("tasks-|sep-2640-")  # extensions that wirecall does not have
+
+STATUSES = {"SUCCESS": "passed", "FAILURE": "failed", "WARNING": "warned"}
+RESULT_FOLDER = re.compile(r"server-(?P<scenario>.+)-\d{4}-\d\d-\d\dT[\d-]+Z")
+LISTED = re.compile(r"^ +- (?P<scenario>\S+)")
+
+
+class Verdict(Struct):
+    """What one scenario said."""
+
+    scenario: str
+    counts: bool
+    checks: list[dict[str, Any]]
+
+    @property
+    def tally(self) -> Counter[str]:
+        return Counter(check["status"] for check in self.checks)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.tally["FAILURE"]) or not self.tally["SUCCESS"]
+
+    @property
+    def word(self) -> str:
+        if not self.failed:
+            return "warn" if self.tally["WARNING"] else "ok"
+        return "FAIL" if self.counts else "fail"
+
+
+def run_set(revision: str, url: str) -> bool:
+    """Run one set, print its table, and tell whether it passed."""
+    expected = listed(revision)
+    with tempfile.TemporaryDirectory() as folder:
+        everything = () if SETS[revision][0] == "--requirements" else ("--suite", "all")
+        run = suite("server", "--url", url, *SETS[revision], *everything, "-o", folder)
+        found = read_results(Path(folder))
+    verdicts = [Verdict(scenario, counts, found.get(scenario, [])) for scenario, counts in expected.items()]
+    print_table(revision, verdicts)
+    failed = [verdict.scenario for verdict in verdicts if verdict.counts and verdict.failed]
+    if not found or not any(verdict.counts for verdict in verdicts) or (run.returncode and not failed):
+        print(f"  the suite ended with code {run.returncode}; what it printed last:\n{(run.stdout + run.stderr)[-3000:]}")
+        return False
+    return not failed
+
+
+def listed(revision: str) -> dict[str, bool]:
+    """The scenarios that the suite knows for this set, and whether each counts."""
+    found: dict[str, bool] = {}
+    scored = server = False
+    for line in suite("list", "--server", *SETS[revision]).stdout.splitlines():
+        if not line.startswith(" ") and line.strip():
+            scored = server = line.startswith("Server scenarios")
+            server = server or line.startswith("Run and reported")
+        entry = LISTED.match(line)
+        if entry and server and not line.endswith("[client]"):
+            scenario = entry["scenario"]
+            found[scenario] = scored or scenario in ALSO_COUNT
+    return found
+
+
+def read_results(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The checks of every scenario that ran, from the files that the suite wrote."""
+    found = {}
+    for file in sorted(folder.glob("*/checks.json")):
+        if name := RESULT_FOLDER.fullmatch(file.parent.name):
+            found[name["scenario"]] = json.loads(file.read_bytes())
+    return found
+
+
+def print_table(revision: str, verdicts: Sequence[Verdict]) -> None:
+    shown = [verdict for verdict in verdicts if verdict.counts or not NOT_OFFERED.match(verdict.scenario)]
+    passed = [verdict for verdict in shown if not verdict.failed]
+    print(f"\n{revision}: {len(passed)} of {len(shown)} scenarios pass")
+    for verdict in shown:
+        tally = verdict.tally
+        counts = ", ".join(
+            f"{tally[status]} {status.lower()}" for status in ("SUCCESS", "FAILURE", "WARNING") if tally[status]
+        )
+        print(f"  {verdict.word:4}  {verdict.scenario:48} {counts or 'nothing was checked'}")
+        for check in verdict.checks:
+            if check["status"] in ("FAILURE", "WARNING"):
+                print(f"          {STATUSES[check['status']]} [{check['id']}] {reason(check)}")
+    if hidden := len(verdicts) - len(shown):
+        print(f"  not offered: {hidden} scenarios of extensions")
+
+
+def reason(check: dict[str, Any]) -> str:
+    return str(check.get("errorMessage") or check.get("description"))[:400]
+
+
+def run_scenario(revision: str, scenario: str, url: str) -> bool:
+    """Run one scenario and print its checks as they are, with the messages that the suite keeps in `details`."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = suite("server", "--url", url, "--scenario", scenario, "--spec-version", revision, "-o", folder)
+        checks = read_results(Path(folder)).get(scenario, [])
+    for check in checks:
+        print(f"{check['status']:8} [{check['id']}] {check['description']}")
+        if check["status"] != "SUCCESS":
+            print(f"         {check.get('errorMessage')}\n         {json.dumps(check.get('details'), indent=2)}")
+    if not checks:
+        print(run.stdout + run.stderr)
+    return not Verdict(scenario, True, checks).failed and not run.returncode
+
+
+def suite(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    program = installed(f"{SUITE}@{VERSION}") / SUITE / "dist" / "index.js"
+    command = [str(node()), str(program), *arguments]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(prog="python -m tests.mcp.conformance", description="The conformance suite of MCP.")
+    options.add_argument("revision", nargs="*", help=f"which sets to run: {', '.join(SETS)} (all)")
+    options.add_argument("--scenario", help="run this scenario only, and print every check")
+    options.add_argument("--url", help="an MCP endpoint that runs already, instead of examples/everything.py")
+    given = options.parse_args()
+    if unknown := set(given.revision) - set(SETS):
+        options.error(f"no such set: {', '.join(unknown)}")
+    with nullcontext() if given.url else Everything() as server:
+        passed = run(given.revision or list(SETS), given.scenario, server.url if server else given.url)
+        if server and not passed:
+            print(f"\nThe server's log ends with:\n{server.log()}")
+    print("\npassed" if passed else "\nFAILED")
+    return 0 if passed else 1
+
+
+def run(revisions: Sequence[str], scenario: str | None, url: str) -> bool:
+    verdicts = [run_scenario(revision, scenario, url) if scenario else run_set(revision, url) for revision in revisions]
+    return all(verdicts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
