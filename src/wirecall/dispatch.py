@@ -141,6 +141,8 @@ class Dispatcher:
         if self._in_flight + self._commands.left >= self._policy.limits.in_flight:
             raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
         logged = logger.isEnabledFor(logging.INFO)
+        if context._method.plain and not (logged or self._in_full):
+            return await self._call_plain(context)
         context._frame = Frame(context.caller, False, None, logged, True)
         started = time.perf_counter()
         word, code = "ok", None
@@ -159,6 +161,20 @@ class Dispatcher:
             self._in_flight -= 1
             if logged:
                 self._log_call(context, word, code, started)
+
+    async def _call_plain(self, context: Context) -> Raw:
+        """A plain query needs none of the steps between its arguments and its result."""
+        method = context._method
+        self._in_flight += 1
+        try:
+            result = method.function(*method.bind(context.params))
+            if hasattr(result, "__await__"):
+                result = await settled(result)
+            return self._shaped(context, result)
+        except BaseException as error:
+            raise self._as_error(context, error) from None
+        finally:
+            self._in_flight -= 1
 
     def _as_error(self, context: Context, error: BaseException) -> RpcError:
         """What a failed call is answered with. What is not a call's failure goes on up."""
@@ -181,7 +197,7 @@ class Dispatcher:
         )
 
     def _shaped(self, context: Context, result: Any) -> Raw:
-        """A middleware has another result than the function's."""
+        """What the caller gets for a value."""
         return Raw(frames.encode(context._shape(result) if context._shape else result))
 
     async def aclose(self, grace: float) -> None:

@@ -13,11 +13,11 @@ import base64
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import UNSET, Raw
 
 from wirecall.errors import HeaderMismatch
-from wirecall.frames import Envelope, decode_any
+from wirecall.frames import decode_any
+from wirecall.mcp.types import Params
 
 VERSION = "mcp-protocol-version"
 METHOD = "mcp-method"
@@ -34,26 +34,25 @@ _OPEN, _CLOSE = "=?base64?", "?="
 class Fields(Protocol):
     """The header fields of a request."""
 
+    @property
+    def has_doubles(self) -> bool: ...
+    def get(self, name: str, /) -> str | None: ...
     def all(self, name: str) -> list[str]: ...
 
 
-class _Names(Struct):
-    name: Any = UNSET
-    uri: Any = UNSET
+def is_doubled(fields: Fields, name: str) -> bool:
+    """Whether a header is there more than once; which of its values a proxy has judged is not known then."""
+    return fields.has_doubles and len(fields.all(name)) > 1
 
 
-_decode_names = msgspec.json.Decoder(_Names).decode
-
-
-def check(fields: Fields, message: Envelope, version: str) -> None:
+def check(fields: Fields, method: str, params: Params) -> None:
     """The headers that every request has."""
-    _agree(_only(fields, VERSION), version, VERSION)
-    _agree(_only(fields, METHOD), message.method, METHOD)
-    member = _NAMED.get(message.method)
-    if member is not None and message.params is not UNSET:
-        named = getattr(_decode_names(message.params), member)
-        if isinstance(named, str):
-            _agree(_decoded(_only(fields, NAME), NAME), named, NAME)
+    assert params.meta is not UNSET and params.meta.version is not UNSET
+    _agree(_only(fields, VERSION), params.meta.version, VERSION)
+    _agree(_only(fields, METHOD), method, METHOD)
+    named = getattr(params, _NAMED.get(method, ""), None)
+    if named is not None:
+        _agree(_decoded(_only(fields, NAME), NAME), named, NAME)
 
 
 def check_marked(fields: Fields, arguments: Raw, marked: Mapping[tuple[str, ...], str]) -> None:
@@ -62,9 +61,8 @@ def check_marked(fields: Fields, arguments: Raw, marked: Mapping[tuple[str, ...]
     for path, name in marked.items():
         value = _at(given, path)
         header = f"{PARAM}{name.lower()}"
-        found = fields.all(header)
         if value is None:
-            if found:
+            if fields.get(header) is not None:
                 raise HeaderMismatch(f"{header}: there is no such argument in the body", header=header)
         elif not _is_same(_decoded(_only(fields, header), header), value):
             raise HeaderMismatch(f"{header}: it differs from the argument in the body", header=header)
@@ -82,10 +80,10 @@ def marked(schema: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
 
 
 def _only(fields: Fields, name: str) -> str:
-    values = fields.all(name)
-    if len(values) == 1:
-        return values[0]
-    raise HeaderMismatch(f"{name}: {'given more than once' if values else 'missing'}", header=name)
+    value = fields.get(name)
+    if value is None or is_doubled(fields, name):
+        raise HeaderMismatch(f"{name}: {'missing' if value is None else 'given more than once'}", header=name)
+    return value
 
 
 def _agree(value: str, told: str, name: str) -> None:

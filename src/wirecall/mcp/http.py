@@ -17,7 +17,7 @@ capped.
 import asyncio
 import time
 from collections import OrderedDict
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -44,8 +44,7 @@ from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.sealed import BrokenSeal
 from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
 from wirecall.mcp.streams import Channel, Direct
-from wirecall.mcp.types import CallTool
-from wirecall.methods import Method
+from wirecall.mcp.types import CallTool, Params
 from wirecall.policy import Limits
 from wirecall.transports.http_server import Gone, HttpError, Request
 
@@ -81,7 +80,6 @@ class _Negotiated(Struct):
 
 
 _decode_negotiated = msgspec.json.Decoder(_Negotiated).decode
-_decode_call = msgspec.json.Decoder(CallTool).decode
 
 
 class _Known:
@@ -106,7 +104,7 @@ class McpEndpoint:
         self._sessions: OrderedDict[str, _Known] = OrderedDict()
         self._ended: OrderedDict[str, float] = OrderedDict()
         self._work: set[asyncio.Task[Any]] = set()
-        self._marked: dict[Method, dict[tuple[str, ...], str]] = {}
+        self._marked: dict[str, dict[tuple[str, ...], str]] = {}
 
     async def __call__(self, request: Request) -> None:
         if request.method == "POST":
@@ -123,7 +121,7 @@ class McpEndpoint:
     async def _post(self, request: Request) -> None:
         _check_media(request)
         message = gate.read(await request.body(), self._limits)
-        version = _version(request)
+        version = _single(request, headers.VERSION)
         if isinstance(message, list):
             await self._array(request, message, version)
         elif isinstance(message, Invalid):
@@ -149,9 +147,9 @@ class McpEndpoint:
             return
         outlet = Direct(request)
         try:
-            session = self._described(request, message)
+            params, session = self._described(request, message)
             work = self._server.respond(
-                message, session, outlet, caller=request.caller, key=_key(request), cancellable=False
+                message, session, outlet, caller=request.caller, key=_key(request), cancellable=False, params=params
             )
             answer = await _while_there(request, work)
         except RpcError as error:
@@ -168,27 +166,23 @@ class McpEndpoint:
         else:
             await request.respond(200, answer, headers=[REPLAYED] if outlet.replayed else ())
 
-    def _described(self, request: Request, message: Envelope) -> Session:
-        """The session of a request that describes itself, once its body and its headers are found to agree."""
-        meta = self._server.envelope(message)
-        assert meta.version is not UNSET
-        headers.check(request.headers, message, meta.version)
-        session = self._server.described(meta)
-        if message.method == "tools/call":
-            self._check_marked(request, message)
-        return session
+    def _described(self, request: Request, message: Envelope) -> tuple[Params, Session]:
+        """The params and the session of a request that describes itself, once body and headers are found to agree."""
+        params = self._server.envelope(message)
+        headers.check(request.headers, message.method, params)
+        session = self._server.described(params)
+        if isinstance(params, CallTool):
+            self._check_marked(request, params)
+        return params, session
 
-    def _check_marked(self, request: Request, message: Envelope) -> None:
-        try:
-            call = _decode_call(message.params) if message.params is not UNSET else None
-            method = self._server.catalog.tool(call.name) if call else None
-        except (msgspec.ValidationError, InvalidParams):
-            return  # the server will say what is wrong
-        if call is None or method is None:
-            return
-        marked = self._marked.get(method)
+    def _check_marked(self, request: Request, call: CallTool) -> None:
+        marked = self._marked.get(call.name)
         if marked is None:
-            marked = self._marked[method] = headers.marked(input_schema(method))
+            try:
+                schema = input_schema(self._server.catalog.tool(call.name))
+            except InvalidParams:
+                return  # no such tool: the server will say so
+            marked = self._marked[call.name] = headers.marked(schema)
         if marked:
             headers.check_marked(request.headers, Raw(b"{}") if call.arguments is UNSET else call.arguments, marked)
 
@@ -278,11 +272,9 @@ class McpEndpoint:
 
     def _known(self, request: Request, version: str | None) -> _Known:
         """The session a request belongs to; without one, what its version header says, for this request alone."""
-        tokens = request.headers.all(SESSION)
-        if len(tokens) > 1:
-            raise HttpError(400, f"more than one {SESSION} header")
-        if tokens:
-            return self._opened(request, tokens[0])
+        token = _single(request, SESSION)
+        if token is not None:
+            return self._opened(request, token)
         return _Known(Session(REVISIONS.get(version or "", UNSTATED)))
 
     def _opened(self, request: Request, token: str) -> _Known:
@@ -327,7 +319,7 @@ class McpEndpoint:
 
     async def _delete(self, request: Request) -> None:
         self._of_session(request)
-        id, _ = self._server.seals.open("session", request.caller, request.headers.all(SESSION)[0])
+        id, _ = self._server.seals.open("session", request.caller, request.headers[SESSION])
         self._sessions.pop(id, None)
         self._ended[id] = time.monotonic()
         if len(self._ended) > MAX_ENDED:
@@ -335,8 +327,8 @@ class McpEndpoint:
         await request.respond(204)
 
     def _of_session(self, request: Request) -> _Known:
-        version = _version(request)
-        if not request.headers.all(SESSION):
+        version = _single(request, headers.VERSION)
+        if request.headers.get(SESSION) is None:
             if version in REVISIONS and not _is_newer(version):
                 raise HttpError(400, f"{SESSION}: missing")
             raise HttpError(405, "without a session there is only POST", [("allow", "POST")])
@@ -357,18 +349,21 @@ def _check_media(request: Request) -> None:
 
 
 def _accepts(request: Request, media: str) -> bool:
-    accepted = request.headers.all("accept")
-    if not accepted:
-        return True
-    kinds = {kind.partition(";")[0].strip().lower() for value in accepted for kind in value.split(",")}
+    fields = request.headers
+    accepted = ",".join(fields.all("accept")) if fields.has_doubles else fields.get("accept")
+    return accepted is None or _is_among(media, accepted)
+
+
+@lru_cache(maxsize=256)  # clients send few different ones
+def _is_among(media: str, accepted: str) -> bool:
+    kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.split(",")}
     return bool(kinds & {media, "*/*", media.partition("/")[0] + "/*"})
 
 
-def _version(request: Request) -> str | None:
-    versions = request.headers.all(headers.VERSION)
-    if len(versions) > 1:
-        raise HttpError(400, f"more than one {headers.VERSION} header")
-    return versions[0] if versions else None
+def _single(request: Request, name: str) -> str | None:
+    if headers.is_doubled(request.headers, name):
+        raise HttpError(400, f"more than one {name} header")
+    return request.headers.get(name)
 
 
 def _is_newer(version: str | None) -> bool:
@@ -377,10 +372,8 @@ def _is_newer(version: str | None) -> bool:
 
 
 def _key(request: Request) -> Any:
-    keys = request.headers.all(KEY)
-    if len(keys) > 1:
-        raise HttpError(400, "more than one Idempotency-Key header")
-    return keys[0] if keys else UNSET
+    key = _single(request, KEY)
+    return UNSET if key is None else key
 
 
 async def _refuse(request: Request, error: RpcError, id: Any, revision: Revision, status: int = 400) -> None:

@@ -28,6 +28,11 @@ from wirecall.methods import InputRequired
 Id = int | str
 
 
+# Ids of our questions, different in every process: an answer may reach another one.
+_PREFIX = os.urandom(4).hex()
+_numbers = itertools.count(1)
+
+
 class Outlet(Protocol):
     """Where a transport lets messages out that come before the answer."""
 
@@ -63,8 +68,6 @@ class Session:
         self.calls = {} if calls is None else calls  # what it may cancel
         self.subscriptions: set[str] = set()  # URIs of resources
         self._asked: dict[Id, asyncio.Future[Raw]] = {}  # what it has not answered yet
-        self._ids = itertools.count(1)
-        self._prefix = ""
 
     def wants(self, level: str) -> bool:
         """With a handshake the server decides until a level is set; without one, no level means no messages."""
@@ -74,8 +77,7 @@ class Session:
 
     async def request(self, method: str, params: dict[str, Any], outlet: Outlet) -> Raw:
         """Ask the client, and wait for what it says."""
-        self._prefix = self._prefix or os.urandom(4).hex()
-        id = f"{self._prefix}-{next(self._ids)}"
+        id = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
         answer: asyncio.Future[Raw] = asyncio.get_running_loop().create_future()
         self._asked[id] = answer
         try:
@@ -145,10 +147,10 @@ class Call:
         self._token = token
         self._params = params
         self._progress: float | None = None
-        self._count = itertools.count(1)
+        self._count = 0
         self.answers: dict[str, dict[str, Any]] = {}  # by the key of their question
         self.continues = False  # this is a further round of a call
-        self.pause: Callable[[dict[str, Any]], bytes] | None = None  # what a call that asks is answered with
+        self.pause: Callable[[dict[str, Any], dict[str, Any]], bytes] | None = None  # what a call that asks is answered with
 
     # --- what it knows -----------------------------------------------------------------------------------------------
 
@@ -236,7 +238,8 @@ class Call:
     def _question(
         self, key: str | None, method: str, params: dict[str, Any], needs: dict[str, Any], decode: Callable[[Any], Any]
     ) -> Question:
-        return Question(self, key or f"input-{next(self._count)}", method, params, needs, decode)
+        self._count += 1
+        return Question(self, key or f"input-{self._count}", method, params, needs, decode)
 
     async def _request(self, question: Question) -> Any:
         raw = await self._session.request(question.method, question.params, self._outlet)
@@ -247,7 +250,7 @@ class Call:
         if missing:
             assert self.pause is not None
             wire = {question.key: {"method": question.method, "params": question.params} for question in missing}
-            raise InputRequired(self.pause(wire))
+            raise InputRequired(self.pause(self.answers, wire))
         return [question.decode(self.answers[question.key]) for question in questions]
 
     def _check_capability(self, question: Question) -> None:

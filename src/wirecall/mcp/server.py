@@ -11,7 +11,7 @@ Results are made in the fullest form and encoded once; `_result` adds what 2026-
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -52,7 +52,6 @@ from wirecall.mcp.types import (
     Initialize,
     Listen,
     ListPage,
-    Meta,
     Params,
     ReadResource,
     Resumed,
@@ -149,8 +148,9 @@ class Server:
         key: Any = UNSET,
         position: int | None = None,
         cancellable: bool = True,
+        params: Any = None,
     ) -> bytes | None:
-        """The same, but what is refused is raised."""
+        """The same, but what is refused is raised. `params` are the message's, if they are decoded already."""
         if isinstance(message, Invalid):
             raise message.error
         if isinstance(message, Response):
@@ -161,7 +161,9 @@ class Server:
             return None
         id: Any = message.id
         handler, wanted = self._find(message.method, session.revision)
-        request = Request(id, message.params, _decode(message, wanted), session, outlet, caller, key, position)
+        if type(params) is not wanted:
+            params = _decode(message, wanted)
+        request = Request(id, message.params, params, session, outlet, caller, key, position)
         try:
             if not cancellable or message.method not in _CANCELLABLE:
                 result = await handler(self, request)
@@ -249,16 +251,24 @@ class Server:
         capabilities = self.catalog.capabilities(revision)
         return {"protocolVersion": revision.name, "capabilities": capabilities, "serverInfo": self._info, **told}
 
-    def envelope(self, message: Envelope) -> Meta:
-        """What a request says about itself (2026-07-28). Raises if it does not say what it must."""
-        meta = _meta(message).meta
+    def envelope(self, message: Envelope) -> Params:
+        """The params of a request that describes itself (2026-07-28). Raises if it does not say what it must.
+
+        They are decoded as those of their method, or as any params if they are not; what is wrong is told in its turn.
+        """
+        try:
+            params: Params = _DECODERS[_METHODS[message.method][1]].decode(message.params)  # type: ignore[arg-type]
+        except (KeyError, TypeError, msgspec.ValidationError):
+            params = _meta(message)
+        meta = params.meta
         if meta is UNSET or meta.version is UNSET or meta.capabilities is UNSET:
             raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
-        return meta
+        return params
 
-    def described(self, meta: Meta, calls: dict[Id, Any] | None = None) -> Session:
+    def described(self, params: Params, calls: dict[Id, Any] | None = None) -> Session:
         """The session of a request that describes itself."""
-        assert meta.version is not UNSET and meta.capabilities is not UNSET
+        meta = params.meta
+        assert meta is not UNSET and meta.version is not UNSET and meta.capabilities is not UNSET
         revision = REVISIONS.get(meta.version)
         if revision is None or not revision.is_stateless:
             supported = [revision.name for revision in STATELESS]
@@ -414,7 +424,8 @@ class Server:
         if params.state is not UNSET or params.responses is not UNSET:
             call.continues = True
             call.answers = self._answers(context, params)
-        call.pause = lambda questions: self._pause(context, call, questions)
+        # No reference back to the context: a cycle for every call would keep the garbage collector busy.
+        call.pause = partial(self._pause, context.record, context.params, context.caller)
 
     def _answers(self, context: Context, params: Resumed) -> dict[str, dict[str, Any]]:
         given = {} if params.responses is UNSET else params.responses
@@ -425,13 +436,19 @@ class Server:
         except BrokenSeal:
             raise BadInput("requestState: not the one that was given for this call, or too old") from None
         state = msgspec.json.decode(value, type=_State)
-        if state.digest != _digest(context):
+        if state.digest != _digest(context.record, context.params):
             raise BadInput("requestState: it belongs to another call")
         return {**state.answers, **given}
 
-    def _pause(self, context: Context, call: Call, questions: dict[str, Any]) -> bytes:
-        state = _State(_digest(context), call.answers)
-        sealed = self.seals.seal("state", context.caller, state, STATE_LIFETIME)
+    def _pause(
+        self,
+        record: str,
+        params: Raw | UnsetType,
+        caller: str,
+        answers: dict[str, dict[str, Any]],
+        questions: dict[str, Any],
+    ) -> bytes:
+        sealed = self.seals.seal("state", caller, _State(_digest(record, params), answers), STATE_LIFETIME)
         return encode({"resultType": "input_required", "inputRequests": questions, "requestState": sealed})
 
     # --- changes -----------------------------------------------------------------------------------------------------
@@ -574,9 +591,9 @@ def _error_result(text: str, meta: Any = UNSET) -> CallResult:
     return CallResult([{"type": "text", "text": text}], is_error=True, meta=meta)
 
 
-def _digest(context: Context) -> str:
+def _digest(record: str, params: Raw | UnsetType) -> str:
     """Which call a state belongs to: its method and its arguments."""
-    return f"{context.record} {fingerprint(context.params).hex()}"
+    return f"{record} {fingerprint(params).hex()}"
 
 
 async def forward(listener: Listener, outlet: Outlet) -> None:
@@ -622,7 +639,8 @@ def _is_cancelled() -> bool:
 
 
 def success(id: Id, result: bytes) -> bytes:
-    return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"result":' + result + b"}"
+    told = b"%d" % id if type(id) is int else encode(id)
+    return b'{"jsonrpc":"2.0","id":' + told + b',"result":' + result + b"}"
 
 
 def failure(id: Any, error: RpcError, revision: Revision | None) -> bytes:
