@@ -1,9 +1,19 @@
 """What only the SQLite ledger can meet."""
 
+import asyncio
 import sqlite3
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import apsw
+import pytest
+
 from tests.calls import call, error, make_app, result
+from wirecall.ledger import sqlite_file, sqlite_writer
+from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State, new_nonce
+from wirecall.ledger.sqlite import SqliteLedger
+from wirecall.ledger.sqlite_writer import Job, Writer, skip
 
 
 async def test_another_copy_of_sqlite_that_removes_the_wal_is_noticed(tmp_path: Path) -> None:
@@ -28,3 +38,126 @@ async def test_another_copy_of_sqlite_that_removes_the_wal_is_noticed(tmp_path: 
         refused = error(await app.handle(call("put", {"value": 2}, key="two")))
         assert (refused["code"], refused["data"]["ran"]) == (50310, "no")
     assert effects == [1]
+
+
+# --- a transition that comes alone is written by the event loop ---
+
+
+async def test_a_lone_transition_does_not_change_threads(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    token = (await ledger.claim(claim("one"))).token
+    assert await ledger.complete(token, DONE, 60)
+    assert at_once == [True, True]
+    record = await ledger.get(token.id)
+    assert record is not None and record.state is State.DONE
+
+
+async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    await asyncio.gather(*(ledger.claim(claim(f"key-{n}")) for n in range(8)))
+    assert at_once == []
+
+
+async def test_a_disk_that_is_slow_keeps_no_loop_waiting(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    writer_of(ledger)._last = 0.01
+    await ledger.claim(claim("after a slow one"))
+    writer_of(ledger)._pace = 0.01
+    await ledger.claim(claim("where many were slow"))
+    assert at_once == [False, False]
+
+
+async def test_the_lock_of_another_process_keeps_no_loop_waiting(
+    ledger: SqliteLedger, at_once: list[bool], path: Path
+) -> None:
+    other = apsw.Connection(str(path))
+    other.execute("BEGIN IMMEDIATE")
+    claimed = asyncio.create_task(ledger.claim(claim("locked")))
+    longest, seen = 0.0, time.monotonic()
+    for _ in range(100):
+        await asyncio.sleep(0.001)
+        longest, seen = max(longest, time.monotonic() - seen), time.monotonic()
+    assert at_once == [False] and not claimed.done() and longest < sqlite_file.PATIENCE / 5
+    other.execute("ROLLBACK")
+    assert (await claimed).state is State.RUNNING
+    other.close()
+
+
+async def test_a_lone_transition_does_not_overtake(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    async with ledger.transaction(claim("held")) as transaction:
+        waiting = asyncio.create_task(ledger.claim(claim("waiting")))
+        await asyncio.sleep(0.02)
+        assert at_once == [False] and not waiting.done()
+        await transaction.complete(DONE, 60, undo=False)
+    assert (await waiting).state is State.RUNNING
+    writer_of(ledger)._asked.append(Job("write", skip))  # it is not on its way yet, since no bell was rung
+    assert (await ledger.claim(claim("later"))).state is State.RUNNING
+    assert at_once == [False, False]
+
+
+async def test_a_lone_transition_that_the_disk_refuses_leaves_nothing(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    def refuse(_db: apsw.Connection, _fences: object) -> None:
+        raise apsw.FullError("on purpose")
+
+    with pytest.raises(LedgerDown, match="no room"):
+        await writer_of(ledger).ask(Job("write", refuse))
+    assert (await ledger.claim(claim("next"))).state is State.RUNNING
+    assert at_once == [True, True] and sum((await ledger.counts()).values()) == 2
+
+
+async def test_the_wal_is_folded_into_the_file(ledger: SqliteLedger, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_writer, "PAGES_IN_WAL", 20)
+    for n in range(100):
+        await ledger.claim(claim(f"key-{n}"))
+    assert Path(f"{path}-wal").stat().st_size < 60 * 4096, "it begins anew where it was folded"
+
+
+def test_a_file_is_the_same_however_the_kernel_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(b"")
+    known = sqlite_file.identity(str(path))
+    assert known is not None and known[0] == path.stat().st_ino and sqlite_file.identity(f"{path}-none") is None
+    monkeypatch.setattr(sqlite_file, "_statx", None)
+    assert sqlite_file.identity(str(path)) == known and sqlite_file.identity(f"{path}-none") is None
+
+
+DONE = Outcome("result", b"1", b"digest")
+
+
+def claim(key: str) -> Claim:
+    return Claim(
+        id=RecordId("", "put", key), fingerprint=b"f", nonce=new_nonce(), lease=30, retention=60, on_crash="unknown"
+    )
+
+
+def writer_of(ledger: SqliteLedger) -> Writer:
+    assert ledger._writer is not None
+    return ledger._writer
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+async def ledger(path: Path) -> AsyncIterator[SqliteLedger]:
+    ledger = SqliteLedger(path)
+    await ledger.claim(claim("the file is open"))
+    with writer_of(ledger)._lent:  # the thread answers first, and lends its connection then
+        pass
+    writer_of(ledger)._pace = writer_of(ledger)._last = 0.0  # however slow the disk of the test is
+    yield ledger
+    await ledger.aclose()
+
+
+@pytest.fixture
+def at_once(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each transition that came alone was written at once, in their order."""
+    written: list[bool] = []
+    commit_at_once = Writer._commit_at_once
+
+    def watched(writer: Writer, job: Job) -> bool:
+        written.append(commit_at_once(writer, job))
+        if written[-1]:
+            writer._pace = writer._last = 0.0
+        return written[-1]
+
+    monkeypatch.setattr(Writer, "_commit_at_once", watched)
+    return written

@@ -25,6 +25,26 @@ Note = Callable[[Context, bytes, float, BaseException | None], None]
 class Run:
     """A command under way, as its handler's context sees it."""
 
+    __slots__ = (
+        "_loop",
+        "alone",
+        "attempt",
+        "cancelled",
+        "claim",
+        "committed",
+        "context",
+        "db",
+        "ended",
+        "fence",
+        "forsaken",
+        "interruptible",
+        "ledger",
+        "marked",
+        "method",
+        "others",
+        "token",
+    )
+
     def __init__(self, method: Method, context: Context, claim: Claim, alone: bool) -> None:
         self.method = method
         self.context = context
@@ -41,6 +61,7 @@ class Run:
         self.forsaken = False  # its caller left while the claim was on its way
         self.others = False  # another run of the same command was seen
         self.db: Any = None
+        self.ended: asyncio.Future[None] | None = None  # what its caller awaits
         self._loop: asyncio.AbstractEventLoop | None = None if alone else asyncio.get_running_loop()
 
     @property
@@ -130,8 +151,14 @@ class Noted:
             self._note(self._context, self._fingerprint, self._started, error)
 
 
+def not_noted(_: BaseException | None = None) -> None:
+    """In place of `Noted` where nobody keeps notes."""
+
+
 class Flight:
     """The one run of a command in this process, and those who wait for it."""
+
+    __slots__ = ("_fingerprint", "_waiting", "is_granted", "is_refused")
 
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
@@ -182,13 +209,18 @@ class Heartbeats:
             self._loop, self._timer = loop, None
             self._due.clear()
         self._due[run] = due = loop.time() + run.method.terms.lease / 3
-        if self._timer is None or self._timer.cancelled() or self._timer.when() > due:
+        if self._timer is None or self._timer.when() > due:
             self._arm(loop, due)
 
     def stop(self, run: Run) -> None:
+        """The timer stays: the next run is likely to come before it, and to cancel one costs more than to let it pass."""
         self._due.pop(run, None)
+
+    def rest(self) -> None:
+        """No run will come."""
         if not self._due and self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def _arm(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
         if self._timer is not None:
@@ -199,6 +231,7 @@ class Heartbeats:
         for run in [run for run, due in self._due.items() if due <= loop.time()]:
             self._due[run] = loop.time() + run.method.terms.lease / 3
             self._spawn(self._renew(run))
+        self._timer = None
         if self._due:
             self._arm(loop, min(self._due.values()))
 

@@ -2,9 +2,9 @@
 
 The rules of the file:
 
-1. One thread of the process writes (`_Writer`). All transitions that wait at a moment go into one transaction and one
+1. One thread of the process writes (`Writer`). All transitions that wait at a moment go into one transaction and one
    fsync, and nobody is answered before that. Whatever wants the write lock of the file asks this thread for it, so its
-   queue is the order.
+   queue is the order; only while that is empty, a transition that comes alone is written by who asks for it.
 2. Readers wait for nobody (WAL): a claim that changes nothing is answered by a read in the calling thread.
 3. Leases are measured by the clock that counts from boot, which people cannot set, and a record tells which boot it means:
    a lease of another boot is over. Retention, and the times people read, are wall time.
@@ -114,7 +114,8 @@ class SqliteLedger:
         return await self._change("commit_point", token, lease=lease)
 
     async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
-        return await self._change("complete", token, retention=retention, **parts(outcome))
+        completed: bool = await self._running().ask(Job("write", partial(self._table.complete, token, outcome, retention)))
+        return completed
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
         return await self._change("suspend", token, retention=retention, **parts(interim))

@@ -1,8 +1,11 @@
 """The file of an SQLite ledger: its statements, how it is opened, why it may be refused, and its troubles in our words."""
 
 import copy
+import ctypes
 import os
 import random
+import struct
+import sys
 import time
 from itertools import count
 from pathlib import Path
@@ -31,11 +34,12 @@ def _statements() -> dict[str, str]:
 SQL = _statements()
 
 
-def open_file(path: str, columns: tuple[str, ...]) -> tuple[apsw.Connection, apsw.Connection]:
-    """A connection to write and one to read, to a file that is fit to be a ledger."""
+def open_file(path: str, columns: tuple[str, ...]) -> "tuple[apsw.Connection, apsw.Connection, Patience]":
+    """A connection to write and one to read, to a file that is fit to be a ledger; and the patience of the first."""
     _prepare_folder(path)
+    patience = Patience()
     try:
-        db = connect(path, apsw.SQLITE_OPEN_CREATE)
+        db = connect(path, apsw.SQLITE_OPEN_CREATE, patience)
         try:
             _make_fit(db, path, columns)
             reader = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READONLY)
@@ -45,7 +49,7 @@ def open_file(path: str, columns: tuple[str, ...]) -> tuple[apsw.Connection, aps
     except apsw.Error as error:
         raise as_down(path, error) from error
     reader.set_busy_timeout(1000)  # only while another process recovers the file after a crash
-    return db, reader
+    return db, reader, patience
 
 
 def _prepare_folder(path: str) -> None:
@@ -75,22 +79,25 @@ def _file_system(folder: str) -> str:
     return max(above, key=lambda mount: mount[0], default=(0, ""))[1]  # the first of equals, so the last one mounted
 
 
-def connect(path: str, create: int = 0) -> apsw.Connection:
+def connect(path: str, create: int = 0, patience: "Patience | None" = None) -> apsw.Connection:
     db = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE | create)
-    db.set_busy_handler(_Patience())
+    db.set_busy_handler(patience or Patience())
     db.pragma("synchronous", "full")  # a commit is on the disk, not only with the kernel
     db.pragma("fullfsync", True)  # the same on macOS
     return db
 
 
-class _Patience:
+class Patience:
     """A busy handler. SQLite's own sleeps for up to 0.1 s, an age beside a commit of 0.3 ms; and without the chance in this
     one, processes that meet would go on meeting."""
 
     def __init__(self) -> None:
+        self.is_over = False  # whoever is calling must not wait at all
         self._give_up_at = 0.0
 
     def __call__(self, tries: int) -> bool:
+        if self.is_over:
+            return False
         now = time.monotonic()
         if tries == 0:
             self._give_up_at = now + PATIENCE
@@ -122,7 +129,7 @@ def _check_owner(db: apsw.Connection, path: str) -> None:
 
 
 def _use_wal(db: apsw.Connection, path: str) -> None:
-    patience = _Patience()
+    patience = Patience()
     for tries in count():
         try:
             mode = db.pragma("journal_mode", "wal")
@@ -161,12 +168,29 @@ def _check_tables(db: apsw.Connection, path: str, expected: tuple[str, ...]) -> 
         )
 
 
-def identity(path: str) -> tuple[int, int] | None:
+def identity(path: str) -> tuple[int, ...] | None:
+    """Which file a path names, asked before every commit.
+
+    `stat` reads the times too. Once somebody has read them, Linux (6.18 here) gives the next write a finer one, at the
+    price of a change to the inode: a commit took 220 us after `stat` of the WAL, 165 after `statx` without mtime and ctime.
+    """
+    found = _Statx()
+    if _statx is not None and _statx(_HERE, os.fsencode(path), 0, _STATX_INO, found) == 0:
+        return _NUMBER_AND_DEVICE.unpack_from(found)
     try:
-        found = os.stat(path)
+        told = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return told.st_ino, os.major(told.st_dev), os.minor(told.st_dev)
+
+
+_statx = getattr(ctypes.CDLL(None), "statx", None) if sys.platform == "linux" else None
+_Statx = ctypes.c_char * 256
+_HERE = -100  # AT_FDCWD: relative paths are relative to the working directory
+_STATX_INO = 0x100
+_NUMBER_AND_DEVICE = struct.Struct("=32xQ96xII")  # stx_ino is at 32, stx_dev_major and stx_dev_minor at 136
+if _statx is not None:
+    _statx.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
 
 
 def as_down(path: str, error: Exception) -> LedgerDown:

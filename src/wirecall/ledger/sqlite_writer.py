@@ -1,4 +1,7 @@
-"""The thread that writes an SQLite ledger: all that waits at a moment goes into one transaction and one fsync."""
+"""The thread that writes an SQLite ledger: all that waits at a moment goes into one transaction and one fsync.
+
+While it has nothing to do, it lends its connection: what comes alone is written where it was asked for (`_commit_at_once`).
+"""
 
 import asyncio
 import concurrent.futures
@@ -26,10 +29,15 @@ from wirecall.ledger.base import (
     Record,
 )
 from wirecall.ledger.sqlite_file import PATIENCE, SQL, as_down, connect, down, identity, open_file
-from wirecall.ledger.sqlite_rows import Fences, Row, Table, new_fences, parts, with_token
+from wirecall.ledger.sqlite_rows import Fences, Row, Table, new_fences
 from wirecall.logs import logger
 
 Kind: TypeAlias = Literal["write", "sweep", "begin", "complete", "nothing", "stop"]
+
+# Seconds: commits that take no longer, on the average, an event loop may wait for: to hand one to the thread and back costs
+# as much. One that took twice as long may be the first of a disk that has become slow.
+QUICK = 0.0005
+PAGES_IN_WAL = 1000  # from here on it is folded into the file, as SQLite itself would do it
 
 
 class Job:
@@ -64,19 +72,31 @@ def skip(_db: apsw.Connection, new_fences: Fences) -> None:
 
 
 class Writer:
-    """The connections of one process to one file, and the thread that owns all but the one for reading."""
+    """The connections of one process to one file, and the thread that owns all but the one for reading.
+
+    While it has nothing to do, the thread lends the connection that writes (`_lent`). A job that is the only one of its
+    turn, on a disk that is quick, is committed by the event loop: the same commit, without two changes of threads, which
+    cost more than it. Where the connection is not free, or another process has the lock of the file, the job goes to the
+    thread: a loop waits for its own commit, once in a turn, and for nobody else.
+    """
 
     def __init__(self, path: str, table: Table, *, owner: object) -> None:
         self.pid = os.getpid()
         self.failure: WirecallError | None = None  # set: the thread takes no more jobs, and this is why
         self.reading = threading.Lock()
         self._path = path
-        self._table = table
-        self._queue: SimpleQueue[list[Job]] = SimpleQueue()
+        self.table = table
+        self._asked: deque[Job] = deque()  # the queue; it is safe to add to it anywhere, even while garbage is collected
+        self._bell: SimpleQueue[None] = SimpleQueue()  # rung for the thread whenever there is something to see
         self._collected: dict[asyncio.AbstractEventLoop, list[Job]] = {}  # each touched by the thread of its loop only
         self._waiting: deque[Job] = deque()  # taken from the queue, not done yet
+        self._lent = threading.Lock()  # free while the thread has nothing to do; who holds it may use the connection
+        self._lent.acquire()
+        self._pace = self._last = 1.0  # seconds that a commit took of late, and the last one
+        self._pages = 0  # in the WAL
         self._open: HandlerTransaction | None = None  # a handler's transaction, which has the write lock
         self._is_ready = threading.Event()
+        self._reader: apsw.Connection | None = None
         # A daemon, so that a program that forgets to close can end; then, or when it forgets the whole ledger, `_stop` lets
         # the thread finish what it has begun.
         self._finalizer = weakref.finalize(owner, self._stop)
@@ -85,9 +105,10 @@ class Writer:
 
     @property
     def reader(self) -> apsw.Connection:
-        self._is_ready.wait()
-        if self.failure is not None:
-            raise copy.copy(self.failure)
+        if self._reader is None:
+            self._is_ready.wait()
+        if self.failure is not None or self._reader is None:
+            raise copy.copy(self.failure or LedgerDown(f"The ledger {self._path} is closed."))
         return self._reader
 
     async def ask(self, job: Job) -> Any:
@@ -107,17 +128,49 @@ class Writer:
         return await job.future
 
     def _send_collected(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.send(self._collected.pop(loop))
+        jobs = self._collected.pop(loop)
+        if len(jobs) == 1 and jobs[0].kind == "write" and self._commit_at_once(jobs[0]):
+            jobs[0].settle()
+        else:
+            self.send(jobs)
 
     def send(self, jobs: list[Job]) -> None:
-        self._queue.put(jobs)
+        self._asked.extend(jobs)
+        self._bell.put(None)
         if self.failure is not None:  # the thread may have ended before it could see them
             self._refuse([])
 
     def drop(self, transaction: "HandlerTransaction") -> None:
         """Undo a transaction, unless it is over. Nothing waits here: the caller may be a coroutine that is being closed."""
         transaction.is_dropped = True
-        self._queue.put([Job("nothing", nothing)])
+        self._bell.put(None)
+
+    def _commit_at_once(self, job: Job) -> bool:
+        """Commit a job in the calling thread, if nobody has to wait for anything but the disk; whether it is done."""
+        if self._pace > QUICK or self._last > 2 * QUICK or not self._lent.acquire(blocking=False):
+            return False
+        try:
+            if self._asked or self._waiting or self.pid != os.getpid():  # they came first; it is the parent's, after a fork
+                return False
+            self._patience.is_over = True
+            return self._try_alone(job)
+        finally:
+            self._patience.is_over = False
+            self._lent.release()
+
+    def _try_alone(self, job: Job) -> bool:
+        try:
+            self._write([job])
+        except apsw.BusyError:  # another process is writing; the thread can wait for it
+            self._roll_back()
+            return False
+        except BaseException as error:
+            self._roll_back()
+            if not isinstance(error, Exception):  # Ctrl-C in the thread of the loop, which may go on after it
+                self.send([job])
+                raise
+            job.error = as_down(self._path, error)
+        return True
 
     async def aclose(self) -> None:
         if self.pid == os.getpid() and self.failure is None:
@@ -128,7 +181,8 @@ class Writer:
         if self.pid == os.getpid() and self.failure is None:
             if self._open is not None:  # nobody is left to complete it
                 self._open.is_dropped = True
-            self._queue.put([Job("stop", nothing)])
+            self._asked.append(Job("stop", nothing))
+            self._bell.put(None)
             if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
                 self._thread.join(2 * PATIENCE)
 
@@ -136,7 +190,8 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            self._db, self._reader = open_file(self._path, Row._fields)
+            self._db, self._reader, self._patience = open_file(self._path, Row._fields)
+            self._db.set_wal_hook(self._count_pages)
             self._file = identity(self._path)
             self._wal = identity(self._path + "-wal")
             self._is_ready.set()
@@ -167,10 +222,12 @@ class Writer:
                 self._stand_by(self._open)
 
     def _gather(self) -> None:
-        if not self._waiting:
-            self._waiting.extend(self._queue.get())
-        for _ in range(self._queue.qsize()):
-            self._waiting.extend(self._queue.get_nowait())
+        while not self._waiting and not self._asked:
+            self._lent.release()
+            self._bell.get()
+            self._lent.acquire()
+        while self._asked:
+            self._waiting.append(self._asked.popleft())
 
     def _take_writes(self) -> list[Job]:
         writes = []
@@ -181,17 +238,35 @@ class Writer:
     def _commit(self, jobs: list[Job]) -> None:
         """Group commit: one transaction, one fsync, then the answers."""
         try:
-            self._check_file()
-            self._db.execute(SQL["begin"])
-            fences = new_fences(self._db, len(jobs))
-            for job in jobs:
-                self._attempt(job, fences)
-            self._db.execute(SQL["commit"])
+            self._write(jobs)
         except Exception as error:
             self._roll_back()
             self._commit_each(jobs, error)
         else:
             self._deliver(jobs)
+
+    def _write(self, jobs: list[Job]) -> None:
+        self._check_file()
+        self._db.execute(SQL["begin"])
+        fences = new_fences(self._db, len(jobs))
+        for job in jobs:
+            self._attempt(job, fences)
+        began = time.perf_counter()
+        self._db.execute(SQL["commit"])
+        self._last = time.perf_counter() - began
+        self._pace += (self._last - self._pace) / 8
+        if self._pages >= PAGES_IN_WAL:
+            self._pages = 0
+            self.send([Job("nothing", self._fold)])
+
+    def _count_pages(self, _db: apsw.Connection, _name: str, pages: int) -> int:
+        self._pages = pages
+        return apsw.SQLITE_OK
+
+    def _fold(self) -> None:
+        """Here and not in a commit, as SQLite would: it takes many times as long, and nobody need wait for it."""
+        with suppress(apsw.Error):  # the next commit sees to it again
+            self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
 
     def _commit_each(self, jobs: list[Job], error: Exception) -> None:
         """One of them may be too large for what is left of the disk: that must not be the trouble of the others."""
@@ -230,10 +305,8 @@ class Writer:
 
     def _deliver(self, jobs: list[Job]) -> None:
         """One wake-up for each event loop, not for each job."""
-        by_loop: dict[asyncio.AbstractEventLoop | None, list[Job]] = {}
-        for job in jobs:
-            by_loop.setdefault(job.loop, []).append(job)
-        for loop, theirs in by_loop.items():
+        for loop in {job.loop for job in jobs}:
+            theirs = [job for job in jobs if job.loop is loop]
             if loop is None:
                 _settle(theirs)
             else:
@@ -242,9 +315,9 @@ class Writer:
 
     def _refuse(self, waiting: list[Job]) -> None:
         """Answer the jobs that came too late; it is called by the thread when it ends, and by who comes after that."""
-        with suppress(Empty):
+        with suppress(IndexError):
             while True:
-                waiting.extend(self._queue.get_nowait())
+                waiting.append(self._asked.popleft())
         for job in waiting:
             job.error = None if job.kind == "stop" else copy.copy(self.failure)
         self._deliver(waiting)
@@ -262,7 +335,8 @@ class Writer:
 
     def _close(self) -> None:
         with self.reading, suppress(AttributeError, apsw.Error):  # AttributeError: they were never opened
-            self._reader.close()
+            if self._reader is not None:
+                self._reader.close()
             self._db.close()
 
     # --- a handler's transaction, also in the thread ---
@@ -283,22 +357,22 @@ class Writer:
                 db.close()
 
     def _begin_on(self, db: apsw.Connection, transaction: "HandlerTransaction", claim: Claim) -> None:
-        row = self._table.find(db, claim.id)
+        row = self.table.find(db, claim.id)
         if row is not None:
-            transaction.record = self._table.seen(row, claim)
+            transaction.record = self.table.seen(row, claim)
             return
-        transaction.record = self._table.insert(claim, db, new_fences(db, 1))
+        transaction.record = self.table.insert(claim, db, next(new_fences(db, 1)))
         db.execute(SQL["before_handler"])
         db.set_commit_hook(lambda: not transaction.may_commit)
         transaction.db = db
         self._open = transaction
 
-    def complete(self, transaction: "HandlerTransaction", values: dict[str, Any], undo: bool) -> None:
+    def complete(self, transaction: "HandlerTransaction", complete: Callable[..., bool], undo: bool) -> None:
         db = transaction.db
         try:
             if undo and db.in_transaction:
                 db.execute(SQL["undo_handler"])
-            if not db.in_transaction or not self._table.change("complete", values, db, iter(())):
+            if not db.in_transaction or not complete(db, iter(())):
                 raise UsageError(
                     "The transaction ended inside the handler, so all of it was undone.",
                     "the handler ended it, or went on after SQLite had to, for example because the disk was full",
@@ -327,11 +401,13 @@ class Writer:
         if self._open is None:
             return
         with suppress(Empty):
-            for job in self._queue.get(timeout=0.002 if transaction.is_dropped else self._until_late()):
-                if job.kind == "complete":
-                    self._do(job)
-                else:
-                    self._waiting.append(job)
+            self._bell.get(timeout=0.002 if transaction.is_dropped else self._until_late())
+        while self._asked:
+            job = self._asked.popleft()
+            if job.kind == "complete":
+                self._do(job)
+            else:
+                self._waiting.append(job)
         while self._until_late() == 0 and not transaction.is_dropped:
             self._give_up(transaction)
 
@@ -390,8 +466,8 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
     async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
         if self.db is None or self.is_dropped:
             raise UsageError("There is no transaction to complete.", "the record was there already, or it is over")
-        values = with_token(self.record.token, {"retention": retention, **parts(outcome)})
-        await self._writer.ask(Job("complete", partial(self._writer.complete, self, values, undo)))
+        complete = partial(self._writer.table.complete, self.record.token, outcome, retention)
+        await self._writer.ask(Job("complete", partial(self._writer.complete, self, complete, undo)))
 
 
 def _settle(jobs: list[Job]) -> None:
