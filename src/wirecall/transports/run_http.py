@@ -21,6 +21,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -231,7 +232,13 @@ class Granian:
         )
 
     async def serve(self) -> None:
+        before = _threads()
         await self._server.serve()
+        # Its threads end a little later. One that wants to tell Python something while the interpreter ends would panic.
+        for _ in range(200):
+            if not _threads() - before:
+                break
+            await asyncio.sleep(0.005)
 
     def stop(self) -> None:
         self._server.stop()
@@ -263,6 +270,14 @@ def _files() -> int:
     except (ImportError, OSError):
         return BACKLOG
     return max(allowed - 64, 64) if 0 < allowed < 1 << 20 else 1 << 20
+
+
+def _threads() -> set[int]:
+    """The threads of this process that are not Python's, where the system tells."""
+    try:
+        return {int(name) for name in os.listdir("/proc/self/task")} - {each.native_id for each in threading.enumerate()}
+    except OSError:
+        return set()
 
 
 def _open_files() -> list[int]:

@@ -21,6 +21,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -54,6 +55,9 @@ class Connection(Protocol):
     def handle(self, line: bytes) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         """The answer, if there is one, or a coroutine that will give it."""
 
+    def ending(self) -> None:
+        """No further line will come: what only waits for one may end."""
+
     async def aclose(self) -> None:
         """The connection is over: cancel what is under way."""
 
@@ -79,18 +83,17 @@ async def serve_streams(
     stop: "Stop | None" = None,
 ) -> None:
     """Serve two file descriptors until EOF or until `stop` is called. They stay open."""
-    loop = asyncio.get_running_loop()
-    session = _Session(connect, reader, writer, limits or Limits())
     stop = stop or Stop()
-    stop.attach(session.stop)
+    left = grace
     try:
-        await session.serve(grace)
+        session = _Session(connect, reader, writer, limits or Limits())
+        stop.attach(session.stop)
+        with _woken_by_signals():
+            left = await session.serve(grace)
     finally:
-        try:
-            if cleanup is not None:
-                await cleanup(max(0.0, session.deadline - loop.time()))
-        finally:
-            stop.detach()
+        if cleanup is not None:
+            await cleanup(left)
+        stop.detach()
 
 
 class Stop:
@@ -144,21 +147,26 @@ class _Session:
         self._calls: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = self._loop.create_future()  # no further line will begin
         self._freed: asyncio.Future[None] | None = None  # somebody waits for a place, or for the last call to end
-        self._at_once = False
+        self._stops = 0
         self._error: BaseException | None = None
-        self._input = _open_input(reader)
         self._output = Output(writer, self._give_up)
-        self._connection = connect(self._output.send)
+        try:
+            self._connection = connect(self._output.send)
+            self._input = _open_input(reader)
+        except BaseException:
+            self._output.close()
+            raise
         self._context = copy_context()
         self._leader = self._lead_on()
 
-    async def serve(self, grace: float) -> None:
-        """Until the end of the last call, or of the grace."""
+    async def serve(self, grace: float) -> float:
+        """Serve until the end of the last call, or of the grace: gives what is left of it."""
         await self._over
-        if not self._at_once:
+        if self._stops < 2:
             self.deadline = self._loop.time() + grace
         self._leader.cancel()
         self._input.close()
+        self._connection.ending()
         if self._output.gone:
             self._give_up()
         await self._ended(0)
@@ -166,14 +174,15 @@ class _Session:
         await self._close()
         if self._error is not None:
             raise self._error
+        return max(0.0, self.deadline - self._loop.time())
 
     def stop(self) -> None:
         """The first time: begin nothing more. The second time: end."""
-        if self._over.done():
-            self._at_once, self.deadline = True, self._loop.time()
+        self._stops += 1
+        _resolve(self._over)
+        if self._stops > 1:
+            self.deadline = self._loop.time()
             self._give_up()
-        else:
-            self._over.set_result(None)
 
     def _give_up(self) -> None:
         """Nobody is there to be answered, or nobody has the time."""
@@ -326,37 +335,31 @@ def _open_input(fd: int) -> "_Polled | _Threaded":
 class _Polled:
     """Reads when the loop says that there is something, so that a blocking descriptor may stay one.
 
-    Whether it blocks belongs to all who share it, such as the shell that started us.
+    Whether it blocks belongs to all who share it, such as the shell that started us. The callback itself reads: one turn of
+    the loop later, what it was told may be no longer true, and reading would block.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._loop = asyncio.get_running_loop()
-        self._wakeup: asyncio.Future[None] | None = None
+        self._future: asyncio.Future[bytes] | None = None
         self._loop.add_reader(fd, self._ready)
         self._watched = True
 
     async def read(self) -> bytes:
         """Some bytes, none at the end."""
-        while True:
-            if not self._watched:
-                self._loop.add_reader(self._fd, self._ready)
-                self._watched = True
-            self._wakeup = self._loop.create_future()
-            await self._wakeup
-            try:
-                return os.read(self._fd, CHUNK)
-            except BlockingIOError:
-                continue
-            except OSError:  # a terminal hung up, a socket was reset
-                return b""
+        if not self._watched:
+            self._loop.add_reader(self._fd, self._ready)
+            self._watched = True
+        self._future = self._loop.create_future()
+        return await self._future
 
     def _ready(self) -> None:
-        wakeup, self._wakeup = self._wakeup, None
-        if wakeup is not None and not wakeup.done():
-            wakeup.set_result(None)
-        else:
+        if self._future is None or self._future.done():
             self.close()  # nobody wants it now; the next `read` looks again
+            return
+        with contextlib.suppress(BlockingIOError):
+            self._future.set_result(_read(self._fd))
 
     def close(self) -> None:
         if self._watched:
@@ -382,10 +385,7 @@ class _Threaded:
 
     def _run(self) -> None:
         while self._asked.acquire() and not self._closed:
-            try:
-                data = os.read(self._fd, CHUNK)
-            except OSError:
-                data = b""
+            data = _read(self._fd)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._give, data)
 
@@ -396,6 +396,15 @@ class _Threaded:
     def close(self) -> None:
         self._closed = True
         self._asked.release()
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, CHUNK)
+    except BlockingIOError:
+        raise
+    except OSError:  # a terminal hung up, a socket was reset
+        return b""
 
 
 # --- writing -----------------------------------------------------------------------------------------------------------
@@ -538,6 +547,26 @@ def _signals(stop: Stop) -> Iterator[None]:
         stop.close()
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _woken_by_signals() -> Iterator[None]:
+    """A signal may be taken by any thread, and its handler runs in the main one, which sleeps in the loop: wake it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    woken, waking = socket.socketpair()
+    with woken, waking:
+        woken.setblocking(False)
+        waking.setblocking(False)
+        loop.add_reader(woken, woken.recv, 64)
+        before = signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(woken)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,236 @@
+"""HTTP: the rules by a driver in this process (`ask`), the rest by real servers in processes of their own (`serving`)."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.calls import make_app
+from wirecall import Limits
+from wirecall.frames import Data, Id
+from wirecall.transports.http_server import HttpServer, Request
+from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
+from wirecall.transports.run_http import serve
+
+PATIENCE = 30.0
+
+Pairs = Sequence[tuple[str, str]]
+LOCAL = (("host", "localhost:8420"),)
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_complete: bool
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def message(self) -> str:
+        return str(self.json["error"]["message"])
+
+
+class Client:
+    """An ASGI client that says what it is told to, and leaves at the end if asked to."""
+
+    def __init__(self, *events: Any, leaves: bool = False) -> None:
+        self.events = list(events)
+        self.sent: list[Any] = []
+        self.answered = asyncio.Event()
+        self.left = asyncio.Event()
+        self.reading = asyncio.Event()
+        self.reading.set()
+        if leaves:
+            self.left.set()
+
+    async def receive(self) -> Any:
+        if self.events:
+            event = self.events.pop(0)
+            return await event if asyncio.iscoroutine(event) else event
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, event: Any) -> None:
+        await self.reading.wait()
+        self.sent.append(event)
+        self.answered.set()
+
+    @property
+    def reply(self) -> Reply:
+        start, *rest = self.sent
+        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        is_complete = bool(rest) and not rest[-1].get("more_body", False)
+        return Reply(start["status"], headers, b"".join(event["body"] for event in rest), is_complete)
+
+
+def piece(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def scope_of(method: str, path: str, headers: Pairs) -> dict[str, Any]:
+    pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
+    return {"type": "http", "method": method, "path": path, "headers": pairs, "root_path": ""}
+
+
+async def ask(
+    server: HttpServer,
+    path: str = "/rpc",
+    body: bytes = b"",
+    *,
+    method: str = "POST",
+    headers: Pairs = (),
+    host: Pairs = LOCAL,
+    client: Client | None = None,
+) -> Reply:
+    """One request; JSON, from this machine, unless told otherwise."""
+    client = client or Client(piece(body))
+    pairs = [*host, *headers]
+    if not any(name.lower() == "content-type" for name, _ in pairs):
+        pairs.append(("content-type", "application/json"))
+    async with asyncio.timeout(PATIENCE):
+        await server(scope_of(method, path, pairs), client.receive, client.send)
+    return client.reply if client.sent else Reply(0, {}, b"", False)
+
+
+# --- real servers ------------------------------------------------------------------------------------------------------
+
+
+def make_server(limits: Limits, **options: Any) -> HttpServer:
+    """/rpc, probes, and streams that end when asked, that never end, and that never stop to write."""
+    app = make_app(limits=limits)
+    app.query(name="add")(lambda a, b: a + b)
+
+    async def handle(data: Data, *, caller: str, replayed: list[Id] | None, key: str | None) -> bytes | None:
+        return await app.handle(data, caller=caller, replayed=replayed)
+
+    async def polite(request: Request) -> None:
+        await request.body()
+        await request.open_stream()
+        await request.write(b"data: hello\n\n")
+        await request.stopping.wait()
+        await request.write(b"data: bye\n\n")
+        await request.close_stream()
+
+    async def stubborn(request: Request) -> None:
+        await request.body()
+        await request.open_stream()
+        await request.write(b"data: hello\n\n")
+        await request.gone()
+
+    async def flood(request: Request) -> None:
+        await request.body()
+        await request.open_stream()
+        while True:
+            await request.write(b"x" * 65536)
+
+    async def headers(request: Request) -> None:
+        names = {name: request.headers.all(name) for name in request.headers}
+        await request.respond(200, json.dumps(names).encode())
+
+    async def large(request: Request) -> None:
+        await request.body()
+        await request.respond(200, b"x" * (8 << 20), "text/plain")
+
+    async def medium(request: Request) -> None:
+        await request.respond(200, b"x" * (200 << 10), "text/plain")
+
+    async def shutdown(seconds: float) -> None:
+        await app.aclose(seconds)
+        print(json.dumps(["closed", round(seconds, 3)]), flush=True)
+
+    own = {
+        "/polite": polite,
+        "/stubborn": stubborn,
+        "/flood": flood,
+        "/headers": headers,
+        "/large": large,
+        "/medium": medium,
+    }
+    routes = {"/rpc": rpc_endpoint(handle), **own, **health_endpoints()}
+    return HttpServer(routes, limits=limits, shutdown=shutdown, **options)
+
+
+def main() -> None:
+    """The child's side: serve, and tell where by a line on stdout."""
+    options = json.loads(sys.argv[1])
+    limits = Limits(**options.pop("limits"))
+
+    def told(address: str) -> None:
+        print(json.dumps(["listening", address]), flush=True)
+
+    if options.pop("h11"):
+        sys.modules["httptools"] = None  # type: ignore[assignment]
+    serve(lambda: make_server(limits), port=0, listening=told, **options)
+    print(json.dumps(["returned", os.getpid()]), flush=True)
+
+
+class Served:
+    """A server in another process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.port = 0
+
+    async def hear(self, word: str) -> Any:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            line = await self.process.stdout.readline()
+        assert line, f"the server ended before it said {word!r}"
+        said, value = json.loads(line)
+        assert said == word, line
+        return value
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async with asyncio.timeout(PATIENCE):
+            return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def raw(self, data: bytes) -> bytes:
+        """What comes back until the server closes the connection."""
+        reader, writer = await self.connect()
+        try:
+            writer.write(data)
+            async with asyncio.timeout(PATIENCE):
+                return await reader.read()
+        finally:
+            writer.close()
+
+    async def post(self, path: str, body: bytes = b"", *lines: bytes) -> tuple[bytes, bytes]:
+        """The head and the body of the answer to one request on a connection of its own."""
+        data = await self.raw(post(path, body, b"Connection: close", *lines))
+        head, _, rest = data.partition(b"\r\n\r\n")
+        return head.lower(), rest
+
+
+def post(path: str, body: bytes = b"", *lines: bytes, method: bytes = b"POST") -> bytes:
+    head = [method + b" " + path.encode() + b" HTTP/1.1", b"Host: localhost", b"Content-Type: application/json", *lines]
+    if not any(line.lower().startswith((b"content-length", b"transfer-encoding")) for line in lines):
+        head.append(b"Content-Length: %d" % len(body))
+    return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+@asynccontextmanager
+async def serving(server: str, *, workers: int = 1, grace: float = 10.0, **limits: Any) -> AsyncIterator[Served]:
+    """A server that is gone at the end of the block."""
+    kind, _, parser = server.partition("+")
+    options = {"server": kind, "workers": workers, "grace": grace, "limits": limits, "h11": parser == "h11"}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-W", "error", "-c", "from tests.transports import main; main()", json.dumps(options)),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        served = Served(process)
+        served.port = int((await served.hear("listening")).rpartition(":")[2])
+        yield served
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        process._transport.close()  # type: ignore[attr-defined]  # else it warns that nobody did

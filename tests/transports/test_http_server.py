@@ -1,0 +1,555 @@
+"""The rules of HTTP, by a driver in this process."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.calls import batch, call
+from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scope_of
+from wirecall import Limits
+from wirecall.frames import Data, Id
+from wirecall.transports.http_server import Gone, Headers, HttpServer, Request, Unauthorized
+from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
+
+ADD = call("add", {"a": 1, "b": 2})
+NOTIFICATION = b'{"jsonrpc":"2.0","method":"nobody"}'
+
+
+class Handler:
+    """Stands for `App.handle`: notes what it is given."""
+
+    def __init__(self, answer: bytes | None = b'{"ok":true}', replays: list[Id] | None = None) -> None:
+        self.calls: list[tuple[bytes, str, str | None]] = []
+        self.answer = answer
+        self.replays = replays or []
+
+    async def __call__(self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None) -> bytes | None:
+        assert isinstance(data, bytes)
+        self.calls.append((data, caller, key))
+        if replayed is not None:
+            replayed.extend(self.replays)
+        return self.answer
+
+
+def server_of(handle: Handler | None = None, **options: Any) -> HttpServer:
+    return HttpServer({"/rpc": rpc_endpoint(handle or Handler()), **health_endpoints()}, **options)
+
+
+# --- /rpc --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_message_is_answered_with_200_or_204_j7() -> None:
+    server = make_server(Limits())
+    reply = await ask(server, body=ADD)
+    assert (reply.status, reply.headers["content-type"], reply.json["result"]) == (200, "application/json", 3)
+    assert reply.headers["content-length"] == str(len(reply.body))
+    reply = await ask(server, body=NOTIFICATION)
+    assert (reply.status, reply.body, reply.is_complete) == (204, b"", True)
+    assert "content-length" not in reply.headers
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"[]", b"\xff", b"7", call("nothing")])
+async def test_what_has_a_jsonrpc_answer_is_200(body: bytes) -> None:
+    reply = await ask(make_server(Limits()), body=body)
+    assert (reply.status, reply.json["error"]["code"] in (-32700, -32600, -32601)) == (200, True)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS", "HEAD"])
+async def test_other_methods_are_405(method: str) -> None:
+    handle = Handler()
+    reply = await ask(server_of(handle), method=method)
+    assert (reply.status, reply.headers["allow"], handle.calls) == (405, "POST", [])
+    reply = await ask(server_of(), "/healthz", method="POST")
+    assert (reply.status, reply.headers["allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    ("media", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON ; charset=utf-8", 200),
+        ("application/json;charset=utf-8", 200),
+        ("text/plain", 415),
+        ("application/json-seq", 415),
+        ("", 415),
+    ],
+)
+async def test_the_media_type_is_json(media: str, status: int) -> None:
+    handle = Handler()
+    assert (await ask(server_of(handle), headers=[("Content-Type", media)])).status == status
+    assert len(handle.calls) == (status == 200)
+
+
+async def test_the_key_of_a_single_call_may_be_a_header() -> None:
+    handle = Handler()
+    await ask(server_of(handle), body=ADD, headers=[("Idempotency-Key", " order-1 ")])
+    assert handle.calls == [(ADD, "", "order-1")]
+    reply = await ask(server_of(handle), body=batch(ADD), headers=[("Idempotency-Key", "order-1")])
+    assert (reply.status, reply.json["error"]["code"], reply.json["id"]) == (200, -32602, None)
+    assert (
+        await ask(server_of(handle), body=ADD, headers=[("Idempotency-Key", "1"), ("idempotency-key", "2")])
+    ).status == 400
+    assert len(handle.calls) == 1
+
+
+async def test_answers_from_the_ledger_are_marked() -> None:
+    assert "idempotent-replayed" not in (await ask(server_of(), body=ADD)).headers
+    reply = await ask(server_of(Handler(replays=[1])), body=ADD)
+    assert reply.headers["idempotent-replayed"] == "true"
+    reply = await ask(server_of(Handler(replays=[1, 'a"ü😀\n'])), body=batch(ADD))
+    assert reply.headers["idempotent-replayed"].isascii()
+    assert json.loads(reply.headers["idempotent-replayed"]) == [1, 'a"ü😀\n']
+
+
+# --- the body ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_body_in_pieces_is_put_together() -> None:
+    handle = Handler()
+    await ask(server_of(handle), client=Client(piece(ADD[:5], True), piece(b"", True), piece(ADD[5:])))
+    assert handle.calls[0][0] == ADD
+    sized = [("content-length", str(len(ADD)))]
+    await ask(server_of(handle), headers=sized, client=Client(piece(ADD, True)))
+    assert handle.calls[1][0] == ADD, "all of it is there, whatever the server says"
+
+
+@pytest.mark.parametrize(
+    ("headers", "events"),
+    [
+        ([("content-length", "101")], []),
+        ([("content-length", "9" * 400)], []),
+        ([], [piece(b" " * 101)]),
+        ([], [piece(b" " * 60, True), piece(b" " * 60, True)]),
+    ],
+)
+async def test_a_body_over_the_limit_is_413_and_not_read_to_its_end_j11(headers: Pairs, events: list[Any]) -> None:
+    handle = Handler()
+    reply = await ask(server_of(handle, limits=Limits(bytes_in=100)), headers=headers, client=Client(*events))
+    assert (reply.status, reply.json["id"], reply.headers["connection"]) == (413, None, "close")
+    assert reply.json["error"]["code"] == -32600
+    assert reply.json["error"]["data"] | {"reason": ""} == {
+        "type": "limit_exceeded",
+        "reason": "",
+        "limit": "bytes_in",
+        "max": 100,
+    }
+    assert handle.calls == []
+
+
+@pytest.mark.parametrize("length", ["x", "-1", "1_0", "٣", ""])
+async def test_a_length_that_is_no_number_is_400(length: str) -> None:
+    server = server_of()
+    client = Client(piece(b""))
+    scope = scope_of("POST", "/rpc", [*LOCAL, ("content-type", "application/json")])
+    scope["headers"].append((b"content-length", length.encode()))
+    await server(scope, client.receive, client.send)
+    assert client.reply.status == 400
+
+
+async def test_a_body_that_does_not_come_is_408() -> None:
+    handle = Handler()
+    for events in ([], [piece(b"{", True)]):
+        reply = await ask(server_of(handle, limits=Limits(body_time=1)), client=Client(*events))
+        assert (reply.status, reply.headers["connection"], handle.calls) == (408, "close", [])
+
+
+async def test_nothing_runs_for_a_client_that_leaves_in_the_middle() -> None:
+    handle = Handler()
+    for events in ([], [piece(ADD[:9], True)]):
+        client = Client(*events, leaves=True)
+        await ask(server_of(handle), client=client)
+        assert (client.sent, handle.calls) == ([], [])
+
+
+# --- guards ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:65535", "[::1]", "[::1]:8420", " localhost "]
+)
+@pytest.mark.parametrize("method", ["POST", "GET"])
+async def test_loopback_is_always_ours(host: str, method: str) -> None:
+    assert (await ask(server_of(), method=method, host=[("Host", host)])).status in (200, 405)
+    origin = [("Origin", f"http://{host.strip()}")]
+    assert (await ask(server_of(), method=method, headers=origin)).status in (200, 405)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "localhost.evil.example", "evil.example:80", "localhost@evil.example", "127.0.0.1.evil.example"),
+        *(
+            "localhost:x",
+            "localhost:80:80",
+            "localhost/",
+            "localhost evil",
+            "::1",
+            "127.1",
+            "0.0.0.0",
+            "[::1",
+            "[::2]",
+            "ü.eu",
+        ),
+    ],
+)
+async def test_other_names_are_403_for_every_method_and_path(host: str) -> None:
+    handle = Handler()
+    for method in ("POST", "GET", "DELETE", "OPTIONS", "HEAD"):
+        for path in ("/rpc", "/nowhere"):
+            reply = await ask(server_of(handle), path, method=method, host=[("Host", host)])
+            assert reply.status == 403
+            assert "Host" in reply.message and "hosts=[...]" in reply.message
+            assert "id" not in reply.json
+            reply = await ask(server_of(handle), path, method=method, headers=[("Origin", f"http://{host}")])
+            assert reply.status == 403
+            assert "Origin" in reply.message and "origins=[...]" in reply.message
+    assert handle.calls == []
+
+
+async def test_one_host_and_at_most_one_origin() -> None:
+    one, other = ("host", "localhost"), ("host", "localhost:1")
+    for host in ([], [one, one], [one, other], [("host", "")], [("host", "  ")]):
+        assert (await ask(server_of(hosts=["*"]), host=host)).status == 400
+    origin = ("origin", "http://localhost")
+    assert (await ask(server_of(), headers=[origin, origin])).status == 400
+
+
+@pytest.mark.parametrize(
+    "origin", ["null", "", "localhost", "http://", "http://localhost http://evil.example", "://evil.example"]
+)
+async def test_an_origin_that_is_none_is_403(origin: str) -> None:
+    assert (await ask(server_of(), headers=[("Origin", origin)])).status == 403
+
+
+async def test_names_can_be_added() -> None:
+    server = server_of(hosts=["API.example.com", "*.example.org", "example.net:8443"], origins=["https://App.example/"])
+    server.allow_host("::2")
+    for host, status in {
+        "api.example.com": 200,
+        "api.example.com:99": 200,
+        "a.b.example.org:1": 200,
+        "example.org": 403,
+        "notexample.org": 403,
+        "example.net:8443": 200,
+        "example.net": 403,
+        "[::2]:80": 200,
+        "app.example": 403,
+    }.items():
+        for _ in range(2):  # what was judged once is remembered
+            assert (await ask(server, host=[("host", host)])).status == status, host
+            assert (await ask(server, headers=[("origin", f"https://{host}")])).status == (
+                200 if host == "app.example" else status
+            ), host
+    assert (await ask(server, headers=[("origin", "http://app.example")])).status == 403, "another scheme is another origin"
+
+
+async def test_a_star_allows_any() -> None:
+    evil: Pairs = [("origin", "http://evil.example")]
+    assert (await ask(server_of(hosts=["*"]), host=[("host", "evil.example")])).status == 200
+    assert (await ask(server_of(hosts=["*"]), headers=evil)).status == 403, "a name is not a page"
+    assert (await ask(server_of(origins=["*"]), headers=evil)).status == 200
+
+
+async def test_what_is_remembered_of_hosts_is_bounded() -> None:
+    server = server_of(hosts=["*"])
+    for number in range(600):
+        assert (await ask(server, host=[("host", f"h{number}.example")])).status == 200
+    assert len(server._guard._good_hosts) <= 256
+
+
+async def test_a_header_over_the_limit_is_431() -> None:
+    server = server_of(limits=Limits(header_bytes=1000))
+    assert (await ask(server, headers=[("x", "y" * 900)])).status == 200
+    assert (await ask(server, headers=[("x", "y" * 1000)])).status == 431
+    assert (await ask(server, headers=[("x", "y")] * 200)).status == 431
+
+
+async def test_probes_need_no_name_and_no_secret_but_no_page_may_ask() -> None:
+    server = server_of(authenticate=lambda headers: None)
+    for path in ("/healthz", "/readyz"):
+        for host in ([], [("host", "10.0.0.7:8420")]):
+            assert (await ask(server, path, method="GET", host=host)).status == 200
+        assert (await ask(server, path, method="GET", headers=[("origin", "http://evil.example")])).status == 403
+
+
+async def test_unready_and_stopping_are_503() -> None:
+    async def ready() -> str | None:
+        return reason
+
+    server = HttpServer(health_endpoints(ready))
+    reason: str | None = "the ledger is away"
+    reply = await ask(server, "/readyz", method="GET")
+    assert (reply.status, reply.json["reason"]) == (503, reason)
+    reason = None
+    assert (await ask(server, "/readyz", method="GET")).status == 200
+    server.stop()
+    assert (await ask(server, "/readyz", method="GET")).status == 503
+    assert (await ask(server, "/healthz", method="GET")).status == 200
+
+
+async def test_an_unknown_path_names_those_there_are() -> None:
+    reply = await ask(server_of(), "/RPC")
+    assert reply.status == 404
+    assert all(path in reply.message for path in ("/rpc", "/healthz", "/readyz"))
+
+
+async def test_a_mounted_application_knows_its_paths() -> None:
+    client = Client(piece(ADD))
+    scope = {**scope_of("POST", "/api/rpc", [*LOCAL, ("content-type", "application/json")]), "root_path": "/api"}
+    await server_of()(scope, client.receive, client.send)
+    assert client.reply.status == 200
+
+
+# --- who calls ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_caller_is_what_authenticate_says() -> None:
+    async def slow(headers: Mapping[str, str]) -> str | None:
+        return {"Bearer a": "alice"}.get(headers["AUTHORIZATION"])
+
+    def plain(headers: Mapping[str, str]) -> str | None:
+        return {"Bearer a": "alice"}.get(headers.get("authorization", ""))
+
+    for authenticate in (slow, plain):
+        handle = Handler()
+        server = server_of(handle, authenticate=authenticate)
+        assert (await ask(server, body=ADD, headers=[("Authorization", "Bearer a")])).status == 200
+        assert handle.calls == [(ADD, "alice", None)]
+        reply = await ask(server, body=ADD, headers=[("Authorization", "Bearer b")])
+        assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+        twice = [("Authorization", "Bearer a")] * 2
+        assert (await ask(server, body=ADD, headers=twice)).status == 400
+        assert len(handle.calls) == 1
+
+
+async def test_authenticate_may_say_what_it_wants(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(headers: Mapping[str, str]) -> str:
+        raise Unauthorized("the token is old", www_authenticate='Bearer error="invalid_token"')
+
+    reply = await ask(server_of(authenticate=refuse))
+    assert (reply.status, reply.headers["www-authenticate"]) == (401, 'Bearer error="invalid_token"')
+    assert reply.message == "the token is old"
+    assert not caplog.records
+
+
+async def test_authenticate_that_fails_is_500_without_detail(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(headers: Mapping[str, str]) -> str:
+        raise ValueError("secret detail")
+
+    for authenticate in (broken, lambda headers: 7):
+        caplog.clear()
+        handle = Handler()
+        reply = await ask(server_of(handle, authenticate=authenticate))
+        assert (reply.status, reply.json["error"]["code"], handle.calls) == (500, -32603, [])
+        assert b"secret" not in reply.body
+        assert caplog.records[0].exc_info and caplog.records[0].levelno == logging.ERROR
+
+
+# --- answers and streams -----------------------------------------------------------------------------------------------
+
+
+async def test_an_endpoint_that_fails_is_500_or_a_stream_that_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(request: Request) -> None:
+        if request.method == "POST":
+            await request.open_stream()
+            await request.write(b"data: 1\n\n")
+        raise ValueError("secret detail")
+
+    server = HttpServer({"/": broken})
+    reply = await ask(server, "/", method="GET")
+    assert (reply.status, b"secret" in reply.body) == (500, False)
+    reply = await ask(server, "/")
+    assert (reply.status, reply.is_complete, reply.body) == (200, False, b"data: 1\n\n")
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+
+
+async def test_a_stream_is_events_that_nobody_holds_back() -> None:
+    async def stream(request: Request) -> None:
+        await request.open_stream([("Mcp-Session-Id", "7")])
+        assert request.started
+        await request.write(b"data: 1\n\n")
+        await request.close_stream()
+
+    reply = await ask(HttpServer({"/": stream}), "/")
+    assert reply.headers == {
+        "content-type": "text/event-stream",
+        "cache-control": "no-store",
+        "x-accel-buffering": "no",
+        "mcp-session-id": "7",
+    }
+    assert (reply.body, reply.is_complete) == (b"data: 1\n\n", True)
+
+
+async def test_a_large_answer_is_sent_in_pieces() -> None:
+    for size in (0, 1, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 512 << 10, 3 * (256 << 10) + 5):
+        body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+        client = Client(piece(b""))
+        reply = await ask(server_of(Handler(body)), client=client)
+        assert (reply.body == body, reply.headers["content-length"], reply.is_complete) == (True, str(size), True)
+        assert all(len(event["body"]) <= 256 << 10 for event in client.sent[1:])
+
+
+async def test_streams_are_counted() -> None:
+    async def stream(request: Request) -> None:
+        await request.open_stream()
+        await request.gone()
+
+    server = HttpServer({"/": stream}, limits=Limits(streams=2))
+    clients = [Client(piece(b"")), Client(piece(b""))]
+    tasks = [asyncio.create_task(ask(server, "/", client=client)) for client in clients]
+    for client in clients:
+        await client.answered.wait()
+    reply = await ask(server, "/")
+    assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+    clients[0].left.set()
+    await tasks[0]
+    third = Client(piece(b""), leaves=True)
+    assert (await ask(server, "/", client=third)).status == 200
+    clients[1].left.set()
+    await tasks[1]
+
+
+async def test_gone_tells_that_the_client_left_and_can_be_asked_again() -> None:
+    seen: list[str] = []
+    asked = asyncio.Event()
+
+    async def wait(request: Request) -> None:
+        await request.body()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(request.gone(), 0.01)
+        asked.set()
+        await request.gone()
+        seen.append("gone")
+
+    client = Client(piece(b"", True), piece(b""))
+    task = asyncio.create_task(ask(HttpServer({"/": wait}), "/", client=client))
+    await asked.wait()
+    client.left.set()
+    await task
+    assert seen == ["gone"]
+
+
+async def test_writing_to_nobody_is_noticed() -> None:
+    seen: list[str] = []
+
+    async def stream(request: Request) -> None:
+        await request.body()
+        await request.open_stream()
+        await request.write(b"1")
+        client.left.set()
+        try:
+            await request.write(b"2")
+        except Gone as error:
+            seen.append(str(error))
+            raise
+
+    client = Client(piece(b""))
+    assert (await ask(HttpServer({"/": stream}), "/", client=client)).body == b"1"
+    assert seen == ["the client has left"]
+
+
+async def test_writing_to_a_client_that_does_not_read_ends() -> None:
+    seen: list[str] = []
+
+    async def stream(request: Request) -> None:
+        await request.open_stream()
+        client.reading.clear()
+        try:
+            await request.write(b"1")
+        except Gone as error:
+            seen.append(str(error))
+
+    client = Client(piece(b""))
+    await ask(HttpServer({"/": stream}, limits=Limits(write_time=1)), "/", client=client)
+    assert seen == ["the client did not read for 1 s"]
+
+
+async def test_the_straight_way_arms_no_timer_and_makes_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, client = server_of(), Client(piece(ADD))
+    scope = scope_of("POST", "/rpc", [*LOCAL, ("content-type", "application/json")])
+    loop = asyncio.get_running_loop()
+    for name in ("call_at", "call_later", "call_soon", "create_task", "create_future"):
+        monkeypatch.setattr(loop, name, lambda *args, **options: pytest.fail("it waits"))
+    running = server(scope, client.receive, client.send)
+    with pytest.raises(StopIteration):
+        running.send(None)
+    monkeypatch.undo()
+    assert client.reply.status == 200
+
+
+# --- lifespan ----------------------------------------------------------------------------------------------------------
+
+
+class Life:
+    """The server's side of the lifespan protocol."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self.events: asyncio.Queue[Any] = asyncio.Queue()
+        self.answers: asyncio.Queue[Any] = asyncio.Queue()
+        self.task = asyncio.ensure_future(server({"type": "lifespan"}, self.events.get, self.answers.put))
+
+    async def tell(self, name: str) -> str:
+        await self.events.put({"type": f"lifespan.{name}"})
+        async with asyncio.timeout(30):
+            return str((await self.answers.get())["type"])
+
+
+async def test_lifespan_opens_and_closes() -> None:
+    seen: list[Any] = []
+
+    async def startup() -> None:
+        seen.append("open")
+
+    async def shutdown(seconds: float) -> None:
+        seen.append(seconds)
+
+    life = Life(server_of(startup=startup, shutdown=shutdown))
+    assert await life.tell("startup") == "lifespan.startup.complete"
+    assert await life.tell("shutdown") == "lifespan.shutdown.complete"
+    assert seen[0] == "open" and 0 < seen[1] <= 8
+    await life.task
+
+
+async def test_a_startup_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def startup() -> None:
+        raise ValueError("no ledger")
+
+    assert await Life(server_of(startup=startup)).tell("startup") == "lifespan.startup.failed"
+    assert caplog.records[0].exc_info
+
+
+async def test_stopping_asks_streams_to_end_and_cuts_those_that_do_not() -> None:
+    closed = asyncio.Event()
+
+    async def polite(request: Request) -> None:
+        await request.open_stream()
+        await request.stopping.wait()
+        await request.close_stream()
+
+    async def stubborn(request: Request) -> None:
+        await request.open_stream()
+        await asyncio.Event().wait()
+
+    async def shutdown(seconds: float) -> None:
+        closed.set()
+
+    server = HttpServer({"/polite": polite, "/stubborn": stubborn}, shutdown=shutdown)
+    clients = {path: Client(piece(b"")) for path in server.routes}
+    tasks = [asyncio.create_task(ask(server, path, client=client)) for path, client in clients.items()]
+    for client in clients.values():
+        await client.answered.wait()
+    server.stop(1.0)
+    await server.aclose()
+    polite_reply, stubborn_reply = [await task for task in tasks]
+    assert (polite_reply.is_complete, stubborn_reply.is_complete, closed.is_set()) == (True, False, True)
+    assert (await ask(server, "/polite")).status == 503
+
+
+def test_headers_are_a_mapping() -> None:
+    headers = Headers([(b"a", b" 1 "), (b"b", b"\xfc"), (b"a", b"2")])
+    assert (dict(headers), len(headers), headers.all("A"), headers["B"]) == ({"a": "1", "b": "ü"}, 2, ["1", "2"], "ü")
+    assert (headers.get("c"), headers.get("c", "x"), "A" in headers, "ü€" in headers) == (None, "x", True, False)

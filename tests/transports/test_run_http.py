@@ -1,0 +1,303 @@
+"""Real servers: stopping, dead and slow peers, headers as they come."""
+
+import asyncio
+import json
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from tests.calls import call
+from tests.faults import eventually
+from tests.transports import PATIENCE, Served, post, serving
+from wirecall import UsageError
+from wirecall.transports.run_http import bind, serve
+
+SERVERS = ["granian", "uvicorn", "uvicorn+h11"]
+every_server = pytest.mark.parametrize("server", SERVERS)
+both = pytest.mark.parametrize("server", SERVERS[:2])
+
+ADD = call("add", {"a": 1, "b": 2})
+
+
+async def ends(served: Served, number: signal.Signals = signal.SIGTERM) -> float:
+    """Seconds from the signal to the end, which must be a good one: cleanup done, exit code 0."""
+    began = time.monotonic()
+    served.process.send_signal(number)
+    await served.hear("closed")
+    await served.hear("returned")
+    async with asyncio.timeout(PATIENCE):
+        assert await served.process.wait() == 0
+    return time.monotonic() - began
+
+
+@every_server
+async def test_a_call_is_answered(server: str) -> None:
+    async with serving(server) as served:
+        head, body = await served.post("/rpc", ADD)
+        assert head.startswith(b"http/1.1 200")
+        assert json.loads(body)["result"] == 3
+        head, body = await served.post("/rpc", b'{"jsonrpc":"2.0","method":"unknown"}')
+        assert head.startswith(b"http/1.1 204")
+        assert body == b""
+
+
+@every_server
+async def test_many_calls_on_one_connection(server: str) -> None:
+    async with serving(server) as served:
+        reader, writer = await served.connect()
+        async with asyncio.timeout(PATIENCE):
+            for _ in range(50):
+                writer.write(post("/rpc", ADD))
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                assert json.loads(await reader.readexactly(size))["result"] == 3
+        writer.close()
+
+
+@every_server
+async def test_a_body_in_drops_is_put_together(server: str) -> None:
+    async with serving(server) as served:
+        reader, writer = await served.connect()
+        head = post("/rpc", b"", b"Transfer-Encoding: chunked", b"Connection: close")
+        writer.write(head)
+        for byte in ADD:
+            writer.write(b"1\r\n" + bytes([byte]) + b"\r\n")
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        async with asyncio.timeout(PATIENCE):
+            assert b'"result":3' in await reader.read()
+        writer.close()
+
+
+@every_server
+async def test_values_come_without_the_blanks_around_them_and_doubles_are_seen(server: str) -> None:
+    async with serving(server) as served:
+        _, body = await served.post("/headers", b"", b"X-A:  one  ", b"X-A: two\t", b"X-Empty:")
+        seen = json.loads(body)
+        assert seen["x-a"] == ["one", "two"]
+        assert seen["x-empty"] == [""]
+
+
+@every_server
+async def test_host_and_origin_are_checked(server: str) -> None:
+    async with serving(server) as served:
+        for head, status in {
+            b"": b"400",
+            b"Host: localhost\r\nHost: localhost\r\n": b"400",
+            b"Host: evil.example\r\n": b"403",
+            b"Host: localhost\r\nOrigin: http://evil.example\r\n": b"403",
+            b"Host: 127.0.0.1:1\r\nOrigin: http://localhost:5173\r\n": b"200",
+        }.items():
+            data = b"GET /headers HTTP/1.1\r\n" + head + b"Connection: close\r\n\r\n"
+            assert (await served.raw(data)).split(b" ")[1] == status, head
+
+
+@every_server
+async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: str) -> None:
+    async with serving(server, bytes_in=1000) as served:
+        head = await served.raw(post("/rpc", b"", b"Content-Length: 1001"))
+        assert b" 413 " in head
+        assert b'"limit":"bytes_in"' in head
+        chunked = post("/rpc", b"400\r\n" + b" " * 0x400 + b"\r\n", b"Transfer-Encoding: chunked")
+        assert b" 413 " in await served.raw(chunked)
+
+
+@every_server
+async def test_a_client_that_sends_all_before_it_reads_is_told_why(server: str) -> None:
+    def upload() -> int:
+        connection = HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE)
+        with closing(connection):
+            connection.request("POST", "/rpc", b" " * (16 << 20), {"Content-Type": "application/json"})
+            return connection.getresponse().status
+
+    async with serving(server) as served:
+        assert await asyncio.to_thread(upload) == 413
+
+
+@every_server
+async def test_a_header_over_the_limit_is_refused(server: str) -> None:
+    async with serving(server, header_bytes=8192) as served:
+        assert b" 431 " in (await served.raw(post("/rpc", ADD, b"X-Long: " + b"x" * 9000)))[:20]
+
+
+@every_server
+async def test_a_header_without_an_end_is_refused(server: str) -> None:
+    async with serving(server, header_bytes=8192) as served:
+        reader, writer = await served.connect()
+        writer.write(b"POST /rpc HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+        async with asyncio.timeout(PATIENCE):
+            reading = asyncio.create_task(reader.read())
+            try:
+                while not reading.done():
+                    writer.write(b"x" * 4096)
+                    await writer.drain()
+            except ConnectionError:
+                pass
+            await asyncio.wait({reading})
+        _ = reading.exception()
+        writer.close()
+        assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+
+
+@every_server
+async def test_a_request_that_does_not_come_is_given_up(server: str) -> None:
+    async with serving(server, body_time=1.0) as served:
+        slow = [b"", b"POST /rpc HT", post("/rpc", b"", b"Content-Length: 10") + b"{"]
+        answers = await asyncio.gather(*map(served.raw, slow))
+        assert b" 408 " in answers[2]
+        assert not any(b" 200 " in answer for answer in answers)
+
+
+# --- stopping ----------------------------------------------------------------------------------------------------------
+
+
+@every_server
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_it_with_0_after_cleanup(server: str, number: signal.Signals) -> None:
+    async with serving(server) as served:
+        _, idle = await served.connect()
+        assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+        assert await ends(served, number) < 9
+        idle.close()
+
+
+async def opened(served: Served, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await served.connect()
+    writer.write(post(path))
+    async with asyncio.timeout(PATIENCE):
+        await reader.readuntil(b"hello")
+    return reader, writer
+
+
+@every_server
+async def test_streams_are_asked_to_end(server: str) -> None:
+    async with serving(server, grace=20.0) as served:
+        streams = [await opened(served, "/polite") for _ in range(20)]
+        assert await ends(served) < 14
+        for reader, writer in streams:
+            assert b"bye" in await reader.read()
+            writer.close()
+
+
+@every_server
+async def test_streams_that_do_not_end_are_cut_in_time(server: str) -> None:
+    async with serving(server, grace=4.0) as served:
+        streams = [await opened(served, "/stubborn") for _ in range(20)]
+        taken = await ends(served)
+        assert 2.5 < taken < 8, "three seconds are the streams'"
+        for reader, writer in streams:
+            assert b"0\r\n\r\n" not in await reader.read(), "the stream looks as if it were complete"
+            writer.close()
+
+
+@every_server
+async def test_dead_peers_do_not_delay_the_end(server: str) -> None:
+    async with serving(server, grace=4.0) as served:
+        half = post("/rpc", b"", b"Content-Length: 10")
+        with ExitStack() as stack:
+            for data in (b"", half[:20], half, post("/flood"), post("/large")):
+                stack.enter_context(peers(served, 5, data))
+            assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+            assert await ends(served) < 8
+
+
+@both
+async def test_clients_that_leave_at_the_end_do_no_harm(server: str) -> None:
+    for _ in range(3):
+        async with serving(server, grace=4.0) as served:
+            streams = [await opened(served, "/polite") for _ in range(30)]
+            served.process.send_signal(signal.SIGTERM)
+            for _, writer in streams:
+                writer.close()
+            async with asyncio.timeout(PATIENCE):
+                assert await served.process.wait() == 0
+
+
+@both
+async def test_several_workers(server: str) -> None:
+    async with serving(server, workers=2, grace=5.0) as served:
+        for _ in range(10):
+            assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+        _, writer = await opened(served, "/stubborn")
+        began = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        await served.hear("closed")
+        await served.hear("closed")
+        await served.hear("returned")
+        assert await served.process.wait() == 0
+        assert time.monotonic() - began < 9
+        writer.close()
+
+
+def test_a_port_that_is_taken_is_told_in_words() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="use another port="):
+        bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UsageError, match="is not a server"):
+        serve(lambda: None, server="apache")  # type: ignore[arg-type, return-value]
+
+
+# --- slow and dead peers -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def peers(served: Served, count: int, data: bytes, buffer: int = 4096) -> Iterator[list[socket.socket]]:
+    """Clients that say this, and then neither read nor write nor leave."""
+    with ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            peer = stack.enter_context(socket.socket())
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+            peer.settimeout(PATIENCE)
+            peer.connect(("127.0.0.1", served.port))
+            peer.sendall(data)
+            opened.append(peer)
+        yield opened
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the files of the server, and TCP_USER_TIMEOUT is Linux's")
+@every_server
+@pytest.mark.parametrize("path", ["/flood", "/large", "/medium"])
+async def test_a_client_that_does_not_read_is_cut(server: str, path: str) -> None:
+    async with serving(server, write_time=1.0) as served:
+        files = Path(f"/proc/{served.process.pid}/fd")
+        assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+        before = len(list(files.iterdir()))
+        with peers(served, 40, post(path)):
+            assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+            assert len(list(files.iterdir())) >= before + 20, "the peers are not there"
+
+            async def are_cut() -> bool:
+                return len(list(files.iterdir())) <= before + 5
+
+            await eventually(are_cut)
+            assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+
+
+@both
+async def test_500_dead_peers_keep_nobody_else_waiting(server: str) -> None:
+    count = min(500, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200) // 2)
+    share = count // 4
+    drip = post("/rpc", b"", b"Content-Length: 100")
+    async with serving(server, write_time=5.0) as served:
+        with (
+            peers(served, share, b""),
+            peers(served, share, b"POST /rpc HTTP/1.1\r\nHost:"),
+            peers(served, share, post("/flood")),
+            peers(served, share, drip) as dripping,
+        ):
+            for _ in range(5):
+                for peer in dripping:
+                    peer.send(b" ")
+                began = time.monotonic()
+                head, body = await served.post("/rpc", ADD)
+                assert head.startswith(b"http/1.1 200"), head
+                assert json.loads(body)["result"] == 3
+                assert time.monotonic() - began < 5
