@@ -1,4 +1,4 @@
-"""The official conformance suite of MCP against `examples/everything.py`: `make conformance`.
+"""The official conformance suite of MCP against `examples/everything.py` (V9): `make conformance`.
 
     python -m tests.mcp.conformance                                        every set
     python -m tests.mcp.conformance 2026-07-28                             one set

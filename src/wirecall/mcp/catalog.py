@@ -38,6 +38,14 @@ KEY_SCHEMA = {
 
 _NO_ARGUMENTS = Raw(b"{}")
 
+_CAPABILITIES: dict[str, dict[str, Any]] = {
+    "tools": {"listChanged": True},
+    "prompts": {"listChanged": True},
+    "resources": {"subscribe": True, "listChanged": True},
+    "completions": {},
+    "logging": {},
+}
+
 
 class Prompt(Struct, frozen=True):
     name: str
@@ -163,17 +171,18 @@ class Catalog:
     def _describe(self, entry: Any, revision: Revision) -> dict[str, Any]:
         return describe_tool(entry, revision) if isinstance(entry, Method) else entry.described(revision)
 
+    def offers(self, kind: str) -> bool:
+        """Whether there is anything of a kind."""
+        if kind == "tools":
+            return bool(self._registry.tools)
+        if kind == "resources":
+            return bool(self.resources or self.templates)
+        return bool(self.prompts if kind == "prompts" else self.completions)
+
     def capabilities(self, revision: Revision) -> dict[str, Any]:
         """What the server declares: only what it has something of."""
-        subscribe = {"subscribe": True}
-        found = {
-            "tools": {"listChanged": True} if self._registry.tools else None,
-            "prompts": {"listChanged": True} if self.prompts else None,
-            "resources": {**subscribe, "listChanged": True} if self.resources or self.templates else None,
-            "completions": {} if self.completions else None,
-            "logging": {},
-        }
-        return {name: value for name, value in found.items() if value is not None and revision.has(f"capability {name}")}
+        found = {name: value for name, value in _CAPABILITIES.items() if name == "logging" or self.offers(name)}
+        return {name: value for name, value in found.items() if revision.has(f"capability {name}")}
 
 
 def _refuse_second(table: Mapping[str, Any], name: str, kind: str) -> None:

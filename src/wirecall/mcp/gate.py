@@ -15,7 +15,7 @@ from wirecall import frames
 from wirecall.errors import InvalidRequest
 from wirecall.frames import Envelope, Invalid
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.types import Params
+from wirecall.mcp.types import PREFIX, Params
 from wirecall.policy import Limits
 
 
@@ -33,6 +33,14 @@ Incoming: TypeAlias = Envelope | Response | Invalid
 _decode_response = msgspec.json.Decoder(Response).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode_params = msgspec.json.Decoder(Params).decode
+
+
+class _Keys(Struct):
+    meta: dict[str, Raw] = msgspec.field(default_factory=dict, name="_meta")
+
+
+_decode_keys = msgspec.json.Decoder(_Keys).decode
+_VERSION = b"protocolVersion"
 
 
 def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
@@ -91,12 +99,13 @@ def check_array(entries: "Sequence[Incoming]", revision: Revision | None) -> Non
 
 
 def has_envelope(message: Envelope) -> bool:
-    """Whether a message describes itself, as those of 2026-07-28 do."""
+    """Whether a message describes itself, as those of 2026-07-28 do: rightly or wrongly, by the presence of the key."""
+    if message.params is UNSET or _VERSION not in bytes(message.params):
+        return False
     try:
-        meta = meta_of(message).meta
+        return f"{PREFIX}protocolVersion" in _decode_keys(message.params).meta
     except msgspec.ValidationError:  # params by position, or a `_meta` that is none
         return False
-    return meta is not UNSET and meta.version is not UNSET
 
 
 def without_doubles(entries: "Sequence[Incoming]") -> "list[Incoming]":

@@ -40,7 +40,7 @@ from wirecall.mcp import gate, headers
 from wirecall.mcp.catalog import input_schema
 from wirecall.mcp.gate import Incoming, Response
 from wirecall.mcp.peer import Session
-from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
+from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.sealed import BrokenSeal
 from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
 from wirecall.mcp.streams import Channel, Direct
@@ -142,6 +142,9 @@ class McpEndpoint:
 
     async def _modern(self, request: Request, message: Envelope) -> None:
         revision = STATELESS[-1]
+        if message.id is UNSET and message.method in REQUESTS:
+            await _refuse(request, InvalidRequest(f"{message.method} is a request: it needs an id"), None, revision)
+            return
         if message.id is UNSET:
             await request.respond(202)  # the core of the revision sends no notifications over HTTP
             return

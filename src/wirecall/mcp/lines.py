@@ -75,9 +75,14 @@ class Lines:
             return failure(message.id, message.error, self._revision)
         return self._one(message)
 
+    def ending(self) -> None:
+        """The client will send nothing more: streams end, and questions stay unanswered."""
+        self._wire.stopping.set()
+        if self._session is not None:
+            self._session.abandon()
+
     async def aclose(self) -> None:
         """The client is gone, or we stop."""
-        self._wire.stopping.set()
         if self._told is not None:
             self._told.cancel()
 
@@ -110,7 +115,7 @@ class Lines:
 
     def _session_of(self, message: Envelope) -> Session | None:
         """The session a message belongs to; None for an `initialize` that opens one."""
-        if message.method in _MODERN_ONLY or gate.has_envelope(message):
+        if gate.has_envelope(message) or (self._session is None and message.method in _MODERN_ONLY):
             if message.id is UNSET:
                 return Session(STATELESS[-1], calls=self._calls)
             return self._server.described(self._server.envelope(message), self._calls)

@@ -86,6 +86,12 @@ class Session:
         finally:
             del self._asked[id]
 
+    def abandon(self) -> None:
+        """The client will answer nothing any more."""
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(NotCapable("the client has left without an answer", ran="unknown"))
+
     def answered(self, id: Any, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
         """The client has answered; False if nobody asked."""
         answer = self._asked.get(id)

@@ -180,6 +180,9 @@ class Server:
         if name not in revision.requests:
             elsewhere = f"; MCP {revision.name} does not have it" if name in REQUESTS else ""
             raise MethodNotFound(f"there is no method {name[:100]!r}{elsewhere}")
+        needed = _NEEDS.get(name.partition("/")[0])
+        if needed is not None and not self.catalog.offers(needed):
+            raise MethodNotFound(f"{name}: this server has no {needed}")
         return _METHODS[name]
 
     async def _cancellable(self, work: Any, id: Id, session: Session) -> Any:
@@ -325,6 +328,8 @@ class Server:
         revision = request.session.revision
         method = self.catalog.tool(params.name)
         arguments = _EMPTY if params.arguments is UNSET else params.arguments
+        if bytes(arguments)[:1] != b"{":
+            raise InvalidParams("params.arguments: expected an object")
         context: Context | None = None
         try:
             key = _key_of(method, params, arguments, request.key)
@@ -530,6 +535,9 @@ _METHODS: dict[str, tuple[Handler, Any]] = {
     "completion/complete": (Server._complete, Complete),
 }
 
+# What a method is there for; without it the method is not there either (the rule of unadvertised capabilities).
+_NEEDS = {"tools": "tools", "prompts": "prompts", "resources": "resources", "completion": "completions"}
+
 # What can take long enough to be cancelled.
 _CANCELLABLE = frozenset({"tools/call", "prompts/get", "resources/read", "completion/complete", "subscriptions/listen"})
 
@@ -563,8 +571,7 @@ def _key_of(method: Method, params: CallTool, arguments: Raw, header: Any) -> st
     if not method.is_command:
         return None
     meta = UNSET if params.meta is UNSET else params.meta.key
-    inside = take_key(arguments) if bytes(arguments).startswith(b"{") else UNSET
-    key = agreed_key(meta, params.idempotency_key, params.key, inside, header)
+    key = agreed_key(meta, params.idempotency_key, params.key, take_key(arguments), header)
     if key is None and method.key != "optional":
         raise KeyRequired(f"{method.name} needs an idempotency_key: one value per intent, the same on every retry", ran="no")
     return key

@@ -1,0 +1,64 @@
+"""The table in docs/mcp.md says what the table in the code says; test_revisions shows that the server does it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from wirecall.mcp.revisions import NAMES, REVISIONS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "mcp.md").read_text()
+
+# A row of the page, and the rows of the code that it stands for.
+ROWS = {
+    "`initialize`": ["handshake", "request initialize"],
+    "every request describes itself; `server/discover`": ["envelope", "request server/discover"],
+    "arrays of messages": ["array"],
+    "`ping`, `logging/setLevel`, `resources/subscribe`": [
+        *("request ping", "request logging/setLevel", "request resources/subscribe", "request resources/unsubscribe")
+    ],
+    "`subscriptions/listen`": ["request subscriptions/listen"],
+    "completions declared": ["capability completions"],
+    "tool annotations": ["tool annotations"],
+    "titles": ["title"],
+    "structured output": ["structured"],
+    "sound as content": ["content audio"],
+    "links to resources as content": ["content resource_link"],
+    "asking a person": ["ask elicitation/create"],
+    "asking a person to open a page": ["ask elicitation url"],
+    "bad arguments are": ["bad arguments"],
+    "a resource that is not there": ["resource not found"],
+    "caching fields, `resultType`": ["caching", "result type"],
+    "HTTP sessions": ["http session"],
+    "a cut stream can be resumed": ["http resume"],
+    "a client that leaves has cancelled": ["http disconnect cancels"],
+    "headers repeat the body": ["http headers repeat the body"],
+}
+WORDS = {None: "no", "+": "yes"}
+
+
+def drawn() -> dict[str, list[str]]:
+    table = PAGE.partition("## Revisions")[2].partition("\n\nAn array")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    assert tuple(cells[0][1:]) == NAMES
+    return {row[0]: row[1:] for row in cells[2:]}
+
+
+def test_every_row_of_the_page_is_one_of_the_code_s() -> None:
+    assert list(drawn()) == list(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_page_says_what_the_code_says(row: str) -> None:
+    for name in ROWS[row]:
+        values = [revision.value(name) for revision in REVISIONS.values()]
+        assert drawn()[row] == [WORDS.get(value, str(value)) for value in values], name
+
+
+def test_an_unknown_row_is_a_mistake_and_not_a_no() -> None:
+    with pytest.raises(KeyError):
+        REVISIONS["2025-11-25"].has("request tools/cal")
+
+
+def test_the_page_names_no_revision_that_is_not_there() -> None:
+    assert set(re.findall(r"\b20\d\d-\d\d-\d\d\b", PAGE)) == set(NAMES)
