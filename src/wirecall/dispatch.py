@@ -141,8 +141,6 @@ class Dispatcher:
         if self._in_flight + self._commands.left >= self._policy.limits.in_flight:
             raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
         logged = logger.isEnabledFor(logging.INFO)
-        if context._method.plain and not (logged or self._in_full):
-            return await self._call_plain(context)
         context._frame = Frame(context.caller, False, None, logged, True)
         started = time.perf_counter()
         word, code = "ok", None
@@ -154,7 +152,7 @@ class Dispatcher:
             word = "input required"
             raise
         except BaseException as error:
-            refused = self._as_error(context, error)
+            refused = self._as_error(context.method, context.correlation_id, error)
             word, code = "error", refused.code
             raise refused from None
         finally:
@@ -162,27 +160,40 @@ class Dispatcher:
             if logged:
                 self._log_call(context, word, code, started)
 
-    async def _call_plain(self, context: Context) -> Raw:
-        """A plain query needs none of the steps between its arguments and its result."""
-        method = context._method
+    def is_short(self, method: Method) -> bool:
+        """Whether a method's way is short: a plain query that nobody watches needs its arguments and nothing else."""
+        return method.plain and not self._in_full and not logger.isEnabledFor(logging.INFO)
+
+    def call_plain(
+        self, method: Method, params: Raw, shape: Callable[[Any], Any], id: Id
+    ) -> "bytes | Coroutine[Any, Any, bytes]":
+        """The short way: the result as bytes at once, or a coroutine for it."""
+        try:
+            if self._in_flight + self._commands.left >= self._policy.limits.in_flight:
+                raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
+            result = method.function(*method.bind(params))
+            if hasattr(result, "__await__"):
+                return self._finish_plain(method, result, shape, id)
+            return frames.encode(shape(result))
+        except BaseException as error:
+            raise self._as_error(method.name, id, error) from None
+
+    async def _finish_plain(self, method: Method, result: Any, shape: Callable[[Any], Any], id: Id) -> bytes:
         self._in_flight += 1
         try:
-            result = method.function(*method.bind(context.params))
-            if hasattr(result, "__await__"):
-                result = await settled(result)
-            return self._shaped(context, result)
+            return frames.encode(shape(await settled(result)))
         except BaseException as error:
-            raise self._as_error(context, error) from None
+            raise self._as_error(method.name, id, error) from None
         finally:
             self._in_flight -= 1
 
-    def _as_error(self, context: Context, error: BaseException) -> RpcError:
+    def _as_error(self, name: str, correlation_id: Any, error: BaseException) -> RpcError:
         """What a failed call is answered with. What is not a call's failure goes on up."""
         if isinstance(error, RpcError):
             return error
         if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancelled(error):
             raise error
-        failed(context.method, context.correlation_id, error)
+        failed(name, correlation_id, error)
         return InternalError()
 
     def _log_call(self, context: Context, word: str, code: int | None, started: float) -> None:

@@ -70,7 +70,7 @@ class _Batch(Generic[E, T]):
             if type(outcome) is not types.CoroutineType:
                 outcomes[position] = outcome
             elif not self._in_lane(entry):
-                outcomes[position] = await beside(outcome, self._join)
+                outcomes[position] = await _beside(outcome, self._join)
                 self._check()
             elif self._lane_taken:
                 self.aside.append((position, outcome))
@@ -79,7 +79,7 @@ class _Batch(Generic[E, T]):
 
     async def _take_lane(self, position: int, coroutine: Coro) -> None:
         self._lane_taken = True
-        self.outcomes[position] = await beside(coroutine, self._join)
+        self.outcomes[position] = await _beside(coroutine, self._join)
         self._check()
         while self.aside:
             position, coroutine = self.aside.popleft()
@@ -127,7 +127,7 @@ def _cancels() -> int:
 
 
 @types.coroutine
-def beside(coroutine: Coro, on_wait: Callable[[], None]) -> Generator[Any, Any, Any]:
+def _beside(coroutine: Coro, on_wait: Callable[[], None]) -> Generator[Any, Any, Any]:
     """Await a coroutine in the running task; `on_wait` is called when it waits for the first time, if it ever does."""
     try:
         awaited = coroutine.send(None)

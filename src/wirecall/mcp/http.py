@@ -15,6 +15,7 @@ capped.
 """
 
 import asyncio
+import json
 import time
 from collections import OrderedDict
 from functools import lru_cache, partial
@@ -35,7 +36,7 @@ from wirecall.errors import (
 )
 from wirecall.frames import Envelope, Invalid
 from wirecall.jsonrpc import make_batch
-from wirecall.lanes import beside, run_batch
+from wirecall.lanes import resume, run_batch
 from wirecall.mcp import gate, headers
 from wirecall.mcp.catalog import input_schema
 from wirecall.mcp.gate import Incoming, Response
@@ -46,12 +47,12 @@ from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
 from wirecall.mcp.streams import Channel, Direct
 from wirecall.mcp.types import CallTool, Params
 from wirecall.policy import Limits
-from wirecall.transports.http_server import Gone, HttpError, Request
+from wirecall.transports.http_server import Gone, HttpError, Pairs, Request
 
 SESSION = "mcp-session-id"
 LAST_EVENT = "last-event-id"
 KEY = "idempotency-key"
-REPLAYED = ("idempotent-replayed", "true")
+REPLAYED = "idempotent-replayed"
 JSON, EVENTS = "application/json", "text/event-stream"
 
 SESSION_LIFETIME = 86_400.0
@@ -167,7 +168,7 @@ class McpEndpoint:
         elif answer is None:
             await request.respond(202)
         else:
-            await request.respond(200, answer, headers=[REPLAYED] if outlet.replayed else ())
+            await request.respond(200, answer, headers=[(REPLAYED, "true")] if outlet.replayed else ())
 
     def _described(self, request: Request, message: Envelope) -> tuple[Params, Session]:
         """The params and the session of a request that describes itself, once body and headers are found to agree."""
@@ -261,7 +262,7 @@ class McpEndpoint:
             known.keep(channel)
             await channel.follow(request)
         elif (answer := task.result()) is not None:
-            await request.respond(200, answer, headers=[REPLAYED] if channel.replayed else ())
+            await request.respond(200, answer, headers=_replayed(channel, answer))
         elif channel.is_used:
             known.keep(channel)
             await channel.follow(request)
@@ -344,23 +345,25 @@ class McpEndpoint:
 
 
 def _check_media(request: Request) -> None:
-    media = request.headers.get("content-type") or ""
-    if media != JSON and media.partition(";")[0].strip().lower() != JSON:
-        raise HttpError(415, f"Content-Type: expected {JSON}, got {(media or 'none')[:100]}")
+    if request.headers.first.get(b"content-type") != b"application/json":
+        media = request.headers.get("content-type") or ""
+        if media.partition(";")[0].strip().lower() != JSON:
+            raise HttpError(415, f"Content-Type: expected {JSON}, got {(media or 'none')[:100]}")
     if not (_accepts(request, JSON) and _accepts(request, EVENTS)):
         raise HttpError(406, f"Accept: it must list {JSON} and {EVENTS}, an answer may be either")
 
 
 def _accepts(request: Request, media: str) -> bool:
     fields = request.headers
-    accepted = ",".join(fields.all("accept")) if fields.has_doubles else fields.get("accept")
-    return accepted is None or _is_among(media, accepted)
+    accepted = ",".join(fields.all("accept")).encode() if fields.has_doubles else fields.first.get(b"accept")
+    return not accepted or media in _media(accepted)
 
 
 @lru_cache(maxsize=256)  # clients send few different ones
-def _is_among(media: str, accepted: str) -> bool:
-    kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.split(",")}
-    return bool(kinds & {media, "*/*", media.partition("/")[0] + "/*"})
+def _media(accepted: bytes) -> frozenset[str]:
+    """Those of our two media types that an Accept header lists."""
+    kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.decode("latin-1").split(",")}
+    return frozenset(media for media in (JSON, EVENTS) if kinds & {media, "*/*", media.partition("/")[0] + "/*"})
 
 
 def _single(request: Request, name: str) -> str | None:
@@ -381,6 +384,13 @@ def _key(request: Request) -> Any:
 
 async def _refuse(request: Request, error: RpcError, id: Any, revision: Revision, status: int = 400) -> None:
     await request.respond(status, failure(None if id is UNSET else id, error, revision))
+
+
+def _replayed(channel: Channel, answer: bytes) -> Pairs:
+    """Which answers come from the ledger: of an array their ids, in ASCII as everything in a header."""
+    if not channel.replayed:
+        return ()
+    return [(REPLAYED, json.dumps(channel.replayed) if answer.startswith(b"[") else "true")]
 
 
 # --- work ------------------------------------------------------------------------------------------------------------
@@ -413,29 +423,32 @@ async def _several(answering: Any, channel: Channel) -> bytes | None:
 
 async def _while_there(request: Request, work: Any) -> Any:
     """Await work whose client's leaving is its cancellation. Whoever leaves is watched only if the work has to wait."""
+    try:
+        awaited = work.send(None)
+    except StopIteration as finished:
+        return finished.value
+    return await _watched(request, resume(work, awaited))
+
+
+async def _watched(request: Request, work: Any) -> Any:
     this = asyncio.current_task()
     assert this is not None
-    watch: list[asyncio.Task[None]] = []
+    watcher = asyncio.get_running_loop().create_task(request.gone())
 
-    def left(watcher: "asyncio.Task[None]") -> None:
+    def left(_: object) -> None:
         if not watcher.cancelled():
             this.cancel()
 
-    def on_wait() -> None:
-        watcher = asyncio.get_running_loop().create_task(request.gone())
-        watcher.add_done_callback(left)
-        watch.append(watcher)
-
+    watcher.add_done_callback(left)
     try:
-        return await beside(work, on_wait)
+        return await work
     except asyncio.CancelledError:
-        if watch and watch[0].done() and not watch[0].cancelled() and this.uncancel() == 0:
+        if watcher.done() and not watcher.cancelled() and this.uncancel() == 0:
             raise Gone("the client has left") from None
         raise
     finally:
-        for watcher in watch:
-            watcher.remove_done_callback(left)
-            watcher.cancel()
+        watcher.remove_done_callback(left)
+        watcher.cancel()
 
 
 def _negotiated(session: Session) -> _Negotiated:

@@ -38,7 +38,7 @@ class Wire:
 
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         self.stopping = asyncio.Event()
-        self.replayed = False
+        self.replayed: list[Id] = []
         self._send = send
 
     async def send(self, message: bytes) -> None:

@@ -37,7 +37,7 @@ class Outlet(Protocol):
     """Where a transport lets messages out that come before the answer."""
 
     stopping: asyncio.Event  # set when the server is about to stop
-    replayed: bool  # the answer comes from the ledger
+    replayed: list[Id]  # whose answers come from the ledger
     is_shared: bool  # messages of other calls go the same way
 
     async def send(self, message: bytes) -> None:

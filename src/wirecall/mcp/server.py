@@ -330,18 +330,28 @@ class Server:
         arguments = _EMPTY if params.arguments is UNSET else params.arguments
         if bytes(arguments)[:1] != b"{":
             raise InvalidParams("params.arguments: expected an object")
-        context: Context | None = None
+        marks: dict[str, Any] = {}
         try:
-            key = _key_of(method, params, arguments, request.key)
-            context = self._context(request, method, arguments, f"tools/call:{method.name}", key)
-            context._shape = self._shape(method)
-            result = await self._run(context)
+            dispatcher = self._dispatcher()
+            if dispatcher.is_short(method):
+                plain: Any = dispatcher.call_plain(method, arguments, self._shape(method), request.id)
+                result: bytes = plain if type(plain) is bytes else await plain
+            else:
+                result = await self._run_tool(request, method, arguments, marks)
         except RpcError as error:
             result = encode(_as_result(error, method, revision))
-        if context is not None and context.replayed:
-            request.outlet.replayed = True
-            return self._told(result, method, revision, {REPLAYED_META: True})
-        return self._told(result, method, revision, {})
+        return self._told(result, method, revision, marks)
+
+    async def _run_tool(self, request: Request, method: Method, arguments: Raw, marks: dict[str, Any]) -> bytes:
+        key = _key_of(method, request.params, arguments, request.key)
+        context = self._context(request, method, arguments, f"tools/call:{method.name}", key)
+        context._shape = self._shape(method)
+        try:
+            return await self._run(context)
+        finally:
+            if context.replayed:
+                request.outlet.replayed.append(request.id)
+                marks[REPLAYED_META] = True
 
     def _told(self, result: bytes, method: Method, revision: Revision, marks: dict[str, Any]) -> Any:
         """A tool's result for a revision."""

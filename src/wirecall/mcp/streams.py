@@ -33,7 +33,7 @@ class Direct:
 
     def __init__(self, request: Request) -> None:
         self.stopping = request.stopping
-        self.replayed = False
+        self.replayed: list[int | str] = []
         self.is_open = False
         self._request = request
         self._beat: asyncio.TimerHandle | None = None
@@ -91,7 +91,7 @@ class Channel:
     def __init__(self, stopping: asyncio.Event, *, numbered: bool, primed: bool) -> None:
         self.id = os.urandom(6).hex()
         self.stopping = stopping
-        self.replayed = False
+        self.replayed: list[int | str] = []
         self.started = asyncio.Event()  # there is something to send before the answer
         self.finished = False
         self._numbered = numbered

@@ -88,16 +88,12 @@ class Headers(Mapping[str, str]):
     As a mapping it gives the first value of each name.
     """
 
-    __slots__ = ("first", "pairs")
+    __slots__ = ("first", "has_doubles", "pairs")
 
     def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         self.pairs = pairs
         self.first = dict(reversed(pairs))  # of the values of one name the first; made in C, faster than any loop here
-
-    @property
-    def has_doubles(self) -> bool:
-        """Whether a name occurs twice."""
-        return len(self.first) != len(self.pairs)
+        self.has_doubles = len(self.first) != len(pairs)  # a name occurs twice
 
     @overload
     def get(self, name: str, /) -> str | None: ...
