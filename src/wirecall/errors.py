@@ -4,6 +4,14 @@
     ├── UsageError                 our user's mistake: a registration, an option, a call in the wrong place
     │   └── CannotWait             a handler tried to wait inside handle_sync
     ├── EncodeError                a value that JSON cannot carry
+    ├── Gone                       the other side of a connection has left: there is nobody to tell
+    ├── CallFailed                 the client's: a call without an answer; `ran` says what is known about it
+    │   ├── NotSent                "no": it has not left, or it reached nobody
+    │   │   └── Declined           "no": `confirm` did not want it
+    │   ├── Refused                "no": the server took the message and refused it, without JSON-RPC's words
+    │   ├── TimedOut               "unknown": the answer did not come in time
+    │   ├── ConnectionLost         "unknown": the connection broke after the call had left
+    │   └── BadAnswer              "unknown": what came is not an answer to the call
     └── RpcError                   an error as it travels: code, message, data
         ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
         │   └── ToolError          the same for a tool, where only the text counts
@@ -32,7 +40,7 @@ Our own codes are positive and shaped like HTTP statuses, because MCP 2026-07-28
 -32768..-32000 to implementations. Each of them carries `data.type` and `data.ran`: "no", "yes" or "unknown".
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 Ran = Literal["no", "yes", "unknown"]
 
@@ -63,6 +71,52 @@ class EncodeError(WirecallError):
     """A value that cannot be written as JSON."""
 
 
+class Gone(WirecallError):
+    """The other side has left, or does not read: there is nobody to tell."""
+
+
+class CallFailed(WirecallError):
+    """A call of the client's that got no answer. `ran` says whether it may have taken effect."""
+
+    RAN: ClassVar[Ran] = "unknown"
+
+    def __init__(
+        self, message: str, *, ran: Ran | None = None, status: int | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.ran: Ran = ran or self.RAN
+        self.status = status  # of the HTTP answer, if that is what failed
+        self.retry_after = retry_after  # seconds, as the server asked for
+
+
+class NotSent(CallFailed):
+    """The call did not leave, or reached nobody: it has not run."""
+
+    RAN = "no"
+
+
+class Declined(NotSent):
+    """`confirm` was asked, and said no: nothing was sent."""
+
+
+class Refused(CallFailed):
+    """The server refused the message as a whole, before it looked at the calls in it."""
+
+    RAN = "no"
+
+
+class TimedOut(CallFailed, TimeoutError):
+    """The answer did not come in time. The call may have run, or may still."""
+
+
+class ConnectionLost(CallFailed):
+    """The connection broke between the call and its answer. The call may have run."""
+
+
+class BadAnswer(CallFailed):
+    """What came is not an answer to the call: garbage, another id, two answers, none. The call may have run."""
+
+
 class RpcError(WirecallError):
     """An error that reaches the caller: `code`, `message` and, when not None, `data`."""
 
@@ -74,16 +128,39 @@ class RpcError(WirecallError):
         self.code = code
         self.message = message
         self.data = data
+        self._ran: Ran | None = None
+
+    @property
+    def ran(self) -> Ran:
+        """What is known about the call: it did not run, it did, or nobody knows."""
+        if self._ran is not None:
+            return self._ran
+        told = self.data.get("ran") if isinstance(self.data, dict) else None
+        if told in ("no", "yes", "unknown"):
+            return cast(Ran, told)
+        return _RAN.get(self.code, "yes")
+
+    @ran.setter
+    def ran(self, known: Ran) -> None:
+        self._ran = known
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (type(self), self.code, self.message, self.data)
+        return rebuilt, (type(self), self.code, self.message, self.data)
 
     def __str__(self) -> str:
         return f"{self.message} ({self.code})" if self.data is None else f"{self.message} ({self.code}): {self.data}"
 
 
-def _rebuilt(kind: type[RpcError], code: int, message: str, data: Any) -> RpcError:
-    """An error that was pickled, whatever its class takes to be made."""
+# What a code tells that says nothing else about it. JSON-RPC's first four and MCP's three refuse a call before it runs;
+# an internal error may come from anywhere; any other code is a method's own.
+_RAN: dict[int, Ran] = {
+    **dict.fromkeys((-32700, -32600, -32601, -32602, -32020, -32021, -32022), "no"),
+    -32603: "unknown",
+}
+
+
+def rebuilt(kind: type[RpcError], code: int, message: str, data: Any) -> RpcError:
+    """An error that was pickled or has travelled, whatever its class takes to be made."""
     error = kind.__new__(kind)
     RpcError.__init__(error, code, message, data)
     return error

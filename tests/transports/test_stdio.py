@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from wirecall.transports.stdio import HIGH, Gone, Lines, Output, serve_streams
+from wirecall.errors import Gone
+from wirecall.transports.stdio import HIGH, Lines, Output, serve_streams
 
 PATIENCE = 30.0
 

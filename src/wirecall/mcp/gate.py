@@ -48,7 +48,9 @@ def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
     found = frames.read(data, True, limits.bytes_in, limits.depth, limits.batch)
     if isinstance(found, list):
         return _read_array(data, found)
-    return _checked(found if isinstance(found, Envelope) else _response(data) or found)
+    if isinstance(found, Invalid) and type(found.error) is InvalidRequest:  # no request, but perhaps an answer
+        return _response(data) or found
+    return _checked(found)
 
 
 def _read_array(data: bytes, found: Sequence[Any]) -> "list[Incoming]":

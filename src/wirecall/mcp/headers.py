@@ -10,6 +10,7 @@ without case, values with it. A value that a header cannot carry as it is comes 
 """
 
 import base64
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ _BYTES = {name: name.encode() for name in (VERSION, METHOD, NAME)}
 # Which member of the params `Mcp-Name` repeats.
 _NAMED = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
 
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 _OPEN, _CLOSE = "=?base64?", "?="
 
 
@@ -60,6 +62,12 @@ def check(fields: Fields, method: str, params: Params) -> None:
         if fields.has_doubles or fields.first.get(_BYTES[name]) != value.encode():
             found = _only(fields, name)
             _agree(_decoded(found, name) if name == NAME else found, value, name)
+
+
+def check_notification(fields: Fields, method: str) -> None:
+    """A notification needs no headers; those it has must be right."""
+    if fields.get(METHOD) is not None:
+        _agree(_only(fields, METHOD), method, METHOD)
 
 
 def check_marked(fields: Fields, arguments: Raw, marked: Mapping[tuple[str, ...], str]) -> None:
@@ -117,8 +125,5 @@ def _is_same(text: str, value: Any) -> bool:
     if isinstance(value, bool):
         return text == ("true" if value else "false")
     if isinstance(value, (int, float)):
-        try:
-            return float(text) == value
-        except ValueError:
-            return False
+        return _NUMBER.fullmatch(text) is not None and float(text) == value
     return bool(text == value)

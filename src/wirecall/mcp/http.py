@@ -25,6 +25,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from wirecall.errors import (
+    Gone,
     HeaderMismatch,
     InvalidParams,
     InvalidRequest,
@@ -40,6 +41,7 @@ from wirecall.lanes import resume, run_batch
 from wirecall.mcp import gate, headers
 from wirecall.mcp.catalog import input_schema
 from wirecall.mcp.gate import Incoming, Response
+from wirecall.mcp.hub import Listener
 from wirecall.mcp.peer import Session
 from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.sealed import BrokenSeal
@@ -47,7 +49,7 @@ from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
 from wirecall.mcp.streams import Channel, Direct
 from wirecall.mcp.types import CallTool, Params
 from wirecall.policy import Limits
-from wirecall.transports.http_server import Gone, HttpError, Pairs, Request
+from wirecall.transports.http_server import HttpError, Pairs, Request
 
 SESSION = "mcp-session-id"
 LAST_EVENT = "last-event-id"
@@ -89,6 +91,13 @@ class _Known:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.channels: OrderedDict[str, Channel] = OrderedDict()
+        self._standing: Listener | None = None
+
+    def stand(self, listener: Listener | None) -> None:
+        """A message goes to one stream: the newest standing one. The one before ends."""
+        if self._standing is not None:
+            self._standing.close()
+        self._standing = listener
 
     def keep(self, channel: Channel) -> None:
         self.channels[channel.id] = channel
@@ -123,6 +132,9 @@ class McpEndpoint:
         _check_media(request)
         message = gate.read(await request.body(), self._limits)
         version = _single(request, headers.VERSION)
+        owed = isinstance(message, Envelope) and message.id is not UNSET
+        if not owed and version is not None and version not in REVISIONS:
+            raise HttpError(400, f"{headers.VERSION}: {version[:40]!r} is not served")
         if isinstance(message, list):
             await self._array(request, message, version)
         elif isinstance(message, Invalid):
@@ -143,11 +155,8 @@ class McpEndpoint:
 
     async def _modern(self, request: Request, message: Envelope) -> None:
         revision = STATELESS[-1]
-        if message.id is UNSET and message.method in REQUESTS:
-            await _refuse(request, InvalidRequest(f"{message.method} is a request: it needs an id"), None, revision)
-            return
         if message.id is UNSET:
-            await request.respond(202)  # the core of the revision sends no notifications over HTTP
+            await self._notified(request, message)
             return
         outlet = Direct(request)
         try:
@@ -169,6 +178,17 @@ class McpEndpoint:
             await request.respond(202)
         else:
             await request.respond(200, answer, headers=[(REPLAYED, "true")] if outlet.replayed else ())
+
+    async def _notified(self, request: Request, message: Envelope) -> None:
+        """The core of the revision sends no notifications over HTTP: what comes is looked at, and that is all."""
+        try:
+            if message.method in REQUESTS:
+                raise InvalidRequest(f"{message.method} is a request: it needs an id")
+            headers.check_notification(request.headers, message.method)
+        except RpcError as error:
+            await _refuse(request, error, None, STATELESS[-1])
+            return
+        await request.respond(202)
 
     def _described(self, request: Request, message: Envelope) -> tuple[Params, Session]:
         """The params and the session of a request that describes itself, once body and headers are found to agree."""
@@ -195,6 +215,10 @@ class McpEndpoint:
     async def _older(self, request: Request, message: "Envelope | Response", version: str | None) -> None:
         if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
             await self._initialize(request, message)
+            return
+        if isinstance(message, Response) and _is_newer(version):
+            refused = InvalidRequest(f"MCP {version} asks clients nothing, so there is nothing to answer")
+            await _refuse(request, refused, None, STATELESS[-1])
             return
         known = self._known(request, version)
         session = known.session
@@ -257,17 +281,16 @@ class McpEndpoint:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         task.add_done_callback(lambda _: channel.started.set())
-        await channel.started.wait()
-        if not task.done():
-            known.keep(channel)
-            await channel.follow(request)
-        elif (answer := task.result()) is not None:
-            await request.respond(200, answer, headers=_replayed(channel, answer))
-        elif channel.is_used:
-            known.keep(channel)
-            await channel.follow(request)
-        else:
-            await request.respond(202)
+        with channel.reading():
+            await channel.started.wait()
+            answer = task.result() if task.done() else None
+            if answer is not None:
+                await request.respond(200, answer, headers=_replayed(channel, answer))
+            elif channel.is_used or not task.done():
+                known.keep(channel)
+                await channel.follow(request)
+            else:
+                await request.respond(202)
 
     def _channel(self, request: Request, revision: Revision) -> Channel:
         return Channel(request.stopping, numbered=revision.has("http resume"), primed=revision.has("http priming event"))
@@ -307,11 +330,14 @@ class McpEndpoint:
             name, _, number = last.partition(".")
             channel = known.channels.get(name)
             if channel is None or not number.isdecimal():
-                raise HttpError(404, f"{LAST_EVENT}: no such stream here, or its events are gone")
-            await channel.follow(request, int(number))
+                # Not 404: that would say that the session is over.
+                raise HttpError(400, f"{LAST_EVENT}: no such stream here, or its events are gone")
+            with channel.reading():
+                await channel.follow(request, int(number))
             return
         outlet = Direct(request)
         listener = self._server.listener(known.session)
+        known.stand(listener)
         self._server.hub.add(listener)
         try:
             await outlet.open()
@@ -322,7 +348,7 @@ class McpEndpoint:
             self._server.hub.remove(listener)
 
     async def _delete(self, request: Request) -> None:
-        self._of_session(request)
+        self._of_session(request).stand(None)
         id, _ = self._server.seals.open("session", request.caller, request.headers[SESSION])
         self._sessions.pop(id, None)
         self._ended[id] = time.monotonic()
@@ -332,6 +358,8 @@ class McpEndpoint:
 
     def _of_session(self, request: Request) -> _Known:
         version = _single(request, headers.VERSION)
+        if version is not None and version not in REVISIONS:
+            raise HttpError(400, f"{headers.VERSION}: {version[:40]!r} is not served")
         if request.headers.get(SESSION) is None:
             if version in REVISIONS and not _is_newer(version):
                 raise HttpError(400, f"{SESSION}: missing")

@@ -22,6 +22,7 @@ class Listener:
         self._meta = meta
         self._pending: dict[bytes, None] = {}
         self._news = asyncio.Event()
+        self._closed = False
         self.loop = asyncio.get_running_loop()
 
     def hear(self, kind: str, uri: str | None) -> None:
@@ -29,11 +30,18 @@ class Listener:
             self._pending[self._message(kind, uri)] = None
             self._news.set()
 
-    async def next(self) -> bytes:
-        """The next message; waits for one."""
-        while not self._pending:
+    def close(self) -> None:
+        """Nobody listens any more."""
+        self._closed = True
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """The next message; waits for one. None when it is closed."""
+        while not self._pending and not self._closed:
             self._news.clear()
             await self._news.wait()
+        if self._closed:
+            return None
         message = next(iter(self._pending))
         del self._pending[message]
         return message

@@ -14,12 +14,13 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import BadInput, NotCapable, RpcError, UsageError
+from wirecall.errors import BadInput, Gone, NotCapable, RpcError, UsageError
 from wirecall.frames import decode_any, encode
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled
@@ -197,7 +198,9 @@ class Call:
             )
 
     async def _tell(self, method: str, params: dict[str, Any]) -> None:
-        await self._outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params}))
+        """A client that has left is told nothing; that is no reason for the handler to fail."""
+        with suppress(Gone):
+            await self._outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params}))
 
     async def hang_up(self, retry: float) -> None:
         await self._outlet.hang_up(retry)

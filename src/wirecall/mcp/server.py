@@ -614,20 +614,14 @@ def _digest(record: str, params: Raw | UnsetType) -> str:
 
 
 async def forward(listener: Listener, outlet: Outlet) -> None:
-    """Send what a listener hears, until the server stops."""
-    loop = asyncio.get_running_loop()
-    stopped = loop.create_task(outlet.stopping.wait())
-    news: asyncio.Task[bytes] | None = None
+    """Send what a listener hears, until it is closed or the server stops."""
+    stopped = asyncio.get_running_loop().create_task(outlet.stopping.wait())
+    stopped.add_done_callback(lambda _: listener.close())
     try:
-        while not outlet.stopping.is_set():
-            news = loop.create_task(listener.next())
-            await asyncio.wait([stopped, news], return_when=asyncio.FIRST_COMPLETED)
-            if news.done():
-                await outlet.send(news.result())
+        while (message := await listener.next()) is not None:
+            await outlet.send(message)
     finally:
         stopped.cancel()
-        if news is not None:
-            news.cancel()
 
 
 def _cursor(offset: int) -> str:

@@ -10,12 +10,15 @@ An answer begins as plain JSON. It becomes a stream when the first event is sent
 import asyncio
 import os
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from wirecall.transports.http_server import Gone, Request
+from wirecall.errors import Gone
+from wirecall.transports.http_server import Request
 
 KEEP_ALIVE = 15.0  # seconds; proxies cut what is silent for longer
 MAX_EVENTS = 1000  # of one channel, kept for a reader who comes back
+BEHIND = 100  # events that a reader may be behind before who sends waits for it
 
 _COMMENT = b": keep-alive\n\n"
 
@@ -98,19 +101,36 @@ class Channel:
         self._primed = primed
         self._events: deque[tuple[int, bytes]] = deque(maxlen=MAX_EVENTS)
         self._count = 0
+        self._read = -1  # the last event that a reader was given
+        self._readers = 0
         self._news = asyncio.Event()
+        self._caught_up = asyncio.Event()
         self._hung_up = False
         self.is_used = False  # something was sent before the answer
         if primed:
             self._put(b"id: " + self._name(0).encode() + b"\ndata: \n\n")
 
     async def send(self, message: bytes) -> None:
+        """Only what a reader has seen may be forgotten: who sends faster than it reads waits."""
         self.put(message)
         self._begin()
+        while self._readers and self._count - self._read > BEHIND:
+            self._caught_up.clear()
+            await self._caught_up.wait()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """As long as somebody reads, or is about to."""
+        self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
+            self._caught_up.set()
 
     async def hang_up(self, retry: float) -> None:
-        """End the reader's connection after telling it when to come back (2025-11-25)."""
-        if self._numbered:
+        """End the reader's connection after telling it when to come back; only 2025-11-25 allows that."""
+        if self._primed:
             self._put(f"retry: {int(retry * 1000)}\nid: {self._name(self._count)}\ndata: \n\n".encode())
             self._hung_up = True
             self._begin()
@@ -131,6 +151,8 @@ class Channel:
             for number, chunk in [pair for pair in self._events if pair[0] > after]:
                 await request.write(chunk)
                 after = number
+                self._read = max(self._read, number)
+            self._caught_up.set()
             if self.finished or self._hung_up:
                 break
             await self._wait(request, after)

@@ -29,7 +29,7 @@ from types import CoroutineType, coroutine
 from typing import Any, TypeAlias, overload
 
 from wirecall import frames
-from wirecall.errors import InternalError, InvalidRequest, UsageError, WirecallError
+from wirecall.errors import Gone, InternalError, InvalidRequest, UsageError, WirecallError
 from wirecall.lanes import resume
 from wirecall.logs import logger
 from wirecall.policy import ANONYMOUS, Limits
@@ -76,10 +76,6 @@ class Unauthorized(WirecallError):
         super().__init__(message)
         self.message = message
         self.www_authenticate = www_authenticate
-
-
-class Gone(WirecallError):
-    """The client has left, or does not read: there is nobody to answer."""
 
 
 class Headers(Mapping[str, str]):

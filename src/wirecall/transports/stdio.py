@@ -31,7 +31,7 @@ from contextvars import copy_context
 from types import CoroutineType, FrameType, coroutine
 from typing import Any, Protocol, TypeAlias
 
-from wirecall.errors import UsageError, WirecallError
+from wirecall.errors import Gone, UsageError
 from wirecall.lanes import resume
 from wirecall.logs import logger
 from wirecall.policy import Limits
@@ -43,10 +43,6 @@ CHUNK = 1 << 16  # what a pipe holds
 HIGH = 1 << 16  # bytes that wait for the peer: beyond, no line is begun, and who sends waits
 STALL = 0.05  # seconds that a line waits for a place
 LAST = 2.0  # seconds for what was cancelled to end, and for everything after the second signal
-
-
-class Gone(WirecallError):
-    """The other side has closed its end."""
 
 
 class Connection(Protocol):
