@@ -408,8 +408,14 @@ class App:
 
             identity = Identity(self.name, self.version, self.instructions)
             dispatcher = lambda: self._dispatcher or self._build()  # noqa: E731
-            is_public = self._authenticate is None
-            self._mcp = Server(identity, self.catalog(), dispatcher, Seals(self._secret), is_public)
+            self._mcp = Server(
+                identity,
+                self.catalog(),
+                dispatcher,
+                Seals(self._secret),
+                is_public=self._authenticate is None,
+                bytes_out=self.limits.bytes_out,
+            )
         return self._mcp
 
     def changed(self, what: Literal["tools", "prompts", "resources"]) -> None:

@@ -411,6 +411,11 @@ def _check(method: Method, reserved: bool) -> None:
             "register it with @app.command",
         ),
         (
+            not method.is_command and method.idempotent is False,
+            "a query reads, so it can be repeated",
+            "drop idempotent=False, or register it with @app.command",
+        ),
+        (
             method.blocking and method.is_async,
             "a coroutine function runs on the event loop, blocking=True is for plain functions",
             "drop blocking=True, or make the function a plain one",

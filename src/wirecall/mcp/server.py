@@ -103,13 +103,21 @@ class Server:
     """Answers MCP's methods for the methods of an app."""
 
     def __init__(
-        self, identity: Identity, catalog: Catalog, dispatcher: Callable[[], Dispatcher], seals: Seals, is_public: bool
+        self,
+        identity: Identity,
+        catalog: Catalog,
+        dispatcher: Callable[[], Dispatcher],
+        seals: Seals,
+        *,
+        is_public: bool,
+        bytes_out: int,
     ) -> None:
         self.identity = identity
         self.catalog = catalog
         self.seals = seals
         self.hub = Hub()
         self._dispatcher = dispatcher
+        self._bytes_out = bytes_out
         self._scope = "public" if is_public else "private"
         self._info = {"name": identity.name, "version": identity.version}
         info = encode({f"{PREFIX}serverInfo": self._info})
@@ -174,7 +182,13 @@ class Server:
         except Exception as error:
             failed(message.method, id, error)
             raise InternalError from error
-        return None if result is None else success(id, self._result(result, session.revision))
+        if result is None:
+            return None
+        answer = success(id, self._result(result, session.revision))
+        if len(answer) > self._bytes_out:
+            reason = f"the answer is longer than {self._bytes_out} bytes"
+            raise InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self._bytes_out, ran="yes")
+        return answer
 
     def _find(self, name: str, revision: Revision) -> tuple[Handler, Any]:
         if name not in revision.requests:
