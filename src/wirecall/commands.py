@@ -37,6 +37,7 @@ from wirecall.errors import (
     KeyInProgress,
     LedgerUnavailable,
     MethodNotFound,
+    NotCapable,
     OutcomeUnknown,
     RpcError,
     UsageError,
@@ -90,7 +91,7 @@ SWEEP_BATCH = 500
 LAST_WORDS = 1.0
 
 # Errors of ours that a handler may raise to say: not now, not like this. They are no outcome, and nothing was done.
-REFUSALS = (Busy, InvalidParams, InvalidRequest, KeyInProgress, LedgerUnavailable, MethodNotFound)
+REFUSALS = (Busy, InvalidParams, InvalidRequest, KeyInProgress, LedgerUnavailable, MethodNotFound, NotCapable)
 
 Ended = tuple[Outcome, bool]  # an outcome, and whether another run left it
 

@@ -429,6 +429,7 @@ async def test_a_suspended_record_waits_with_what_it_said_and_goes_on_under_a_ne
     assert waiting.completed_at is None
     second = await granted(ledger, continues=True)
     assert second.fence > first.fence
+    assert second.attempts == 1  # the first has done nothing: it asked
     assert second.outcome is None
     assert second.lease_left > 0
     assert await ledger.complete(first.token, outcome_of(b'"stale"'), RETENTION) is False

@@ -167,7 +167,10 @@ class Ledger(Protocol):
         ...
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
-        """RUNNING to WAITING: the call needs input from its caller before it can go on."""
+        """RUNNING to WAITING: the call needs input from its caller before it can go on.
+
+        Whoever asks has done nothing yet, so attempts are counted anew: the next leg is the first that may do something.
+        """
         ...
 
     async def release(self, token: Token) -> bool:

@@ -253,7 +253,8 @@ RETURNING true
 
 -- name: suspend
 UPDATE wirecall.ledger
-SET state = 'waiting', lease_until = clock_timestamp(), expires_at = clock_timestamp() + wirecall.seconds(%(retention)s),
+SET state = 'waiting', attempts = 0,
+    lease_until = clock_timestamp(), expires_at = clock_timestamp() + wirecall.seconds(%(retention)s),
     kind = %(kind)s, payload = %(payload)s, digest = %(digest)s
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
     AND state = 'running'

@@ -20,7 +20,7 @@ CREATE TABLE wirecall_commands (
     fence        INTEGER NOT NULL,
     nonce        BLOB    NOT NULL,
     committed    INTEGER NOT NULL CHECK (committed IN (0, 1)),
-    attempts     INTEGER NOT NULL CHECK (attempts >= 1),
+    attempts     INTEGER NOT NULL CHECK (attempts >= 0),
     lease        REAL    NOT NULL,  -- how long it was when it began
     lease_until  REAL    NOT NULL,  -- by the clock that counts from boot
     boot         BLOB    NOT NULL,  -- which boot that was; empty where the system does not tell
@@ -102,7 +102,7 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 
 -- name: suspend
 UPDATE wirecall_commands
-SET state = 'waiting', lease_until = 0, expires_at = :wall + :retention,
+SET state = 'waiting', attempts = 0, lease_until = 0, expires_at = :wall + :retention,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 

@@ -2,6 +2,6 @@
 -- ARGV: fence, nonce, retention, kind, digest, and the payload if there is one
 
 if not held('running') then return 0 end
-turn_with_outcome('waiting', ARGV[3], ARGV[4], ARGV[5], ARGV[6])
+turn_with_outcome('waiting', ARGV[3], ARGV[4], ARGV[5], ARGV[6], 'attempts', '0')
 keep(ARGV[3] + UNKNOWN_KEPT)
 return 1
