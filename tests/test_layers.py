@@ -13,7 +13,7 @@ LAYERS = [
     {"errors"},
     {"frames", "params", "ledger.base", "logs", "lanes", "mcp.revisions", "mcp.types", "mcp.sealed"},
     {"jsonrpc", "methods", "outcomes", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
-    | {"mcp.__init__", "mcp.headers", "mcp.hub"},
+    | {"mcp.__init__", "mcp.headers", "mcp.hub", "mcp.relay"},
     {"policy", "runs", "openrpc", "tracing", "audit", "ledger.sqlite_rows", "mcp.catalog", "mcp.peer"},
     {"commands", "ledger.sqlite_writer", "mcp.gate", "transports.http_server", "transports.stdio"},
     {"ledger.sqlite", "mcp.streams", "transports.rpc_http", "transports.run_http"},

@@ -89,7 +89,9 @@ class App:
         self._hosts = hosts
         self._origins = origins
         # Made here and not where it is used: workers are copies of this process, and must have the same one.
-        self._secret: str | bytes = secret or os.environ.get(SECRET_VARIABLE) or os.urandom(32)
+        known = secret or os.environ.get(SECRET_VARIABLE)
+        self._is_shared = known is not None  # there may be other processes that serve the same sessions
+        self._secret: str | bytes = known or os.urandom(32)
         self._catalog: Catalog | None = None
         self._mcp: Server | None = None
         self._audit_path = _audit_path(audit)
@@ -264,13 +266,20 @@ class App:
     def _terms(self, declared: dict[str, Any]) -> Terms:
         """Takes what is about retries out of what was declared."""
         terms = Terms(**{field: declared.pop(field) for field in Terms.__struct_fields__ if field in declared})
-        if terms.on_crash == "transactional" and self._ledger_scheme not in TRANSACTIONAL:
-            raise UsageError(
-                'on_crash="transactional" needs a ledger that shares transactions.',
-                f"this app's ledger is {self._ledger_scheme}:",
-                'use ledger="sqlite:PATH" or ledger="postgresql://..."',
-            )
+        _check_transactional(terms, self._ledger_scheme)
         return terms
+
+    def configure(self, *, ledger: str | None = None, audit: str | None = None, limits: Limits | None = None) -> None:
+        """Replace what the constructor was told, before the first call: for who serves an app that others have written."""
+        if self._dispatcher is not None:
+            raise UsageError("The app is serving already.", "calls under way have the old rules", "configure it before")
+        if ledger is not None:
+            scheme = check_url(ledger)
+            for method in (*self.registry.methods.values(), *self.registry.tools.values()):
+                _check_transactional(method.terms, scheme)
+            self.ledger_url, self._ledger_scheme = ledger, scheme
+        self._audit_path = _audit_path(audit) if audit is not None else self._audit_path
+        self.limits = limits or self.limits
 
     def middleware(self, layer: "Middleware") -> "Middleware":
         """Add a callable `(context, next)` around every call; the first one added is the outermost."""
@@ -329,17 +338,20 @@ class App:
         from wirecall.transports.http_server import HttpServer
         from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
 
+        endpoint = McpEndpoint(self.mcp(), self.limits, shared=self._is_shared)
+
+        async def shutdown(grace: float) -> None:
+            await endpoint.aclose()
+            await self.aclose(grace)
+
         return HttpServer(
-            {
-                "/rpc": rpc_endpoint(self.handle),
-                "/mcp": McpEndpoint(self.mcp(), self.limits),
-                **health_endpoints(self._not_ready),
-            },
+            {"/rpc": rpc_endpoint(self.handle), "/mcp": endpoint, **health_endpoints(self._not_ready)},
             limits=self.limits,
             authenticate=self._authenticate,
             hosts=self._hosts,
             origins=self._origins,
-            shutdown=self.aclose,
+            startup=endpoint.open,
+            shutdown=shutdown,
         )
 
     def run(
@@ -361,6 +373,7 @@ class App:
             from wirecall.transports import run_http
 
             self._check_workers(workers)
+            self._is_shared = self._is_shared or workers > 1
             run_http.serve(self.asgi, host, port, server=server, workers=workers, grace=grace)
         else:
             raise UsageError(f"{transport!r} is not a transport.", "", 'use "stdio" or "http"')
@@ -497,6 +510,15 @@ class App:
         if self._locked is None or self._locked[0] is not loop:
             self._locked = (loop, asyncio.Lock())
         return self._locked[1]
+
+
+def _check_transactional(terms: Terms, scheme: str) -> None:
+    if terms.on_crash == "transactional" and scheme not in TRANSACTIONAL:
+        raise UsageError(
+            'on_crash="transactional" needs a ledger that shares transactions.',
+            f"this app's ledger is {scheme}:",
+            'use ledger="sqlite:PATH" or ledger="postgresql://..."',
+        )
 
 
 def _check_annotations(stated: ToolAnnotations, declared: dict[str, Any]) -> None:

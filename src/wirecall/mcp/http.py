@@ -43,10 +43,11 @@ from wirecall.mcp.catalog import input_schema
 from wirecall.mcp.gate import Incoming, Response
 from wirecall.mcp.hub import Listener
 from wirecall.mcp.peer import Session
+from wirecall.mcp.relay import Relay
 from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.sealed import BrokenSeal
 from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
-from wirecall.mcp.streams import Channel, Direct
+from wirecall.mcp.streams import Channel, Direct, Nowhere
 from wirecall.mcp.types import CallTool, Params
 from wirecall.policy import Limits
 from wirecall.transports.http_server import HttpError, Pairs, Request
@@ -61,6 +62,9 @@ SESSION_LIFETIME = 86_400.0
 MAX_SESSIONS = 10_000  # known here at a time; what is forgotten is read from its token again
 MAX_ENDED = 100_000
 MAX_CHANNELS = 32  # of one session, open or waiting for a reader to come back
+
+# Requests that change what every worker should know of a session.
+_FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
 
 # Refusals that are told by the status, before a stream begins.
 _STATUS: dict[type[RpcError], int] = {
@@ -108,9 +112,11 @@ class _Known:
 class McpEndpoint:
     """Serves `/mcp`."""
 
-    def __init__(self, server: Server, limits: Limits) -> None:
+    def __init__(self, server: Server, limits: Limits, *, shared: bool) -> None:
         self._server = server
         self._limits = limits
+        self._relay = Relay(server.seals, self._heard) if shared else None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: OrderedDict[str, _Known] = OrderedDict()
         self._ended: OrderedDict[str, float] = OrderedDict()
         self._work: set[asyncio.Task[Any]] = set()
@@ -125,6 +131,51 @@ class McpEndpoint:
             await self._delete(request)
         else:
             raise HttpError(405, "MCP is spoken with POST, GET and DELETE", [("allow", "POST, GET, DELETE")])
+
+    # --- other workers -----------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Listen to the other workers, if there may be any."""
+        if self._relay is not None:
+            self._loop = asyncio.get_running_loop()
+            await self._relay.open()
+            self._server.hub.beyond = self._changed
+
+    async def aclose(self) -> None:
+        if self._relay is not None:
+            self._server.hub.beyond = None
+            await self._relay.aclose()
+
+    def _pass_on(self, request: Request, data: bytes) -> None:
+        """What a session has said, to whoever has use for it."""
+        token = request.headers.get(SESSION)
+        if self._relay is not None and token is not None:
+            self._relay.tell({"caller": request.caller, "session": token, "message": data.decode()})
+
+    def _changed(self, kind: str, uri: str | None) -> None:
+        if self._relay is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._relay.tell, {"kind": kind, "uri": uri})
+
+    def _heard(self, told: dict[str, Any]) -> None:
+        """Another worker tells: a list or a resource has changed, a session has ended, or has said something."""
+        if "kind" in told:
+            self._server.hub.tell_here(told["kind"], told["uri"])
+        elif "ended" in told:
+            self._end(told["ended"])
+        else:
+            self._heard_message(told["caller"], told["session"], told["message"].encode())
+
+    def _heard_message(self, caller: str, token: str, data: bytes) -> None:
+        try:
+            known = self._opened(caller, token)
+        except HttpError:
+            return
+        message = gate.read(data, self._limits)
+        if isinstance(message, (Envelope, Response)):
+            work = self._server.answer(message, known.session, Nowhere(), caller=caller, cancellable=False)
+            task = asyncio.get_running_loop().create_task(work)
+            self._work.add(task)
+            task.add_done_callback(self._work.discard)
 
     # --- POST --------------------------------------------------------------------------------------------------------
 
@@ -225,6 +276,8 @@ class McpEndpoint:
         if isinstance(message, Response) or message.id is UNSET:
             await self._take(request, message, session)
             return
+        if message.method in _FOR_ALL:
+            self._pass_on(request, await request.body())
         channel = self._channel(request, session.revision)
         answering = self._server.answer(message, session, channel, caller=request.caller, key=_key(request))
         await self._serve(request, known, channel, _one(answering, channel))
@@ -232,10 +285,12 @@ class McpEndpoint:
     async def _take(self, request: Request, message: "Envelope | Response", session: Session) -> None:
         """What is owed no answer: 202, or 400 with the reason."""
         try:
-            await self._server.respond(message, session, Direct(request), caller=request.caller)
+            useful = self._server.take(message, session)
         except RpcError as error:
             await _refuse(request, error, None, session.revision)
             return
+        if not useful:
+            self._pass_on(request, await request.body())
         await request.respond(202)
 
     async def _initialize(self, request: Request, message: Envelope) -> None:
@@ -301,12 +356,12 @@ class McpEndpoint:
         """The session a request belongs to; without one, what its version header says, for this request alone."""
         token = _single(request, SESSION)
         if token is not None:
-            return self._opened(request, token)
+            return self._opened(request.caller, token)
         return _Known(Session(REVISIONS.get(version or "", UNSTATED)))
 
-    def _opened(self, request: Request, token: str) -> _Known:
+    def _opened(self, caller: str, token: str) -> _Known:
         try:
-            id, value = self._server.seals.open("session", request.caller, token)
+            id, value = self._server.seals.open("session", caller, token)
         except BrokenSeal:
             raise HttpError(404, "no such session: send initialize") from None
         if id in self._ended:
@@ -348,13 +403,20 @@ class McpEndpoint:
             self._server.hub.remove(listener)
 
     async def _delete(self, request: Request) -> None:
-        self._of_session(request).stand(None)
+        self._of_session(request)
         id, _ = self._server.seals.open("session", request.caller, request.headers[SESSION])
-        self._sessions.pop(id, None)
+        self._end(id)
+        if self._relay is not None:
+            self._relay.tell({"ended": id})
+        await request.respond(204)
+
+    def _end(self, id: str) -> None:
+        known = self._sessions.pop(id, None)
+        if known is not None:
+            known.stand(None)
         self._ended[id] = time.monotonic()
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        await request.respond(204)
 
     def _of_session(self, request: Request) -> _Known:
         version = _single(request, headers.VERSION)

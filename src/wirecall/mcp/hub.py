@@ -57,6 +57,7 @@ class Hub:
 
     def __init__(self) -> None:
         self._listeners: set[Listener] = set()
+        self.beyond: Callable[[str, str | None], None] | None = None  # tells the other workers
 
     def add(self, listener: Listener) -> None:
         self._listeners.add(listener)
@@ -65,7 +66,12 @@ class Hub:
         self._listeners.discard(listener)
 
     def tell(self, kind: str, uri: str | None = None) -> None:
-        """May be called from any thread."""
+        """Tell everybody, here and in other workers. May be called from any thread."""
+        self.tell_here(kind, uri)
+        if self.beyond is not None:
+            self.beyond(kind, uri)
+
+    def tell_here(self, kind: str, uri: str | None) -> None:
         for listener in tuple(self._listeners):
             if not listener.loop.is_closed():
                 listener.loop.call_soon_threadsafe(listener.hear, kind, uri)

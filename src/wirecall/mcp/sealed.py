@@ -39,6 +39,7 @@ class Seals:
 
     def __init__(self, secret: str | bytes, clock: Callable[[], float] = time.time) -> None:
         self._key = hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
+        self.name = hashlib.sha256(b"name" + self._key).hexdigest()[:12]  # tells nothing about the secret
         self._clock = clock
 
     def seal(self, use: str, caller: str, value: Any, lifetime: float) -> str:

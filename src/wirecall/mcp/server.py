@@ -161,11 +161,8 @@ class Server:
         """The same, but what is refused is raised. `params` are the message's, if they are decoded already."""
         if isinstance(message, Invalid):
             raise message.error
-        if isinstance(message, Response):
-            session.answered(message.id, message.result, message.error)
-            return None
-        if message.id is UNSET:
-            self._notified(message, session)
+        if isinstance(message, Response) or message.id is UNSET:
+            self.take(message, session)
             return None
         id: Any = message.id
         handler, wanted = self._find(message.method, session.revision)
@@ -215,21 +212,25 @@ class Server:
         finally:
             del session.calls[id]
 
-    def _notified(self, message: Envelope, session: Session) -> None:
+    def take(self, message: "Envelope | Response", session: Session) -> bool:
+        """An answer of the client's, or a notification. False: it is about something that is not known here."""
+        if isinstance(message, Response):
+            return session.answered(message.id, message.result, message.error)
         if message.method == "notifications/cancelled":
-            self._cancel(message, session)
-        elif message.method in REQUESTS:
+            return self._cancel(message, session)
+        if message.method in REQUESTS:
             raise InvalidRequest(f"{message.method} is a request: it needs an id")
-        # what is unknown, or of no use to us, is met with silence
+        return True  # what is unknown, or of no use to us, is met with silence
 
-    def _cancel(self, message: Envelope, session: Session) -> None:
+    def _cancel(self, message: Envelope, session: Session) -> bool:
         try:
             id = UNSET if message.params is UNSET else msgspec.json.decode(message.params, type=Cancelled).id
         except msgspec.ValidationError:
-            return
+            return True
         task = session.calls.get(id) if isinstance(id, (int, str)) else None
         if task is not None:
             task.cancel()
+        return task is not None
 
     def _result(self, result: Any, revision: Revision) -> bytes:
         """A result as bytes, with what the revision wants in every one."""
@@ -406,9 +407,9 @@ class Server:
     async def _complete(self, request: Request) -> Any:
         params: Complete = request.params
         of = params.ref.name if params.ref.type == "ref/prompt" else params.ref.uri
+        self._check_ref(params.ref.type, of)
         method = self.catalog.completions.get((of, params.argument.name))
         if method is None:
-            self._check_ref(params.ref.type, of)
             return shapes.completed([])
         arguments = [params.argument.value, params.context.arguments][: len(method.signature.parameters)]
         context = self._context(request, method, Raw(encode(arguments)), method.name, None)

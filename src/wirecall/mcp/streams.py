@@ -29,6 +29,22 @@ def event(message: bytes, id: str | None = None) -> bytes:
     return head + b"event: message\ndata: " + message + b"\n\n"
 
 
+class Nowhere:
+    """For messages that are owed no answer, and so have nothing to say before it."""
+
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self.replayed: list[int | str] = []
+
+    async def send(self, message: bytes) -> None:
+        raise Gone("nobody waits for an answer")
+
+    async def hang_up(self, retry: float) -> None:
+        """There is no connection."""
+
+
 class Direct:
     """Events to the client at the other end of this request."""
 

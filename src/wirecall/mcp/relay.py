@@ -1,0 +1,96 @@
+"""Workers of one host tell each other what only one of them can use.
+
+Any worker serves any request. But an answer to a question belongs to the worker whose handler asked, a cancellation to the
+one that runs the call, and a change to those who have streams open; and a client that uses two connections meets two
+workers. So a worker passes on what it has no use for, and every other looks whether it has.
+
+Each listens on a socket in a folder that only its user can enter; the folder's name follows from the secret, so workers
+with the same secret find each other. Messages are sealed with it as well. Nobody waits for anybody: a worker that is gone is
+forgotten, one that does not take a message in time misses it.
+"""
+
+import asyncio
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from wirecall.errors import UsageError
+from wirecall.logs import logger
+from wirecall.mcp.sealed import BrokenSeal, Seals
+
+PATIENCE = 5.0  # seconds for a worker to take a message
+LIFETIME = 60.0
+
+
+class Relay:
+    """One worker among those with the same secret."""
+
+    def __init__(self, seals: Seals, hear: Callable[[dict[str, Any]], None], folder: Path | None = None) -> None:
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        self._folder = folder or Path(tempfile.gettempdir()) / f"wirecall-{user}-{seals.name}"
+        self._seals = seals
+        self._hear = hear
+        self._server: asyncio.AbstractServer | None = None
+        self._path: Path | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Listen. In a folder that is not ours alone we do not."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
+            raise UsageError(f"{self._folder} is not ours alone.", "somebody else could pretend to be a worker", "remove it")
+        self._path = self._folder / f"{os.getpid()}-{os.urandom(3).hex()}"
+        self._server = await asyncio.start_unix_server(self._received, self._path)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Tell all the others; does not wait."""
+        if self._server is None:
+            return
+        sealed = self._seals.seal("relay", "", message, LIFETIME).encode()
+        for path in self._folder.iterdir():
+            if path != self._path:
+                task = asyncio.get_running_loop().create_task(self._send(path, sealed))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        if self._server is None or self._path is None:
+            return
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1)
+        self._server.close()
+        self._server = None
+        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # others are still there
+            self._folder.rmdir()
+
+    async def _send(self, path: Path, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                _, writer = await asyncio.open_unix_connection(path)
+                writer.write(data)
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (ConnectionRefusedError, FileNotFoundError):  # it died, and left its socket behind
+            path.unlink(missing_ok=True)  # noqa: ASYNC240  # as quick as the connection itself
+        except (OSError, TimeoutError) as error:
+            logger.warning("another worker could not be told: %s", error or "it takes too long")
+
+    async def _received(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                sealed = (await reader.read(-1)).decode("ascii")
+            _, value = self._seals.open("relay", "", sealed)
+            self._hear(msgspec.json.decode(value))
+        except (BrokenSeal, UnicodeError, OSError, TimeoutError) as error:
+            logger.warning("a message from another worker is of no use: %r", error)
+        finally:
+            writer.close()

@@ -1,0 +1,184 @@
+"""Several workers behind one address: any of them serves any request, and what belongs to another reaches it.
+
+The server runs for real, with four workers; every request opens a connection of its own, so that they meet all of them.
+"""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKERS = 4
+PATIENCE = 30.0
+SERVER = """
+import os
+from wirecall import App, Context
+
+app = App("workers", ledger="sqlite:ledger.db")
+
+@app.query
+def worker() -> int:
+    return os.getpid()
+
+@app.tool
+async def ask(ctx: Context) -> str:
+    answer = await ctx.elicit("Who?", {"type": "object", "properties": {"name": {"type": "string"}}})
+    return f"hello {answer.content['name']}"
+
+@app.tool
+async def wait(ctx: Context) -> str:
+    import asyncio
+    await ctx.progress(1)
+    await asyncio.Event().wait()
+    return ""
+
+@app.query
+def touch() -> str:
+    app.updated("test://thing")
+    return "touched"
+
+@app.resource("test://thing")
+def thing() -> str:
+    return "it"
+
+app.run("http", port=0, workers=%d)
+"""
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        self._connections: list[Any] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVER % WORKERS],
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+        assert self.process.stderr is not None
+        self.port = int(re.findall(rb":(\d+)", self.process.stderr.readline())[0])
+
+    def ask(self, method: str, body: str | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """Each time over a connection of its own, which another worker may take."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        self._connections.append(connection)
+        connection.request(method, "/mcp", body, headers)
+        answer = connection.getresponse()
+        self._connections.append(answer)
+        return answer
+
+    def post(self, message: Any, token: str | None = None) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+        return self.ask("POST", json.dumps(message), headers | ({"Mcp-Session-Id": token} if token else {}))
+
+    def stream(self, token: str) -> http.client.HTTPResponse:
+        return self.ask("GET", None, {"Accept": "text/event-stream", "Mcp-Session-Id": token})
+
+    def delete(self, token: str) -> int:
+        return self.ask("DELETE", None, {"Mcp-Session-Id": token}).status
+
+    def session(self) -> str:
+        params = {
+            "protocolVersion": "2025-11-25",
+            "capabilities": {"elicitation": {}},
+            "clientInfo": {"name": "t", "version": "1"},
+        }
+        answer = self.post({"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": params})
+        answer.read()
+        token = answer.headers["Mcp-Session-Id"]
+        assert token
+        return str(token)
+
+    def stop(self) -> int:
+        for connection in self._connections:
+            connection.close()
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(PATIENCE)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+
+
+def call(id: int, name: str, **meta: Any) -> dict[str, Any]:
+    params = {"name": name, "arguments": {}, **({"_meta": meta} if meta else {})}
+    return {"jsonrpc": "2.0", "id": id, "method": "tools/call", "params": params}
+
+
+def event(stream: http.client.HTTPResponse) -> dict[str, Any]:
+    """The next message of a stream, past comments and events without data."""
+    while line := stream.readline():
+        if line.startswith(b"data: {"):
+            message: dict[str, Any] = json.loads(line[6:])
+            return message
+    raise AssertionError("the stream has ended")
+
+
+def test_one_session_is_served_by_all_workers(server: Server) -> None:
+    token = server.session()
+    with ThreadPoolExecutor(8) as pool:
+        answers = [json.loads(a.read()) for a in pool.map(lambda i: server.post(call(i, "worker"), token), range(1, 100))]
+    workers = {answer["result"]["structuredContent"]["result"] for answer in answers}
+    assert len(workers) > 1
+    assert server.stop() == 0
+
+
+def test_an_answer_reaches_the_worker_that_asked(server: Server) -> None:
+    token = server.session()
+    for number in range(1, 13):  # by chance alone, one in four would
+        stream = server.post(call(number, "ask"), token)
+        question = event(stream)
+        assert question["method"] == "elicitation/create"
+        result = {"action": "accept", "content": {"name": f"Ann {number}"}}
+        assert server.post({"jsonrpc": "2.0", "id": question["id"], "result": result}, token).status == 202
+        assert event(stream)["result"]["content"][0]["text"] == f"hello Ann {number}"
+
+
+def test_a_cancellation_reaches_the_worker_that_runs_the_call(server: Server) -> None:
+    token = server.session()
+    for number in range(1, 9):
+        stream = server.post(call(number, "wait", progressToken=number), token)
+        assert event(stream)["method"] == "notifications/progress"
+        cancelled = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": number}}
+        assert server.post(cancelled, token).status == 202
+        assert b"data: {" not in stream.read()  # it ends, without an answer
+
+
+def test_a_change_reaches_streams_of_all_workers(server: Server) -> None:
+    token = server.session()
+    stream = server.stream(token)
+    assert stream.readline().startswith(b":")
+    subscribe = {"jsonrpc": "2.0", "id": 1, "method": "resources/subscribe", "params": {"uri": "test://thing"}}
+    assert json.loads(server.post(subscribe, token).read())["result"] == {}
+    for number in range(2, 12):
+        server.post(call(number, "touch"), token).read()
+    for _ in range(2):
+        assert event(stream)["method"] == "notifications/resources/updated"
+
+
+def test_a_session_that_has_ended_is_over_for_all_workers(server: Server) -> None:
+    token = server.session()
+    assert server.delete(token) == 204
+    left = PATIENCE
+    statuses = [200]
+    while 200 in statuses and left > 0:  # the others hear of it a moment later
+        statuses = [server.post(call(number, "worker"), token).status for number in range(1, 20)]
+        left -= 1
+    assert set(statuses) == {404}
