@@ -3,7 +3,7 @@
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 from wirecall.errors import CannotWait, UsageError
 from wirecall.frames import Data, Id
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from wirecall.transports.run_http import ServerName
 
 F = TypeVar("F", bound=Callable[..., Any])
+Lists = Literal["tools", "prompts", "resources"]
 Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
 
 MODE_VARIABLE = "WIRECALL_MODE"
@@ -431,8 +432,10 @@ class App:
             )
         return self._mcp
 
-    def changed(self, what: Literal["tools", "prompts", "resources"]) -> None:
+    def changed(self, what: Lists) -> None:
         """Tell the MCP clients that listen: this list has changed. From any thread, and without waiting."""
+        if what not in get_args(Lists):
+            raise UsageError(f"{what!r} is not a list that can change.", "", f"use one of {', '.join(get_args(Lists))}")
         self.catalog().forget()
         self.mcp().hub.tell(what)
 

@@ -111,6 +111,8 @@ class Exchange:
         self.comments: list[str] = []
         self._chunks = [body] if isinstance(body, bytes) else list(body)
         self._left = asyncio.Event()
+        self.reads = asyncio.Event()  # cleared: the client does not read
+        self.reads.set()
         self._started = asyncio.Event()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._text = b""
@@ -131,6 +133,7 @@ class Exchange:
             self.headers = [(name.decode(), value.decode()) for name, value in message["headers"]]
             self._started.set()
             return
+        await self.reads.wait()
         self._parts.put_nowait(message.get("body", b""))
         if not message.get("more_body"):
             self._parts.put_nowait(None)

@@ -32,7 +32,7 @@ from tests.mcp.asgi import (
 )
 from wirecall import App, Context, ToolAnnotations
 from wirecall.ledger.base import RecordId, State
-from wirecall.mcp import Message, Text
+from wirecall.mcp import Audio, Message, Text
 
 READS = ToolAnnotations(readOnlyHint=True)
 ALL: dict[str, Any] = {"sampling": {}, "elicitation": {"form": {}, "url": {}}, "roots": {}}
@@ -242,6 +242,22 @@ async def test_what_a_sampling_request_looks_like() -> None:
         {"role": "user", "content": {"type": "text", "text": "Think"}},
         {"role": "assistant", "content": {"type": "text", "text": "Hm"}},
     ]
+
+
+@pytest.mark.parametrize("revision", [R1, R2])
+async def test_a_model_is_not_sent_a_sound_before_2025_03_26(revision: str) -> None:
+    app = make_app()
+
+    @app.tool(annotations=READS)
+    async def hear(ctx: Context) -> str:
+        return (await ctx.sample([Message("user", Audio(data=b"x", mime_type="audio/wav"))])).text
+
+    async with over_http(app, revision, capabilities=ALL, replies=REPLIES) as client:
+        await client.tool("hear")
+    kinds = [
+        message["content"]["type"] for params in client.told("sampling/createMessage") for message in params["messages"]
+    ]
+    assert ("audio" in kinds) == (revision == R2)
 
 
 async def test_several_at_once_are_one_round() -> None:
@@ -552,6 +568,7 @@ async def test_a_second_answer_is_ignored() -> None:
             assert taken.status == 202
         second = await asking.message()
         assert second["params"]["message"] == "Name 1?"
+        await client.notify("notifications/cancelled", {"requestId": 1})
 
 
 @every_transport

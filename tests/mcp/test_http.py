@@ -265,14 +265,14 @@ UNREADABLE = [
 
 
 @every_revision
-@pytest.mark.parametrize(("body", "code"), UNREADABLE)
-async def test_what_is_no_message_is_400(revision: str, body: bytes, code: int) -> None:
+async def test_what_is_no_message_is_400(revision: str) -> None:
     async with over_http(Lab().app, revision) as client:
-        answered = await client.post(body).started()
-        told = await answered.json()
-    assert (answered.status, told["error"]["code"]) == (400, code)
-    if revision in (R4, R5):
-        assert "id" not in told or told["id"] is not None  # trap 15
+        for body, code in UNREADABLE:
+            answered = await client.post(body).started()
+            told = await answered.json()
+            assert (body, answered.status, told["error"]["code"]) == (body, 400, code)
+            if revision in (R4, R5):
+                assert "id" not in told or told["id"] is not None  # trap 15
 
 
 @every_revision
@@ -394,13 +394,13 @@ async def test_two_sessions_have_two_ids() -> None:
 
 @legacy
 @pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
-@pytest.mark.parametrize("token", ["nobody", "a.b", "..", "%00", "é"])
-async def test_an_unknown_session_is_404(revision: str, method: str, token: str) -> None:
+async def test_an_unknown_session_is_404(revision: str, method: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         body = json.dumps(request("tools/call", {"name": "look"})).encode() if method == "POST" else b""
-        answered = await client.exchange(method, {**client.headers(), "mcp-session-id": token}, body).started()
-    assert (answered.status, lab.ran) == (404, [])
+        for token in ("nobody", "a.b", "..", "%00", "é"):
+            answered = await client.exchange(method, {**client.headers(), "mcp-session-id": token}, body).started()
+            assert (token, answered.status, lab.ran) == (token, 404, [])
 
 
 async def test_a_session_id_that_was_changed_is_404() -> None:
@@ -449,6 +449,22 @@ async def test_without_a_session_there_is_no_stream(method: str) -> None:
         assert (await client.exchange(method, {**stream, "mcp-protocol-version": R4}).started()).status == 400
 
 
+async def test_initialize_with_an_old_session_begins_anew() -> None:
+    """Trap 44: after a 404 a client starts over; some still send the old id."""
+    async with over_http(Lab().app, R4) as client:
+        answered = await client.post(hello(R4), {**BASIC, "mcp-session-id": "long gone"}).started()
+        assert (answered.status, bool(answered.header("mcp-session-id"))) == (200, True)
+
+
+async def test_an_old_session_is_404(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wirecall.mcp import http
+
+    monkeypatch.setattr(http, "SESSION_LIFETIME", -1.0)
+    async with over_http(Lab().app, R5) as client:
+        session = (await client.post(hello(R4), BASIC).started()).header("mcp-session-id") or ""
+        assert (await client.post(request("ping"), {**BASIC, "mcp-session-id": session}).started()).status == 404
+
+
 def who(headers: Mapping[str, str]) -> str | None:
     return headers.get("authorization")
 
@@ -495,6 +511,40 @@ async def test_an_id_is_in_use_until_it_is_answered() -> None:
         assert await client.result("tools/call", {"name": "wait"}, id="7")
 
 
+@every_revision
+async def test_an_id_is_in_use_on_a_pipe_until_it_is_answered(revision: str) -> None:
+    lab = Lab()
+    async with over_stdio(lab.app, revision) as client:
+        client.write(client.message("tools/call", {"name": "wait"}, 7))
+        await lab.wait_for(lab.entered)
+        client.write(client.message("tools/call", {"name": "wait"}, 7))
+        assert (await client.line())["error"]["code"] == -32600
+        assert await client.tool("look", id="7")
+        lab.gate.set()
+        answer = await client.line()
+        assert (answer["id"], answer["result"]["content"][0]["text"]) == (7, "waited")
+        lab.gate.set()
+        assert await client.tool("wait", id=7)  # free again
+
+
+@every_revision
+@pytest.mark.parametrize(
+    "params", [None, {}, {"requestId": 99}, {"requestId": None}, {"requestId": [7]}, {"requestId": 7.5}]
+)
+async def test_a_cancellation_of_nothing_is_met_with_silence(revision: str, params: Any) -> None:
+    lab = Lab()
+    async with over_stdio(lab.app, revision) as client:
+        client.write(client.message("tools/call", {"name": "wait"}, 7))
+        await lab.wait_for(lab.entered)
+        client.write(notification("notifications/cancelled", params))
+        lab.gate.set()
+        lines = [await client.line()]
+        await client.end()
+        while not client.unasked.empty():
+            lines.append(client.unasked.get_nowait())
+    assert [line["id"] for line in lines] == [7]
+
+
 async def test_cancelling_is_for_ones_own_calls() -> None:
     lab = Lab()
     async with over_http(lab.app, R4) as client:
@@ -534,9 +584,10 @@ async def test_a_notification_is_202_without_a_body(revision: str) -> None:
 async def test_an_answer_is_json_until_something_comes_before_it(revision: str) -> None:
     async with over_http(Lab().app, revision) as client:
         await client.tool("look")
-        assert client.last and client.last.header("content-type") == "application/json"
+        first = client.last
+        assert first is not None and first.header("content-type") == "application/json"
         await client.tool("many", {"count": 1}, meta={f"{PREFIX}logLevel": "debug"})
-        assert client.last and client.last.header("content-type") == "text/event-stream"
+        assert client.last is not None and client.last.header("content-type") == "text/event-stream"
         assert client.last.header("cache-control") in ("no-store", "no-cache")
         assert client.last.header("x-accel-buffering") == "no"
 
@@ -933,7 +984,7 @@ async def test_a_notification_is_taken_without_headers_and_checked_with_them() -
 async def test_sessions_and_event_ids_are_ignored_and_never_made() -> None:
     async with over_http(Lab().app) as client:
         await client.tool("look", headers={"mcp-session-id": "nobody", "last-event-id": "9"})
-        assert client.last and client.last.status == 200
+        assert client.last is not None and client.last.status == 200
         assert client.last.header("mcp-session-id") is None
 
 
@@ -954,6 +1005,106 @@ async def test_no_session_no_header_is_2025_03_26(revision: str) -> None:
         assert "annotations" in bare["result"]["tools"][0] and "title" not in bare["result"]["tools"][0]
         told = await client.post(request("tools/list"), {**BASIC, "mcp-protocol-version": revision}).json()
         assert ("annotations" in told["result"]["tools"][0]) == (revision != R1)
+
+
+# --- clients that do not read, and limits ----------------------------------------------------------------------------
+
+
+@legacy
+async def test_a_call_does_not_wait_for_a_reader_who_is_gone(revision: str) -> None:
+    """More events than are kept: the call ends all the same."""
+    lab = Lab()
+    async with over_http(lab.app, revision) as client:
+        gone = client.post(client.message("tools/call", {"name": "stream", "arguments": {"count": 3000}}, 7))
+        await gone.event()
+        gone.leave()
+        lab.gate.set()
+        await lab.wait_for(lab.over)
+    assert lab.ran == ["streamed"]
+
+
+@pytest.mark.parametrize("revision", [R4, R5])
+async def test_a_reader_who_does_not_read_is_cut(revision: str) -> None:
+    """Limits.write_time; until 2025-11-25 its call goes on, at 2026-07-28 it is over one way or the other."""
+    lab = Lab(limits=Limits(write_time=1))
+    async with over_http(lab.app, revision) as client:
+        meta = {f"{PREFIX}logLevel": "debug"}
+        stuck = client.post(client.message("tools/call", {"name": "stream", "arguments": {"count": 3000}}, 7, meta))
+        stuck.reads.clear()
+        lab.gate.set()
+        await lab.wait_for(lab.over)
+        done, _ = await asyncio.wait([stuck.task], timeout=PATIENCE)
+        assert done
+        assert await client.tool("look")
+    if revision != R5:
+        assert lab.ran == ["streamed", "look"]
+
+
+@every_revision
+async def test_a_command_does_not_fail_because_no_stream_is_left(revision: str) -> None:
+    """Limits.streams: who cannot be told is not told; what was done is recorded."""
+    lab = Lab(limits=Limits(streams=1))
+    lab.gate.set()
+    async with over_http(lab.app, revision) as client:
+        message = enveloped("subscriptions/listen", {"notifications": {"toolsListChanged": True}}, "l")
+        standing = client.post(message, {**BASIC, **repeated(message)})
+        await standing.message()
+        await client.post(client.message("tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1})).started()
+        again = await client.tool("pay", meta={KEY: "k"})
+    assert again["content"][0]["text"] == "paid"
+    assert lab.ran == ["paid"]
+
+
+@every_revision
+async def test_a_command_does_not_fail_because_the_server_stops(revision: str) -> None:
+    lab = Lab()
+    async with over_http(lab.app, revision) as client:
+        first = client.post(client.message("tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1}))
+        await lab.wait_for(lab.entered)
+        client.asgi.stop(20.0)  # type: ignore[attr-defined]
+        lab.gate.set()
+        await first.started()
+        again = await client.tool("pay", meta={KEY: "k"})
+    assert again["content"][0]["text"] == "paid"
+    assert lab.ran == ["paid"]
+
+
+@every_revision
+async def test_nothing_is_told_after_the_answer(revision: str) -> None:
+    """Matrix 1.5: progress stops with the completion, also of a handler that leaves a task behind."""
+    app, gate, tasks = make_app(), asyncio.Event(), list[asyncio.Task[None]]()
+
+    @app.tool(annotations=READS)
+    async def late(ctx: Context) -> str:
+        async def later() -> None:
+            await gate.wait()
+            await ctx.progress(1)
+            await ctx.log("error", "late")
+
+        tasks.append(asyncio.get_running_loop().create_task(later()))
+        return "done"
+
+    meta = {"progressToken": 1, f"{PREFIX}logLevel": "debug"}
+    async with over_http(app, revision) as client, over_stdio(app, revision) as pipe:
+        await client.tool("late", meta=meta)
+        await pipe.tool("late", meta=meta)
+        assert client.last is not None
+        gate.set()
+        await asyncio.wait(tasks, timeout=PATIENCE)
+        assert [task.exception() for task in tasks] == [None, None]
+        assert await client.last.read() == b""
+        assert client.last.header("content-type") == "application/json"
+        await pipe.result("tools/list")
+        assert pipe.heard == []
+
+
+async def test_a_session_id_fits_into_a_header() -> None:
+    """Whatever a client declares: its own header limit must not lock it out."""
+    async with over_http(Lab().app) as client:
+        declared = {"sampling": {f"mode{number}": {} for number in range(5000)}, "experimental": {"x": "y" * 50_000}}
+        answered = await client.post(hello(R4, declared), BASIC).started()
+        session = answered.header("mcp-session-id") or ""
+        assert answered.status == 400 or 0 < len(session) < 8000
 
 
 async def test_a_stopping_server_ends_its_streams() -> None:

@@ -1,4 +1,4 @@
-"""Tools: what they say about themselves (T1, T2), what they give in each revision, and commands called as tools (P3 to P5)."""
+"""Tools: what they say of themselves (T1, T2), what they give in each revision, commands called as tools (P3 to P5)."""
 
 import asyncio
 import json
@@ -107,7 +107,7 @@ CONTRADICTIONS: dict[str, Declare] = {
     "reads and is retried": lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True), on_crash="rerun")(nothing),
     "reads and is kept": lambda app: app.tool(annotations=ToolAnnotations(readOnlyHint=True), retention=60)(nothing),
     "two of a name": lambda app: (app.query(nothing), app.tool(nothing)),
-    "an unknown rule for keys": lambda app: app.command(key="always")(nothing),
+    "an unknown rule for keys": lambda app: app.command(key="always")(nothing),  # type: ignore[call-overload]
     "served nowhere": lambda app: app.query(expose=())(nothing),
 }
 
@@ -446,7 +446,7 @@ async def test_a_key_is_found_in_every_place(revision: str, place: str) -> None:
         for again in PLACES:
             found = await client.tool("pay", **at((again, "k")))
             assert found["_meta"][REPLAYED] is True
-            assert client.last and client.last.header("idempotent-replayed") == "true"
+            assert client.last is not None and client.last.header("idempotent-replayed") == "true"
             assert found["content"] == first["content"]
     assert (till.paid, till.keys) == ([5], ["k"])
 
@@ -571,6 +571,22 @@ async def test_the_ledgers_errors_over_mcp(revision: str) -> None:
         till.gate.set()
         assert "result" in await first.json()
     assert till.paid == [5, 1001, 7]
+
+
+@every_revision
+async def test_a_result_that_was_too_large_to_keep(revision: str) -> None:
+    app, ran = make_app(), []
+
+    @app.command(max_stored_result=10)
+    def pay() -> str:
+        ran.append(1)
+        return "x" * 100
+
+    async with over_http(app, revision) as client:
+        assert (await client.tool("pay", meta={KEY: "k"}))["content"][0]["text"] == "x" * 100
+        error = await client.tool_error("pay", meta={KEY: "k"})
+    assert (error["code"], error["data"]["type"], error["data"]["ran"]) == (41010, "result_not_retained", "yes")
+    assert ran == [1]
 
 
 async def test_duplicates_at_once_are_one() -> None:

@@ -21,7 +21,7 @@ from msgspec import UNSET, Raw, Struct
 from wirecall.errors import InvalidParams, UsageError
 from wirecall.frames import encode
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.types import Content, Embedded, Message, ToolResult, block
+from wirecall.mcp.types import KEYS_CAPABILITY, Content, Embedded, Message, ToolResult, block
 from wirecall.methods import Method, Registry
 from wirecall.params import KEY
 
@@ -44,7 +44,9 @@ _CAPABILITIES: dict[str, dict[str, Any]] = {
     "resources": {"subscribe": True, "listChanged": True},
     "completions": {},
     "logging": {},
+    "experimental": {KEYS_CAPABILITY: {}},  # a client may repeat a call that has a key
 }
+_WITH = {"experimental": "tools"}  # what is declared for the sake of something else
 
 
 class Prompt(Struct, frozen=True):
@@ -181,8 +183,8 @@ class Catalog:
 
     def capabilities(self, revision: Revision) -> dict[str, Any]:
         """What the server declares: only what it has something of."""
-        found = {name: value for name, value in _CAPABILITIES.items() if name == "logging" or self.offers(name)}
-        return {name: value for name, value in found.items() if revision.has(f"capability {name}")}
+        known = {name: value for name, value in _CAPABILITIES.items() if revision.has(f"capability {name}")}
+        return {name: value for name, value in known.items() if name == "logging" or self.offers(_WITH.get(name, name))}
 
 
 def _refuse_second(table: Mapping[str, Any], name: str, kind: str) -> None:
@@ -338,7 +340,7 @@ _decode_result = msgspec.json.Decoder(CallResult).decode
 def project(result: bytes, method: Method, revision: Revision) -> CallResult:
     """A result in the words of an older revision: unknown members are left out, unknown content becomes text."""
     told = _decode_result(result)
-    told.content = [_known(item, revision) for item in told.content]
+    told.content = [revision.known(item) for item in told.content]
     shape = revision.value("structured")
     if shape is None:
         told.structured = UNSET
@@ -347,14 +349,6 @@ def project(result: bytes, method: Method, revision: Revision) -> CallResult:
         if not isinstance(told.structured, dict) or (schema is not None and not is_object_schema(schema)):
             told.structured = {"result": told.structured} if schema is not None else UNSET
     return told
-
-
-def _known(item: dict[str, Any], revision: Revision) -> dict[str, Any]:
-    if revision.has(f"content {item['type']}"):
-        return item
-    if item["type"] == "resource_link":
-        return {"type": "text", "text": f"{item['name']}: {item['uri']}"}
-    return {"type": "text", "text": f"[{item['type']} of type {item.get('mimeType', 'unknown')} left out]"}
 
 
 # --- prompts and resources -------------------------------------------------------------------------------------------
@@ -375,7 +369,7 @@ def _message(item: Any) -> Message:
 
 
 def known_messages(result: Any, revision: Revision) -> Any:
-    return {**result, "messages": [{**m, "content": _known(m["content"], revision)} for m in result["messages"]]}
+    return {**result, "messages": [{**m, "content": revision.known(m["content"])} for m in result["messages"]]}
 
 
 def read_result(resource: Resource, uri: str) -> Callable[[Any], dict[str, Any]]:

@@ -215,7 +215,11 @@ class McpEndpoint:
             work = self._server.respond(
                 message, session, outlet, caller=request.caller, key=_key(request), cancellable=False, params=params
             )
-            answer = await _while_there(request, work)
+            answer = await _while_there(request, work, outlet)
+        except Gone:
+            if outlet.refusal is not None:  # it is nothing without a stream, and there is none
+                raise outlet.refusal from None
+            raise
         except RpcError as error:
             if not outlet.is_open:
                 await _refuse(request, error, message.id, revision, _STATUS.get(type(error), 200))
@@ -367,6 +371,9 @@ class McpEndpoint:
         if id in self._ended:
             raise HttpError(404, "the session has ended: send initialize")
         known = self._sessions.get(id)
+        if known is None and self._relay is not None and self._relay.is_marked(id):
+            self._end(id)
+            raise HttpError(404, "the session has ended: send initialize")
         if known is None:
             told = _decode_negotiated(value)
             known = self._sessions[id] = _Known(Session(REVISIONS[told.revision], told.capabilities, told.client))
@@ -396,7 +403,7 @@ class McpEndpoint:
         self._server.hub.add(listener)
         try:
             await outlet.open()
-            await _while_there(request, forward(listener, outlet))
+            await _while_there(request, forward(listener, outlet), outlet)
             await outlet.finish(None)
         finally:
             outlet.close()
@@ -407,6 +414,7 @@ class McpEndpoint:
         id, _ = self._server.seals.open("session", request.caller, request.headers[SESSION])
         self._end(id)
         if self._relay is not None:
+            self._relay.mark(id)
             self._relay.tell({"ended": id})
         await request.respond(204)
 
@@ -511,45 +519,42 @@ async def _several(answering: Any, channel: Channel) -> bytes | None:
         channel.finish()
 
 
-async def _while_there(request: Request, work: Any) -> Any:
+async def _while_there(request: Request, work: Any, outlet: Direct) -> Any:
     """Await work whose client's leaving is its cancellation. Whoever leaves is watched only if the work has to wait."""
     try:
         awaited = work.send(None)
     except StopIteration as finished:
         return finished.value
-    return await _watched(request, resume(work, awaited))
+    return await _watched(request, resume(work, awaited), outlet)
 
 
-async def _watched(request: Request, work: Any) -> Any:
+async def _watched(request: Request, work: Any, outlet: Direct) -> Any:
     this = asyncio.current_task()
     assert this is not None
     watcher = asyncio.get_running_loop().create_task(request.gone())
-
-    def left(_: object) -> None:
-        if not watcher.cancelled():
-            this.cancel()
-
-    watcher.add_done_callback(left)
+    watcher.add_done_callback(lambda _: None if watcher.cancelled() else outlet.cut())
+    outlet.on_cut = this.cancel
     try:
         return await work
     except asyncio.CancelledError:
-        if watcher.done() and not watcher.cancelled() and this.uncancel() == 0:
+        if outlet.is_cut and this.uncancel() == 0:
             raise Gone("the client has left") from None
         raise
     finally:
-        watcher.remove_done_callback(left)
+        outlet.on_cut = None
         watcher.cancel()
 
 
 def _negotiated(session: Session) -> _Negotiated:
     """Small enough for a header: of capabilities their names and modes, of the client its name and version."""
     capabilities: dict[str, Any] = {
-        name: {mode: {} for mode in value}
-        for name, value in session.capabilities.items()
-        if name in _USED and isinstance(value, dict)
+        name: {mode: {} for mode in modes if mode in declared}
+        for name, modes in _USED.items()
+        if isinstance(declared := session.capabilities.get(name), dict)
     }
     client = {name: str(session.client.get(name, ""))[:100] for name in ("name", "version")}
     return _Negotiated(session.revision.name, capabilities, client)
 
 
-_USED = ("sampling", "elicitation", "roots")
+# Capabilities that matter to a server, and their modes.
+_USED = {"sampling": ("context", "tools"), "elicitation": ("form", "url"), "roots": ("listChanged",)}

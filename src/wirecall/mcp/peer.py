@@ -23,7 +23,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall.errors import BadInput, Gone, NotCapable, RpcError, UsageError
 from wirecall.frames import decode_any, encode
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled
+from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled, block
 from wirecall.methods import InputRequired
 
 Id = int | str
@@ -122,22 +122,13 @@ class _Error(Struct):
 class Question:
     """Something to ask the client; awaited, it is the answer."""
 
-    __slots__ = ("call", "decode", "key", "method", "needs", "params")
+    __slots__ = ("call", "decode", "key", "method", "params")
 
-    def __init__(
-        self,
-        call: "Call",
-        key: str,
-        method: str,
-        params: dict[str, Any],
-        needs: dict[str, Any],
-        decode: Callable[[Any], Any],
-    ) -> None:
+    def __init__(self, call: "Call", key: str, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> None:
         self.call = call
         self.key = key
         self.method = method
         self.params = params
-        self.needs = needs  # the capability, as the client declares it
         self.decode = decode
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -157,7 +148,12 @@ class Call:
         self._count = 0
         self.answers: dict[str, dict[str, Any]] = {}  # by the key of their question
         self.continues = False  # this is a further round of a call
+        self._closed = False
         self.pause: Callable[[dict[str, Any], dict[str, Any]], bytes] | None = None  # what a call that asks is answered with
+
+    def close(self) -> None:
+        """The call is answered."""
+        self._closed = True
 
     # --- what it knows -----------------------------------------------------------------------------------------------
 
@@ -198,12 +194,15 @@ class Call:
             )
 
     async def _tell(self, method: str, params: dict[str, Any]) -> None:
-        """A client that has left is told nothing; that is no reason for the handler to fail."""
+        """Nothing is told after the answer, or to a client that has left; neither is a reason to fail."""
+        if self._closed:
+            return
         with suppress(Gone):
             await self._outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params}))
 
     async def hang_up(self, retry: float) -> None:
-        await self._outlet.hang_up(retry)
+        if not self._closed:
+            await self._outlet.hang_up(retry)
 
     # --- what it is asked --------------------------------------------------------------------------------------------
 
@@ -213,42 +212,40 @@ class Call:
         params = {"message": message, "requestedSchema": described}
         if self._session.revision.has("ask elicitation url"):
             params = {"mode": "form", **params}
-        return self._question(
-            key, "elicitation/create", params, {"elicitation": {}}, lambda answer: _elicited(answer, wanted)
-        )
+        return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, wanted))
 
     def elicit_url(self, message: str, url: str, key: str | None) -> Question:
         params = {"mode": "url", "message": message, "url": url}
         if not self._session.revision.is_stateless:
             params["elicitationId"] = os.urandom(12).hex()
-        return self._question(
-            key, "elicitation/create", params, {"elicitation": {"url": {}}}, lambda answer: _elicited(answer, None)
-        )
+        return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, None))
 
     def sample(
         self, messages: str | Sequence[Message], max_tokens: int, system: str | None, key: str | None, more: dict[str, Any]
     ) -> Question:
         several = [Message("user", messages)] if isinstance(messages, str) else messages
-        params = {"messages": [message.on_wire() for message in several], "maxTokens": max_tokens, **more}
+        known = self._session.revision.known
+        wire = [{"role": message.role, "content": known(block(message.content))} for message in several]
+        params = {"messages": wire, "maxTokens": max_tokens, **more}
         if system is not None:
             params["systemPrompt"] = system
-        return self._question(key, "sampling/createMessage", params, {"sampling": {}}, lambda answer: _as(answer, Sampled))
+        return self._question(key, "sampling/createMessage", params, lambda answer: _as(answer, Sampled))
 
     def roots(self, key: str | None) -> Question:
-        return self._question(key, "roots/list", {}, {"roots": {}}, lambda answer: _as(answer, Roots).roots)
+        return self._question(key, "roots/list", {}, lambda answer: _as(answer, Roots).roots)
 
     async def ask(self, questions: Sequence[Any]) -> list[Any]:
+        if self._closed:
+            raise NotCapable("the call is over: its client cannot be asked any more")
         for question in questions:
-            self._check_capability(question)
+            check_capability(self._session, question.method, question.params)
         if self._session.revision.is_stateless:
             return self._at_hand(questions)
         return list(await asyncio.gather(*(self._request(question) for question in questions)))
 
-    def _question(
-        self, key: str | None, method: str, params: dict[str, Any], needs: dict[str, Any], decode: Callable[[Any], Any]
-    ) -> Question:
+    def _question(self, key: str | None, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> Question:
         self._count += 1
-        return Question(self, key or f"input-{self._count}", method, params, needs, decode)
+        return Question(self, key or f"input-{self._count}", method, params, decode)
 
     async def _request(self, question: Question) -> Any:
         raw = await self._session.request(question.method, question.params, self._outlet)
@@ -262,20 +259,25 @@ class Call:
             raise InputRequired(self.pause(self.answers, wire))
         return [question.decode(self.answers[question.key]) for question in questions]
 
-    def _check_capability(self, question: Question) -> None:
-        """A server asks only for what its client declared; `elicitation: {}` means forms (2025-11-25 and later)."""
-        revision = self._session.revision
-        known = revision.has(f"ask {question.method}")
-        if "url" in question.needs.get("elicitation", {}):
-            known = revision.has("ask elicitation url")
-        declared = self._session.capabilities
-        for name, modes in question.needs.items():
-            had = declared.get(name)
-            known = known and isinstance(had, dict) and all(mode in had for mode in modes)
-            if name == "elicitation" and not modes and isinstance(had, dict) and had and "form" not in had:
-                known = False
-        if not known:
-            raise NotCapable(f"the call needs a client that answers {question.method}", requiredCapabilities=question.needs)
+
+def check_capability(session: Session, method: str, params: dict[str, Any]) -> None:
+    """A server asks only for what its client declared; `elicitation: {}` means forms (2025-11-25 and later)."""
+    needs = _needs(method, params)
+    ((name, modes),) = needs.items()
+    had = session.capabilities.get(name)
+    row = "elicitation url" if "url" in modes else method
+    capable = session.revision.has(f"ask {row}") and isinstance(had, dict) and all(mode in had for mode in modes)
+    if name == "elicitation" and not modes and had and "form" not in had:
+        capable = False
+    if not capable:
+        raise NotCapable(f"the call needs a client that answers {method}", requiredCapabilities=needs)
+
+
+def _needs(method: str, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a question needs, as the client declares it."""
+    if method == "elicitation/create":
+        return {"elicitation": {"url": {}} if params.get("mode") == "url" else {}}
+    return {"sampling": {}} if method == "sampling/createMessage" else {"roots": {}}
 
 
 def _as(answer: Any, wanted: Any) -> Any:

@@ -6,13 +6,15 @@ workers. So a worker passes on what it has no use for, and every other looks whe
 
 Each listens on a socket in a folder that only its user can enter; the folder's name follows from the secret, so workers
 with the same secret find each other. Messages are sealed with it as well. Nobody waits for anybody: a worker that is gone is
-forgotten, one that does not take a message in time misses it.
+forgotten, one that does not take a message in time misses it. What a worker must know that starts later, the sessions that
+have ended, stays in the folder as marks.
 """
 
 import asyncio
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +28,9 @@ from wirecall.mcp.sealed import BrokenSeal, Seals
 
 PATIENCE = 5.0  # seconds for a worker to take a message
 LIFETIME = 60.0
+MARKED = 2 * 86_400.0  # seconds that a mark is kept: longer than anything it is about
+
+SOCKET, MARK = ".socket", ".ended"
 
 
 class Relay:
@@ -46,19 +51,36 @@ class Relay:
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
             raise UsageError(f"{self._folder} is not ours alone.", "somebody else could pretend to be a worker", "remove it")
-        self._path = self._folder / f"{os.getpid()}-{os.urandom(3).hex()}"
-        self._server = await asyncio.start_unix_server(self._received, self._path)
+        self._forget_old_marks()
+        name = f"{os.getpid()}-{os.urandom(3).hex()}"
+        early = self._folder / f".{name}"
+        self._server = await asyncio.start_unix_server(self._received, early)
+        # Seen by the others only now: between binding and listening it would refuse them, as a dead one does.
+        self._path = early.rename(self._folder / f"{name}{SOCKET}")
 
     def tell(self, message: dict[str, Any]) -> None:
         """Tell all the others; does not wait."""
         if self._server is None:
             return
         sealed = self._seals.seal("relay", "", message, LIFETIME).encode()
-        for path in self._folder.iterdir():
+        for path in self._folder.glob(f"[0-9]*{SOCKET}"):
             if path != self._path:
                 task = asyncio.get_running_loop().create_task(self._send(path, sealed))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+
+    def mark(self, name: str) -> None:
+        """Leave a mark for those who start later."""
+        (self._folder / f"{name}{MARK}").touch()
+
+    def is_marked(self, name: str) -> bool:
+        return (self._folder / f"{name}{MARK}").exists()
+
+    def _forget_old_marks(self) -> None:
+        for path in self._folder.glob(f"*{MARK}"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > MARKED:
+                    path.unlink()
 
     async def aclose(self) -> None:
         if self._server is None or self._path is None:
@@ -68,7 +90,7 @@ class Relay:
         self._server.close()
         self._server = None
         self._path.unlink(missing_ok=True)
-        with suppress(OSError):  # others are still there
+        with suppress(OSError):  # there are others, or marks
             self._folder.rmdir()
 
     async def _send(self, path: Path, data: bytes) -> None:

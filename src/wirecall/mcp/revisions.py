@@ -13,7 +13,7 @@ The first word of a row says what it is about:
     http                     rules of Streamable HTTP
 """
 
-from typing import Final
+from typing import Any, Final
 
 # fmt: off
 _TABLE: Final = {
@@ -64,6 +64,7 @@ _TABLE: Final = {
     "capability resources":                         "+           +           +           +           +",
     "capability logging":                           "+           +           +           +           +",
     "capability completions":                       "-           +           +           +           +",
+    "capability experimental":                      "+           +           +           +           +",
 
     # --- members of its types
     "progress message":                             "-           +           +           +           +",
@@ -88,6 +89,7 @@ _TABLE: Final = {
     "capability of the client missing":             "result      result      result      result      error",
 
     # --- Streamable HTTP
+    "http version header":                          "-           -           +           +           +",
     "http session":                                 "+           +           +           +           -",
     "http resume":                                  "-           +           +           +           -",
     "http priming event":                           "-           -           -           +           -",
@@ -122,6 +124,14 @@ class Revision:
         """The word in the cell, or None for a `-`."""
         cell = self._cells[row]
         return None if cell == "-" else cell
+
+    def known(self, content: dict[str, Any]) -> dict[str, Any]:
+        """A piece of content as the revision can carry it: what it has no kind for becomes a text that says so."""
+        if self.has(f"content {content['type']}"):
+            return content
+        if content["type"] == "resource_link":
+            return {"type": "text", "text": f"{content['name']}: {content['uri']}"}
+        return {"type": "text", "text": f"[{content['type']} of type {content.get('mimeType', 'unknown')} left out]"}
 
     def __repr__(self) -> str:
         return f"<revision {self.name}>"

@@ -24,6 +24,7 @@ from wirecall.errors import (
     InternalError,
     InvalidParams,
     InvalidRequest,
+    KeyInProgress,
     KeyInvalid,
     KeyRequired,
     MethodNotFound,
@@ -37,7 +38,7 @@ from wirecall.mcp import catalog as shapes
 from wirecall.mcp.catalog import CallResult, Catalog
 from wirecall.mcp.gate import Incoming, Response, meta_of
 from wirecall.mcp.hub import Hub, Listener
-from wirecall.mcp.peer import Call, Id, Outlet, Session
+from wirecall.mcp.peer import Call, Id, Outlet, Session, check_capability
 from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, Revision, offered
 from wirecall.mcp.sealed import BrokenSeal, Seals
 from wirecall.mcp.types import (
@@ -60,6 +61,7 @@ from wirecall.mcp.types import (
 )
 from wirecall.methods import Context, InputRequired, Method
 from wirecall.policy import agreed_key, fingerprint, take_key
+from wirecall.runs import RETRY_AFTER_MS
 
 PAGE = 200  # entries of a list in one answer
 LIST_TTL_MS = 60_000  # how long a client may keep a list: a changed one is told to those who listen
@@ -362,11 +364,21 @@ class Server:
         context = self._context(request, method, arguments, f"tools/call:{method.name}", key)
         context._shape = self._shape(method)
         try:
-            return await self._run(context)
+            result = await self._run(context)
+            if context.replayed and result.startswith(_INPUT_REQUIRED):
+                self._check_waiting(result, request.session)
+            return result
         finally:
             if context.replayed:
                 request.outlet.replayed.append(request.id)
                 marks[REPLAYED_META] = True
+
+    def _check_waiting(self, interim: bytes, session: Session) -> None:
+        """Another call with this key waits for answers: only a client that could give them is asked the same again."""
+        if not session.revision.is_stateless:
+            raise KeyInProgress("the first call waits for its client", ran="no", retry_after_ms=RETRY_AFTER_MS)
+        for question in msgspec.json.decode(interim)["inputRequests"].values():
+            check_capability(session, question["method"], question["params"])
 
     def _told(self, result: bytes, method: Method, revision: Revision, marks: dict[str, Any]) -> Any:
         """A tool's result for a revision."""
@@ -445,6 +457,8 @@ class Server:
             return bytes(await self._dispatcher().call(context))
         except InputRequired as pause:
             return pause.interim
+        finally:
+            context._peer.close()
 
     # --- calls of several rounds -------------------------------------------------------------------------------------
 

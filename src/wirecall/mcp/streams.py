@@ -10,11 +10,11 @@ An answer begins as plain JSON. It becomes a stream when the first event is sent
 import asyncio
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from wirecall.errors import Gone
-from wirecall.transports.http_server import Request
+from wirecall.transports.http_server import HttpError, Request
 
 KEEP_ALIVE = 15.0  # seconds; proxies cut what is silent for longer
 MAX_EVENTS = 1000  # of one channel, kept for a reader who comes back
@@ -46,7 +46,7 @@ class Nowhere:
 
 
 class Direct:
-    """Events to the client at the other end of this request."""
+    """Events to the client at the other end of this request. Once it is cut, nothing goes out any more."""
 
     is_shared = False
 
@@ -54,12 +54,13 @@ class Direct:
         self.stopping = request.stopping
         self.replayed: list[int | str] = []
         self.is_open = False
+        self.is_cut = False
+        self.on_cut: Callable[[], object] | None = None
+        self.refusal: HttpError | None = None  # why there is no stream
         self._request = request
         self._beat: asyncio.TimerHandle | None = None
+        self._beating: asyncio.Task[None] | None = None
         self._lock: asyncio.Lock | None = None
-
-    async def send(self, message: bytes) -> None:
-        await self._write(event(message))
 
     async def open(self) -> None:
         """Begin the stream, although there is nothing to send yet."""
@@ -67,39 +68,62 @@ class Direct:
         await self._request.open_stream()
         await self._write(_COMMENT)  # so that the client sees that it stands
 
+    async def send(self, message: bytes) -> None:
+        await self._write(event(message))
+
     async def hang_up(self, retry: float) -> None:
         """There is nothing to come back to."""
 
     async def finish(self, message: bytes | None) -> None:
-        self._stop_beating()
         if message is not None:
-            await self.send(message)
-        self._stop_beating()
+            await self._request.write(event(message))
         await self._request.close_stream()
+
+    def cut(self) -> None:
+        """The client has left, or does not read: that is a cancellation (2026-07-28)."""
+        self.is_cut = True
+        if self.on_cut is not None:
+            self.on_cut()
+
+    def close(self) -> None:
+        """The answer is made: nothing goes out before it any more."""
+        self.is_cut = True
+        if self._beat is not None:
+            self._beat.cancel()
 
     async def _write(self, chunk: bytes) -> None:
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
-            if not self.is_open:
-                self.is_open = True
-                await self._request.open_stream()
-            await self._request.write(chunk)
-        self._stop_beating()
+            if self.is_cut:
+                raise Gone("nobody listens any more")
+            try:
+                await self._begin()
+                await self._request.write(chunk)
+            except Gone:
+                self.cut()
+                raise
+        if self._beat is not None:
+            self._beat.cancel()
         self._beat = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._keep_alive)
 
+    async def _begin(self) -> None:
+        """A server that has no stream left answers without: who tells something must not fail for it."""
+        if self.is_open:
+            return
+        try:
+            await self._request.open_stream()
+        except HttpError as error:
+            self.refusal, self.is_cut = error, True
+            raise Gone("there is no stream") from error
+        self.is_open = True
+
     def _keep_alive(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._comment())
-        self._beating = task  # a task that nobody holds may vanish
+        if not self.is_cut:
+            self._beating = asyncio.get_running_loop().create_task(self._comment())
 
     async def _comment(self) -> None:
         with suppress(Gone):
             await self._write(_COMMENT)
-
-    def _stop_beating(self) -> None:
-        if self._beat is not None:
-            self._beat.cancel()
-
-    close = _stop_beating
 
 
 class Channel:
