@@ -123,8 +123,11 @@ class Catalog:
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
+    def find(self, name: str) -> Method | None:
+        return self._registry.tools.get(name)
+
     def tool(self, name: str) -> Method:
-        method = self._registry.tools.get(name)
+        method = self.find(name)
         if method is None:
             raise InvalidParams(f"there is no tool {name[:100]!r}")
         return method

@@ -172,7 +172,7 @@ class Server:
             params = _decode(message, wanted)
         request = Request(id, message.params, params, session, outlet, caller, key, position)
         try:
-            if not cancellable or message.method not in _CANCELLABLE:
+            if not cancellable or message.method not in _CANCELLABLE or self._is_instant(params):
                 result = await handler(self, request)
             else:
                 result = await self._cancellable(handler(self, request), id, session)
@@ -197,6 +197,11 @@ class Server:
         if needed is not None and not self.catalog.offers(needed):
             raise MethodNotFound(f"{name}: this server has no {needed}")
         return _METHODS[name]
+
+    def _is_instant(self, params: Any) -> bool:
+        """A plain function that reads cannot be interrupted, so nobody has to be able to: a task less."""
+        method = self.catalog.find(params.name) if type(params) is CallTool else None
+        return method is not None and method.plain and not method.is_async
 
     async def _cancellable(self, work: Any, id: Id, session: Session) -> Any:
         """The work in a task of its own, so that a `notifications/cancelled` ends it and nothing else."""
