@@ -1,125 +1,166 @@
 """What wirecall does, in a few seconds: `make demo`.
 
-Every line below is a real message to a real app, and every answer is checked: the demo ends with exit code 1 if one of
-them is not what it should be.
+A server process, a client, a connection that is cut in the middle, and two MCP sessions, all for real, over the loopback.
+Every answer is checked: the demo ends with exit code 1 if one of them is not what it should be.
 """
 
 import asyncio
-import json
 import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from wirecall import App
+from wirecall import connect
 
+SHOP = Path(__file__).parent / "shop.py"
 COLOUR = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or "FORCE_COLOR" in os.environ
+
+
+class Demo:
+    """Shows what is done, and keeps count of what is not as it should be."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def title(self, text: str) -> None:
+        print(f"\n{paint('1', text)}")
+
+    def show(self, what: str, got: Any, expected: Any, note: str = "") -> None:
+        good = got == expected
+        self.failed += not good
+        print(f"  {paint('36', what)}  {paint('32' if good else '31', str(got))}{note and '  ' + paint('33', note)}")
+        if not good:
+            print(paint("31", f"    expected {expected}"))
 
 
 def paint(code: str, text: str) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if COLOUR else text
 
 
-def make_app(ledger: str) -> App:
-    app = App("demo", version="1.0", mode="production", ledger=ledger)
-    charged: list[int] = []
-
-    @app.query(name="sum")
-    def total(*numbers: int) -> int:
-        return sum(numbers)
-
-    @app.query
-    def subt(minuend: int, subtrahend: int) -> int:
-        return minuend - subtrahend
-
-    @app.query(notification_allowed=True)
-    def notify_hello(times: int) -> None: ...
-
-    @app.command
-    async def charge(order: str, cents: int) -> dict[str, Any]:
-        charged.append(cents)
-        return {"order": order, "receipt": f"r-{len(charged)}"}
-
-    @app.query
-    def charges() -> list[int]:
-        return charged
-
-    return app
+# --- a server, and a bad connection to it ----------------------------------------------------------------------------
 
 
-class Demo:
-    def __init__(self, app: App) -> None:
-        self.app = app
-        self.failed = 0
-
-    def title(self, text: str) -> None:
-        print(f"\n{paint('1', text)}")
-
-    async def send(self, message: str, expected: Any, replayed: list[Any] | None = None) -> None:
-        """Send a message, show the answer, and check the part of it that matters."""
-        ids: list[Any] = []
-        reply = await self.app.handle(message, replayed=ids)
-        answer = None if reply is None else json.loads(reply)
-        good = essence(answer) == expected and ids == (replayed or [])
-        self.failed += not good
-        print(f"  {paint('36', '-->')} {message}")
-        mark = paint("33", "  replayed from the ledger") if ids else ""
-        print(f"  {paint('32' if good else '31', '<--')} {reply.decode() if reply else paint('2', '(nothing)')}{mark}")
-        if not good:
-            print(paint("31", f"      expected {expected}"))
+@contextmanager
+def server(ledger: str) -> Iterator[int]:
+    """`wirecall serve examples/shop.py`: gives its port."""
+    command = [sys.executable, "-m", "wirecall", "serve", str(SHOP), "--http", "127.0.0.1:0", "--ledger", ledger]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        print(f"  {paint('36', '$ wirecall serve examples/shop.py --ledger sqlite:...')}  {line.strip()}")
+        yield int(line.strip().rpartition(":")[2])
+    finally:
+        process.terminate()
+        process.wait(15)
+        process.stderr.close()
 
 
-def essence(answer: Any) -> Any:
-    """Ids with results or error codes, in the order of the answers."""
-    if isinstance(answer, list):
-        return [essence(entry) for entry in answer]
-    if answer is None:
-        return None
-    return (answer["id"], answer["result"] if "result" in answer else answer["error"]["code"])
+@asynccontextmanager
+async def cutting(port: int, cuts: int) -> AsyncIterator[int]:
+    """A proxy before the server. It passes questions on, and cuts the connection when the first answers come back."""
+    left = cuts
+    connections: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal left
+        there, to = await asyncio.open_connection("127.0.0.1", port)
+        sending = asyncio.create_task(pump(reader, to))
+        try:
+            while data := await there.read(65536):
+                if left and b'"paid":500' in data:
+                    left -= 1
+                    break
+                writer.write(data)
+        finally:
+            sending.cancel()
+            writer.close()
+            to.close()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.add(asyncio.create_task(serve(reader, writer)))
+
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with proxy:
+        yield proxy.sockets[0].getsockname()[1]
+    for connection in connections:
+        connection.cancel()
+    await asyncio.gather(*connections, return_exceptions=True)
 
 
-async def show(demo: Demo) -> None:
-    demo.title("Many calls in one message: two calls and a notification")
-    await demo.send(
-        '[{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1},'
-        '{"jsonrpc":"2.0","method":"notify_hello","params":[7]},'
-        '{"jsonrpc":"2.0","method":"subt","params":[42,23],"id":2}]',
-        [(1, 6), (2, 19)],
-    )
-    demo.title("A malformed entry costs only itself, and keeps its id and its place")
-    await demo.send(
-        '[{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1},{"id":2},'
-        '{"jsonrpc":"2.0","method":"sum","params":["x"],"id":3},{"jsonrpc":"2.0","method":"subt","params":[42,23],"id":4}]',
-        [(1, 6), (2, -32600), (3, -32602), (4, 19)],
-    )
-    demo.title("Broken JSON is one error; an empty batch is one error; only notifications are answered by nothing")
-    await demo.send('[{"jsonrpc":"2.0","method":"sum","params":[1,2', (None, -32700))
-    await demo.send("[]", (None, -32600))
-    await demo.send('[{"jsonrpc":"2.0","method":"notify_hello","params":[7]}]', None)
-    demo.title("A command without an id is refused, and so is one without a key")
-    await demo.send('{"jsonrpc":"2.0","method":"charge","params":{"order":"7","cents":500}}', (None, -32600))
-    await demo.send('{"jsonrpc":"2.0","method":"charge","params":{"order":"7","cents":500},"id":1}', (1, -32602))
-    demo.title("The answer was lost, the caller tries again under a new id: charged once")
-    charge = '{"jsonrpc":"2.0","method":"charge","params":{"order":"7","cents":500,"idempotency_key":"order-7"},"id":%d}'
-    receipt = {"order": "7", "receipt": "r-1"}
-    await demo.send(charge % 1, (1, receipt))
-    await demo.send(charge % 2, (2, receipt), replayed=[2])
-    await demo.send('{"jsonrpc":"2.0","method":"charges","id":3}', (3, [500]))
-    demo.title("The same key for another amount is a bug of the caller, and nothing runs")
-    await demo.send((charge % 4).replace("500", "900"), (4, 42210))
-    await demo.send('{"jsonrpc":"2.0","method":"charges","id":5}', (5, [500]))
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
 
 
-async def main() -> int:
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+async def show_batch(demo: Demo, port: int) -> None:
+    demo.title("Many calls in one message, each with its own outcome")
+    async with connect(f"http://127.0.0.1:{port}/rpc") as client:
+        async with client.batch() as batch:
+            tea = batch.call("price", {"sku": "tea"})
+            milk = batch.call("price", {"sku": "milk"})
+            paid = batch.call("charge", {"order": "6", "cents": 450})
+        demo.show("price tea   ", tea.result(), 450)
+        demo.show("price milk  ", str(milk.error), "there is no article 'milk' (4040): {'articles': ['coffee', 'tea']}")
+        demo.show("charge      ", paid.result(), {"order": "6", "paid": 450})
+        demo.show("sent as     ", batch.wire, "array")
+
+
+async def show_cut(demo: Demo, port: int) -> None:
+    demo.title("The connection is cut after the charge: the client repeats it, and it is charged once")
+    async with cutting(port, cuts=2) as proxy, connect(f"http://127.0.0.1:{proxy}/rpc") as client:
+        async with client.batch() as batch:
+            charge = batch.call("charge", {"order": "7", "cents": 500})
+        note = f"after {charge.attempts} attempts, replayed from the ledger" if charge.replayed else "not replayed"
+        demo.show("charge      ", charge.result(), {"order": "7", "paid": 500}, note)
+        demo.show("replayed    ", charge.replayed, True)
+
+
+def show_ledger(demo: Demo, ledger: str) -> None:
+    demo.title("The ledger knows what was done")
+    command = [sys.executable, "-m", "wirecall", "ledger", "list", ledger]
+    table = subprocess.run(command, capture_output=True, text=True, check=False)
+    for line in table.stdout.splitlines():
+        print(f"  {line}")
+    demo.show("records     ", table.stdout.count("charge"), 2)
+
+
+async def show_mcp(demo: Demo, port: int) -> None:
+    demo.title("The same server for MCP clients, old and new: an array where the revision has it")
+    for revision, wire in (("2025-03-26", "array"), ("2026-07-28", "singles")):
+        async with connect(f"http://127.0.0.1:{port}/mcp", revision=revision) as client:
+            tools = {tool.name: tool for tool in await client.list_tools()}
+            async with client.batch() as batch:
+                calls = [batch.call_tool("price", {"sku": sku}) for sku in ("tea", "coffee")]
+            demo.show(f"MCP {client.revision}", sorted(tools), ["charge", "price", "refund"])
+            demo.show("  two calls as", batch.wire, wire)
+            demo.show("  prices      ", [call.result().text for call in calls], ["450", "700"])
+
+
+async def show_all(demo: Demo, ledger: str) -> None:
+    with server(ledger) as port:
+        await show_batch(demo, port)
+        await show_cut(demo, port)
+        show_ledger(demo, ledger)
+        await show_mcp(demo, port)
+
+
+def main() -> int:
+    demo = Demo()
+    demo.title("A server: its methods are JSON-RPC and MCP tools at once")
     with tempfile.TemporaryDirectory() as folder:
-        async with make_app(f"sqlite:{Path(folder) / 'ledger.db'}") as app:
-            demo = Demo(app)
-            await show(demo)
+        asyncio.run(show_all(demo, f"sqlite:{Path(folder) / 'ledger.db'}"))
     verdict = ("31", f"{demo.failed} answers were wrong") if demo.failed else ("32", "all answers as they should be")
     print(f"\n{paint(*verdict)}")
     return 1 if demo.failed else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(asyncio.run(main()))
+    raise SystemExit(main())

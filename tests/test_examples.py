@@ -1,0 +1,79 @@
+"""Every example is run, and does what it says."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.servers import Postgres
+from wirecall import RpcError, connect
+from wirecall.errors import KeyConflict
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str, given: str = "") -> str:
+    program = [sys.executable, *command]
+    done = subprocess.run(program, input=given, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_there_is_a_test_for_each() -> None:
+    tested = {
+        "hello",
+        "shop",
+        "batch_client",
+        "demo",
+        "payments_postgres",
+        "everything",
+    }  # the last by tests/mcp/conformance.py
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_hello() -> None:
+    call = '{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}\n'
+    assert run("-m", "wirecall", "send", "examples/hello.py", given=call) == '{"jsonrpc":"2.0","result":6,"id":1}\n'
+
+
+def test_shop() -> None:
+    assert run("-m", "wirecall", "call", "examples/shop.py", "price", "sku=tea", "--json").startswith(
+        '{"ok":true,"result":450'
+    )
+
+
+def test_batch_client() -> None:
+    assert run("examples/batch_client.py").splitlines() == [
+        "tea      450",
+        "coffee   700",
+        "milk     there is no article 'milk' (4040): {'articles': ['coffee', 'tea']}",
+        "charge   {'order': '7', 'paid': 1150}",
+        "sent as  array: JSON-RPC 2.0 has arrays",
+    ]
+
+
+def test_demo() -> None:
+    shown = run("examples/demo.py")
+    assert shown.endswith("\nall answers as they should be\n")
+    assert "after 3 attempts, replayed from the ledger" in shown
+    assert "\x1b" not in shown or "FORCE_COLOR" in os.environ
+
+
+async def test_payments_are_made_once_with_their_record(postgres_server: Postgres) -> None:
+    example = runpy.run_path(str(EXAMPLES / "payments_postgres.py"))
+    async with example["make_app"](postgres_server.url) as app, connect(app) as client:
+        assert await client.call("deposit", {"account": "ann", "cents": 1000}, key="d-1") == 1000
+        assert await client.call("deposit", {"account": "ann", "cents": 1000}, key="d-1") == 1000
+        assert await client.call("deposit", {"account": "bob", "cents": 1}, key="d-2") == 1
+        paid = {"payer": "ann", "payee": "bob", "cents": 600}
+        first = await client.call("pay", paid, key="p-1")
+        assert await client.call("pay", paid, key="p-1") == first
+        with pytest.raises(RpcError, match="ann does not have 600 cents"):
+            await client.call("pay", paid, key="p-2")
+        with pytest.raises(KeyConflict):
+            await client.call("pay", {**paid, "cents": 1}, key="p-1")
+        assert await client.call("deposit", {"account": "bob", "cents": 0}, key="d-3") == 601
