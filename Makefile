@@ -24,7 +24,7 @@ conformance: $(VENV)/test  ## the official suite of MCP, on Node from PyPI
 	$(BIN)/python -m tests.mcp.conformance
 
 bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one run each
-	@missed=0; for name in core ledger http stdio client; do echo "== $$name"; $(BIN)/python bench/$$name.py || missed=1; done; exit $$missed
+	@missed=0; for name in core ledger http stdio client cli; do echo "== $$name"; $(BIN)/python bench/$$name.py || missed=1; done; exit $$missed
 
 KILLS ?= 10000
 SEED ?= 0

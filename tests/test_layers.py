@@ -10,21 +10,45 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
-    {"errors"},
-    {"frames", "params", "ledger.base", "logs", "lanes", "mcp.revisions", "mcp.types", "mcp.sealed"},
-    {"jsonrpc", "methods", "outcomes", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
-    | {"mcp.__init__", "mcp.headers", "mcp.hub", "mcp.relay"},
-    {"policy", "runs", "openrpc", "tracing", "audit", "ledger.sqlite_rows", "mcp.catalog", "mcp.peer"},
-    {"commands", "ledger.sqlite_writer", "mcp.gate", "transports.http_server", "transports.stdio"},
-    {"ledger.sqlite", "mcp.streams", "transports.rpc_http", "transports.run_http"},
-    {"dispatch"},
-    {"mcp.server"},
-    {"mcp.http", "mcp.lines"},
+    {"errors", "lanes", "logs"} | {"mcp.revisions", "mcp.types", "mcp.sealed"},
+    {"frames", "params", "ledger.base", "retries"}
+    | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
+    | {"transports.memory", "transports.sse"},
+    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
+    | {"mcp.headers", "mcp.hub", "mcp.listening"}
+    | {"transports.http_client"},
+    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.sqlite_rows"}
+    | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
+    {"commands", "config", "coalescing", "links", "ledger.sqlite_writer"}
+    | {"mcp.client_headers", "mcp.gate"}
+    | {"transports.http_server", "transports.stdio"},
+    {"dispatch", "calls", "ledger.sqlite"}
+    | {"mcp.line_link", "mcp.lists", "mcp.streams"}
+    | {"transports.child", "transports.rpc_http", "transports.run_http"},
+    {"sync", "mcp.conversation", "mcp.http_link", "mcp.server"},
+    {"mcp.client", "mcp.http", "mcp.lines"},
     {"app"},
-    {"__init__"},
-    {"cli.target"},
-    {"cli.send"},
+    {"client"},
+    {"__init__", "testing"},
+    # the command line
+    {"cli.exits", "cli.schemas", "cli.completion"},
+    {"cli.failures", "cli.output"},
+    {"cli.running", "cli.durations", "cli.targets", "cli.offers", "cli.arguments", "cli.new"},
+    {"cli.audit", "cli.clients", "cli.connecting", "cli.ledgers", "cli.overrides", "cli.settings", "cli.wires"},
+    {
+        "cli.call",
+        "cli.config",
+        "cli.doctor",
+        "cli.install",
+        "cli.ledger",
+        "cli.listing",
+        "cli.probing",
+        "cli.send",
+        "cli.serve",
+    },
+    {"cli.batch", "cli.dev", "cli.probe", "cli.show"},
     {"cli.__init__"},
+    {"__main__"},
 ]
 PACKAGES = {"ledger.__init__", "transports.__init__"}
 
@@ -37,7 +61,9 @@ FOREIGN = {
     "redis": {"ledger.redis"},
     "psycopg": {"ledger.postgres"},
     "opentelemetry": {"tracing"},
-    "click": {"cli.__init__", "cli.send", "cli.target"},
+    "click": {name for layer in LAYERS for name in layer if name.startswith("cli.")},
+    "rich": {"cli.output"},
+    "aiohttp": {"transports.http_client"},
     "granian": {"transports.run_http"},
     "uvicorn": {"transports.run_http"},
 }

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_names_of_wirecall() -> None:
     assert sorted(wirecall.__all__) == [
         "App",
+        "CallFailed",
         "CannotTell",
         "Context",
         "DomainError",
@@ -19,11 +20,14 @@ def test_the_names_of_wirecall() -> None:
         "Kind",
         "Limits",
         "NotDone",
+        "Retry",
         "RpcError",
         "ToolAnnotations",
         "ToolError",
         "UsageError",
         "WirecallError",
+        "connect",
+        "connect_sync",
         "jsonrpc",
     ]
     assert all(hasattr(wirecall, name) for name in wirecall.__all__)

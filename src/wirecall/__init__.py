@@ -1,15 +1,22 @@
 """JSON-RPC 2.0 and MCP for Python: many calls in one message, every command takes effect once."""
 
+from typing import TYPE_CHECKING, Any
+
 from wirecall import jsonrpc
 from wirecall.app import App
-from wirecall.errors import DomainError, RpcError, ToolError, UsageError, WirecallError
+from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, UsageError, WirecallError
 from wirecall.methods import CannotTell, Context, Done, Kind, NotDone, ToolAnnotations
 from wirecall.policy import Limits
+
+if TYPE_CHECKING:
+    from wirecall.client import connect, connect_sync
+    from wirecall.retries import Retry
 
 __version__ = "0.1.0"
 
 __all__ = [
     "App",
+    "CallFailed",
     "CannotTell",
     "Context",
     "DomainError",
@@ -17,10 +24,26 @@ __all__ = [
     "Kind",
     "Limits",
     "NotDone",
+    "Retry",
     "RpcError",
     "ToolAnnotations",
     "ToolError",
     "UsageError",
     "WirecallError",
+    "connect",
+    "connect_sync",
     "jsonrpc",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The client, when somebody asks for it: it brings the event loop along."""
+    if name in ("connect", "connect_sync"):
+        from wirecall import client
+
+        return getattr(client, name)
+    if name == "Retry":
+        from wirecall.retries import Retry
+
+        return Retry
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

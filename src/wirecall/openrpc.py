@@ -36,7 +36,14 @@ def _describe(method: Method, mode: str) -> dict[str, Any]:
         "result": {"name": "result", "schema": _placed(method.signature.result_schema, method)},
         "x-kind": method.kind.value,
         "x-notification-allowed": method.notification_allowed,
+        **_hints(method),
     }
+
+
+def _hints(method: Method) -> dict[str, bool]:
+    """What a method says about its effects, where it says something."""
+    stated = {"x-destructive": method.destructive, "x-idempotent": method.idempotent, "x-open-world": method.open_world}
+    return {name: value for name, value in stated.items() if value is not None}
 
 
 def _params(method: Method, mode: str) -> list[dict[str, Any]]:

@@ -1,12 +1,15 @@
-"""The official conformance suite of MCP against `examples/everything.py` (V9): `make conformance`.
+"""The official conformance suite of MCP against `examples/everything.py`, and against our client (V9): `make conformance`.
 
     python -m tests.mcp.conformance                                        every set
     python -m tests.mcp.conformance 2026-07-28                             one set
     python -m tests.mcp.conformance 2026-07-28 --scenario server-stateless every check of one scenario, as the suite tells it
     python -m tests.mcp.conformance --url http://127.0.0.1:8420/mcp        against a server that runs already
+    python -m tests.mcp.conformance client                                 the client's scenarios
+    python -m tests.mcp.conformance client --scenario sse-retry            one of them, every check
 
 A set is what the suite asks of one revision. Exit code 1 if a scenario that counts has a failed check, did not run, checked
-nothing, or if the suite itself says that it failed: silence is never a pass. Warnings are shown, and do not count.
+nothing, or if the suite itself says that it failed: silence is never a pass. Warnings are shown, and do not count, but for
+the client: there the suite takes them for failures.
 """
 
 import argparse
@@ -48,7 +51,7 @@ ALSO_COUNT = {
 NOT_OFFERED = re.compile("tasks-|sep-2640-")  # extensions that wirecall does not have
 
 STATUSES = {"SUCCESS": "passed", "FAILURE": "failed", "WARNING": "warned"}
-RESULT_FOLDER = re.compile(r"server-(?P<scenario>.+)-\d{4}-\d\d-\d\dT[\d-]+Z")
+RESULT_FOLDER = re.compile(r"(server-)?(?P<scenario>.+)-\d{4}-\d\d-\d\dT[\d-]+Z")
 LISTED = re.compile(r"^ +- (?P<scenario>\S+)")
 
 
@@ -149,6 +152,56 @@ def run_scenario(revision: str, scenario: str, url: str) -> bool:
     return not Verdict(scenario, True, checks).failed and not run.returncode
 
 
+# --- the client ------------------------------------------------------------------------------------------------------
+
+CLIENT = "client"  # the name of this part on the command line
+# In which revisions a scenario is run: all those that the suite has it for.
+CLIENT_SCENARIOS = {
+    "initialize": ("2025-11-25", "2025-06-18"),
+    "tools_call": ("2026-07-28", "2025-11-25", "2025-06-18"),
+    "elicitation-sep1034-client-defaults": ("2025-11-25",),
+    "sse-retry": ("2025-11-25",),
+    "request-metadata": ("2026-07-28",),
+    "sep-2322-client-request-state": ("2026-07-28",),
+    "http-standard-headers": ("2026-07-28",),
+    "http-custom-headers": ("2026-07-28",),
+    "http-invalid-tool-headers": ("2026-07-28",),
+    "json-schema-ref-no-deref": ("2026-07-28",),
+    "json-schema-2020-12-preservation": ("2026-07-28", "2025-11-25"),
+}
+
+
+def run_client(only: str | None = None) -> bool:
+    """Run the client's scenarios, print their table, and tell whether all passed."""
+    runs = [
+        (name, revision) for name, revisions in CLIENT_SCENARIOS.items() for revision in revisions if only in (None, name)
+    ]
+    results = [(name, revision, *client_checks(name, revision)) for name, revision in runs]
+    passed = [code == 0 and not verdict.failed and not verdict.tally["WARNING"] for _, _, code, verdict in results]
+    print(f"\nclient: {sum(passed)} of {len(results)} scenarios pass")
+    for (name, revision, code, verdict), is_good in zip(results, passed, strict=True):
+        print(
+            f"  {'ok' if is_good else 'FAIL':4}  {f'{name} {revision}':48} {verdict.tally['SUCCESS']} success, code {code}"
+        )
+        for check in verdict.checks:
+            if check["status"] in ("FAILURE", "WARNING") or (only and check["status"] == "SUCCESS"):
+                print(f"          {STATUSES[check['status']]} [{check['id']}] {reason(check)}")
+    return bool(results) and all(passed)
+
+
+def client_checks(scenario: str, revision: str) -> tuple[int, Verdict]:
+    """What the suite saw of our client, and the code it ended with."""
+    command = f"{sys.executable} -m tests.mcp.conformance_client"  # the suite splits it at its spaces
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("--scenario", scenario, "--spec-version", revision, "-o", folder)
+        run = suite("client", "--command", command, *options)
+        checks = read_results(Path(folder)).get(scenario, [])
+    return run.returncode, Verdict(scenario, True, checks)
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+
+
 def suite(*arguments: str) -> "subprocess.CompletedProcess[str]":
     program = installed(f"{SUITE}@{VERSION}") / SUITE / "dist" / "index.js"
     command = [str(node()), str(program), *arguments]
@@ -157,18 +210,26 @@ def suite(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def main() -> int:
     options = argparse.ArgumentParser(prog="python -m tests.mcp.conformance", description="The conformance suite of MCP.")
-    options.add_argument("revision", nargs="*", help=f"which sets to run: {', '.join(SETS)} (all)")
+    options.add_argument("revision", nargs="*", help=f"which sets to run: {', '.join(SETS)}, {CLIENT} (all)")
     options.add_argument("--scenario", help="run this scenario only, and print every check")
     options.add_argument("--url", help="an MCP endpoint that runs already, instead of examples/everything.py")
     given = options.parse_args()
-    if unknown := set(given.revision) - set(SETS):
+    if unknown := set(given.revision) - {*SETS, CLIENT}:
         options.error(f"no such set: {', '.join(unknown)}")
-    with nullcontext() if given.url else Everything() as server:
-        passed = run(given.revision or list(SETS), given.scenario, server.url if server else given.url)
-        if server and not passed:
-            print(f"\nThe server's log ends with:\n{server.log()}")
+    everything = not (given.revision or given.url or given.scenario)
+    revisions = [name for name in given.revision if name != CLIENT] or ([] if CLIENT in given.revision else list(SETS))
+    passed = run_client(given.scenario) if everything or CLIENT in given.revision else True
+    passed = (run_servers(revisions, given.scenario, given.url) if revisions else True) and passed
     print("\npassed" if passed else "\nFAILED")
     return 0 if passed else 1
+
+
+def run_servers(revisions: Sequence[str], scenario: str | None, url: str | None) -> bool:
+    with nullcontext() if url else Everything() as server:
+        passed = run(revisions, scenario, server.url if server else str(url))
+        if server and not passed:
+            print(f"\nThe server's log ends with:\n{server.log()}")
+    return passed
 
 
 def run(revisions: Sequence[str], scenario: str | None, url: str) -> bool:

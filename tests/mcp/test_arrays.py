@@ -258,6 +258,23 @@ async def test_initialize_in_an_array_of_a_session_changes_nothing(transport: st
         assert len(await send(client, [request("ping")])) == 1  # still 2025-03-26
 
 
+async def test_an_array_of_plain_json_rpc_is_served_until_a_revision_is_negotiated() -> None:
+    """After that the line is MCP's, and the revision decides."""
+    shop = Shop()
+    plain = [{"jsonrpc": "2.0", "id": 1, "method": "look", "params": ["p"]}, {"jsonrpc": "2.0", "id": 2, "method": "look"}]
+    client = LineClient(shop.app, R4)
+    await client.open(handshake=False)
+    try:
+        client.write(plain)
+        assert {answer["id"]: answer["result"] for answer in await client.line()} == {1: "p", 2: "x"}
+        await client.exchange(hello(R4))
+        client.write(plain)
+        assert (await client.line())["error"]["code"] == -32600
+    finally:
+        await client.close()
+    assert shop.ran == ["p", "x"]
+
+
 # --- which revision counts (V5) --------------------------------------------------------------------------------------
 
 
@@ -440,6 +457,18 @@ async def test_an_array_becomes_a_stream_when_an_entry_streams() -> None:
     assert [p["progress"] for p in told if p["progressToken"] == "t"] == [1]
     found = by_id([message for message in messages if "id" in message])
     assert {id: text(answer) for id, answer in found.items()} == {1: "x", 2: "2 steps", "3": "1 steps"}
+
+
+async def test_the_stream_of_an_array_is_resumed() -> None:
+    shop = Shop()
+    async with over_http(shop.app, R2) as client:
+        cut = client.post([tool("wait", 1), tool("steps", 2, {"progressToken": 5}, count=1), tool("look", 3)])
+        first = await cut.event()
+        assert first is not None
+        cut.leave()
+        shop.gate.set()
+        messages = await client.listen(first.id).messages()
+    assert {message["id"] for message in messages} == {1, 2, 3}
 
 
 async def test_answers_do_not_wait_for_the_slowest_once_the_stream_is_open() -> None:

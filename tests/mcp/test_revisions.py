@@ -3,6 +3,8 @@
 A column is a revision, from 2024-11-05 to 2026-07-28; `+` says that it has the thing, `-` that it has not.
 """
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -61,7 +63,7 @@ def zoo() -> App:
             "audio": Audio(data=b"\x02", mime_type="audio/wav"),
             "resource_link": ResourceLink(uri="test://linked", name="linked"),
         }
-        return ToolResult(content=[kinds[kind]])
+        return ToolResult(content=[kinds.get(kind, "no such kind")])
 
     @app.tool(annotations=reads)
     async def steps(ctx: Context) -> str:
@@ -385,6 +387,24 @@ async def test_results_of_the_others_gain_nothing(transport: str, revision: str)
                 assert found == {}
 
 
+@pytest.mark.parametrize("method", CACHED)
+async def test_what_is_for_one_caller_is_private(method: str) -> None:
+    """Matrix 1.10: `public` may be served to anyone."""
+    app = zoo()
+    app._authenticate = lambda headers: "ann"
+    async with over_http(app, R5) as client:
+        found = await client.result(method, {"uri": "test://text"} if method == "resources/read" else None)
+    assert found["cacheScope"] == "private"
+
+
+@every_way
+async def test_a_wish_for_a_task_is_ignored(transport: str, revision: str) -> None:
+    """Matrix 1.7: tasks are not declared, so the call is an ordinary one."""
+    async with speak(transport, zoo(), revision) as client:
+        found = await client.tool("point", members={"task": {"ttl": 60_000}})
+    assert "task" not in found and found["content"]
+
+
 # --- members and kinds (matrix 1.6) ----------------------------------------------------------------------------------
 
 # fmt: off
@@ -522,6 +542,61 @@ async def test_the_id_of_what_cannot_be_read(revision: str, broken: bytes) -> No
     assert ("id" in told, told.get("id")) == ((False, None) if revision == R4 else (True, None))
 
 
+ODD: list[Any] = [None, True, 0, -1.5, 10**40, "", "x" * 300, "\x00", "\ud83d\ude00", [], [[]], {}, {"": None}, {"_meta": 5}]
+
+
+def bent(message: Any) -> list[Any]:
+    """The message with each of its members, at any depth, left out or replaced by something odd."""
+    found: list[Any] = [*ODD]
+    for name in list(message) if isinstance(message, dict) else ():
+        rest = {other: value for other, value in message.items() if other != name}
+        found.append(rest)
+        found += [{**rest, name: inner} for inner in bent(message[name])]
+    return found
+
+
+CALLS: list[tuple[str, Any]] = [
+    *((method, params or {}) for method, params, _ in METHODS),
+    ("initialize", hello()["params"]),
+    ("tools/call", {"name": "content", "arguments": {"kind": "text"}, "inputResponses": {"a": {}}, "requestState": "s"}),
+    ("completion/complete", {"ref": REF, "argument": {"name": "who", "value": ""}, "context": {"arguments": {"a": "b"}}}),
+]
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_no_message_breaks_the_server(revision: str) -> None:
+    """Whatever is wrong with a message is its sender's fault, and is told as such: no 500, no -32603."""
+    wrong = []
+    async with over_http(zoo(), revision) as client:
+        for method, params in CALLS:
+            message = client.message(method, params)
+            headers = client.headers(message)
+            for odd in bent(message):
+                answered = await client.post(odd, headers).started()
+                body = await answered.read()
+                if (
+                    answered.status not in (200, 202, 400, 404)
+                    or b"-32603" in body
+                    or (body == b"") != (answered.status == 202)
+                ):
+                    wrong.append((odd, answered.status, body))
+    assert not wrong, (len(wrong), wrong[:3])
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_no_line_breaks_the_server(revision: str) -> None:
+    """The same on a pipe: every line is answered or met with silence, and the next one is served."""
+    async with over_stdio(zoo(), revision) as client:
+        for method, params in CALLS:
+            for odd in bent(client.message(method, params)):
+                client.write(odd)
+                await asyncio.sleep(0)  # a pipe that is full blocks who writes
+            assert await client.result("tools/list", id=f"after {method}")
+        await client.end()
+        told = [client.unasked.get_nowait() for _ in range(client.unasked.qsize())]
+    assert not [line for line in told if "-32603" in json.dumps(line)]
+
+
 async def test_methods_of_another_revision_say_so() -> None:
     async with over_http(zoo(), R5) as client:
         error = await client.error("ping")
@@ -543,8 +618,8 @@ async def test_a_notification_that_is_a_request_runs_nothing() -> None:
             del message["id"]
             answered = await client.post(message).started()
             assert (answered.status, (await answered.json())["error"]["code"]) == (400, -32600)
-        async with over_stdio(app, revision) as client:
-            client.write(message)
-            client.write(notification("notifications/unheard_of"))
-            assert await client.result("tools/list")
+        async with over_stdio(app, revision) as pipe:
+            pipe.write(message)
+            pipe.write(notification("notifications/unheard_of"))
+            assert await pipe.result("tools/list")
     assert not ran

@@ -1,30 +1,115 @@
-"""The `wirecall` command: one module per verb, imported when it is used, so that `--help` answers at once."""
+"""The `wirecall` command: one module per verb, imported when it is used, so that `--help` answers at once.
 
+A verb is a row of `VERBS` and a module `wirecall.cli.<verb>` with a click command called `command`. It prints through
+`Output`, raises `Failure` (or lets errors of wirecall pass), and returns its exit code, where nothing means 0. All errors
+end in `Verbs.main`, which prints them in three lines or, with `--json`, as the one document.
+"""
+
+import io
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from typing import Any, NoReturn
 
 import click
 
+from wirecall import __version__
+from wirecall.cli.exits import TEXTS, Exit
+
 VERBS = {
-    "send": "Send raw JSON-RPC messages to an app, one per line, and print the answers.",
+    "new": "Write a first project: a server, a test, a wirecall.toml.",
+    "dev": "Serve with reload and a readable log.",
+    "serve": "Serve an app over HTTP or on stdio.",
+    "list": "What a server offers, with marks for what it says about itself.",
+    "show": "One method, tool, resource or prompt, and what it takes.",
+    "call": "Make one call.",
+    "batch": "Make many calls, one JSON object per line.",
+    "send": "Send raw messages, untouched, and print the answers.",
+    "ledger": "Look at the records of commands, and settle unknown ones.",
+    "audit": "Look at the audit trail, and verify it.",
+    "probe": "What a server speaks: revisions, arrays, features.",
+    "install": "Write a server into an MCP client's configuration.",
+    "config": "Check or show wirecall.toml.",
+    "doctor": "Check this installation.",
+    "completion": "Print the completion script of a shell.",
 }
 
+# A module becomes a name in its package, that is: in this file, where `list` has to stay Python's own.
+_MODULES = {"list": "listing"}
 
-class _Verbs(click.Group):
+
+class Verbs(click.Group):
+    """A group that knows its verbs by name and loads the one that is used."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command: click.Command = import_module(f"wirecall.cli.{cmd_name}").command
+        command: click.Command = import_module(f"wirecall.cli.{_MODULES.get(cmd_name, cmd_name)}").command
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            _refuse_verb(args[0])
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
+        """The verbs by their names alone: click's own way would load every one of them for each press of the tab key."""
+        from click.shell_completion import CompletionItem
+
+        verbs = [CompletionItem(name, help=text) for name, text in VERBS.items() if name.startswith(incomplete)]
+        return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(int(code)), text) for code, text in TEXTS.items()])
 
-@click.group(cls=_Verbs, help="JSON-RPC 2.0 and MCP: many calls in one message, every command takes effect once.")
-@click.version_option(package_name="wirecall", message="wirecall %(version)s")
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> NoReturn:
+        """The whole command: parse, run, tell what went wrong, exit."""
+        words = list(sys.argv[1:] if args is None else args)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode is no reason to fail
+        sys.exit(self._code(words, prog_name or "wirecall"))
+
+    def _code(self, words: list[str], prog_name: str) -> int:
+        try:
+            code = super().main(words, prog_name, standalone_mode=False)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            return Exit.USAGE
+        except (click.Abort, KeyboardInterrupt):
+            return Exit.INTERRUPTED
+        except Exception as error:
+            return _told(error, words)
+        return code if isinstance(code, int) else Exit.DONE
+
+
+def _refuse_verb(name: str) -> NoReturn:
+    from wirecall.cli.failures import Failure, nearest
+
+    near = nearest(name, VERBS)
+    why = f"the nearest is {near}" if near else f"there are {', '.join(VERBS)}"
+    raise Failure(f"There is no verb {name!r}.", why, f"wirecall {near or ''} --help".replace("  ", " "))
+
+
+def _told(error: Exception, words: list[str]) -> int:
+    from wirecall.cli.failures import failure_of
+    from wirecall.cli.output import print_failure
+
+    failure = failure_of(error)
+    own = words[: words.index("--")] if "--" in words else words
+    print_failure(failure.document(), failure.text(), "--json" in own)
+    return failure.exit_code
+
+
+@click.group("wirecall", cls=Verbs, help="JSON-RPC 2.0 and MCP: many calls in one message, every command takes effect once.")
+@click.version_option(__version__, message="wirecall %(version)s")
 def main() -> None:
     """Entry point of the console script."""

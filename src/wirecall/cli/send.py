@@ -1,32 +1,124 @@
 """`wirecall send`: raw messages, untouched in both directions."""
 
 import asyncio
+import sys
+from contextlib import redirect_stdout
 from typing import BinaryIO
 
 import click
 
 from wirecall import App
-from wirecall.cli.target import load_app
+from wirecall.cli.connecting import Way, address, way_options
+from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Failure
+from wirecall.cli.running import run
+from wirecall.cli.targets import Target, TargetCommand, target_argument
 
 
-@click.command("send")
-@click.argument("target", metavar="FILE.py[:APP]")
-@click.argument("messages", type=click.File("rb"), default="-", metavar="[MESSAGES]")
-def command(target: str, messages: BinaryIO) -> None:
-    """Send JSON-RPC messages to the app in FILE.py, one per line of MESSAGES (standard input by default).
+@click.command("send", cls=TargetCommand)
+@target_argument()
+@click.argument("messages", type=click.File("rb"), default="-", metavar="[MESSAGES|-]")
+@way_options
+def command(target: Target, messages: BinaryIO, way: Way) -> int | None:
+    """Send messages to TARGET as they are, one per line of MESSAGES (standard input by default), and print the answers.
 
-    Each answer is one line on standard output; a message that is owed none prints nothing.
+    A message that is owed no answer prints nothing. An app in a file is spoken to in JSON-RPC.
 
     \b
     echo '{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}' | wirecall send examples/hello.py
     """
-    asyncio.run(_send(load_app(target), messages))
+    if target.kind == "file":
+        run(_to_app(target.app(), messages))
+    elif target.kind == "url":
+        return run(_to_address(address(target, way.protocol_to(target)), messages, way))
+    else:
+        run(_to_process(target, messages, way))
+    return None
 
 
-async def _send(app: App, messages: BinaryIO) -> None:
+async def _to_app(app: App, messages: BinaryIO) -> None:
+    stdout = sys.stdout
     async with app:
-        for line in messages:
-            if line.strip():
+        for line in _lines(messages):
+            with redirect_stdout(sys.stderr):
                 reply = await app.handle(line)
-                if reply is not None:
-                    click.echo(reply)
+            if reply is not None:
+                click.echo(reply, stdout)
+
+
+async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
+    from wirecall.transports.http_client import HttpClient
+
+    worst = Exit.DONE
+    http = HttpClient(url, headers=way.headers)
+    await http.open()
+    media = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+    try:
+        for line in _lines(messages):
+            async with asyncio.timeout(way.timeout), http.request("POST", line, media) as answer:
+                body = await answer.read()
+            if body.strip():
+                click.echo(body.rstrip(b"\n"))
+            if answer.status >= 400:
+                click.echo(f"HTTP {answer.status}", err=True)
+                worst = Exit.AUTH if answer.status in (401, 403) else Exit.REMOTE
+    except TimeoutError:
+        raise _silent(way) from None
+    finally:
+        await http.aclose()
+    return worst
+
+
+async def _to_process(target: Target, messages: BinaryIO, way: Way) -> None:
+    """Lines to its stdin; then its stdin is closed, and what it says until it ends is printed."""
+    process = await _started(target)
+    assert process.stdin is not None and process.stdout is not None
+
+    async def listen() -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            click.echo(line.rstrip(b"\n"))
+
+    listening = asyncio.create_task(listen())
+    try:
+        for line in _lines(messages):
+            process.stdin.write(line + b"\n")
+            await process.stdin.drain()
+        process.stdin.close()
+        async with asyncio.timeout(way.timeout):
+            await listening
+    except TimeoutError:
+        raise _silent(way) from None
+    finally:
+        listening.cancel()
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def _started(target: Target) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    try:
+        return await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, limit=16 << 20)
+    except OSError as error:
+        raise Failure(
+            f"{target.command[0]} cannot be started.",
+            error.strerror or str(error),
+            "give a command that runs",
+            exit=Exit.UNREACHABLE,
+            type="unreachable",
+        ) from None
+
+
+def _silent(way: Way) -> Failure:
+    return Failure(
+        "The server has not answered all of it.",
+        f"within {way.timeout:g} s",
+        "--timeout",
+        exit=Exit.UNKNOWN,
+        type="timed_out",
+    )
+
+
+def _lines(messages: BinaryIO) -> "list[bytes]":
+    return [line.rstrip(b"\r\n") for line in messages if line.strip()]

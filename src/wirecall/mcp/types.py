@@ -157,6 +157,9 @@ KEY_META = "io.wirecall/idempotency-key"
 REPLAYED_META = "io.wirecall/replayed"
 ERROR_META = "io.wirecall/error"
 
+# Under `capabilities.experimental`: the server honours KEY_META. Of the calls of a tool with one key, one runs.
+KEYS_CAPABILITY = "io.wirecall/idempotency"
+
 ProgressToken: TypeAlias = str | int
 
 

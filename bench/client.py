@@ -1,0 +1,197 @@
+"""The client beside a bare aiohttp loop and beside the official SDK's and FastMCP's clients, in one run.
+
+    make bench            or   python bench/client.py [--quick]
+
+Over HTTP, all of them call one server of a few lines in a process of its own, 16 calls in flight. It does the least that
+JSON-RPC and MCP ask for, so that what is measured is the client. In memory, each client calls a server of its own library.
+The rows take turns, and the best of several rounds counts. It is the processor's time of this process that is measured. Read
+the ratios; the calls per second belong to the machine.
+"""
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from targets import report
+from wirecall import App, connect
+
+QUICK = "--quick" in sys.argv
+ROUNDS = 2 if QUICK else 5
+SECONDS = 0.3 if QUICK else 1.0  # that a row may take in a round
+IN_FLIGHT = 16
+
+Call = Callable[[], Awaitable[Any]]
+
+BARE = """
+import asyncio, sys
+import msgspec
+
+decode, encode = msgspec.json.Decoder().decode, msgspec.json.Encoder().encode
+SCHEMA = {"type": "object", "properties": {"sku": {"type": "string"}}}
+SERVER = {"name": "bare", "version": "1"}
+RESULTS = {
+    "rpc.discover": {},
+    "initialize": {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}, "serverInfo": SERVER},
+    "server/discover": {"supportedVersions": ["2026-07-28"], "capabilities": {"tools": {}}, "serverInfo": SERVER},
+    "tools/list": {"tools": [{"name": "price", "inputSchema": SCHEMA}]},
+    "tools/call": {"content": [{"type": "text", "text": "3"}]},
+    "price": 3,
+}
+for result in RESULTS.values():
+    if isinstance(result, dict):
+        result.update(resultType="complete", ttlMs=0, cacheScope="private")
+
+
+class Bare(asyncio.Protocol):
+    def connection_made(self, transport):
+        self.transport, self.buffer = transport, b""
+
+    def data_received(self, data):
+        self.buffer += data
+        while (end := self.buffer.find(b"\\r\\n\\r\\n")) >= 0:
+            head = self.buffer[:end].lower()
+            at = head.find(b"content-length:")
+            length = int(head[at + 15:].split(b"\\r\\n", 1)[0]) if at >= 0 else 0
+            if len(self.buffer) < end + 4 + length:
+                return
+            body, self.buffer = self.buffer[end + 4 : end + 4 + length], self.buffer[end + 4 + length :]
+            self.answer(head, body)
+
+    def answer(self, head, body):
+        message = decode(body) if head.startswith(b"post") else {}
+        if "id" not in message:
+            status = b"202 Accepted" if message else b"405 Method Not Allowed"
+            self.transport.write(b"HTTP/1.1 " + status + b"\\r\\ncontent-length: 0\\r\\n\\r\\n")
+            return
+        answer = encode({"jsonrpc": "2.0", "id": message["id"], "result": RESULTS[message["method"]]})
+        head = b"HTTP/1.1 200 OK\\r\\ncontent-type: application/json\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(answer)
+        self.transport.write(head + answer)
+
+
+async def main():
+    server = await asyncio.get_running_loop().create_server(Bare, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+asyncio.run(main())
+"""
+
+
+async def main() -> int:
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    sys.path.pop(0)  # this folder, whose http.py is not the standard library's: what is imported from here on wants that
+    server = subprocess.Popen([sys.executable, "-c", BARE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: ASYNC220
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        async with AsyncExitStack() as stack:
+            speeds = await measured(await rows(stack, f"http://127.0.0.1:{port}"))
+    finally:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait(10)
+    return tell(speeds)
+
+
+async def rows(stack: AsyncExitStack, url: str) -> dict[str, tuple[Call, int]]:
+    """Every client, open: how it calls, and how many calls at once."""
+    import aiohttp
+    import fastmcp
+    import mcp
+
+    session = await stack.enter_async_context(aiohttp.ClientSession())
+    plain = await stack.enter_async_context(connect(f"{url}/rpc"))
+    modern = await stack.enter_async_context(connect(f"{url}/mcp"))
+    official = await stack.enter_async_context(mcp.Client(f"{url}/mcp"))
+    memory = await stack.enter_async_context(connect(wirecall_shop()))
+    memory_mcp = await stack.enter_async_context(connect(wirecall_shop(), protocol="mcp"))
+    other = await stack.enter_async_context(fastmcp.Client(fastmcp_shop()))
+    request = {"jsonrpc": "2.0", "method": "price", "params": {"sku": "tea"}, "id": 1}
+
+    async def bare() -> Any:
+        async with session.post(f"{url}/rpc", data=msgspec.json.encode(request)) as response:
+            return msgspec.json.decode(await response.read())["result"]
+
+    return {
+        "bare aiohttp": (bare, IN_FLIGHT),
+        "wirecall, JSON-RPC": (lambda: plain.call("price", {"sku": "tea"}), IN_FLIGHT),
+        "wirecall, MCP": (lambda: modern.call_tool("price", {"sku": "tea"}), IN_FLIGHT),
+        "official SDK, MCP": (lambda: official.call_tool("price", {"sku": "tea"}), IN_FLIGHT),
+        "wirecall in memory, JSON-RPC": (lambda: memory.call("price", {"sku": "tea"}), 1),
+        "wirecall in memory, MCP": (lambda: memory_mcp.call_tool("price", {"sku": "tea"}), 1),
+        "FastMCP in memory": (lambda: other.call_tool("price", {"sku": "tea"}), 1),
+    }
+
+
+def wirecall_shop() -> App:
+    app = App("shop")
+
+    @app.query
+    def price(sku: str) -> int:
+        return len(sku)
+
+    return app
+
+
+def fastmcp_shop() -> Any:
+    from fastmcp import FastMCP
+
+    server = FastMCP("shop")
+
+    @server.tool
+    def price(sku: str) -> int:
+        return len(sku)
+
+    return server
+
+
+async def measured(calls: dict[str, tuple[Call, int]]) -> dict[str, float]:
+    speeds = dict.fromkeys(calls, 0.0)
+    for _ in range(ROUNDS):
+        for name, (call, at_once) in calls.items():
+            speeds[name] = max(speeds[name], await speed(call, at_once))
+    return speeds
+
+
+async def speed(call: Call, at_once: int) -> float:
+    """Calls per second of the processor's time, with `at_once` of them under way."""
+    await call()
+    began, cpu = time.perf_counter(), time.process_time()
+    end, done = began + SECONDS, 0
+
+    async def caller() -> None:
+        nonlocal done
+        while time.perf_counter() < end:
+            await call()
+            done += 1
+
+    await asyncio.gather(*(caller() for _ in range(at_once)))
+    return done / (time.process_time() - cpu)
+
+
+def tell(speeds: dict[str, float]) -> int:
+    for name, value in speeds.items():
+        print(f"  {value:9.0f} calls/s  {name}")
+    bare, official, fast = speeds["bare aiohttp"], speeds["official SDK, MCP"], speeds["FastMCP in memory"]
+    return report(
+        [
+            ("JSON-RPC over HTTP, of a bare aiohttp loop", speeds["wirecall, JSON-RPC"] / bare, ">=", 0.6),
+            ("MCP over HTTP, of a bare aiohttp loop", speeds["wirecall, MCP"] / bare, ">=", 0.6),
+            ("MCP over HTTP, times the official SDK's client", speeds["wirecall, MCP"] / official, ">=", 5),
+            ("MCP in memory, times FastMCP's client", speeds["wirecall in memory, MCP"] / fast, ">=", 20),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

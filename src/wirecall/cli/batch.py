@@ -1,0 +1,146 @@
+"""`wirecall batch`: a call per line in, an outcome per line out, in the same order.
+
+    {"method": "price", "params": {"sku": "tea"}}          a method, or a tool of MCP with its arguments
+    {"method": "charge", "params": {...}, "key": "k-7"}    with an idempotency key
+    {"line": 1, "ok": true, "result": 450}                 what comes out; with "id" if the line had one, "key", "replayed"
+    {"line": 2, "ok": false, "error": {...}}
+
+A line that cannot be read fails alone. Lines are sent in arrays, or side by side where the protocol has none, a window of
+them at a time, so that a file of any length takes the memory of one window.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, BinaryIO
+
+import click
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from wirecall.cli.call import result_of
+from wirecall.cli.connecting import Way, opened, way_options
+from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.output import Output, json_option, print_lines, progress
+from wirecall.cli.overrides import app_of, ledger_option
+from wirecall.cli.running import run
+from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.errors import UsageError
+
+WINDOW = 1000  # lines that are under way together
+
+
+class Line(Struct, frozen=True):
+    """One line of the input. JSON-RPC's own requests are lines too; their other members are let go."""
+
+    method: str
+    params: dict[str, Any] | list[Any] | None = None
+    key: str | None = None
+    id: str | int | UnsetType | None = UNSET
+
+
+_decode = msgspec.json.Decoder(Line).decode
+
+
+class Totals:
+    """What became of all lines."""
+
+    def __init__(self) -> None:
+        self.lines = self.failed = self.replayed = 0
+        self.exits: set[int] = set()
+
+    def count(self, documents: list[dict[str, Any]]) -> None:
+        failed = [document["error"]["exit"] for document in documents if not document["ok"]]
+        self.lines += len(documents)
+        self.failed += len(failed)
+        self.replayed += sum(1 for document in documents if "replayed" in document)
+        self.exits.update(failed)
+
+    def exit(self) -> int:
+        """Some failed, unless all failed for one reason that no line is to blame for."""
+        if self.failed == self.lines and self.exits in ({Exit.AUTH}, {Exit.UNREACHABLE}, {Exit.PROTOCOL}):
+            return self.exits.pop()
+        return Exit.SOME_FAILED if self.failed else Exit.DONE
+
+
+@click.command("batch", cls=TargetCommand)
+@target_argument()
+@click.argument("lines", type=click.File("rb"), default="-", metavar="[FILE|-]")
+@ledger_option
+@way_options
+@json_option
+def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, as_json: bool) -> int:
+    """Make the calls in FILE (or on standard input), one JSON object per line.
+
+    The outcomes are on stdout, one JSON object per line, in the order of the input, with or without --json.
+
+    \b
+    {"method": "price", "params": {"sku": "tea"}}
+    {"method": "charge", "params": {"order": "7", "cents": 450}, "key": "order-7"}
+    """
+    totals = run(_batch(target, lines, ledger, way))
+    out = Output(as_json)
+    replayed = f", {totals.replayed} replayed" if totals.replayed else ""
+    out.note(f"{totals.lines} lines, {totals.failed} failed{replayed}", "failed" if totals.failed else "ok")
+    return totals.exit()
+
+
+async def _batch(target: Target, lines: BinaryIO, ledger: str | None, way: Way) -> Totals:
+    app = app_of(target, ledger)
+    stdout, totals = sys.stdout, Totals()
+    is_mcp = way.protocol_to(target) == "mcp"
+    with progress(_count(lines), "Calls") as advance:
+        async with opened(target, way, app=app) as client:
+            for window in _windows(lines):
+                documents = await _outcomes(client, is_mcp, window)
+                totals.count(documents)
+                print_lines(documents, stdout)
+                advance(len(documents))
+    return totals
+
+
+def _count(lines: BinaryIO) -> int | None:
+    """How many there are, if that can be known before they are read."""
+    if not lines.seekable() or lines is sys.stdin.buffer:
+        return None
+    total = sum(1 for line in lines if line.strip())
+    lines.seek(0)
+    return total
+
+
+def _windows(lines: BinaryIO) -> Iterator[list[tuple[int, bytes]]]:
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    while window := list(islice(numbered, WINDOW)):
+        yield window
+
+
+async def _outcomes(client: Any, is_mcp: bool, window: list[tuple[int, bytes]]) -> list[dict[str, Any]]:
+    async with client.batch() as batch:
+        entries = [(number, *_added(batch, is_mcp, text)) for number, text in window]
+    return [_document(number, line, entry) for number, line, entry in entries]
+
+
+def _added(batch: Any, is_mcp: bool, text: bytes) -> tuple[Line | None, Any]:
+    """A line and its entry in the batch, or the failure that it is."""
+    try:
+        line = _decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        return None, Failure("This line is not a call.", str(error), '{"method": "...", "params": {...}}', type="line")
+    if is_mcp and isinstance(line.params, list):
+        return line, Failure(f"{line.method}: params by position.", "tools of MCP take an object", "use names", type="line")
+    try:
+        return line, (batch.call_tool if is_mcp else batch.call)(line.method, line.params, key=line.key)
+    except UsageError as error:
+        return line, failure_of(error)
+
+
+def _document(number: int, line: Line | None, entry: Any) -> dict[str, Any]:
+    id = {} if line is None or line.id is UNSET else {"id": line.id}
+    if isinstance(entry, Failure):
+        return {"line": number, **id, "ok": False, "error": entry.document()}
+    key = {"key": entry.key} if entry.key else {}
+    replayed = {"replayed": True} if entry.replayed else {}
+    if entry.error is not None:
+        return {"line": number, **id, "ok": False, "error": failure_of(entry.error).document(), **key, **replayed}
+    return {"line": number, **id, "ok": True, "result": result_of(entry.result()), **key, **replayed}

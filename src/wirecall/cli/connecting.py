@@ -1,0 +1,174 @@
+"""How a verb reaches its target: the options that all of them share, and a client that is opened by `async with`.
+
+Plain JSON-RPC is spoken to files and addresses, MCP to addresses that end in /mcp and to commands, as nearly every server on
+stdio speaks it; `--as` says otherwise, and so does `--revision`, which only MCP has. One name for one protocol matters: a
+key is good for one of them, as the ledger tells `charge` and `tools/call:charge` apart.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, redirect_stdout
+from functools import wraps
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import click
+from msgspec import Struct
+
+from wirecall import App
+from wirecall.cli.durations import DURATION
+from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.targets import Target
+from wirecall.errors import CallFailed, ConnectionLost, NotSent, TimedOut
+from wirecall.logs import logger
+from wirecall.replies import Unreadable
+
+Protocol = Literal["jsonrpc", "mcp"]
+
+GRACE = 10.0  # seconds that an app in this process has to finish what is under way
+HURRY = 1.0  # the same after Ctrl-C
+
+
+class Way(Struct, frozen=True):
+    """What the user said about the way to the server."""
+
+    protocol: Protocol | None = None
+    revision: str | None = None
+    timeout: float = 30.0
+    headers: dict[str, str] = {}
+
+    def protocol_to(self, target: Target) -> Protocol:
+        if self.protocol or self.revision:
+            return self.protocol or "mcp"
+        is_mcp = target.kind == "command" or (
+            target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp")
+        )
+        return "mcp" if is_mcp else "jsonrpc"
+
+
+def way_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--as, --revision, --timeout and --header, as the parameter `way`."""
+
+    @wraps(function)
+    def verb(*, protocol: str | None, revision: str | None, timeout: float, headers: tuple[str, ...], **rest: Any) -> Any:
+        kind: Any = {"rpc": "jsonrpc", "mcp": "mcp", None: None}[protocol]
+        return function(way=Way(kind, revision, timeout, _headers(headers)), **rest)
+
+    for option in reversed(
+        (
+            click.option(
+                "--as", "protocol", type=click.Choice(["rpc", "mcp"]), help="Speak JSON-RPC or MCP; else the target decides."
+            ),
+            click.option("--revision", metavar="DATE", help="Revision of MCP, such as 2025-03-26; else the newest of both."),
+            click.option(
+                "--timeout", type=DURATION, default=30.0, show_default="30s", help="Time of a call, its retries included."
+            ),
+            click.option(
+                "--header",
+                "headers",
+                multiple=True,
+                metavar="'NAME: VALUE'",
+                help="Header of every HTTP request; may be repeated.",
+            ),
+        )
+    ):
+        verb = option(verb)
+    return verb
+
+
+def _headers(lines: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise Failure(f"{line!r} is not a header.", "there is no name and colon", "--header 'Authorization: Bearer ...'")
+        found[name.strip()] = value.strip()
+    return found
+
+
+@asynccontextmanager
+async def opened(target: Target, way: Way, *, app: App | None = None, **more: Any) -> AsyncIterator[Any]:
+    """A client of the target. `app` is the target's own, if the verb has loaded it already."""
+    from wirecall.client import connect
+
+    protocol = way.protocol_to(target)
+    where: Any = address(target, protocol) if target.kind == "url" else list(target.command)
+    if target.kind == "file":
+        where = app or target.app()
+    if protocol == "mcp":
+        more["revision"] = way.revision
+    client = connect(where, protocol=protocol, timeout=way.timeout, headers=way.headers, **more)
+    noise = _Noise(target.kind == "command")
+    with redirect_stdout(sys.stderr), noise:  # what handlers print in this process
+        try:
+            await client.__aenter__()
+        except CallFailed as error:
+            raise _unopened(error, target, noise) from error
+        grace = GRACE
+        try:
+            yield client
+        except asyncio.CancelledError:  # Ctrl-C: whoever pressed it does not want to wait, nor to read how calls were cut
+            grace, noise.muted = HURRY, True
+            raise
+        finally:
+            await client.aclose()
+            if isinstance(where, App):
+                await where.aclose(grace)
+
+
+def address(target: Target, protocol: Protocol) -> str:
+    """The URL of an endpoint. An address without a path is one of our servers."""
+    parts = urlsplit(target.text)
+    if parts.path or not parts.netloc:
+        return target.text
+    return parts._replace(path="/mcp" if protocol == "mcp" else "/rpc").geturl()
+
+
+class _Noise(logging.Filter):
+    """Remembers that the server said something which is no message: the client tells that to its log."""
+
+    def __init__(self, listens: bool) -> None:
+        super().__init__()
+        self.seen = self.muted = False
+        self._listens = listens
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.seen = self.seen or any(isinstance(each, Unreadable) for each in record.args or ())
+        return record.levelno >= self._level and not self.muted
+
+    def __enter__(self) -> None:
+        self._level = logger.getEffectiveLevel()
+        logger.addFilter(self)
+        if self._listens:  # to an app in this process it would cost a record per call
+            logger.setLevel(logging.DEBUG)
+
+    def __exit__(self, *_: object) -> None:
+        logger.setLevel(self._level)
+        logger.removeFilter(self)
+
+
+def _unopened(error: CallFailed, target: Target, noise: _Noise) -> Failure:
+    """What fails before the first call has certainly not run."""
+    failure = failure_of(error)
+    if target.kind == "command" and noise.seen:
+        return Failure(
+            "The server prints what is no message.",
+            f"on its stdout; {error}",
+            "a server on stdio prints messages only: everything else belongs on stderr",
+            exit=Exit.PROTOCOL,
+            type="noise",
+            ran="no",
+        )
+    if target.kind == "command" and isinstance(error, NotSent | ConnectionLost):
+        what = "The server process did not start, or ended before it answered."
+        failure = Failure(
+            what, str(error), "run the command by itself to see more", type="unreachable", exit=Exit.UNREACHABLE
+        )
+    elif isinstance(error, ConnectionLost | TimedOut):
+        failure = Failure("The server does not answer.", str(error), failure.next, type="unreachable", exit=Exit.UNREACHABLE)
+        failure.next = "is this its address, and does it speak this protocol? (--as rpc|mcp)"
+    failure.facts["ran"] = "no"
+    return failure

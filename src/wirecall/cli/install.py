@@ -1,0 +1,249 @@
+"""`wirecall install`: a server in an MCP client's configuration, and out of it again.
+
+1. Only the entry of this server changes; whatever else the file says stays. A file that is not JSON is left alone.
+2. The change is shown before it is made, and the file as it was is kept beside it, once per server.
+3. `--undo` puts back what that entry was, and nothing else: what changed in the file since then stays.
+"""
+
+import difflib
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wirecall.cli.clients import CLIENTS, McpClient
+from wirecall.cli.failures import Failure
+from wirecall.cli.output import Output, ask, json_option
+from wirecall.cli.running import Interrupted
+from wirecall.cli.targets import Target, TargetCommand, target_argument
+
+_GONE = object()
+
+
+@click.command("install", cls=TargetCommand)
+@target_argument(required=False)
+@click.option("--client", required=True, type=click.Choice(list(CLIENTS)), help="Whose configuration.")
+@click.option("--project", is_flag=True, help="Write the file of the project in this folder, not your own.")
+@click.option("--name", help="Name of the server there. [default: the app's, the host's or the command's]")
+@click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="Variable for the server; may be repeated.")
+@click.option("--print", "only_print", is_flag=True, help="Print the JSON, write nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the change, write nothing.")
+@click.option("--undo", is_flag=True, help="Take the server out again, or put back what it replaced.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def command(
+    target: Target | None,
+    client: str,
+    project: bool,
+    name: str | None,
+    variables: tuple[str, ...],
+    only_print: bool,
+    dry_run: bool,
+    undo: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Write the server TARGET into an MCP client's configuration: a file with an app, an address, or a command.
+
+    \b
+    wirecall install shop.py --client claude-code
+    wirecall install http://127.0.0.1:8420/mcp --client cursor --project
+    wirecall install --client vscode --name files -- npx -y some-server
+    wirecall install shop.py --client claude-code --undo
+    """
+    out, whose = Output(as_json), CLIENTS[client]
+    if target is None and not (undo and name):
+        raise Failure("Which server?", "no target was given", "name a file, an address, or -- a command")
+    target = _with_path(target)
+    name = name or _name_of(target)
+    if only_print:
+        document = {whose.member: {name: whose.entry(_known(target), _env(variables))}}
+        out.result(document, json.dumps(document, indent=2, ensure_ascii=False))
+        return
+    file = _File(whose.path(in_project=project), whose, name)
+    after = file.restored() if undo else file.with_entry(whose.entry(_known(target), _env(variables)))
+    _change(out, file, after, dry_run=dry_run, yes=yes, undo=undo)
+
+
+def _change(out: Output, file: "_File", after: str, *, dry_run: bool, yes: bool, undo: bool) -> None:
+    changed = after != file.text
+    if not out.as_json:
+        click.echo(file.diff(after) if changed else f"{file.path} says so already.", err=True, nl=not changed)
+    write = changed and not dry_run
+    if write and not yes and ask(f"Write {file.path}?") is False:
+        raise Interrupted("nothing was written")
+    if write:
+        file.write(after, keep=not undo)
+    if undo and not dry_run:
+        file.backup.unlink(missing_ok=True)
+    told = {
+        "client": file.client.title,
+        "file": str(file.path),
+        "name": file.name,
+        "changed": write,
+        "backup": str(file.backup) if file.backup.exists() else None,
+        "diff": file.diff(after),
+    }
+    out.result(told, f"{file.path}: {_verb(write, undo, dry_run)} {file.name}")
+    if write and not out.as_json:
+        out.note(f"Now in {file.client.title}: {file.client.restart}.", "ok")
+
+
+def _verb(write: bool, undo: bool, dry_run: bool) -> str:
+    if not write:
+        return "would change" if dry_run else "unchanged,"
+    return "took back" if undo else "wrote"
+
+
+# --- the target -----------------------------------------------------------------------------------------------------
+
+
+def _with_path(target: Target | None) -> Target | None:
+    """The address of a wirecall server without a path is that of its MCP endpoint."""
+    if target is None or target.kind != "url" or "/" in target.text.partition("://")[2].rstrip("/"):
+        return target
+    return Target("url", f"{target.text.rstrip('/')}/mcp")
+
+
+def _known(target: Target | None) -> Target:
+    if target is None:
+        raise Failure("Which server?", "no target was given", "name a file, an address, or -- a command")
+    return target
+
+
+def _name_of(target: Target | None) -> str:
+    target = _known(target)
+    if target.kind == "file":
+        name = target.app().name  # and so a file that cannot be served is told now, not by the client
+    elif target.kind == "url":
+        from urllib.parse import urlsplit
+
+        name = urlsplit(target.text).hostname or "server"
+    else:
+        name = Path(target.command[0]).stem
+    return _plain(name)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "server"
+
+
+def _env(words: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise Failure(f"{word!r} is not a variable.", "there is no name and =", "--env NAME=VALUE")
+        found[name] = value
+    return found
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+class _File:
+    """A client's file, and the place of one server in it."""
+
+    def __init__(self, path: Path, client: McpClient, name: str) -> None:
+        self.path = path.resolve()  # who keeps it elsewhere, behind a link, keeps it there
+        self.client = client
+        self.name = name
+        self.backup = self.path.with_name(f"{self.path.name}.before-{_plain(name)}.bak")
+        self.text = _read(self.path)
+
+    def with_entry(self, entry: dict[str, Any]) -> str:
+        """The text with the server in it."""
+        tree = self._tree(self.text, self.path)
+        if tree.get(self.client.member, {}).get(self.name) == entry:
+            return self.text
+        tree.setdefault(self.client.member, {})[self.name] = entry
+        return self._written(tree)
+
+    def restored(self) -> str:
+        """The text with what the server's entry was before, if it was there."""
+        if not self.backup.exists():
+            why = f"there is no {self.backup.name} in {self.path.parent}"
+            raise Failure(f"There is nothing to undo for {self.name}.", why, "was it installed under another --name?")
+        before = self._tree(_read(self.backup), self.backup).get(self.client.member, {}).get(self.name, _GONE)
+        tree = self._tree(self.text, self.path)
+        servers = tree.get(self.client.member, {})
+        if before is not _GONE:
+            servers[self.name] = before
+        elif self.name in servers:
+            del servers[self.name]
+        else:
+            return self.text
+        return self._written(tree)
+
+    def write(self, text: str, *, keep: bool) -> None:
+        """Replace the file in one step, with the rights it had. `keep`: the one before is kept beside it."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if keep:
+                _put(self.backup, self.text or "{}\n", like=self.path)
+            _put(self.path, text, like=self.path)
+        except OSError as error:
+            raise Failure(f"{self.path} cannot be written.", error.strerror or str(error), "--print, and paste it") from None
+
+    def diff(self, after: str) -> str:
+        lines = self.text.splitlines(keepends=True), after.splitlines(keepends=True)
+        names = str(self.path), f"{self.path} (new)"
+        return "".join(line if line.endswith("\n") else f"{line}\n" for line in difflib.unified_diff(*lines, *names))
+
+    def _tree(self, text: str, path: Path) -> dict[str, Any]:
+        try:
+            tree = json.loads(text, object_pairs_hook=_unique) if text.strip() else {}
+        except json.JSONDecodeError as error:
+            place = f"line {error.lineno}, column {error.colno}: {error.msg}"
+            next = "correct it, or --print and paste the entry yourself"
+            raise Failure(f"{path} is not JSON.", f"{place}; comments are not JSON either", next, type="not_json") from None
+        except ValueError as error:
+            raise Failure(f"{path} is not clear.", str(error), "correct it by hand first", type="not_json") from None
+        servers = tree.get(self.client.member, {}) if isinstance(tree, dict) else None
+        if not isinstance(servers, dict):
+            what = "an object" if not isinstance(tree, dict) else f"an object under {self.client.member!r}"
+            next = "is it the right file? Then correct it by hand first"
+            raise Failure(f"{path} does not look like a file of {self.client.title}'s.", f"there is not {what}", next)
+        return tree
+
+    def _written(self, tree: dict[str, Any]) -> str:
+        indent = re.search(r"^([ \t]+)\S", self.text, re.MULTILINE)
+        return json.dumps(tree, indent=indent[1] if indent else 2, ensure_ascii=False) + "\n"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError:
+        raise Failure(f"{path} is not JSON.", "it is not UTF-8", "save it as UTF-8", type="not_json") from None
+    except OSError as error:
+        raise Failure(f"{path} cannot be read.", error.strerror or str(error), "--print, and paste it") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A member that stands twice would be lost by writing the file."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} stands in it twice in one object")
+    return dict(pairs)
+
+
+def _put(path: Path, text: str, *, like: Path) -> None:
+    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        if like.exists():
+            shutil.copymode(like, made)
+        os.replace(made, path)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,147 @@
+"""`wirecall new`: a small project that runs: a query, a command, and a test in which a lost answer costs nothing."""
+
+import re
+from pathlib import Path
+
+import click
+
+from wirecall.cli.failures import Failure
+from wirecall.cli.output import Output, json_option
+
+APP = '''\
+"""{name}: prices to ask for, and payments that happen once."""
+
+from wirecall import App, Context, DomainError
+
+app = App("{name}", version="0.1.0")
+
+PRICES = {{"tea": 450, "coffee": 700}}
+paid: dict[str, int] = {{}}
+
+
+@app.query
+def price(sku: str) -> int:
+    """What an article costs, in cents."""
+    if sku not in PRICES:
+        raise DomainError(4040, f"there is no article {{sku!r}}", {{"articles": sorted(PRICES)}})
+    return PRICES[sku]
+
+
+@app.command(destructive=False)
+async def charge(order: str, cents: int, ctx: Context) -> dict[str, int | str]:
+    """Take money for an order. With one idempotency key it is taken once, however often the call is sent."""
+    await ctx.commit_point()  # from here on, it may have happened
+    paid[order] = paid.get(order, 0) + cents
+    return {{"order": order, "paid": paid[order]}}
+'''
+
+TOML = """\
+# Checked by `wirecall config check`; `wirecall config show` tells what is in force.
+
+[server]
+app = "app.py"
+http = "127.0.0.1:8420"
+
+[ledger]
+url = "sqlite:.wirecall/ledger.db" # the record of commands; survives restarts
+
+# [audit]
+# file = ".wirecall/audit.jsonl"
+
+# [limits]
+# batch = 50
+"""
+
+TEST = '''\
+"""python -m unittest, or pytest."""
+
+import unittest
+
+from app import app, paid
+from wirecall import RpcError
+from wirecall.testing import Faults, client
+
+
+class Shop(unittest.IsolatedAsyncioTestCase):
+    async def asyncTearDown(self) -> None:
+        await app.aclose()
+
+    async def test_an_article_has_a_price(self) -> None:
+        async with client(app) as shop:
+            self.assertEqual(await shop.call("price", {"sku": "tea"}), 450)
+
+    async def test_an_unknown_article_is_told(self) -> None:
+        async with client(app) as shop:
+            with self.assertRaises(RpcError) as caught:
+                await shop.call("price", {"sku": "gold"})
+        self.assertEqual(caught.exception.code, 4040)
+
+    async def test_a_lost_answer_is_no_second_charge(self) -> None:
+        paid.clear()
+        async with client(app, faults=Faults(drop_reply=1)) as shop:
+            answer = await shop.call("charge", {"order": "7", "cents": 450}, key="order-7")
+        self.assertEqual(answer, {"order": "7", "paid": 450})
+        self.assertEqual(paid, {"7": 450})
+
+
+if __name__ == "__main__":
+    unittest.main()
+'''
+
+README = """\
+# {name}
+
+    wirecall dev                                    # serve, and start anew when a file changes
+    wirecall list app.py                            # what there is
+    wirecall call app.py price sku=tea              # one call, without a server
+    wirecall call http://127.0.0.1:8420 charge order=7 cents=450 --key order-7
+    wirecall ledger list                            # what has been done, by key
+    python -m unittest                              # the tests
+
+Repeat the `charge` with the same key: the answer is the recorded one, and nothing is charged again.
+
+    wirecall install app.py --client claude-code    # or cursor, vscode, windsurf, claude-desktop
+"""
+
+FILES = {"app.py": APP, "wirecall.toml": TOML, "test_app.py": TEST, "README.md": README, ".gitignore": ".wirecall/\n"}
+
+
+@click.command("new")
+@click.argument("folder", metavar="NAME")
+@json_option
+def command(folder: str, as_json: bool) -> None:
+    """Write a first project into the new folder NAME: a server, a test, a wirecall.toml.
+
+    \b
+    wirecall new shop && cd shop && wirecall dev
+    """
+    path = Path(folder)
+    name = _name(path)
+    _refuse_taken(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for file, text in FILES.items():
+            (path / file).write_text(text.format(name=name) if file in ("app.py", "README.md") else text, encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"{path} cannot be written.", error.strerror or str(error), "choose another folder") from None
+    Output(as_json).result(
+        {"folder": str(path), "files": list(FILES)},
+        f"Made {path}: {', '.join(FILES)}\n  next: cd {path} && wirecall dev",
+    )
+
+
+def _name(path: Path) -> str:
+    name = path.resolve().name
+    if not re.fullmatch(r"[A-Za-z0-9][\w .-]*", name):
+        raise Failure(f"{name!r} is not a name for a project.", "use letters, digits, . _ and -", "wirecall new shop")
+    return name
+
+
+def _refuse_taken(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise Failure(f"{path} is a file.", "a project is a folder", f"wirecall new {path}-app")
+    if path.is_dir() and (found := sorted(each.name for each in path.iterdir())):
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise Failure(
+            f"{path} is not empty.", f"it has {', '.join(found[:3])}{more}", "choose a new folder; nothing was written"
+        )

@@ -1,0 +1,152 @@
+"""What a verb prints: its payload on stdout, everything else on stderr.
+
+`--json` puts exactly one document on stdout: `{"ok": true, "result": ...}`, or `{"ok": false, "error": ...}`, which the
+command itself prints when a verb raises. Without it the payload is for people: tables by rich where stdout is a terminal,
+the same columns without colour and lines where it is not. No mark means anything by its colour alone.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, TextIO
+
+import click
+
+from wirecall.frames import encode
+
+# Marks, and what stands for them where the terminal has no Unicode.
+_MARKS = {"ok": ("✓", "ok"), "failed": ("✗", "x"), "replayed": ("↻", "replay"), "unknown": ("?", "?"), "warning": ("!", "!")}
+_COLOURS = {"ok": "green", "failed": "red", "replayed": "cyan", "unknown": "yellow", "warning": "yellow"}
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The option `--json`, as the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document, also on failure.")(function)
+
+
+class Output:
+    """The way of one verb to its user."""
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+
+    def result(self, value: Any, show: Callable[[], None] | str | None = None, **more: Any) -> None:
+        """The payload: `value` and further members for programs; for people what `show` is or prints, else the value."""
+        if self.as_json:
+            print_json({"ok": True, "result": value, **more})
+        elif callable(show):
+            show()
+        else:
+            text = pretty(value) if show is None else show
+            # Bytes where it is no terminal: of a text, click would take away what looks like colour.
+            click.echo(printable(text) if is_terminal(sys.stdout) else text.encode("utf-8", "backslashreplace"))
+
+    def note(self, text: str, mark: str = "") -> None:
+        """A line beside the payload."""
+        text = printable(text)
+        click.echo(f"{marked(mark)} {text}" if mark else text, err=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Rows for people, on stdout."""
+        rows = [[printable(cell) for cell in row] for row in rows]
+        if is_terminal(sys.stdout):
+            _rich_table(columns, rows)
+            return
+        widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
+        for row in (columns, *rows):
+            click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_json(document: Any, stdout: IO[str] | None = None) -> None:
+    """One document on one line, to stdout or to what it was."""
+    click.echo(encode(document), stdout)
+
+
+def print_lines(documents: Sequence[Any], stdout: TextIO) -> None:
+    """Many documents, one per line, in one write: `click.echo` for each took as long as the calls."""
+    stdout.flush()
+    stdout.buffer.write(b"".join([encode(document) + b"\n" for document in documents]))
+    stdout.buffer.flush()
+
+
+def print_failure(document: dict[str, Any], text: str, as_json: bool) -> None:
+    """How the command tells what went wrong."""
+    if as_json:
+        print_json({"ok": False, "error": document})
+    else:
+        click.echo(f"{marked('failed')} {printable(text)}", err=True)
+
+
+def pretty(value: Any) -> str:
+    """A value for people: text as it is, anything else as JSON, indented if it does not fit a line."""
+    if isinstance(value, str):
+        return value
+    line = encode(value).decode()
+    if len(line) <= 100:
+        return line
+    import msgspec
+
+    return msgspec.json.format(line, indent=2)
+
+
+def printable(text: str) -> str:
+    """A text that may come from a server, for a terminal: control characters are shown, not obeyed."""
+    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def marked(name: str) -> str:
+    """A mark, in colour where there is some."""
+    try:
+        sign = _MARKS[name][0]
+        sign.encode(sys.stderr.encoding or "ascii")
+    except UnicodeEncodeError:
+        sign = _MARKS[name][1]
+    return click.style(sign, fg=_COLOURS[name]) if has_colour(sys.stderr) else sign
+
+
+def is_terminal(stream: IO[Any] | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def has_colour(stream: IO[Any] | None) -> bool:
+    """NO_COLOR (no-color.org): present and not empty means no."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def ask(question: str) -> bool | None:
+    """A question on the terminal; None where there is nobody to ask."""
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
+        return None
+    return click.confirm(question, err=True)
+
+
+@contextmanager
+def progress(total: int | None, what: str) -> "Iterator[Callable[[int], None]]":
+    """A bar on stderr while something long runs; the block calls `advance(n)`. Nothing if stderr is no terminal."""
+    if not is_terminal(sys.stderr):
+        yield lambda _count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # never markup: names come from servers
+    Console().print(table)

@@ -1,0 +1,198 @@
+"""How a client and a server find a revision that both speak: newest first.
+
+1. 2026-07-28 is tried by `server/discover`. What it answers with an envelope's result, or with an error that only that
+   revision has, is a server of it. A version it does not serve (-32022) is replaced by one that it lists, even if that is
+   the one that was sent.
+2. Any other answer, whatever its code or status, is an older server's: then `initialize` offers the newest revision with a
+   handshake, and the server's answer counts if we speak it.
+3. On a pipe an older server may also stay silent. After `PROBE` seconds `initialize` is sent as well, and whichever of the
+   two is answered first decides: a server that is slow to start is not an old one.
+4. A pinned revision is the only one that is tried, in its own way.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import Raw, Struct
+
+from wirecall.errors import (
+    CallFailed,
+    ConnectionLost,
+    HeaderMismatch,
+    MethodNotFound,
+    NotSent,
+    RpcError,
+    TimedOut,
+    UnknownVersion,
+)
+from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
+from wirecall.mcp.types import PREFIX
+
+PROBE = 3.0  # seconds of silence on a pipe after which `initialize` is sent as well
+_BARRED = (401, 403, 407)  # a server that does not let us in says nothing about its revision
+
+# Asks the server in the manner of a revision; raises RpcError or CallFailed. None: nothing is agreed yet.
+Ask: TypeAlias = Callable[[str, dict[str, Any], "Revision | None"], Awaitable[Raw]]
+
+
+class Agreed(Struct, frozen=True):
+    """What a handshake brought."""
+
+    revision: Revision
+    capabilities: dict[str, Any]
+    server: dict[str, Any]
+    instructions: str | None = None
+
+
+class _Discovered(Struct, rename="camel"):
+    supported_versions: list[str]
+    capabilities: dict[str, Any] = {}
+    instructions: str | None = None
+    server_info: dict[str, Any] = {}  # of drafts; the specification has it in `_meta`
+    meta: dict[str, Any] = msgspec.field(default_factory=dict, name="_meta")
+
+
+class _Initialized(Struct, rename="camel"):
+    protocol_version: str
+    capabilities: dict[str, Any] = {}
+    server_info: dict[str, Any] = {}
+    instructions: str | None = None
+
+
+class Handshake:
+    """Finds the revision to speak with one server."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        envelope: Callable[[Revision], dict[str, Any]],
+        offer: Callable[[Revision], dict[str, Any]],
+        *,
+        pinned: Revision | None,
+        may_be_silent: bool,
+    ) -> None:
+        self._ask = ask
+        self._envelope = envelope
+        self._offer = offer
+        self._pinned = pinned
+        self._may_be_silent = may_be_silent
+
+    async def agree(self) -> Agreed:
+        if self._pinned is None:
+            return await (self._race() if self._may_be_silent else self._try_both())
+        if not self._pinned.is_stateless:
+            return await self.initialize(self._pinned)
+        try:
+            return await self._discover(self._pinned)
+        except (MethodNotFound, _NotDiscovered):  # it must have it, but one can do without
+            return Agreed(self._pinned, {}, {})
+
+    async def _try_both(self) -> Agreed:
+        try:
+            return await self._discover(STATELESS[-1])
+        except (RpcError, CallFailed) as error:
+            return await self._after(error)
+
+    async def _after(self, refusal: RpcError | CallFailed) -> Agreed:
+        """The newest revision is not spoken, or so it seems."""
+        may_begin_anew = self._may_be_silent and isinstance(refusal, ConnectionLost)  # a process that died of the question
+        if _is_final(refusal) and not may_begin_anew:
+            raise refusal
+        try:
+            return await self.initialize(HANDSHAKE[-1])
+        except RpcError:
+            if isinstance(refusal, MethodNotFound):  # it knows neither way to begin, so it needs none
+                return Agreed(STATELESS[-1], {}, {})
+            raise
+
+    async def _race(self) -> Agreed:
+        loop = asyncio.get_running_loop()
+        discovering = loop.create_task(self._discover(STATELESS[-1]))
+        initializing: asyncio.Task[Agreed] | None = None
+        try:
+            await asyncio.wait([discovering], timeout=PROBE)
+            if discovering.done() and not (error := discovering.exception()):
+                return discovering.result()
+            if discovering.done():
+                assert isinstance(error, (RpcError, CallFailed)), error
+                return await self._after(error)
+            initializing = loop.create_task(self.initialize(HANDSHAKE[-1]))
+            try:
+                return await _first(discovering, initializing)
+            except ConnectionLost:  # a process that died of the first question, and took the second with it
+                return await self.initialize(HANDSHAKE[-1])
+        finally:
+            for task in (discovering, initializing):
+                if task is not None:
+                    task.cancel()
+            await asyncio.gather(*filter(None, (discovering, initializing)), return_exceptions=True)
+
+    async def _discover(self, revision: Revision) -> Agreed:
+        try:
+            raw = await self._ask("server/discover", {"_meta": self._envelope(revision)}, revision)
+        except UnknownVersion as error:
+            revision = self._listed(error)
+            raw = await self._ask("server/discover", {"_meta": self._envelope(revision)}, revision)
+        try:
+            found = msgspec.json.decode(raw, type=_Discovered)
+        except msgspec.DecodeError:
+            raise _NotDiscovered("what answers server/discover is not its result") from None
+        if revision.name not in found.supported_versions:
+            revision = self._listed(UnknownVersion(supported=found.supported_versions))
+        server = found.meta.get(f"{PREFIX}serverInfo", found.server_info)
+        return Agreed(revision, found.capabilities, server if isinstance(server, dict) else {}, found.instructions)
+
+    def _listed(self, error: UnknownVersion) -> Revision:
+        """The newest revision of those the server lists, if we speak one of them."""
+        listed = error.data.get("supported") if isinstance(error.data, dict) else None
+        names = listed if isinstance(listed, list) else []
+        common = [revision for revision in STATELESS if revision.name in names]
+        if self._pinned is not None:
+            common = [revision for revision in common if revision is self._pinned]
+        if not common:
+            raise error
+        return common[-1]
+
+    async def initialize(self, revision: Revision) -> Agreed:
+        """The handshake of the older revisions, as far as the server's answer."""
+        raw = await self._ask("initialize", self._offer(revision), None)
+        try:
+            found = msgspec.json.decode(raw, type=_Initialized)
+        except msgspec.DecodeError as error:
+            raise _NotDiscovered(f"what answers initialize is not its result: {error}") from None
+        agreed = REVISIONS.get(found.protocol_version)
+        if agreed is None or not agreed.has("handshake") or self._pinned not in (None, agreed):
+            spoken = [revision.name] if self._pinned else [revision.name for revision in HANDSHAKE]
+            reason = f"the server speaks MCP {found.protocol_version[:40]!r}, this client {', '.join(spoken)}"
+            raise UnknownVersion(reason, supported=[found.protocol_version], requested=revision.name)
+        return Agreed(agreed, found.capabilities, found.server_info, found.instructions)
+
+
+class _NotDiscovered(CallFailed):
+    """What came is no answer to the question how to begin."""
+
+
+def _is_final(refusal: RpcError | CallFailed) -> bool:
+    """Whether an older way to begin would meet the same."""
+    if isinstance(refusal, CallFailed):
+        return isinstance(refusal, (NotSent, ConnectionLost, TimedOut)) or refusal.status in _BARRED
+    if isinstance(refusal, UnknownVersion):  # a modern server; it may list older revisions that have their own way
+        listed = refusal.data.get("supported") if isinstance(refusal.data, dict) else None
+        return not (isinstance(listed, list) and {revision.name for revision in HANDSHAKE} & {str(name) for name in listed})
+    return isinstance(refusal, HeaderMismatch)
+
+
+async def _first(discovering: "asyncio.Task[Agreed]", initializing: "asyncio.Task[Agreed]") -> Agreed:
+    """The first success of the two; else what `initialize` met."""
+    await asyncio.wait([discovering, initializing], return_when=asyncio.FIRST_COMPLETED)
+    if discovering.done() and not discovering.exception():
+        return discovering.result()
+    if not initializing.done():
+        return await initializing
+    if initializing.exception() and not discovering.done():
+        await asyncio.wait([discovering])
+        if not discovering.exception():
+            return discovering.result()
+    return initializing.result()

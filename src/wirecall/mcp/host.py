@@ -1,0 +1,176 @@
+"""What a server may ask of its client, and who answers: a model, a person, a list of folders.
+
+A question has two forms on the wire. With a handshake it is a request of the server's; at 2026-07-28 it comes with a result
+that is not complete, and the call is made again with the answers. `Host.answer` serves both. What no handler was given for
+is not declared as a capability, and is refused if it is asked for all the same.
+
+    sample(Sampling) -> str or Sampled          sampling/createMessage
+    elicit(Form) -> dict, Elicited or None      elicitation/create with a form; None declines
+    elicit_url(Visit) -> bool or Elicited       elicitation/create with an address to go to
+    roots, or roots() -> places                 roots/list
+
+A handler is a function or a coroutine function.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall.errors import InvalidParams, MethodNotFound, RpcError
+from wirecall.logs import logger
+from wirecall.mcp.revisions import Revision
+from wirecall.mcp.types import Elicited, Root, Sampled
+
+
+class Form(Struct, frozen=True, rename="camel"):
+    """A server asks a person to fill in a form: a flat object of plain values."""
+
+    message: str = ""
+    requested_schema: dict[str, Any] = {}
+
+
+class Visit(Struct, frozen=True, rename="camel"):
+    """A server asks a person to go to an address. Show it to them in full before anything opens it."""
+
+    message: str = ""
+    url: str = ""
+    elicitation_id: str | None = None
+
+
+class Sampling(Struct, frozen=True, rename="camel"):
+    """A server asks for what the client's model would say."""
+
+    messages: list[dict[str, Any]] = []
+    max_tokens: int | None = None
+    system_prompt: str | None = None
+    temperature: float | None = None
+    stop_sequences: list[str] = []
+    model_preferences: dict[str, Any] | None = None
+    include_context: str | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """All the text in the messages."""
+        return "\n".join(text for message in self.messages for text in _texts(message.get("content")))
+
+
+class Host(Struct, frozen=True, kw_only=True):
+    """The handlers of one client."""
+
+    sample: Callable[[Sampling], Any] | None = None
+    elicit: Callable[[Form], Any] | None = None
+    elicit_url: Callable[[Visit], Any] | None = None
+    roots: Any = None
+
+    def capabilities(self, revision: Revision) -> dict[str, Any]:
+        """What is declared to a server: what there is a handler for, as far as the revision knows it."""
+        handlers = {"form": self.elicit, "url": self.elicit_url}
+        modes: dict[str, Any] = {mode: {} for mode, handler in handlers.items() if handler}
+        has_modes = revision.has("ask elicitation url")
+        found: dict[str, dict[str, Any]] = {
+            "sampling/createMessage": {"sampling": {}} if self.sample else {},
+            "elicitation/create": {"elicitation": modes if has_modes else {}}
+            if modes and (has_modes or self.elicit)
+            else {},
+            "roots/list": {"roots": {}} if self.roots is not None else {},
+        }
+        declared: dict[str, Any] = {}
+        for method, capability in found.items():
+            declared |= capability if revision.has(f"ask {method}") else {}
+        return declared
+
+    async def answer(self, method: str, params: Raw | UnsetType) -> dict[str, Any]:
+        """What a question is answered with. Raises what refuses it."""
+        if method not in _ANSWERS:
+            raise MethodNotFound(f"this client does not answer {method[:100]!r}")
+        given = Raw(b"{}") if params is UNSET else params
+        try:
+            answer: dict[str, Any] = await _ANSWERS[method](self, given)
+            return answer
+        except msgspec.ValidationError as error:
+            raise InvalidParams(f"params: {str(error).lower()}") from None
+        except RpcError:
+            raise
+        except Exception as error:
+            logger.exception("the handler of %s failed", method)
+            raise RpcError(-32603, "Internal error") from error
+
+    async def _sampled(self, params: Raw) -> dict[str, Any]:
+        if self.sample is None:
+            raise MethodNotFound("this client has no model to ask")
+        said = await _awaited(self.sample(msgspec.json.decode(params, type=Sampling)))
+        if isinstance(said, str):
+            said = Sampled("assistant", {"type": "text", "text": said}, "unknown")
+        if not isinstance(said, Sampled):
+            raise TypeError(f"a handler of sampling gives a str or a Sampled, not {type(said).__name__}")
+        stopped = {"stopReason": said.stop_reason} if said.stop_reason else {}
+        return {"role": said.role, "content": said.content, "model": said.model or "unknown", **stopped}
+
+    async def _elicited(self, params: Raw) -> dict[str, Any]:
+        mode = msgspec.json.decode(params, type=_Mode).mode
+        if mode == "url":
+            return await self._visited(params)
+        if mode != "form" or self.elicit is None:
+            raise InvalidParams(f"this client has no elicitation of mode {mode[:40]!r}")
+        form = msgspec.json.decode(params, type=Form)
+        said = await _awaited(self.elicit(form))
+        if said is None:
+            said = Elicited("decline")
+        if isinstance(said, dict):
+            said = Elicited("accept", said)
+        if not isinstance(said, Elicited):
+            raise TypeError(f"a handler of elicitation gives a dict, an Elicited or None, not {type(said).__name__}")
+        if said.action != "accept":
+            return {"action": said.action}
+        return {"action": "accept", "content": with_defaults(msgspec.to_builtins(said.content), form.requested_schema)}
+
+    async def _visited(self, params: Raw) -> dict[str, Any]:
+        if self.elicit_url is None:
+            raise InvalidParams("this client has no elicitation of mode 'url'")
+        said = await _awaited(self.elicit_url(msgspec.json.decode(params, type=Visit)))
+        if isinstance(said, Elicited):
+            return {"action": said.action}
+        return {"action": "accept" if said else "decline"}
+
+    async def _rooted(self, _params: Raw) -> dict[str, Any]:
+        if self.roots is None:
+            raise MethodNotFound("this client has no roots")
+        places: Iterable[Any] = await _awaited(self.roots() if callable(self.roots) else self.roots)
+        roots = [place if isinstance(place, Root) else Root(str(place)) for place in places]
+        return {"roots": [{"uri": root.uri, **({"name": root.name} if root.name else {})} for root in roots]}
+
+
+class _Mode(Struct):
+    mode: str = "form"
+
+
+_ANSWERS: dict[str, Any] = {
+    "sampling/createMessage": Host._sampled,
+    "elicitation/create": Host._elicited,
+    "roots/list": Host._rooted,
+}
+
+
+def with_defaults(content: Any, schema: dict[str, Any]) -> dict[str, Any]:
+    """An accepted form with the defaults of the schema in the fields that were left out (2025-11-25)."""
+    filled = dict(content) if isinstance(content, dict) else {}
+    properties = schema.get("properties")
+    for name, field in properties.items() if isinstance(properties, dict) else ():
+        if name not in filled and isinstance(field, dict) and "default" in field:
+            filled[name] = field["default"]
+    return filled
+
+
+def _texts(content: Any) -> list[str]:
+    blocks = content if isinstance(content, list) else [content]
+    return [block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str)]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

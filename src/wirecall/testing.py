@@ -1,0 +1,124 @@
+"""For tests of programs that use wirecall: a client without sockets, faults on its way, and a clock that nobody waits for.
+
+    async with testing.client(app, faults=Faults(drop_reply=1)) as client:
+        await client.call("order", {"sku": "tea"})      # the first answer is lost, the second attempt brings it
+
+`Faults` are about the calls of the program: what client and server say to each other to begin with is left alone.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Any
+
+from wirecall.app import App
+from wirecall.batches import Exchange
+from wirecall.client import connect
+from wirecall.errors import CallFailed, ConnectionLost, NotSent, RpcError, UsageError
+from wirecall.links import Link
+from wirecall.replies import Message
+
+_PRELUDE = frozenset({"rpc.discover", "server/discover", "initialize", "notifications/initialized"})
+
+
+class FakeClock:
+    """A clock that is moved by whoever sleeps on it. `slept` tells for how long."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+        self.slept: list[float] = []
+
+    def time(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+
+
+class Faults:
+    """What goes wrong between a client and its server.
+
+    `drop_reply` answers are lost after the server has given them; every answer takes `delay` seconds longer; after
+    `cut_after` messages the server is out of reach, until `heal`.
+    """
+
+    def __init__(self, *, drop_reply: int = 0, delay: float = 0.0, cut_after: int | None = None) -> None:
+        self.drop_reply = drop_reply
+        self.delay = delay
+        self.cut_after = cut_after
+        self.messages = 0  # that reached the server
+
+    def heal(self) -> None:
+        """From now on, nothing goes wrong."""
+        self.drop_reply, self.delay, self.cut_after = 0, 0.0, None
+
+    def on(self, link: Link) -> Link:
+        """A link with these faults."""
+        return _Faulty(link, self)
+
+
+def client(app: App, *, faults: Faults | None = None, clock: FakeClock | None = None, **options: Any) -> Any:
+    """A client straight into an app, in memory. `options` are those of `connect`."""
+    if faults is not None and "wrap" in options:
+        raise UsageError("faults= and wrap= are one thing.", fix="use one of both")
+    if faults is not None:
+        options["wrap"] = faults.on
+    return connect(app, clock=clock, **options)
+
+
+class _Faulty:
+    def __init__(self, link: Link, faults: Faults) -> None:
+        self._link = link
+        self._faults = faults
+        self.open = link.open
+        self.aclose = link.aclose
+
+    async def exchange(self, exchange: Exchange) -> None:
+        faults = self._faults
+        if all(entry.method in _PRELUDE for entry in exchange.entries):
+            await self._link.exchange(exchange)
+            return
+        if faults.cut_after is not None and faults.messages >= faults.cut_after:
+            raise NotSent("the connection is cut")
+        faults.messages += 1
+        held = _Held(exchange)
+        await self._link.exchange(held)
+        if faults.drop_reply > 0:
+            faults.drop_reply -= 1
+            raise ConnectionLost("the answer was dropped")
+        if faults.delay:
+            await asyncio.sleep(faults.delay)
+        held.release()
+
+
+class _Held(Exchange):
+    """Keeps what is meant for an exchange, until it is released."""
+
+    __slots__ = ("_held", "_real")
+
+    def __init__(self, real: Exchange) -> None:
+        super().__init__(real.data, real.entries, real.array, lambda _entry: None)
+        self._real = real
+        self._held: list[Callable[[], None]] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "sent" and value:
+            self._real.sent = True
+
+    def take(self, message: Message, in_array: bool = False) -> None:
+        self._held.append(lambda: self._real.take(message, in_array))
+        if isinstance(message.id, int):
+            self.open.pop(message.id, None)
+
+    def replayed(self, ids: Collection[Any] | None = None) -> None:
+        self._held.append(lambda: self._real.replayed(ids))
+
+    def refuse(self, error: RpcError | CallFailed) -> None:
+        self._held.append(lambda: self._real.refuse(error))
+        self.open.clear()
+
+    def release(self) -> None:
+        for pass_on in self._held:
+            pass_on()

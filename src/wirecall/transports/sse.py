@@ -1,0 +1,98 @@
+"""A stream of server-sent events, taken apart as it arrives.
+
+The rules are those of "Interpreting an event stream" in the HTML standard:
+
+1. UTF-8, a byte order mark in front is skipped, broken bytes are replaced. A line ends with CR LF, with LF or with CR.
+2. A line that begins with a colon is a comment. `data` lines of an event are joined by LF; an empty line ends the event.
+3. An event without `data` is not an event; but its `id` counts for coming back, and so does its `retry`. (MCP 2025-11-25
+   opens a stream so.) An `id` with NUL in it is ignored, and a `retry` that is not a number.
+4. What is not ended by an empty line when the stream ends was cut off, and is nothing.
+
+The limit is ours: an event that grows beyond it is a peer to leave.
+"""
+
+from msgspec import Struct
+
+from wirecall.errors import BadAnswer
+
+MAX_BYTES = 10 << 20
+
+
+class Event(Struct, frozen=True):
+    """An event: its name ("message" if it has none), its data, and the id to come back with after it."""
+
+    name: str
+    data: str
+    id: str
+
+
+class Parser:
+    """Bytes in, events out. `last_id` is where to go on after a break, `retry` the seconds to wait before."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.last_id = ""
+        self.retry: float | None = None
+        self._max_bytes = max_bytes
+        self._rest = bytearray()  # of a line that is not complete
+        self._seen = 0  # how much of the rest is known to hold no end of a line
+        self._is_first = True
+        self._after_cr = False
+        # Of the event that is not complete:
+        self._name = ""
+        self._id: str | None = None
+        self._data: list[str] = []
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """The events that this chunk completes."""
+        if self._after_cr and chunk:
+            self._after_cr = False
+            if chunk[:1] == b"\n":
+                chunk = chunk[1:]
+        self._rest += chunk
+        events: list[Event] = []
+        for line in self._lines():
+            self._line(line, events)
+        if len(self._rest) + self._size > self._max_bytes:
+            raise BadAnswer(f"an event of more than {self._max_bytes} bytes")
+        return events
+
+    def _lines(self) -> list[bytes]:
+        """The complete lines, without their ends. A CR ends its line at once: what follows may be long in coming."""
+        rest = self._rest
+        cut = max(rest.rfind(b"\n", self._seen), rest.rfind(b"\r", self._seen)) + 1
+        whole = bytes(rest[:cut])
+        del rest[:cut]
+        self._seen = len(rest)
+        self._after_cr = self._after_cr or (whole[-1:] == b"\r" and not rest)
+        return whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")[:-1].split(b"\n") if cut else []
+
+    def _line(self, line: bytes, events: list[Event]) -> None:
+        if self._is_first:
+            self._is_first = False
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line:
+            self._end(events)
+            return
+        field, _, value = line.partition(b":")
+        self._field(field, value.removeprefix(b" ").decode("utf-8", "replace"))
+
+    def _field(self, field: bytes, value: str) -> None:
+        if field == b"data":
+            self._data.append(value)
+            self._size += len(value) + 1
+            if self._size > self._max_bytes:
+                raise BadAnswer(f"an event of more than {self._max_bytes} bytes")
+        elif field == b"event":
+            self._name = value
+        elif field == b"id" and "\0" not in value:
+            self._id = value
+        elif field == b"retry" and value.isascii() and value.isdigit() and len(value) < 10:
+            self.retry = int(value) / 1000
+
+    def _end(self, events: list[Event]) -> None:
+        if self._id is not None:
+            self.last_id = self._id
+        if self._data:
+            events.append(Event(self._name or "message", "\n".join(self._data), self.last_id))
+        self._name, self._id, self._data, self._size = "", None, [], 0

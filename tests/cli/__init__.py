@@ -1,0 +1,94 @@
+"""The `wirecall` command from its user's side: a real process, or click's runner where speed matters."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from wirecall.cli import main
+
+ROOT = Path(__file__).parents[2]
+SHOP = str(ROOT / "examples" / "shop.py")
+HELLO = str(ROOT / "examples" / "hello.py")
+PATIENCE = 60.0
+
+
+def wirecall(
+    *words: str, stdin: bytes = b"", cwd: Path | str | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "wirecall", *words],
+        input=stdin,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def invoke(*words: str, input: str | bytes | None = None) -> Result:
+    """The command in this process."""
+    return CliRunner().invoke(main, list(words), input=input)
+
+
+class Running:
+    """The command while it runs. Its stderr is read as it comes."""
+
+    def __init__(self, *words: str, cwd: Path | str | None = None, env: Mapping[str, str] | None = None) -> None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "wirecall", *words]
+        environment = {**os.environ, **(env or {})}
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=environment)
+        self.said: list[str] = []
+
+    def wait_for(self, text: str) -> str:
+        """The next line of stderr that has a text in it."""
+        watchdog = threading.Timer(PATIENCE, self.process.kill)
+        watchdog.start()
+        try:
+            assert self.process.stderr is not None
+            for line in self.process.stderr:
+                self.said.append(line)
+                if text in line:
+                    return line
+        finally:
+            watchdog.cancel()
+        raise AssertionError(f"{text!r} was never said, but: {self.said}")
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
+        """Send a signal; gives the exit code and what was still printed."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out, err
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def running(*words: str, cwd: Path | str | None = None, env: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """The command in the background; it is ended at the end of the block."""
+    run = Running(*words, cwd=cwd, env=env)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+@contextmanager
+def serving(target: str, *words: str) -> Iterator[str]:
+    """The address of a server that `wirecall serve` runs."""
+    with running("serve", target, "--http", "127.0.0.1:0", *words) as run:
+        yield run.wait_for("Listening on").split()[-1]
+        run.end()

@@ -1,0 +1,146 @@
+"""The command as a whole: help, exit codes, mistakes on the command line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import wirecall as package
+from tests.cli import HELLO, ROOT, SHOP, invoke, wirecall
+from wirecall.cli import VERBS
+from wirecall.cli.exits import TEXTS, Exit
+
+
+def test_version_and_help_from_a_shell() -> None:
+    assert wirecall("--version").stdout.decode() == f"wirecall {package.__version__}\n"
+    run = wirecall("--help")
+    shown = run.stdout.decode()
+    assert run.returncode == 0
+    assert all(f"  {verb} " in shown for verb in VERBS)
+    assert all(f"  {int(code)} " in shown for code in TEXTS)
+
+
+def test_every_exit_code_is_explained() -> None:
+    assert set(TEXTS) == set(Exit)
+
+
+def test_without_a_verb_the_help_is_shown() -> None:
+    run = invoke()
+    assert run.exit_code == 2
+    assert "Exit codes" in run.stderr
+
+
+@pytest.mark.parametrize("verb", ["serve", "dev", "list", "show", "call", "batch", "send"])
+def test_every_verb_has_help(verb: str) -> None:
+    run = invoke(verb, "--help")
+    assert run.exit_code == 0
+    assert "Usage: wirecall" in run.stdout
+
+
+def test_help_imports_neither_the_loop_nor_what_verbs_need() -> None:
+    script = (
+        "import sys\n"
+        "from wirecall.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(*sorted(sys.modules), file=sys.stderr)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr.split()
+    assert not {"asyncio", "aiohttp", "rich", "logging", "json", "ssl", "importlib.metadata"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "why"),
+    [
+        (["clal"], "There is no verb 'clal'", "the nearest is call"),
+        (["qqqq"], "There is no verb 'qqqq'", "there are new, dev"),
+        (["call", "--bogus"], "No such option", ""),
+        (["call"], "Missing argument 'TARGET'", ""),
+        (["call", SHOP], "Missing argument 'NAME'", ""),
+        (["call", "price", "--"], "There is no command after `--`", ""),
+        (["call", "ftp://x", "price"], "ftp://x is not a target", "http and https"),
+        (["call", SHOP, "price", "--timeout", "soon"], "'soon' is not a time", "above 0"),
+        (["call", SHOP, "price", "--timeout", "0"], "'0' is not a time", "above 0"),
+        (["call", SHOP, "price", "--header", "nonsense"], "'nonsense' is not a header", "colon"),
+        (["call", SHOP, "price", "--as", "soap"], "'soap' is not one of", ""),
+        (["call", SHOP, "price", "sku=tea", "--revision", "1999-01-01"], "1999-01-01", ""),
+        (["serve", SHOP, "--http", "nowhere"], "'nowhere' is not an address", "HOST:PORT"),
+        (["serve", SHOP, "--workers", "0"], "0 is not in the range", ""),
+        (["serve", SHOP, "--limit", "bath=5"], "There is no limit 'bath'", "did you mean batch?"),
+        (["serve", SHOP, "--limit", "batch=many"], "'many' is not a number", ""),
+        (["serve", SHOP, "--limit", "batch=0"], "admits nothing", ""),
+        (["serve", SHOP, "--stdio", "--http", "127.0.0.1:1"], "--stdio serves one client", ""),
+        (["serve", SHOP, "--ledger", "mongo:x"], "'mongo:x' is not the URL of a ledger", "memory:"),
+        (
+            ["serve", SHOP, "--workers", "2"],
+            "2 workers cannot share a ledger in memory",
+            "a retry that meets another worker",
+        ),
+        (["serve", "http://127.0.0.1:1"], "is not a file", ""),
+        (["call", "http://127.0.0.1:1", "x", "--ledger", "memory:"], "--ledger is for an app in a file", ""),
+        (["dev", "nowhere.py"], "There is no file nowhere.py", ""),
+    ],
+)
+def test_mistakes_are_told_in_words_with_exit_code_2(words: list[str], what: str, why: str) -> None:
+    run = invoke(*words)
+    assert run.exit_code == Exit.USAGE, run.stderr
+    assert what in run.stderr
+    assert why in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+
+
+def test_verbs_are_completed_without_being_loaded() -> None:
+    script = (
+        "import sys\n"
+        "from wirecall.cli import main\n"
+        "try: main(prog_name='wirecall')\n"
+        "except SystemExit: pass\n"
+        "print(*sorted(sys.modules), file=sys.stderr)"
+    )
+    environment = {**os.environ, "_WIRECALL_COMPLETE": "bash_complete", "COMP_WORDS": "wirecall se", "COMP_CWORD": "1"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.split() == ["plain,serve", "plain,send"]
+    assert "wirecall.cli.serve" not in run.stderr.split()
+
+
+@pytest.mark.parametrize("words", [["clal"], ["call", "--bogus"], ["call", SHOP, "prise"], ["call", "nowhere.py", "x"]])
+def test_json_is_one_document_also_on_failure(words: list[str]) -> None:
+    run = invoke(*words, "--json")
+    document = json.loads(run.stdout)
+    assert document["ok"] is False
+    assert document["error"]["exit"] == run.exit_code == 2
+    assert document["error"]["message"]
+    assert run.stderr == ""
+
+
+def test_json_after_two_dashes_is_somebody_elses() -> None:
+    run = invoke("call", "x", "--", "nosuchprogram", "--json")
+    assert run.stdout == ""
+    assert run.exit_code == Exit.UNREACHABLE
+
+
+def test_a_fault_of_ours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wirecall.cli.listing.listed", lambda *_: 1 / 0)
+    run = invoke("list", HELLO)
+    assert run.exit_code == Exit.FAULT
+    assert "went wrong inside wirecall" in run.stderr
+    assert "ZeroDivisionError" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_fault_of_ours_has_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wirecall.cli.listing.listed", lambda *_: 1 / 0)
+    monkeypatch.setenv("WIRECALL_TRACEBACK", "1")
+    assert "Traceback" in invoke("list", HELLO).stderr
+
+
+def test_every_verb_and_every_exit_code_is_in_the_docs() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert all(f"| {int(code)} | {text.replace('--key', '`--key`')} |" in page for code, text in TEXTS.items())
+    assert all(
+        f"wirecall {verb} " in page or f"`{verb}`" in page
+        for verb in ("serve", "dev", "list", "show", "call", "batch", "send")
+    )

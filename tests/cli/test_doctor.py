@@ -1,0 +1,159 @@
+"""`wirecall doctor`: each check, in the good case and in the bad one."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import SHOP, invoke
+from tests.client.peers import served
+from wirecall import App
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("WIRECALL_SECRET", "WIRECALL_MODE", "WIRECALL_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WIRECALL_SERVER_HTTP", f"127.0.0.1:{free_port()}")
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def diagnosis() -> tuple[int, dict[str, list[tuple[str, str]]]]:
+    """The exit code, and the findings by check."""
+    result = invoke("doctor", "--json")
+    found: dict[str, list[tuple[str, str]]] = {}
+    for each in json.loads(result.stdout)["result"]["checks"]:
+        found.setdefault(each["name"], []).append((each["level"], each["what"]))
+    return result.exit_code, found
+
+
+def test_a_healthy_machine() -> None:
+    code, found = diagnosis()
+    assert code == 0
+    assert set(found) >= {"python", "packages", "config", "app", "ledger", "port", "clock", "secret"}
+    assert {level for name, rows in found.items() for level, _ in rows if name != "files"} == {"ok"}
+
+
+def test_the_table_has_next_steps_for_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WIRECALL_LEDGER_URL", "redis://127.0.0.1:1/0")
+    result = invoke("doctor")
+    assert result.exit_code == 9
+    assert "ledger    fail" in result.stdout
+    assert "ledger: is it running, and is this its URL?" in result.stderr
+
+
+def test_a_broken_configuration_is_one_finding_and_the_other_checks_go_on() -> None:
+    Path("wirecall.toml").write_text("[limits]\nbatch = 0\n")
+    code, found = diagnosis()
+    assert code == 9
+    assert found["config"][0][0] == "fail"
+    assert "wirecall.toml:2" in found["config"][0][1]
+    assert found["port"][0][0] == "ok"
+
+
+def test_an_app_that_cannot_be_loaded_and_one_that_can() -> None:
+    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n')
+    Path("app.py").write_text("import nothing_of_that_name\n")
+    code, found = diagnosis()
+    assert code == 9
+    assert "nothing_of_that_name" in found["app"][0][1]
+    Path("app.py").write_text(Path(SHOP).read_text())
+    code, found = diagnosis()
+    assert found["app"] == [("ok", "shop 1.0, 3 methods, development mode")]
+    assert found["ledger"][0][0] == "warn"  # in memory
+    assert code == 0
+
+
+def test_a_ledger_that_is_not_there_yet_and_one_with_unknown_outcomes() -> None:
+    Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:data/ledger.db"\n')
+    assert diagnosis()[1]["ledger"] == [("ok", "data/ledger.db is not there yet; it can be made")]
+    app = App("shop", ledger="sqlite:data/ledger.db")
+
+    @app.command
+    def crash() -> None:
+        raise ValueError
+
+    app.handle_sync('{"jsonrpc":"2.0","id":1,"method":"crash","params":{"idempotency_key":"a"}}')
+    code, found = diagnosis()
+    assert code == 0
+    assert found["ledger"] == [
+        ("ok", "sqlite:data/ledger.db, 1 records"),
+        ("warn", "1 commands have an unknown outcome"),
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_ledger_in_a_folder_that_is_not_ours() -> None:
+    Path("locked").mkdir(0o500)
+    Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:locked/ledger.db"\n')
+    assert diagnosis()[1]["ledger"][0][0] == "fail"
+
+
+def test_a_port_that_somebody_else_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("WIRECALL_SERVER_HTTP", f"127.0.0.1:{other.getsockname()[1]}")
+        code, found = diagnosis()
+    assert code == 9
+    assert found["port"][0][0] == "fail"
+
+
+async def test_a_port_that_a_server_of_ours_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    async with served(App("shop")) as url:
+        monkeypatch.setenv("WIRECALL_SERVER_HTTP", url.removeprefix("http://"))
+        _, found = await asyncio.to_thread(diagnosis)
+    assert found["port"][0][1].startswith("a wirecall server answers")
+
+
+def test_an_open_address_wants_a_secret_and_production_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n[ledger]\nurl = "sqlite:l.db"\n')
+    Path("app.py").write_text(Path(SHOP).read_text())
+    monkeypatch.setenv("WIRECALL_SERVER_HTTP", f"0.0.0.0:{free_port()}")
+    code, found = diagnosis()
+    assert code == 0
+    assert found["secret"][0][0] == found["app"][1][0] == "warn"
+    monkeypatch.setenv("WIRECALL_SECRET", "s")
+    monkeypatch.setenv("WIRECALL_MODE", "production")
+    _, found = diagnosis()
+    assert {level for rows in (found["secret"], found["app"]) for level, _ in rows} == {"ok"}
+
+
+@pytest.mark.parametrize(("soft", "level"), [(4096, "ok"), (1024, "warn"), (64, "fail")])
+def test_few_files_are_told(soft: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (soft, 65_536))
+    assert diagnosis()[1]["files"][0][0] == level
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    def missing(name: str) -> Any:
+        if name in ("redis", "apsw", "uvicorn"):
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("wirecall.cli.doctor.version", missing)
+    Path("wirecall.toml").write_text('[server]\nserver = "uvicorn"\n[ledger]\nurl = "redis://127.0.0.1:1/0"\n')
+    code, found = diagnosis()
+    assert code == 9
+    assert [level for level, _ in found["packages"]] == ["fail", "fail", "fail"]
+
+
+def test_a_clock_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wirecall.cli.doctor.time.time", lambda: 1_000_000.0)
+    assert diagnosis()[1]["clock"][0][0] == "warn"

@@ -1,0 +1,260 @@
+"""`wirecall install`: an entry goes into a client's file and out again, and nothing else changes."""
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import SHOP, invoke, wirecall
+from wirecall.cli.clients import CLIENTS
+
+SERVED = ["-m", "wirecall", "serve", SHOP, "--stdio"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nobody's real configuration is touched: a home and a folder of this test's own."""
+    home = tmp_path / "home"
+    (tmp_path / "work").mkdir()
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.chdir(tmp_path / "work")
+    return home
+
+
+def told(*words: str) -> Any:
+    result = invoke("install", *words, "--json")
+    document = json.loads(result.stdout)
+    assert document["ok"] is True, document
+    return document["result"]
+
+
+def refused(*words: str) -> dict[str, Any]:
+    result = invoke("install", *words, "--json")
+    assert result.exit_code == 2
+    error: dict[str, Any] = json.loads(result.stdout)["error"]
+    return error
+
+
+FILES = {
+    "claude-desktop": ".config/Claude/claude_desktop_config.json",
+    "claude-code": ".claude.json",
+    "cursor": ".cursor/mcp.json",
+    "vscode": ".config/Code/User/mcp.json",
+    "windsurf": ".codeium/windsurf/mcp_config.json",
+}
+
+
+@pytest.mark.parametrize("client", list(CLIENTS))
+def test_a_file_is_written_where_each_client_looks_for_it(client: str, home: Path) -> None:
+    result = told(SHOP, "--client", client)
+    path = home / FILES[client]
+    assert result["file"] == str(path)
+    entry: dict[str, Any] = {"command": sys.executable, "args": SERVED}
+    typed = {"type": "stdio"} if client in ("claude-code", "vscode") else {}
+    member = "servers" if client == "vscode" else "mcpServers"
+    assert json.loads(path.read_text()) == {member: {"shop": {**typed, **entry}}}
+
+
+@pytest.mark.parametrize(
+    ("platform", "path"),
+    [
+        ("darwin", "Library/Application Support/Claude/claude_desktop_config.json"),
+        ("win32", "AppData/Roaming/Claude/claude_desktop_config.json"),
+        ("linux", ".config/Claude/claude_desktop_config.json"),
+    ],
+)
+def test_systems_keep_their_files_in_different_places(
+    platform: str, path: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.delenv("APPDATA", raising=False)
+    assert CLIENTS["claude-desktop"].path(in_project=False) == home / path
+
+
+@pytest.mark.parametrize(
+    ("client", "entry"),
+    [
+        ("claude-code", {"mcpServers": {"127.0.0.1": {"type": "http", "url": "http://127.0.0.1:8420/mcp"}}}),
+        ("cursor", {"mcpServers": {"127.0.0.1": {"url": "http://127.0.0.1:8420/mcp"}}}),
+        ("vscode", {"servers": {"127.0.0.1": {"type": "http", "url": "http://127.0.0.1:8420/mcp"}}}),
+        ("windsurf", {"mcpServers": {"127.0.0.1": {"serverUrl": "http://127.0.0.1:8420/mcp"}}}),
+    ],
+)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8420", "http://127.0.0.1:8420/mcp"])
+def test_an_address_has_each_clients_own_form(client: str, entry: Any, url: str, home: Path) -> None:
+    assert told(url, "--client", client, "--print") == entry
+    assert not list(home.iterdir())
+
+
+def test_a_command_is_written_with_its_whole_path_and_variables() -> None:
+    words = ("--client", "cursor", "--name", "files", "--env", "A=1", "--env", "B=x=y", "--print", "--json")
+    result = invoke("install", *words, "--", "sh", "-c", "server")
+    entry = json.loads(result.stdout)["result"]["mcpServers"]["files"]
+    assert os.path.isabs(entry["command"])
+    assert entry["args"] == ["-c", "server"]
+    assert entry["env"] == {"A": "1", "B": "x=y"}
+
+
+def test_the_wirecall_toml_beside_the_app_goes_along() -> None:
+    Path("app.py").write_text('from wirecall import App\napp = App("mine")\n')
+    Path("wirecall.toml").touch()
+    entry = told("app.py", "--client", "cursor", "--print")["mcpServers"]["mine"]
+    assert entry["args"][3] == str(Path("app.py").resolve())
+    assert entry["env"] == {"WIRECALL_CONFIG": str(Path("wirecall.toml").resolve())}
+
+
+def test_what_is_written_starts_a_server_that_speaks_mcp() -> None:
+    entry = told(SHOP, "--client", "cursor")
+    words = json.loads(Path(entry["file"]).read_text())["mcpServers"]["shop"]
+    run = wirecall("probe", "--revision", "2025-11-25", "--json", "--", words["command"], *words["args"])
+    assert run.returncode == 0, run.stdout
+    assert json.loads(run.stdout)["result"]["revisions"] == {"2025-11-25": True}
+
+
+# --- what else is in the file -------------------------------------------------------------------------------------------
+
+OTHERS = '{\n\t"theme": "dark",\n\t"mcpServers": {\n\t\t"other": {\n\t\t\t"url": "http://ö"\n\t\t}\n\t}\n}\n'
+
+
+def existing(text: str = OTHERS, mode: int = 0o600) -> Path:
+    path = Path.home() / ".cursor" / "mcp.json"
+    path.parent.mkdir()
+    path.write_text(text, encoding="utf-8")
+    path.chmod(mode)
+    return path
+
+
+def test_unknown_content_indentation_and_rights_stay() -> None:
+    path = existing(mode=0o640)
+    result = told(SHOP, "--client", "cursor")
+    tree = json.loads(path.read_text())
+    assert list(tree) == ["theme", "mcpServers"]
+    assert list(tree["mcpServers"]) == ["other", "shop"]
+    assert '\n\t\t"other": {\n\t\t\t"url": "http://ö"' in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert Path(result["backup"]).read_text() == OTHERS
+    assert stat.S_IMODE(Path(result["backup"]).stat().st_mode) == 0o640
+
+
+def test_the_change_is_shown_as_a_diff_and_a_dry_run_writes_nothing() -> None:
+    path = existing()
+    result = invoke("install", SHOP, "--client", "cursor", "--dry-run")
+    assert result.exit_code == 0
+    assert f'+\t\t\t"command": "{sys.executable}",' in result.stderr
+    assert path.read_text() == OTHERS
+    assert os.listdir(path.parent) == ["mcp.json"]
+
+
+def test_a_second_time_changes_nothing() -> None:
+    existing()
+    assert told(SHOP, "--client", "cursor")["changed"] is True
+    again = told(SHOP, "--client", "cursor")
+    assert (again["changed"], again["diff"]) == (False, "")
+
+
+def test_undo_takes_out_the_entry_and_leaves_later_changes_alone() -> None:
+    path = existing()
+    told(SHOP, "--client", "cursor")
+    tree = json.loads(path.read_text())
+    tree["theme"] = "light"
+    path.write_text(json.dumps(tree))
+    result = told(SHOP, "--client", "cursor", "--undo")
+    assert json.loads(path.read_text()) == {"theme": "light", "mcpServers": {"other": {"url": "http://ö"}}}
+    assert result["backup"] is None
+    assert refused(SHOP, "--client", "cursor", "--undo")["message"] == "There is nothing to undo for shop."
+
+
+def test_undo_puts_back_what_was_replaced_and_needs_only_the_name() -> None:
+    path = existing('{"mcpServers": {"shop": {"url": "http://old"}}}')
+    told(SHOP, "--client", "cursor")
+    assert "command" in json.loads(path.read_text())["mcpServers"]["shop"]
+    told("--client", "cursor", "--name", "shop", "--undo")
+    assert json.loads(path.read_text()) == {"mcpServers": {"shop": {"url": "http://old"}}}
+
+
+def test_each_server_has_its_own_undo() -> None:
+    path = existing()
+    told(SHOP, "--client", "cursor", "--name", "a")
+    told(SHOP, "--client", "cursor", "--name", "b/../c")
+    told("--client", "cursor", "--name", "a", "--undo")
+    assert list(json.loads(path.read_text())["mcpServers"]) == ["other", "b/../c"]
+
+
+def test_a_link_stays_a_link(home: Path) -> None:
+    real = home / "dotfiles.json"
+    real.write_text("{}")
+    (home / ".claude.json").symlink_to(real)
+    told(SHOP, "--client", "claude-code")
+    assert (home / ".claude.json").is_symlink()
+    assert "shop" in json.loads(real.read_text())["mcpServers"]
+
+
+def test_the_file_of_a_project() -> None:
+    told(SHOP, "--client", "claude-code", "--project")
+    assert "shop" in json.loads(Path(".mcp.json").read_text())["mcpServers"]
+    assert "no file of a project" in refused(SHOP, "--client", "windsurf", "--project")["message"]
+
+
+def test_a_person_is_asked_and_may_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = existing()
+    monkeypatch.setattr("wirecall.cli.install.ask", lambda _question: False)
+    assert invoke("install", SHOP, "--client", "cursor").exit_code == 130
+    assert path.read_text() == OTHERS
+    assert invoke("install", SHOP, "--client", "cursor", "--yes").exit_code == 0
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "why"),
+    [
+        ('{\n  "a": 1,\n}', "is not JSON.", "line 3, column 1"),
+        ('{\n  // mine\n  "a": 1}', "is not JSON.", "line 2, column 3"),
+        ('{"a": 1, "a": 2}', "is not clear.", "'a' stands in it twice"),
+        ("[]", "does not look like a file of Cursor's.", "an object"),
+        ('{"mcpServers": []}', "does not look like a file of Cursor's.", "an object under 'mcpServers'"),
+    ],
+)
+def test_a_file_that_cannot_be_understood_is_left_alone(text: str, what: str, why: str) -> None:
+    path = existing(text)
+    error = refused(SHOP, "--client", "cursor")
+    assert error["message"].endswith(what)
+    assert why in error["why"]
+    assert path.read_text() == text
+    assert os.listdir(path.parent) == ["mcp.json"]
+
+
+def test_bytes_that_are_no_text_are_left_alone() -> None:
+    path = existing("")
+    path.write_bytes(b"\xff{}")
+    assert refused(SHOP, "--client", "cursor")["why"] == "it is not UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--client", "cursor"), "Which server?"),
+        (("gone.py", "--client", "cursor"), "There is no file gone.py."),
+        (("http://h/mcp", "--client", "claude-desktop"), "Claude Desktop takes no addresses from its file."),
+        (("http://h/mcp", "--client", "cursor", "--env", "A=1"), "--env is for servers that the client starts."),
+        ((SHOP, "--client", "cursor", "--env", "A"), "'A' is not a variable."),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(words: tuple[str, ...], message: str, home: Path) -> None:
+    assert refused(*words)["message"] == message
+    assert not list(home.iterdir())
+
+
+def test_an_unknown_client_is_told_what_there_is() -> None:
+    result = invoke("install", SHOP, "--client", "netscape")
+    assert result.exit_code == 2
+    assert "claude-desktop" in result.stderr

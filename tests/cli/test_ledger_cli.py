@@ -1,0 +1,299 @@
+"""`wirecall ledger`: an operator's look at the records, and the verdict on an unknown one (P5, P9)."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import invoke
+from tests.servers import DURABLE, Store
+from wirecall.app import App
+from wirecall.cli.targets import parse
+from wirecall.errors import InternalError
+from wirecall.ledger.base import RecordId, State, open_ledger
+
+APP = """
+from wirecall import App, DomainError
+
+app = App("shop", ledger="sqlite:ledger.db")
+
+
+@app.command(retention=3600)
+def put(value: int) -> int:
+    if value < 0:
+        raise DomainError(4, "too little")
+    return value
+
+
+@app.command
+def crash(value: int) -> dict[str, int]:
+    raise ValueError(value)
+"""
+URL = "sqlite:ledger.db"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("app.py").write_text(APP)
+    return tmp_path
+
+
+def call(method: str, value: int, key: str, caller: str = "") -> Any:
+    """One call of the app, as a server would make it, in a life of its own."""
+
+    async def work(app: App) -> Any:
+        async with app:
+            message = {"jsonrpc": "2.0", "id": 1, "method": method, "params": {"value": value, "idempotency_key": key}}
+            reply = await app.handle(json.dumps(message), caller=caller)
+        return json.loads(reply or b"null")
+
+    return asyncio.run(work(parse("app.py").app()))
+
+
+def tool(name: str, value: int, key: str) -> Any:
+    async def work(app: App) -> Any:
+        from wirecall import connect
+
+        async with app, connect(app, protocol="mcp") as client:
+            return await client.call_tool(name, {"value": value}, key=key)
+
+    return asyncio.run(work(parse("app.py").app()))
+
+
+def told(*words: str) -> Any:
+    result = invoke(*words, "--json")
+    document = json.loads(result.stdout)
+    assert document["ok"] is True, document
+    return document["result"]
+
+
+def refused(*words: str) -> dict[str, Any]:
+    result = invoke(*words, "--json")
+    document = json.loads(result.stdout)
+    assert document["ok"] is False
+    assert document["error"]["exit"] == result.exit_code
+    error: dict[str, Any] = document["error"]
+    return error
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_listed_page_by_page() -> None:
+    for number in range(5):
+        call("put", number, f"k{number}")
+    keys, cursor = [], None
+    for _ in range(3):
+        words = ("--after", cursor) if cursor else ()
+        document = json.loads(invoke("ledger", "list", URL, "--limit", "2", *words, "--json").stdout)
+        keys += [record["key"] for record in document["result"]]
+        cursor = document["next"]
+    assert keys == ["k0", "k1", "k2", "k3", "k4"]
+    assert cursor is None
+
+
+def test_the_table_says_how_to_go_on() -> None:
+    for number in range(3):
+        call("put", number, f"k{number}")
+    result = invoke("ledger", "list", "app.py", "--limit", "2")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0].split() == ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES"]
+    assert result.stdout.splitlines()[1].split()[:3] == ["done", "put", "k0"]
+    assert "--after " in result.stderr
+
+
+def test_only_records_of_a_state_are_listed() -> None:
+    call("put", 1, "a")
+    call("crash", 1, "b")
+    assert [record["key"] for record in told("ledger", "list", URL, "--state", "unknown")] == ["b"]
+
+
+def test_the_ledger_may_be_named_by_url_by_file_and_by_wirecall_toml(monkeypatch: pytest.MonkeyPatch) -> None:
+    call("put", 1, "a")
+    Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:ledger.db"\n')
+    by_toml = told("ledger", "list")
+    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n')
+    assert by_toml == told("ledger", "list") == told("ledger", "list", URL) == told("ledger", "list", "app.py:app")
+
+
+def test_an_app_that_cannot_be_loaded_does_not_hide_the_ledger() -> None:
+    call("put", 1, "a")
+    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n[ledger]\nurl = "sqlite:ledger.db"\n')
+    Path("app.py").write_text("import nothing_of_that_name\n")
+    assert [record["key"] for record in told("ledger", "list")] == ["a"]
+
+
+def test_a_record_is_shown_whole_with_its_result_or_error() -> None:
+    call("put", 7, "a", caller="ada")
+    call("put", -1, "b")
+    record = told("ledger", "show", URL, "put", "a", "--caller", "ada")
+    assert record["state"] == "done"
+    assert record["result"] == 7
+    assert told("ledger", "show", URL, "put", "b")["error"] == {"code": 4, "message": "too little"}
+    assert "result       7" in invoke("ledger", "show", URL, "put", "a", "--caller", "ada").stdout
+
+
+def test_stats_count_by_state() -> None:
+    call("put", 1, "a")
+    call("crash", 1, "b")
+    assert told("ledger", "stats", URL) == {"running": 0, "waiting": 0, "done": 1, "unknown": 1, "tombstone": 0}
+    assert "wirecall ledger resolve" in invoke("ledger", "stats", URL).stderr
+
+
+def test_sweep_tells_how_many_records_it_changed() -> None:
+    call("put", 1, "a")
+    assert told("ledger", "sweep", URL) == {"changed": 0}
+
+
+# --- settling ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_command_that_was_done_is_replayed_from_then_on() -> None:
+    call("crash", 1, "b")
+    assert call("crash", 1, "b")["error"]["code"] == 50910
+    settled = told("ledger", "resolve", "app.py", "crash", "b", "--done", "--result", '{"paid": 5}')
+    assert settled == {"caller": "", "method": "crash", "key": "b", "state": "done"}
+    assert call("crash", 1, "b")["result"] == {"paid": 5}
+
+
+def test_an_unknown_command_that_was_not_done_runs_again() -> None:
+    call("crash", 1, "b")
+    assert told("ledger", "resolve", URL, "crash", "b", "--not-done")["state"] == "absent"
+    assert call("crash", 1, "b")["error"]["code"] == -32603  # it ran, and crashed again
+
+
+@pytest.mark.parametrize("target", ["app.py", URL])
+def test_a_tools_result_is_kept_as_its_clients_get_it(target: str) -> None:
+    with pytest.raises(InternalError):
+        tool("crash", 1, "t")
+    assert [record["method"] for record in told("ledger", "list", URL, "--state", "unknown")] == ["tools/call:crash"]
+    told("ledger", "resolve", target, "tools/call:crash", "t", "--done", "--result", '{"paid": 5}')
+    replayed = tool("crash", 1, "t")
+    assert (replayed.structured, replayed.replayed) == ({"paid": 5}, True)
+
+
+def test_only_unknown_records_are_settled() -> None:
+    call("put", 1, "a")
+    error = refused("ledger", "resolve", URL, "put", "a", "--not-done")
+    assert (error["type"], error["why"]) == ("not_unknown", "it is done")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ((), "What did you find out?"),
+        (("--done", "--result", "{"), "--result is not JSON."),
+        (("--not-done", "--result", "1"), "What was not done has no result."),
+    ],
+)
+def test_a_verdict_must_be_clear(words: tuple[str, ...], what: str) -> None:
+    call("crash", 1, "b")
+    assert refused("ledger", "resolve", URL, "crash", "b", *words)["message"] == what
+    assert told("ledger", "stats", URL)["unknown"] == 1
+
+
+def test_a_person_is_asked_first_and_may_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    call("crash", 1, "b")
+    asked: list[str] = []
+
+    def no(question: str) -> bool:
+        asked.append(question)
+        return False
+
+    monkeypatch.setattr("wirecall.cli.ledger.ask", no)
+    result = invoke("ledger", "resolve", URL, "crash", "b", "--not-done")
+    assert result.exit_code == 130
+    assert "The next call with this key will run" in asked[0]
+    assert told("ledger", "stats", URL)["unknown"] == 1
+    assert invoke("ledger", "resolve", URL, "crash", "b", "--not-done", "--yes").exit_code == 0
+    assert len(asked) == 1
+
+
+def test_a_verdict_that_comes_too_late_is_refused() -> None:
+    call("crash", 1, "b")
+    told("ledger", "resolve", URL, "crash", "b", "--done")
+    assert refused("ledger", "resolve", URL, "crash", "b", "--done")["type"] == "not_unknown"
+
+
+# --- every store --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", DURABLE, indirect=True)
+def test_the_life_of_records_in_every_store(store: Store) -> None:
+    Path("app.py").write_text(APP.replace("sqlite:ledger.db", store.url))
+    call("put", 1, "old")
+    call("put", 2, "new")
+    call("crash", 1, "lost")
+    assert [record["key"] for record in told("ledger", "list", store.url)] == ["lost", "new", "old"]
+    store.age(RecordId("", "put", "old"), 2 * 3600)  # its retention is an hour
+    assert told("ledger", "sweep", store.url) == {"changed": 1}
+    assert told("ledger", "stats", store.url) == {"running": 0, "waiting": 0, "done": 1, "unknown": 1, "tombstone": 1}
+    told("ledger", "resolve", store.url, "crash", "lost", "--done", "--result", '{"paid": 5}')
+    assert call("crash", 1, "lost")["result"] == {"paid": 5}
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "exit", "what"),
+    [
+        ("sqlite:gone.db", 2, "There is no ledger at gone.db."),
+        ("memory:", 2, "A ledger in memory cannot be looked at."),
+        ("nonsense", 2, "'nonsense' is not a ledger."),
+        ("gone.py", 2, "There is no file gone.py."),
+        ("redis://127.0.0.1:1/0", 4, "The ledger redis://127.0.0.1:1/0 cannot be used."),
+        ("postgresql://me:secret@127.0.0.1:1/x", 4, "The ledger postgresql://me:***@127.0.0.1:1/x cannot be used."),
+    ],
+)
+def test_a_ledger_that_is_not_there(target: str, exit: int, what: str) -> None:
+    error = refused("ledger", "list", target)
+    assert (error["exit"], error["message"]) == (exit, what)
+    assert "secret" not in json.dumps(error)
+    assert not Path("gone.db").exists()
+
+
+def test_no_ledger_at_all() -> None:
+    assert refused("ledger", "stats")["message"] == "Which ledger?"
+
+
+def test_a_file_that_is_no_ledger_is_told() -> None:
+    Path("other.db").write_text("not a database " * 1000)
+    error = refused("ledger", "list", "sqlite:other.db")
+    assert error["exit"] in (2, 4)
+
+
+def test_a_mistyped_key_and_a_forgotten_caller_are_suggested() -> None:
+    call("put", 1, "order-7", caller="ada")
+    error = refused("ledger", "show", URL, "put", "order-7")
+    assert "'ada'" in error["why"]
+    assert error["next"] == "--caller ada"
+    assert "ada/put/order-7" in refused("ledger", "show", URL, "put", "order-77", "--caller", "ada")["why"]
+
+
+@pytest.mark.parametrize("words", [("show", "put"), ("resolve", "a", "b", "c", "d", "--done")])
+def test_a_record_is_named_by_method_and_key(words: tuple[str, ...]) -> None:
+    assert refused("ledger", *words)["message"] == "Which record?"
+
+
+def test_a_cursor_that_is_none() -> None:
+    call("put", 1, "a")
+    assert refused("ledger", "list", URL, "--after", "%%%")["message"] == "'%%%' is not a cursor."
+
+
+def test_what_is_looked_at_is_left_as_it_is() -> None:
+    call("crash", 1, "b")
+    for words in (("list", URL), ("show", URL, "crash", "b"), ("stats", URL)):
+        assert invoke("ledger", *words).exit_code == 0
+
+    async def states() -> list[State]:
+        ledger = await open_ledger(URL)
+        try:
+            return [record.state for record in await ledger.list()]
+        finally:
+            await ledger.aclose()
+
+    assert asyncio.run(states()) == [State.UNKNOWN]

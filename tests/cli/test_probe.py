@@ -1,0 +1,241 @@
+"""`wirecall probe`: what servers speak, ours and others, and the rules that some break (V1, V2)."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import SHOP, invoke, wirecall
+from tests.client.peers import served
+from wirecall import App
+from wirecall.cli.targets import parse
+
+REVISIONS = ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28"]
+
+# A server on stdio that answers as the table `ANSWERS` says: by method, a text with the id put in, or nothing.
+SCRIPT = """
+import json, sys
+ANSWERS = {answers}
+print({noise}, end="", flush=True)
+for line in sys.stdin:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        continue
+    method = message["method"] if isinstance(message, dict) else "array"
+    answer = ANSWERS.get(method, ANSWERS["else"])
+    if answer and not (isinstance(message, dict) and "id" not in message and method not in ANSWERS):
+        print(answer.replace("ID", str(message["id"] if isinstance(message, dict) and "id" in message else 0)), flush=True)
+"""
+UNKNOWN = '{"jsonrpc":"2.0","id":ID,"error":{"code":-32601,"message":"Method not found"}}'
+EMPTY = '{"jsonrpc":"2.0","id":ID,"result":{}}'
+
+
+def initialized(revision: str = "2025-11-25", **more: Any) -> str:
+    result = {"protocolVersion": revision, "capabilities": {}, "serverInfo": {"name": "other", "version": "1"}, **more}
+    return '{"jsonrpc":"2.0","id":ID,"result":RESULT}'.replace("RESULT", json.dumps(result))
+
+
+def probed(*words: str) -> tuple[int, dict[str, Any]]:
+    result = invoke("probe", "--json", *words)
+    return result.exit_code, verdict(result.stdout)
+
+
+async def probed_apart(*words: str) -> tuple[int, dict[str, Any]]:
+    """The same in a process of its own, while servers of the test go on here."""
+    run = await asyncio.to_thread(wirecall, "probe", "--json", *words)
+    return run.returncode, verdict(run.stdout)
+
+
+def verdict(text: str | bytes) -> dict[str, Any]:
+    document = json.loads(text)
+    found: dict[str, Any] = document["result"] if document["ok"] else document["error"]
+    return found
+
+
+def scripted(tmp_path: Path, answers: dict[str, str], *words: str, noise: str = "") -> tuple[int, dict[str, Any]]:
+    """The verdict on a server with these answers, at 2025-11-25 if nothing else is said."""
+    path = tmp_path / "server.py"
+    table = {"initialize": initialized(), "ping": EMPTY, "else": UNKNOWN, **answers}
+    path.write_text(SCRIPT.format(answers=repr(table), noise=repr(noise)))
+    words = words or ("--revision", "2025-11-25")
+    return probed("--timeout", "20s", *words, "--", sys.executable, str(path))
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    return [problem["what"] for problem in found["problems"]]
+
+
+# --- ours ---------------------------------------------------------------------------------------------------------------
+
+
+def check_ours(found: dict[str, Any]) -> None:
+    assert found["revisions"] == dict.fromkeys(REVISIONS, True)
+    assert found["arrays"] is True
+    assert found["jsonrpc"] == {"spoken": True, "arrays": True, "methods": 3}
+    assert found["features"] == {"tools": 3, "prompts": 1, "resources": 1, "completions": True, "logging": True}
+    assert found["server"]["name"] == "shop"
+    assert found["keys"] is True
+    assert found["problems"] == []
+
+
+@pytest.mark.parametrize("words", [(SHOP,), ("--", sys.executable, SHOP)], ids=["file", "command"])
+def test_our_own_server_speaks_everything(words: tuple[str, ...]) -> None:
+    code, found = probed(*words)
+    assert code == 0
+    check_ours(found)
+
+
+async def test_our_own_server_speaks_everything_over_http() -> None:
+    async with served(parse(SHOP).app()) as url:
+        code, found = await probed_apart(url)
+        assert code == 0
+        check_ours(found)
+        _, found = await probed_apart(f"{url}/rpc")
+        assert not any(found["revisions"].values())
+        assert found["jsonrpc"]["methods"] == 3
+
+
+def test_people_get_a_table_and_advice() -> None:
+    result = invoke("probe", SHOP)
+    assert result.exit_code == 0
+    assert "MCP 2025-03-26  yes, with arrays" in result.stdout
+    assert "JSON-RPC        yes, with arrays, 3 methods" in result.stdout
+    assert "wirecall batch --as rpc" in result.stderr
+
+
+def test_one_revision_or_one_protocol_alone() -> None:
+    code, found = probed(SHOP, "--revision", "2025-03-26")
+    assert (code, found["revisions"], found["arrays"]) == (0, {"2025-03-26": True}, True)
+    assert found["jsonrpc"]["spoken"] is False
+    code, found = probed(SHOP, "--as", "rpc")
+    assert (code, found["revisions"], found["jsonrpc"]["spoken"]) == (0, {}, True)
+
+
+async def test_a_server_that_wants_credentials_is_exit_3_and_gets_them_by_header() -> None:
+    def who(headers: Any) -> str | None:
+        return "ada" if headers.get("authorization") == "Bearer s" else None
+
+    async with served(App("private", authenticate=who)) as url:
+        code, _ = await probed_apart(url)
+        assert code == 3
+        code, found = await probed_apart(url, "--header", "Authorization: Bearer s")
+        assert code == 0
+        assert all(found["revisions"].values())
+
+
+# --- others -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_server_of_one_revision(tmp_path: Path) -> None:
+    code, found = scripted(tmp_path, {}, "--as", "mcp")
+    assert code == 0
+    assert [name for name, spoken in found["revisions"].items() if spoken] == ["2025-11-25"]
+    assert found["server"] == {"name": "other", "version": "1"}
+    assert "Batches go as single requests, side by side: it takes no arrays." in found["advice"]
+    assert any("needs a handshake" in line for line in found["advice"])
+
+
+def test_tools_without_keys_and_annotations_are_advised_about(tmp_path: Path) -> None:
+    tools = '{"jsonrpc":"2.0","id":ID,"result":{"tools":[{"name":"a","inputSchema":{"type":"object"}}]}}'
+    answers = {"initialize": initialized(capabilities={"tools": {}}), "tools/list": tools}
+    code, found = scripted(tmp_path, answers)
+    assert (code, found["features"], found["unannotated"]) == (0, {"tools": 1}, 1)
+    assert any("does not honour idempotency keys" in line for line in found["advice"])
+
+
+@pytest.mark.parametrize(
+    ("answers", "what"),
+    [
+        ({"ping": EMPTY.replace('"jsonrpc":"2.0",', "")}, "the answer to ping has no 'jsonrpc': '2.0'"),
+        ({"ping": EMPTY.replace("ID", '"x"')}, "ping is answered under the id 'x', which is not the request's"),
+        ({"ping": EMPTY[:-1] + ',"error":{"code":1,"message":""}}'}, "the answer to ping has not one of result and error"),
+        ({"ping": UNKNOWN}, "ping is not answered with an empty result"),
+        ({"else": EMPTY}, "a method that does not exist is not answered with an error"),
+        ({"else": UNKNOWN.replace("-32601", '"x"')}, "has no number 'code' and text 'message'"),
+        ({"initialize": initialized(serverInfo=None)}, "the result of initialize has no 'serverInfo'"),
+        ({"initialize": initialized(capabilities={"tools": {}})}, "it declares tools, and tools/list gives no list"),
+    ],
+)
+def test_a_rule_that_is_broken_is_told_with_exit_code_9(tmp_path: Path, answers: dict[str, str], what: str) -> None:
+    code, found = scripted(tmp_path, answers)
+    assert code == 9
+    assert any(what in problem for problem in problems(found)), problems(found)
+    assert found["problems"][0]["where"] == ["2025-11-25"]
+
+
+def test_a_server_that_ends_when_it_is_asked_something_new_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "server.py"
+    table = {"initialize": initialized(), "ping": EMPTY, "else": UNKNOWN}
+    code = SCRIPT.format(answers=repr(table), noise="''").replace(
+        "    answer =", "    assert method[:7] != 'server/'\n    answer ="
+    )
+    path.write_text(code)
+    exit, found = probed("--as", "mcp", "--", sys.executable, str(path))
+    assert exit == 9
+    assert [name for name, spoken in found["revisions"].items() if spoken] == ["2025-11-25"]
+    assert found["problems"][0]["where"] == ["2026-07-28"]
+    assert "it breaks off: the server process ended with 1" in found["problems"][0]["what"]
+
+
+def test_a_tool_without_a_schema_is_told(tmp_path: Path) -> None:
+    tools = '{"jsonrpc":"2.0","id":ID,"result":{"tools":[{"name":"a"}]}}'
+    code, found = scripted(tmp_path, {"initialize": initialized(capabilities={"tools": {}}), "tools/list": tools})
+    assert (code, problems(found)) == (9, ["the tool 'a' has no inputSchema of type object"])
+
+
+def test_text_on_stdout_is_told_with_its_first_words(tmp_path: Path) -> None:
+    code, found = scripted(tmp_path, {}, noise="Loading model...\n")
+    assert (code, problems(found)) == (9, ["it prints what is not JSON-RPC to stdout: 'Loading model...'"])
+
+
+def test_a_server_of_2025_03_26_has_to_take_arrays(tmp_path: Path) -> None:
+    answers = {"initialize": initialized("2025-03-26")}
+    code, found = scripted(tmp_path, {**answers, "array": ""}, "--revision", "2025-03-26")
+    assert (code, found["arrays"]) == (9, False)
+    assert "2025-03-26 obliges a server" in problems(found)[0]
+
+
+def test_plain_json_rpc_without_arrays(tmp_path: Path) -> None:
+    code, found = scripted(tmp_path, {"initialize": UNKNOWN, "ping": UNKNOWN}, "--as", "rpc")
+    assert (code, found["jsonrpc"]["spoken"], found["jsonrpc"]["arrays"]) == (9, True, False)
+    assert "section 6" in problems(found)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--", sys.executable, "-c", "raise SystemExit('no licence')"), "no licence"),
+        (("--", "/no/such/program"), "cannot be started"),
+        (("http://127.0.0.1:1",), "cannot be reached"),
+        (("--timeout", "500ms", "--as", "rpc", "--", "sleep", "60"), "says nothing at all"),
+    ],
+    ids=["ends", "does not start", "not there", "silent"],
+)
+def test_a_server_that_is_not_there_is_exit_4(words: tuple[str, ...], why: str) -> None:
+    code, error = probed(*words)
+    assert code == 4
+    assert why in error["why"]
+
+
+async def test_what_is_no_server_of_either_protocol_is_told() -> None:
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 405 Nope\r\ncontent-type: text/html\r\ncontent-length: 6\r\nconnection: close\r\n\r\n<html>")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(page, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        code, found = await probed_apart(url)
+    assert code == 9
+    assert problems(found)[0] == "it speaks neither MCP nor JSON-RPC; a POST is answered with HTTP 405"
+
+
+def test_a_mistyped_revision_is_suggested() -> None:
+    code, error = probed(SHOP, "--revision", "2025-06-81")
+    assert (code, error["why"]) == (2, "the nearest is 2025-06-18")

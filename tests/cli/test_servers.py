@@ -1,0 +1,302 @@
+"""Servers that the command starts, speaks to, or fails to speak to."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.cli import SHOP, invoke, running, serving, wirecall
+from wirecall.cli.exits import Exit
+
+STDIO = ["--", sys.executable, "-m", "wirecall", "serve", SHOP, "--stdio"]
+
+SLOW = """
+import asyncio, time
+from wirecall import App
+
+def who(headers):
+    return {"Bearer s3cret": "alice"}.get(headers.get("authorization"))
+
+app = App("slow")
+private = App("private", authenticate=who)
+
+@app.command(destructive=False)
+async def nap(seconds: float) -> str:
+    print("napping", flush=True)
+    await asyncio.sleep(seconds)
+    return "slept"
+
+@app.command(destructive=False)
+def block(seconds: float) -> str:
+    print("blocking", flush=True)
+    time.sleep(seconds)
+    return "slept"
+
+@private.query
+def secret() -> int:
+    return 42
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    (tmp_path / "slow.py").write_text(SLOW)
+    return str(tmp_path / "slow.py")
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[str]:
+    with serving(SHOP) as address:
+        yield address
+
+
+# --- a server that works --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["", "/rpc", "/mcp"])
+def test_calls_over_http(shop: str, path: str) -> None:
+    words = ["call", shop + path, "charge", f"order=a{path}", "cents=5", "--key", f"k{path}", "--json"]
+    first, second = (json.loads(invoke(*words).stdout) for _ in range(2))
+    assert first["result"] == second["result"] == {"order": f"a{path}", "paid": 5}
+    assert (first["replayed"], second["replayed"]) == (False, True)
+
+
+@pytest.mark.parametrize("path", ["/rpc", "/mcp"])
+def test_lists_and_mistakes_over_http(shop: str, path: str) -> None:
+    offers = {offer["name"]: offer for offer in json.loads(invoke("list", shop + path, "--json").stdout)["result"]}
+    assert offers["price"]["hints"]["readOnly"] is True
+    assert offers["charge"]["hints"]["keyed"] is True
+    run = invoke("call", shop + path, "charge", "order=7", "cents=five")
+    assert run.exit_code == Exit.USAGE
+    assert "cents must be a whole number" in run.stderr
+
+
+def test_batch_and_send_over_http(shop: str) -> None:
+    lines = b'{"method":"price","params":{"sku":"tea"}}\n' * 3
+    assert invoke("batch", shop, input=lines).stdout.count('"result":450') == 3
+    message = b'{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1}\n'
+    assert json.loads(invoke("send", shop, input=message).stdout)["result"] == 450
+
+
+def test_calls_on_stdio() -> None:
+    run = wirecall("call", "price", "sku=tea", "--json", *STDIO)
+    assert json.loads(run.stdout)["result"] == 450
+    assert json.loads(run.stdout)["revision"] == "2026-07-28"
+    assert json.loads(invoke("call", "price", "sku=tea", "--json", "--as", "rpc", *STDIO).stdout)["result"] == 450
+    assert "destructive" in invoke("list", *STDIO).stdout
+    message = b'{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1}\n'
+    assert json.loads(invoke("send", *STDIO, input=message).stdout)["result"] == 450
+
+
+@pytest.mark.parametrize("server", ["granian", "uvicorn"])
+def test_serve_stops_when_told_to(server: str) -> None:
+    with running("serve", SHOP, "--http", "127.0.0.1:0", "--server", server, "--grace", "5s") as run:
+        address = run.wait_for("Listening on").split()[-1]
+        assert invoke("call", address, "price", "sku=tea").stdout == "450\n"
+        assert run.end()[0] == 0
+
+
+def test_serve_takes_the_place_of_the_apps_own_ledger_and_limits(tmp_path: Path) -> None:
+    with serving(SHOP, "--ledger", f"sqlite:{tmp_path / 'ledger.db'}", "--limit", "batch=1") as address:
+        assert invoke("call", address, "charge", "order=7", "cents=5", "--key", "k").exit_code == 0
+        pair = b'[{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1},{"jsonrpc":"2.0","method":"price","id":2}]\n'
+        assert json.loads(invoke("send", address, input=pair).stdout)["error"]["data"]["limit"] == "batch"
+    assert (tmp_path / "ledger.db").exists()
+
+
+def test_serve_reads_wirecall_toml_and_flags_go_on_top(tmp_path: Path) -> None:
+    (tmp_path / "wirecall.toml").write_text(f'''
+[server]
+app = "{SHOP}"
+http = "127.0.0.1:1"
+
+[ledger]
+url = "sqlite:ledger.db"
+
+[limits]
+batch = 1
+''')
+    with running("serve", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
+        address = run.wait_for("Listening on").split()[-1]
+        pair = b'[{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1},{"jsonrpc":"2.0","method":"price","id":2}]\n'
+        assert json.loads(invoke("send", address, input=pair).stdout)["error"]["data"]["limit"] == "batch"
+        assert run.end()[0] == 0
+
+
+def test_serve_without_a_target_or_a_file_that_names_one(tmp_path: Path) -> None:
+    run = wirecall("serve", cwd=tmp_path)
+    assert run.returncode == Exit.USAGE
+    assert b"Which app?" in run.stderr
+
+
+def test_several_workers_with_a_ledger_that_they_share(tmp_path: Path) -> None:
+    with serving(SHOP, "--workers", "2", "--ledger", f"sqlite:{tmp_path / 'ledger.db'}") as address:
+        words = ["call", address, "charge", "order=7", "cents=5", "--key", "k", "--json"]
+        assert {json.dumps(json.loads(invoke(*words).stdout)["result"]) for _ in range(4)} == {'{"order": "7", "paid": 5}'}
+
+
+def test_a_port_that_is_taken(shop: str) -> None:
+    run = wirecall("serve", SHOP, "--http", shop.removeprefix("http://"))
+    assert run.returncode == Exit.USAGE
+    assert b"Cannot listen on" in run.stderr
+
+
+def test_the_log_of_calls() -> None:
+    with running("serve", SHOP, "--http", "127.0.0.1:0", "--log", "text") as run:
+        address = run.wait_for("Listening on").split()[-1]
+        invoke("call", address, "price", "sku=milk")
+        assert "✗ price" in run.wait_for("error 4040")
+
+
+def test_dev_starts_anew_when_a_file_changes(tmp_path: Path) -> None:
+    source = "from wirecall import App\napp = App('a')\n@app.query\ndef one() -> int:\n    return 1\n"
+    (tmp_path / "app.py").write_text(source)
+    with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
+        address = run.wait_for("Listening on").split()[-1]
+        assert invoke("call", address, "one").stdout == "1\n"
+        run.wait_for("✓ one")
+        (tmp_path / "app.py").write_text(source + "x = = 1\n")
+        run.wait_for("cannot be loaded")
+        (tmp_path / "app.py").write_text(source.replace("return 1", "return 2"))
+        address = run.wait_for("Listening on").split()[-1]
+        assert invoke("call", address, "one").stdout == "2\n"
+        assert run.end(signal.SIGINT)[0] == 0
+
+
+# --- servers that do not --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/rpc", "/mcp"])
+def test_a_server_that_is_not_there(path: str) -> None:
+    run = invoke("call", f"http://127.0.0.1:9{path}", "price", "sku=tea", "--timeout", "1s")
+    assert run.exit_code == Exit.UNREACHABLE
+    assert "cannot be reached" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "exit", "told"),
+    [
+        ("import sys; sys.stderr.write('no licence'); sys.exit(3)", Exit.UNREACHABLE, "no licence"),
+        ("import os, sys; sys.stdin.readline(); os._exit(9)", Exit.UNREACHABLE, "ended before it answered"),
+        ("print('Loading model...', flush=True); import time; time.sleep(60)", Exit.PROTOCOL, "prints what is no message"),
+        ("import time; time.sleep(60)", Exit.UNREACHABLE, "does not answer"),
+    ],
+)
+def test_a_process_that_is_no_server(script: str, exit: int, told: str) -> None:
+    run = wirecall("call", "price", "sku=tea", "--timeout", "1s", "--", sys.executable, "-c", script)
+    assert run.returncode == exit, run.stderr
+    assert told in run.stderr.decode()
+    assert b"Traceback" not in run.stderr
+
+
+def test_a_program_that_does_not_exist() -> None:
+    for verb in (["call", "price"], ["send"], ["list"]):
+        run = invoke(*verb, "--", "nosuchprogram", input=b"{}\n")
+        assert run.exit_code == Exit.UNREACHABLE
+        assert "nosuchprogram" in run.stderr
+
+
+def test_noise_before_the_answers_is_forgiven(tmp_path: Path) -> None:
+    command = f"import subprocess, sys; print('hello', flush=True); sys.exit(subprocess.call({STDIO[1:]!r}))"
+    run = wirecall("call", "price", "sku=tea", "--", sys.executable, "-c", command)
+    assert run.stdout == b"450\n", run.stderr
+
+
+class Strange(BaseHTTPRequestHandler):
+    """A web server that is not ours: a page, a redirect, or a status, by its path."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        status, body = {
+            "/page": (200, b"<html>hello</html>"),
+            "/missing": (404, b"<html>not here</html>"),
+            "/closed": (403, b"go away"),
+            "/broken": (500, b""),
+            "/garbage": (200, b'{"jsonrpc":"2.0","id":77,"result":1}'),
+        }[self.path]
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def strange() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Strange) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+@pytest.mark.parametrize(
+    ("path", "exit"),
+    [
+        ("/page", Exit.PROTOCOL),
+        ("/missing", Exit.PROTOCOL),
+        ("/garbage", Exit.PROTOCOL),
+        ("/closed", Exit.AUTH),
+        ("/broken", Exit.REMOTE),
+    ],
+)
+def test_a_server_that_speaks_another_protocol(strange: str, path: str, exit: int, protocol: str) -> None:
+    run = invoke("call", strange + path, "price", "sku=tea", "--as", protocol, "--timeout", "5s", "--json")
+    assert run.exit_code == exit, run.stdout
+    assert json.loads(run.stdout)["error"]["exit"] == exit
+
+
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+def test_a_server_that_wants_to_know_who_calls(slow: str, protocol: str) -> None:
+    with serving(f"{slow}:private") as address:
+        words = ["call", address, "secret", "--as", protocol]
+        run = invoke(*words)
+        assert run.exit_code == Exit.AUTH
+        assert "--header" in run.stderr
+        assert invoke(*words, "--header", "Authorization: Bearer s3cret").stdout == "42\n"
+
+
+def test_send_tells_the_status(slow: str) -> None:
+    with serving(f"{slow}:private") as address:
+        run = invoke("send", address, input=b'{"jsonrpc":"2.0","method":"secret","id":1}\n')
+    assert run.exit_code == Exit.AUTH
+    assert json.loads(run.stdout)["error"]
+    assert "HTTP 401" in run.stderr
+
+
+def test_an_answer_that_does_not_come(slow: str) -> None:
+    with serving(f"{slow}:app", "--grace", "1s") as address:
+        run = invoke("call", address, "nap", "seconds=60", "--timeout", "1s", "--key", "k-7", "--json")
+        assert run.exit_code == Exit.UNKNOWN
+        error = json.loads(run.stdout)["error"]
+        assert (error["key"], error["ran"]) == ("k-7", "unknown")
+        assert "--key k-7" in error["next"]
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_cancels_politely(slow: str) -> None:
+    with running("call", f"{slow}:app", "nap", "seconds=60", "--key", "k-7") as run:
+        run.wait_for("napping")
+        code, out, err = run.end(signal.SIGINT)
+    assert (code, out) == (Exit.INTERRUPTED, "")
+    assert "Cancelling" in err
+    assert "--key k-7" in err
+    assert "Traceback" not in err
+
+
+def test_the_second_ctrl_c_stops_at_once(slow: str) -> None:
+    with running("call", f"{slow}:app", "block", "seconds=60") as run:
+        run.wait_for("blocking")
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for("Cancelling")
+        assert run.end(signal.SIGINT)[0] == Exit.INTERRUPTED

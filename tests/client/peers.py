@@ -1,0 +1,181 @@
+"""Servers for the client's tests: ours, one that misbehaves as it is told, and a proxy that cuts connections."""
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeAlias
+
+import msgspec
+
+from wirecall import App
+from wirecall.transports import run_http
+
+PATIENCE = 20.0
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nobody can tell us of."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def served(app: App, server: Any = "uvicorn") -> AsyncIterator[str]:
+    """An app of ours over HTTP, at an address without a path."""
+    listener = run_http.bind("127.0.0.1", 0)
+    stop = asyncio.Event()
+    with listener:
+        host, port = listener.getsockname()
+        serving = asyncio.create_task(run_http.serve_until(app.asgi(), listener, server=server, grace=2.0, stop=stop))
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            stop.set()
+            await asyncio.wait_for(serving, PATIENCE)
+
+
+Reader: TypeAlias = asyncio.StreamReader
+Writer: TypeAlias = asyncio.StreamWriter
+Behaviour: TypeAlias = Callable[["Peer", bytes, Writer], Awaitable[None]]
+
+
+class Peer:
+    """An HTTP server on a raw socket: it reads a request, and then does what the test says."""
+
+    def __init__(self, behave: Behaviour) -> None:
+        self.bodies: list[Any] = []
+        self.connections = 0
+        self._behave = behave
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> "Peer":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/rpc"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.wait_for(self._server.wait_closed(), PATIENCE)
+
+    async def _serve(self, reader: Reader, writer: Writer) -> None:
+        self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            # asyncio's streams of Python 3.11 complain of a connection whose task was cancelled.
+            with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                while not writer.is_closing():
+                    await self._request(reader, writer)
+        finally:
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    async def _request(self, reader: Reader, writer: Writer) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+        body = await reader.readexactly(length)
+        self.bodies.append(msgspec.json.decode(body))
+        await self._behave(self, body, writer)
+
+    @property
+    def calls(self) -> list[Any]:
+        """What was sent, without the question for the kinds of methods."""
+        return [body for body in self.bodies if isinstance(body, list) or body["method"] != "rpc.discover"]
+
+
+def http(body: bytes, status: str = "200 OK", *more: str) -> bytes:
+    fields = "".join(f"{line}\r\n" for line in ("Content-Type: application/json", f"Content-Length: {len(body)}", *more))
+    return f"HTTP/1.1 {status}\r\n{fields}\r\n".encode() + body
+
+
+def answers(make: Callable[[Any], bytes]) -> Behaviour:
+    """Answers each request with what `make` makes of the decoded message: a whole HTTP answer."""
+
+    async def behave(_peer: Peer, body: bytes, writer: Writer) -> None:
+        writer.write(make(msgspec.json.decode(body)))
+        await writer.drain()
+
+    return behave
+
+
+def ok(id: Any, result: Any = "fine") -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": id, "result": result}
+
+
+class CuttingProxy:
+    """Passes bytes both ways, and cuts each connection somewhere: after some bytes, of whichever direction."""
+
+    def __init__(self, target: str, seed: int, *, longest: int = 3000) -> None:
+        host, _, port = target.removeprefix("http://").partition(":")
+        self._target = (host, int(port))
+        self._random = random.Random(seed)
+        self._longest = longest
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.cuts = 0
+        self.is_kind = False  # cuts no more
+
+    async def __aenter__(self) -> "CuttingProxy":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.wait_for(self._server.wait_closed(), PATIENCE)
+
+    async def _serve(self, reader: Reader, writer: Writer) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            upstream, out = await asyncio.open_connection(*self._target)
+            left = [self._random.randrange(self._longest)]
+            pumps = [
+                asyncio.create_task(self._pump(reader, out, left)),
+                asyncio.create_task(self._pump(upstream, writer, left)),
+            ]
+            try:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
+                out.transport.abort()
+                writer.transport.abort()
+        finally:
+            self._tasks.discard(task)
+
+    async def _pump(self, reader: Reader, writer: Writer, left: list[int]) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                if not self.is_kind and len(data) > left[0]:
+                    writer.write(data[: left[0]])
+                    await writer.drain()
+                    self.cuts += 1
+                    return
+                left[0] -= len(data)
+                writer.write(data)
+                await writer.drain()
+
+
+def free_port() -> int:
+    """A port of the loopback where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+    return port

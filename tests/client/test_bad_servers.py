@@ -1,0 +1,210 @@
+"""Servers that misbehave: each call ends with its own clear error within its timeout, and the client stays usable."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.client.peers import PATIENCE, Behaviour, Peer, Writer, answers, http, ok, until
+from wirecall import connect
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, RpcError, TimedOut
+
+encode = msgspec.json.encode
+
+
+async def never(_peer: Peer, _body: bytes, _writer: Writer) -> None:
+    await asyncio.Event().wait()
+
+
+async def dies(_peer: Peer, _body: bytes, writer: Writer) -> None:
+    writer.transport.abort()
+
+
+async def half(_peer: Peer, body: bytes, writer: Writer) -> None:
+    answer = http(encode(ok(msgspec.json.decode(body)["id"])))
+    writer.write(answer[:-10])
+    await writer.drain()
+    writer.transport.close()
+
+
+async def too_late(peer: Peer, body: bytes, writer: Writer) -> None:
+    """The answer to the first call comes while the second one waits for its own, on whatever connection."""
+    if len(peer.bodies) > 1:
+        writer.write(http(encode(ok(msgspec.json.decode(body)["id"], "second"))))
+        return
+    await asyncio.Event().wait()
+
+
+def says(text: bytes, status: str = "200 OK") -> Behaviour:
+    return answers(lambda _message: http(text, status))
+
+
+def replies(make: Any) -> Behaviour:
+    return answers(lambda message: http(encode(make(message["id"]))))
+
+
+CASES: list[tuple[str, Behaviour, type[Exception], str]] = [
+    ("never", never, TimedOut, "no answer within 0.3 s"),
+    ("dies", dies, ConnectionLost, "the connection broke"),
+    ("half an answer", half, ConnectionLost, "the connection broke"),
+    ("garbage", says(b"<html>hello</html>"), BadAnswer, "it sent not JSON"),
+    ("not even HTTP", answers(lambda _m: b"220 smtp ready\r\n\r\n"), BadAnswer, "not an HTTP answer"),
+    ("nothing", says(b""), BadAnswer, "gave no answer"),
+    ("no content", answers(lambda _m: b"HTTP/1.1 204 No Content\r\n\r\n"), BadAnswer, "gave no answer"),
+    ("a number", says(b"7"), BadAnswer, "not a JSON-RPC message"),
+    ("broken UTF-8", says(b'{"jsonrpc":"2.0","id":1,"result":"\xff"}'), BadAnswer, "not JSON"),
+    ("deep", says(b"[" * 100_000), BadAnswer, "not JSON"),
+    ("an array", replies(lambda id: [ok(id)]), BadAnswer, "answered with an array"),
+    ("an empty array", says(b"[]"), BadAnswer, "an empty array"),
+    ("twice", replies(lambda id: [ok(id), ok(id)]), BadAnswer, "answered with an array"),
+    ("the id as a string", replies(lambda id: ok(str(id))), BadAnswer, "an answer to id '1', which was not asked"),
+    ("another id", replies(lambda id: ok(id + 100)), BadAnswer, "an answer to id 101, which was not asked"),
+    ("no id", says(b'{"jsonrpc":"2.0","result":1}'), BadAnswer, "an answer without an id"),
+    ("another version", replies(lambda id: {**ok(id), "jsonrpc": "1.0"}), BadAnswer, "not a JSON-RPC message"),
+    ("result and error", replies(lambda id: {**ok(id), "error": {"code": 1, "message": ""}}), BadAnswer, "either"),
+    ("neither", replies(lambda id: {"jsonrpc": "2.0", "id": id}), BadAnswer, "either a result or an error"),
+    ("a request", replies(lambda id: {"jsonrpc": "2.0", "id": id, "method": "x"}), BadAnswer, "where an answer was due"),
+    ("an error for all", says(b'{"jsonrpc":"2.0","id":null,"error":{"code":7,"message":"no"}}'), RpcError, r"no \(7\)"),
+    ("404", says(b"not here", "404 Not Found"), Refused, "HTTP 404: not here"),
+    ("500", says(b"oh", "500 Internal Server Error"), BadAnswer, "HTTP 500: oh"),
+    ("413 in JSON", says(b'{"jsonrpc":"2.0","error":{"code":-32600,"message":"large"}}', "413 Large"), RpcError, "large"),
+]
+RAN = {Refused: "no", RpcError: None}
+
+
+@pytest.mark.parametrize(("behave", "kind", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+async def test_one_clear_error_in_time(behave: Behaviour, kind: type[Exception], words: str) -> None:
+    async with Peer(behave) as peer, connect(peer.url, discover=False) as client:
+        began = time.monotonic()
+        with pytest.raises(kind, match=words) as caught:
+            await client.call("x", timeout=0.3 if kind is TimedOut else PATIENCE)
+        assert time.monotonic() - began < PATIENCE / 2
+        expected = RAN.get(kind, "unknown")
+        assert expected is None or caught.value.ran == expected  # type: ignore[attr-defined]
+        assert len(peer.calls) == 1  # nothing that may not be repeated is repeated
+
+
+@pytest.mark.parametrize("behave", [case[1] for case in CASES], ids=[case[0] for case in CASES])
+async def test_a_batch_ends_as_well(behave: Behaviour) -> None:
+    """Whatever it was: every entry has an error of its own, and nothing hangs."""
+
+    async def first_of_many(peer: Peer, body: bytes, writer: Writer) -> None:
+        message = msgspec.json.decode(body)
+        await behave(peer, encode(message[0] if isinstance(message, list) else message), writer)
+
+    async with Peer(first_of_many) as peer, connect(peer.url, discover=False, timeout=0.5) as client:
+        async with asyncio.timeout(PATIENCE), client.batch() as batch:
+            entries = [batch.call("x") for _ in range(3)]
+        assert entries[1].error is not None and entries[2].error is not None
+        assert all(isinstance(entry.error, CallFailed | RpcError) for entry in entries if not entry.ok)
+
+
+async def test_an_answer_after_the_deadline_meets_nobody() -> None:
+    async with Peer(too_late) as peer, connect(peer.url, discover=False) as client:
+        with pytest.raises(TimedOut):
+            await client.call("first", timeout=0.1)
+        assert await client.call("second") == "second"
+
+
+async def test_an_answer_that_is_too_large_is_not_read() -> None:
+    async with Peer(says(b'"' + b"x" * 5000 + b'"')) as peer, connect(peer.url, discover=False, max_bytes=1000) as client:
+        with pytest.raises(BadAnswer, match="an answer of 5002 bytes; 1000 are allowed"):
+            await client.call("x")
+
+    async def endless(_peer: Peer, _body: bytes, writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"400\r\n" + b" " * 1024 + b"\r\n")
+            await writer.drain()
+
+    async with Peer(endless) as peer, connect(peer.url, discover=False, max_bytes=100_000) as client:
+        with pytest.raises(BadAnswer, match="more than 100000 bytes"):
+            await client.call("x")
+
+
+async def test_the_client_stays_usable() -> None:
+    async def moody(peer: Peer, body: bytes, writer: Writer) -> None:
+        if len(peer.bodies) % 2:
+            writer.transport.abort()
+        else:
+            writer.write(http(encode(ok(msgspec.json.decode(body)["id"]))))
+
+    async with Peer(moody) as peer, connect(peer.url, discover=False) as client:
+        for _ in range(5):
+            with pytest.raises(ConnectionLost):
+                await client.call("x")
+            assert await client.call("x") == "fine"
+
+
+async def test_a_call_that_is_cancelled_leaves_nothing() -> None:
+    async with Peer(never) as peer, connect(peer.url, discover=False) as client:
+        call = asyncio.create_task(client.call("x"))
+        await until(lambda: peer.calls)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+
+async def test_closing_ends_the_calls_under_way() -> None:
+    async with Peer(never) as peer:
+        async with connect(peer.url, discover=False) as client:
+            calls = [asyncio.create_task(client.call("x", key=True)) for _ in range(3)]
+            await until(lambda: len(peer.calls) == 3)
+        outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), PATIENCE)
+        assert all(isinstance(outcome, ConnectionLost) for outcome in outcomes)
+
+
+async def test_a_server_that_does_not_accept_is_not_sent_to() -> None:
+    """No connection within the timeout: that is known not to have run."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # more than the kernel accepts by itself
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        async with connect(f"http://127.0.0.1:{full.getsockname()[1]}/rpc", discover=False) as client:
+            with pytest.raises(NotSent, match=r"could not be reached within 0\.1 s"):
+                await client.call("x", timeout=0.1)
+
+
+async def test_a_mute_server_costs_half_of_the_first_call_at_most() -> None:
+    async def only_discover_is_mute(_peer: Peer, body: bytes, writer: Writer) -> None:
+        message = msgspec.json.decode(body)
+        if message["method"] == "rpc.discover":
+            await asyncio.Event().wait()
+        writer.write(http(encode(ok(message["id"]))))
+
+    async with Peer(only_discover_is_mute) as peer, connect(peer.url) as client:
+        assert await client.call("x", timeout=1.0) == "fine"
+        assert await client.call("x", timeout=0.5) == "fine"
+
+
+async def test_nobody_waits_longer_for_the_kinds_than_its_own_time() -> None:
+    async with Peer(never) as peer, connect(peer.url) as client:
+        first = asyncio.create_task(client.call("x", timeout=PATIENCE))
+        await until(lambda: peer.bodies)
+        began = time.monotonic()
+        with pytest.raises(TimedOut):
+            await client.call("x", timeout=0.2)
+        assert time.monotonic() - began < 2.0
+        first.cancel()
+        await asyncio.wait({first})
+
+
+async def test_a_batch_that_is_cancelled_leaves_nothing() -> None:
+    async with Peer(never) as peer, connect(peer.url, discover=False) as client:
+        client.arrays.legal = False
+        batch = client.batch()
+        for _ in range(50):
+            batch.call("x")
+        sending = asyncio.create_task(batch.__aexit__(None))
+        await until(lambda: peer.bodies)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending

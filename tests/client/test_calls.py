@@ -1,0 +1,189 @@
+"""Calls, notifications and attributes, over HTTP, over a child process and in memory."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from tests.client.peers import Peer, answers, free_port, http, served
+from wirecall import App, UsageError, connect
+from wirecall.errors import BadAnswer, InvalidParams, MethodNotFound, NotSent, RpcError
+from wirecall.testing import client as in_memory
+
+
+class Price(Struct):
+    sku: str
+    cents: int
+
+
+def shop() -> App:
+    app = App("shop")
+    stock: dict[str, int] = {}
+
+    @app.query
+    def price(sku: str) -> Price:
+        return Price(sku, len(sku) * 100)
+
+    @app.query(name="stock.count")
+    def count(sku: str) -> int:
+        return stock.get(sku, 0)
+
+    @app.command(name="stock.add")
+    async def add(sku: str, number: int) -> int:
+        stock[sku] = stock.get(sku, 0) + number
+        return stock[sku]
+
+    @app.query(notification_allowed=True)
+    def note(text: str) -> None:
+        stock[text] = 1
+
+    return app
+
+
+CHILD = """
+from tests.client.test_calls import shop
+shop().run("stdio")
+"""
+
+
+@asynccontextmanager
+async def connected(way: str, **options: Any) -> AsyncIterator[Any]:
+    if way == "memory":
+        async with connect(shop(), **options) as client:
+            yield client
+    elif way == "child":
+        async with connect([sys.executable, "-c", CHILD], **options) as client:
+            yield client
+    else:
+        async with served(shop(), way) as url, connect(f"{url}/rpc", **options) as client:
+            yield client
+
+
+WAYS = pytest.mark.parametrize("way", ["memory", "child", "uvicorn", "granian"])
+
+
+@WAYS
+async def test_a_call_and_its_result(way: str) -> None:
+    async with connected(way) as client:
+        assert client.revision is None
+        assert await client.call("price", {"sku": "tea"}) == {"sku": "tea", "cents": 300}
+        assert await client.call("price", ["tea"], type=Price) == Price("tea", 300)
+        assert await client.rpc.price(sku="tea") == {"sku": "tea", "cents": 300}
+        assert await client.rpc.stock.add(sku="tea", number=3) == 3
+        assert await client.rpc.stock.count("tea") == 3
+        await client.notify("note", {"text": "hello"})
+        assert await client.rpc.stock.count("hello") == 1
+
+
+@WAYS
+async def test_a_key_makes_two_calls_one_command(way: str) -> None:
+    async with connected(way) as client:
+        async with client.batch() as batch:
+            first = batch.call("stock.add", {"sku": "tea", "number": 3}, key="k-1")
+            other = batch.call("stock.add", {"sku": "tea", "number": 3}, key="k-2")
+        async with client.batch() as again:
+            second = again.call("stock.add", {"sku": "tea", "number": 3}, key="k-1")
+        assert (first.result(), other.result(), second.result()) == (3, 6, 3)
+        assert not first.replayed
+        assert second.replayed or way == "child"  # lines have no room for the mark
+        assert await client.call("stock.count", ["tea"]) == 6
+
+
+@WAYS
+async def test_a_server_s_error_is_the_exception_of_its_code(way: str) -> None:
+    async with connected(way) as client:
+        with pytest.raises(MethodNotFound) as caught:
+            await client.call("nothing")
+        assert caught.value.ran == "no"
+        with pytest.raises(InvalidParams):
+            await client.call("price", {"sku": 1})
+        with pytest.raises(BadAnswer, match="not as expected") as misread:
+            await client.call("price", ["tea"], type=int)
+        assert misread.value.ran == "yes"
+
+
+async def test_what_cannot_be_sent_is_told_before() -> None:
+    async with in_memory(shop()) as client:
+        with pytest.raises(NotSent, match="cannot be written as JSON"):
+            await client.call("price", {"sku": object()})
+        with pytest.raises(UsageError, match="params by name"):
+            await client.call("stock.add", ["tea", 1], key="k")
+        with pytest.raises(UsageError, match="is not a key"):
+            await client.call("stock.add", {"sku": "tea", "number": 1}, key="two words")
+        with pytest.raises(UsageError, match="by position and by name"):
+            client.rpc.price("tea", sku="tea")
+        with pytest.raises(UsageError, match="params of type int"):
+            await client.call("price", 7)
+        assert await client.call("price", ["tea"], type=Price) == Price("tea", 300)
+
+
+async def test_a_client_that_is_closed_says_so() -> None:
+    client = connect(shop())
+    with pytest.raises(UsageError, match="not open"):
+        await client.call("price", ["tea"])
+    async with client:
+        pass
+    with pytest.raises(NotSent, match="the client is closed"):
+        await client.call("price", ["tea"])
+
+
+async def test_nobody_listens() -> None:
+    async with connect(f"http://127.0.0.1:{free_port()}/rpc", discover=False) as client:
+        with pytest.raises(NotSent, match="cannot be reached") as caught:
+            await client.call("price", ["tea"])
+        assert caught.value.ran == "no"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("ftp://host/", "is not an address"), ("http://host:nine/", "is not an address"), ([], "is not a command line")],
+)
+async def test_a_target_that_is_none(target: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        connect(target)
+
+
+async def test_options_of_mcp_are_refused_for_jsonrpc() -> None:
+    with pytest.raises(UsageError, match="revision: not for JSON-RPC"):
+        connect(shop(), revision="2025-11-25")
+
+
+async def test_a_foreign_server_is_asked_for_its_kinds_once_and_gets_no_key() -> None:
+    def foreign(message: Any) -> bytes:
+        if message["method"] == "rpc.discover":
+            return http(b'{"jsonrpc":"2.0","id":%d,"error":{"code":-32601,"message":"?"}}' % message["id"])
+        return http(b'{"jsonrpc":"2.0","id":%d,"result":null}' % message["id"])
+
+    async with Peer(answers(foreign)) as peer, connect(peer.url) as client:
+        await asyncio.gather(*(client.call("order", {"sku": "tea"}) for _ in range(5)))
+        assert [body["method"] for body in peer.bodies].count("rpc.discover") == 1
+        assert all(body["params"] == {"sku": "tea"} for body in peer.calls)
+
+
+async def test_connections_are_reused() -> None:
+    async with Peer(answers(lambda m: http(b'{"jsonrpc":"2.0","id":%d,"result":1}' % m["id"]))) as peer:
+        async with connect(peer.url, discover=False, headers={"X-Team": "blue"}) as client:
+            for _ in range(10):
+                await client.call("x")
+        assert peer.connections == 1
+
+
+async def test_redirects_are_not_followed() -> None:
+    async with (
+        Peer(answers(lambda _m: http(b"", "307 Temporary Redirect", "Location: http://elsewhere/"))) as peer,
+        connect(peer.url, discover=False) as client,
+    ):
+        with pytest.raises(Exception, match="a redirect to http://elsewhere/, which is not followed") as caught:
+            await client.call("x")
+        assert caught.value.ran == "no"  # type: ignore[attr-defined]
+
+
+async def test_an_error_of_a_server_says_whether_it_ran() -> None:
+    for data, expected in (({"ran": "no"}, "no"), ({"ran": "unknown"}, "unknown"), ("text", "yes"), (None, "yes")):
+        assert RpcError(40000, "no tea", data).ran == expected
+    assert RpcError(-32601, "?").ran == "no"
+    assert RpcError(-32603, "?").ran == "unknown"

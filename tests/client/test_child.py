@@ -1,0 +1,134 @@
+"""A child process on stdio: its end, its last words, and that nothing of it is left."""
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.client.peers import PATIENCE, until
+from wirecall import Retry, connect
+from wirecall.errors import BadAnswer, ConnectionLost, NotSent, TimedOut
+from wirecall.transports.child import Child
+
+ECHO = """
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    entries = message if isinstance(message, list) else [message]
+    replies = [{"jsonrpc": "2.0", "id": m["id"], "result": m.get("params")} for m in entries if "id" in m]
+    %s
+    for reply in replies:
+        print(json.dumps(reply), flush=True)
+"""
+
+
+def echo(inserted: str = "pass") -> list[str]:
+    return [sys.executable, "-c", ECHO % inserted]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_many_calls_at_once() -> None:
+    async with connect(echo(), discover=False) as client:
+        assert await asyncio.gather(*(client.call("x", [n]) for n in range(200))) == [[n] for n in range(200)]
+        async with client.batch() as batch:
+            entries = [batch.call("x", [n]) for n in range(5)]
+        assert [entry.result() for entry in entries] == [[n] for n in range(5)]
+
+
+async def test_answers_in_another_order_and_lines_that_are_none() -> None:
+    garbage = 'print("starting up..."); print(); print(json.dumps({"jsonrpc": "2.0", "method": "hello"})); replies.reverse()'
+    async with connect(echo(garbage), discover=False) as client:
+        async with client.batch() as batch:
+            entries = [batch.call("x", [n]) for n in range(5)]
+        assert [entry.result() for entry in entries] == [[n] for n in range(5)]
+
+
+async def test_a_child_that_dies_is_told_with_its_last_words_and_started_anew() -> None:
+    dies = 'message["method"] == "die" and (print("out of tea", file=sys.stderr), sys.exit(3))'
+    async with connect(echo(dies), discover=False) as client:
+        assert await client.call("x", [1]) == [1]
+        with pytest.raises(ConnectionLost, match="ended with 3; its last words: out of tea") as caught:
+            await client.call("die")
+        assert caught.value.ran == "unknown"
+        assert await client.call("x", [2]) == [2]
+
+
+async def test_a_keyed_call_survives_the_death_of_the_child(tmp_path: Path) -> None:
+    once = f"import pathlib; p = pathlib.Path({str(tmp_path / 'died')!r}); p.exists() or (p.touch(), sys.exit(1))"
+    async with connect(echo(once), discover=False, retry=Retry(first=0.01)) as client:
+        assert await client.call("x", {"a": 1}, key="k") == {"a": 1, "idempotency_key": "k"}
+
+
+async def test_a_command_that_does_not_exist() -> None:
+    with pytest.raises(NotSent, match="cannot be started"):
+        async with connect(["/nowhere/server"]):
+            pass
+
+
+async def test_a_child_that_never_answers_and_never_ends(tmp_path: Path) -> None:
+    """It ignores the end of its input and SIGTERM, and has a child of its own: all of it is gone afterwards."""
+    stubborn = f"""
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(tmp_path / "pids.new")!r}).write_text(f"{{os.getpid()}} {{grandchild.pid}}")
+os.rename({str(tmp_path / "pids.new")!r}, {str(tmp_path / "pids")!r})
+time.sleep(600)
+"""
+    child: Any = Child([sys.executable, "-c", stubborn], grace=0.2)
+    await child.open(lambda _line: None, lambda _error: None)
+    try:
+        await until(lambda: (tmp_path / "pids").exists())
+    finally:
+        await asyncio.wait_for(child.aclose(), PATIENCE)
+    own, other = map(int, (tmp_path / "pids").read_text().split())
+    assert not is_alive(own)
+    await until(lambda: not is_alive(other) or _state(other) == "Z")  # who adopts it may take its time to bury it
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+async def test_a_deaf_child_times_out_and_the_client_goes_on() -> None:
+    deaf = 'replies = [] if message["method"] == "deaf" else replies'
+    async with connect(echo(deaf), discover=False) as client:
+        with pytest.raises(TimedOut):
+            await client.call("deaf", timeout=0.2)
+        assert await client.call("x", [1]) == [1]
+
+
+async def test_an_array_in_the_wrong_place_and_an_answer_given_twice() -> None:
+    array = 'message["method"] == "array" and (print(json.dumps(replies), flush=True), replies.clear())'
+    twice = 'message["method"] == "twice" and replies.append(replies[0])'
+    async with connect(echo(f"{array}; {twice}"), discover=False) as client:
+        with pytest.raises(Exception, match="a single call was answered with an array"):
+            await client.call("array")
+        with suppress(BadAnswer):  # the first counts, if it was passed on before the second came
+            assert await client.call("twice", [1]) == [1]
+        assert await client.call("x", [2]) == [2]
+
+
+async def test_the_terminal_s_interrupt_is_not_the_child_s() -> None:
+    child: Any = Child([sys.executable, "-c", "import sys; sys.stdin.read()"])
+    await child.open(lambda _line: None, lambda _error: None)
+    try:
+        assert os.getpgid(child.pid) != os.getpgid(0)
+        assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    finally:
+        await asyncio.wait_for(child.aclose(), PATIENCE)

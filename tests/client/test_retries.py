@@ -1,0 +1,205 @@
+"""Retries: what may be repeated, with the same key and within one deadline; and nothing else."""
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.client.peers import PATIENCE, Peer, Writer, answers, http, ok, served
+from wirecall import App, Retry, UsageError, connect
+from wirecall.errors import ConnectionLost, KeyConflict, KeyInProgress, NotSent, OutcomeUnknown, RpcError, TimedOut
+from wirecall.retries import mint_key
+from wirecall.testing import FakeClock, Faults
+from wirecall.testing import client as in_memory
+
+encode = msgspec.json.encode
+
+
+def counter() -> tuple[App, list[str]]:
+    app, ran = App("counter"), []
+
+    @app.command
+    async def add(name: str) -> int:
+        ran.append(name)
+        return len(ran)
+
+    @app.query
+    def look() -> int:
+        return len(ran)
+
+    return app, ran
+
+
+def test_a_minted_key_is_a_uuid_of_version_7() -> None:
+    keys = [mint_key() for _ in range(1000)]
+    assert all(re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", key) for key in keys)
+    assert len(set(keys)) == 1000
+    assert abs(int(keys[0].replace("-", "")[:12], 16) / 1000 - time.time()) < 60
+
+
+@pytest.mark.parametrize("key", [None, True, "mine"])
+async def test_a_command_whose_answer_is_lost_is_repeated_and_runs_once(key: Any) -> None:
+    app, ran = counter()
+    async with in_memory(app, faults=Faults(drop_reply=3), clock=FakeClock()) as client:
+        async with client.batch() as batch:
+            entry = batch.call("add", {"name": "tea"}, key=key)
+        assert entry.result() == 1
+        assert entry.replayed and entry.attempts == 4
+        assert ran == ["tea"]
+
+
+async def test_a_command_without_a_key_is_not_repeated() -> None:
+    app, ran = counter()
+    async with in_memory(app, faults=Faults(drop_reply=1)) as client:
+        with pytest.raises(ConnectionLost) as caught:
+            await client.call("add", {"name": "tea"}, key=False)
+        assert caught.value.ran == "unknown"
+        assert ran == ["tea"]
+
+
+async def test_a_query_is_repeated_and_has_no_key() -> None:
+    app, _ = counter()
+    async with in_memory(app, faults=Faults(drop_reply=2), clock=FakeClock()) as client:
+        assert await client.call("look") == 0
+
+
+async def test_a_batch_repeats_its_entries_with_their_keys() -> None:
+    app, ran = counter()
+    async with in_memory(app, faults=Faults(drop_reply=2), clock=FakeClock()) as client:
+        async with client.batch() as batch:
+            entries = [batch.call("add", {"name": str(n)}) for n in range(3)]
+            bare = batch.call("add", {"name": "bare"}, key=False)
+        assert [entry.result() for entry in entries] == [1, 2, 3]
+        assert isinstance(bare.error, ConnectionLost)
+        assert ran == ["0", "1", "2", "bare"]
+
+
+async def test_back_off_doubles_under_full_jitter_up_to_its_cap() -> None:
+    app, _ = counter()
+    clock, chances = FakeClock(), iter([1.0, 0.5, 1.0, 0.0, 1.0, 1.0, 1.0])
+    retry = Retry(attempts=8, first=0.1, cap=1.0)
+    faults = Faults(cut_after=0)
+    async with in_memory(app, faults=faults, clock=clock, retry=retry, chance=lambda: next(chances)) as client:
+        with pytest.raises(NotSent):
+            await client.call("look")
+    assert clock.slept == pytest.approx([0.1, 0.1, 0.4, 0.0, 1.0, 1.0, 1.0])
+
+
+async def test_one_deadline_over_all_attempts() -> None:
+    app, _ = counter()
+    clock = FakeClock()
+    retry = Retry(attempts=1000, first=1.0, cap=1.0)
+    async with in_memory(app, faults=Faults(cut_after=0), clock=clock, retry=retry, chance=lambda: 1.0) as client:
+        with pytest.raises(NotSent):
+            await client.call("look", timeout=5.0)
+    assert clock.now < 5.0
+    assert len(clock.slept) == 4
+
+
+async def test_what_was_lost_once_is_not_said_to_have_not_run() -> None:
+    """The answer to the first attempt is dropped, then nobody is reached: that the last one did not run says nothing."""
+    app, ran = counter()
+    faults = Faults(drop_reply=1, cut_after=1)
+    async with in_memory(app, faults=faults, clock=FakeClock()) as client:
+        with pytest.raises(ConnectionLost, match="an attempt was lost, and the last one failed") as caught:
+            await client.call("add", {"name": "tea"})
+    assert caught.value.ran == "unknown"
+    assert ran == ["tea"]
+
+
+def error(code: int, kind: str, **data: Any) -> Any:
+    body = {"code": code, "message": kind, "data": {"type": kind, **data}}
+    return lambda message: http(encode({"jsonrpc": "2.0", "id": message["id"], "error": body}))
+
+
+async def test_the_server_s_wish_to_be_left_alone_is_honoured() -> None:
+    replies = [error(40910, "idempotency_key_in_progress", ran="unknown", retry_after_ms=2500)]
+    replies += [error(42910, "busy", ran="no", retry_after_ms=700)]
+    replies += [lambda _m: http(b"later", "503 Service Unavailable", "Retry-After: 3")]
+    replies += [lambda _m: http(b"later", "429 Too Many Requests")]
+    replies += [lambda message: http(encode(ok(message["id"])))]
+    steps = iter(replies)
+    clock = FakeClock()
+    async with Peer(answers(lambda message: next(steps)(message))) as peer:
+        async with connect(peer.url, discover=False, clock=clock, chance=lambda: 0.0) as client:
+            assert await client.call("x", key="k") == "fine"
+        assert clock.slept == [2.5, 0.7, 3.0, 0.0]
+        assert {body["params"]["idempotency_key"] for body in peer.bodies} == {"k"}
+        assert len({body["id"] for body in peer.bodies}) == 5  # every attempt has an id of its own
+
+
+FINAL = [(50910, "outcome_unknown", OutcomeUnknown, "unknown"), (42210, "idempotency_key_conflict", KeyConflict, "no")]
+
+
+@pytest.mark.parametrize(("code", "kind", "expected", "ran"), FINAL)
+async def test_what_only_the_caller_can_decide_goes_to_the_caller(code: int, kind: str, expected: Any, ran: str) -> None:
+    async with Peer(answers(error(code, kind, ran=ran))) as peer, connect(peer.url, discover=False) as client:
+        with pytest.raises(expected) as caught:
+            await client.call("x", key="k")
+        assert caught.value.ran == ran
+        assert len(peer.bodies) == 1
+
+
+async def test_a_pause_longer_than_the_deadline_is_not_begun() -> None:
+    busy = error(40910, "idempotency_key_in_progress", ran="unknown", retry_after_ms=60_000)
+    async with Peer(answers(busy)) as peer, connect(peer.url, discover=False) as client:
+        with pytest.raises(KeyInProgress):
+            await asyncio.wait_for(client.call("x", key="k", timeout=5.0), PATIENCE)
+        assert len(peer.bodies) == 1
+
+
+async def test_silence_is_a_lost_attempt() -> None:
+    async def deaf_at_first(peer: Peer, body: bytes, writer: Writer) -> None:
+        if len(peer.bodies) < 3:
+            await asyncio.Event().wait()
+        writer.write(http(encode(ok(msgspec.json.decode(body)["id"]))))
+
+    async with (
+        Peer(deaf_at_first) as peer,
+        connect(peer.url, discover=False, retry=Retry(silence=0.1, first=0.01)) as client,
+    ):
+        assert await client.call("x", query=True) == "fine"
+        assert len(peer.bodies) == 3
+    async with Peer(deaf_at_first) as peer, connect(peer.url, discover=False, retry=Retry(silence=0.1)) as client:
+        with pytest.raises(TimedOut, match=r"within 0\.3 s"):
+            await client.call("x", timeout=0.3)  # not to be repeated: it has all the time of the call
+
+
+async def test_a_refusal_after_a_lost_attempt_is_unknown() -> None:
+    async def lose_then_refuse(peer: Peer, body: bytes, writer: Writer) -> None:
+        if len(peer.bodies) == 1:
+            writer.transport.abort()
+        else:
+            id = msgspec.json.decode(body)["id"]
+            writer.write(http(encode({"jsonrpc": "2.0", "id": id, "error": {"code": -32601, "message": "gone"}})))
+
+    async with Peer(lose_then_refuse) as peer, connect(peer.url, discover=False, retry=Retry(first=0)) as client:
+        with pytest.raises(RpcError) as caught:
+            await client.call("x", key="k")
+        assert (caught.value.code, caught.value.ran) == (-32601, "unknown")
+
+
+async def test_kinds_are_discovered_so_that_commands_have_keys() -> None:
+    app, ran = counter()
+    async with served(app) as url, connect(f"{url}/rpc") as client:
+        async with client.batch() as batch:
+            command = batch.call("add", {"name": "tea"})
+            query = batch.call("look")
+            unknown = batch.call("nothing")
+        assert command.key is not None and command.safe
+        assert query.key is None and query.safe
+        assert unknown.key is None and not unknown.safe
+        assert ran == ["tea"]
+
+
+async def test_options_that_cannot_be_followed() -> None:
+    with pytest.raises(UsageError):
+        Retry(attempts=0)
+    with pytest.raises(UsageError):
+        connect(App("x"), timeout=0)
+    with pytest.raises(UsageError):
+        async with connect(App("x")) as client:
+            await client.call("x", timeout=-1)

@@ -1,0 +1,111 @@
+"""The client that the official conformance suite puts to the test: `python -m tests.mcp.conformance client` has it run.
+
+The suite starts one mock server per scenario and this program with its address. The scenario's name, the revision and what
+else there is to know come by the environment. The program does what the scenario is about, with the public API, and ends
+with code 0; the server's eyes decide.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from wirecall.client import connect
+from wirecall.mcp.client import McpClient
+
+Scenario = Callable[[McpClient], Awaitable[None]]
+
+PATIENCE = 20.0  # seconds for all of it; the suite gives 30
+
+
+async def initialize(client: McpClient) -> None:
+    await client.list_tools()
+
+
+async def tools_call(client: McpClient) -> None:
+    await client.list_tools()
+    await client.call_tool("add_numbers", {"a": 5, "b": 3})
+
+
+async def elicitation_defaults(client: McpClient) -> None:
+    await client.list_tools()
+    await client.call_tool("test_client_elicitation_defaults")
+
+
+async def sse_retry(client: McpClient) -> None:
+    await client.list_tools()
+    await client.call_tool("test_reconnection")
+
+
+async def request_metadata(client: McpClient) -> None:
+    await client.list_tools()
+
+
+async def request_state(client: McpClient) -> None:
+    tools = {tool.name for tool in await client.list_tools()}
+    await asyncio.gather(client.call_tool("test_mrtr_echo_state"), client.call_tool("test_mrtr_unrelated"))
+    for name in sorted(tools - {"test_mrtr_echo_state", "test_mrtr_unrelated"}):
+        await client.call_tool(name)
+
+
+async def standard_headers(client: McpClient) -> None:
+    for tool in await client.list_tools():
+        await client.call_tool(tool.name, check=False)
+    for resource in await client.list_resources():
+        await client.read_resource(resource.uri)
+    for prompt in await client.list_prompts():
+        await client.get_prompt(prompt.name)
+
+
+async def custom_headers(client: McpClient) -> None:
+    await client.list_tools()
+    for call in json.loads(os.environ["MCP_CONFORMANCE_CONTEXT"])["toolCalls"]:
+        await client.call_tool(call["name"], call["arguments"])
+
+
+async def invalid_tool_headers(client: McpClient) -> None:
+    for tool in await client.list_tools():
+        await client.call_tool(tool.name, {"region": "us-west1", "query": "SELECT 1"})
+
+
+async def no_dereferencing(client: McpClient) -> None:
+    await client.list_tools()
+
+
+async def preservation(client: McpClient) -> None:
+    tools = {tool.name: tool for tool in await client.list_tools()}
+    await client.call_tool("json_schema_echo", {"schema": tools["json_schema_2020_12_tool"].input_schema})
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "initialize": initialize,
+    "tools_call": tools_call,
+    "elicitation-sep1034-client-defaults": elicitation_defaults,
+    "sse-retry": sse_retry,
+    "request-metadata": request_metadata,
+    "sep-2322-client-request-state": request_state,
+    "http-standard-headers": standard_headers,
+    "http-custom-headers": custom_headers,
+    "http-invalid-tool-headers": invalid_tool_headers,
+    "json-schema-ref-no-deref": no_dereferencing,
+    "json-schema-2020-12-preservation": preservation,
+}
+
+
+def accept(_form: Any) -> dict[str, Any]:
+    """A person who presses "accept" and fills in nothing: the defaults are the client's business."""
+    return {}
+
+
+async def main(url: str) -> None:
+    scenario = SCENARIOS[os.environ["MCP_CONFORMANCE_SCENARIO"]]
+    revision = os.environ["MCP_CONFORMANCE_PROTOCOL_VERSION"]
+    handlers: dict[str, Any] = {"elicit": accept, "sample": lambda _: "42", "roots": ["file:///project"]}
+    async with asyncio.timeout(PATIENCE), connect(url, protocol="mcp", revision=revision, **handlers) as client:
+        await scenario(client)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[-1]))
