@@ -18,7 +18,7 @@ The rules of the file:
 import asyncio
 import hashlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -104,14 +104,16 @@ class Commands:
         self._ledger = ledger
         self._note = note
         self._flights: dict[RecordId, Flight] = {}
-        self._runs: dict[asyncio.Task[Any], Run] = {}
+        self._runs: dict[Run, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[Any]] = set()
         self._heartbeats = Heartbeats(self._do)
         self._naps: set[asyncio.Future[None]] = set()
         self.left = 0  # commands that go on although their callers have left
         self._sweeps: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
 
-    async def execute(self, context: Context, method: Method, fingerprint: bytes, call: Call, *, alone: bool) -> Sealed:
+    def execute(
+        self, context: Context, method: Method, fingerprint: bytes, call: Call, *, alone: bool
+    ) -> Coroutine[Any, Any, Sealed]:
         """Run the command, or answer from the run there was. `alone` means: no event loop, so nothing may wait."""
         claim = Claim(
             id=RecordId(context.caller, context.record, context.idempotency_key or ""),
@@ -124,9 +126,10 @@ class Commands:
             continues=context._peer is not None and context._peer.continues,
         )
         run = context._command = Run(method, context, claim, alone)
-        if method.timeout is None or alone:
-            return await self._serve(run, call)
-        deadline = asyncio.timeout(method.timeout)
+        return self._serve(run, call) if method.timeout is None or alone else self._serve_in_time(run, call)
+
+    async def _serve_in_time(self, run: Run, call: Call) -> Sealed:
+        deadline = asyncio.timeout(run.method.timeout)
         try:
             async with deadline:
                 return await self._serve(run, call)
@@ -141,7 +144,7 @@ class Commands:
         if self._sweeps is not None:
             self._sweeps[1].cancel()
         self._heartbeats.rest()
-        for task, run in self._runs.items():
+        for run, task in self._runs.items():
             if not run.committed:
                 self._cancel(task, run)
         for nap in self._naps:
@@ -149,11 +152,15 @@ class Commands:
         under_way = [*self._chores, *(flight.ended() for flight in self._flights.values())]
         if under_way:
             await asyncio.wait(under_way, timeout=grace)
-        left = [*self._runs, *self._chores]
+        runs = dict(self._runs)
+        left = [*runs.values(), *self._chores]
         for task in left:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=LAST_WORDS)
+        for run, task in runs.items():
+            if task.done():  # one that was cancelled before it began could not tell its caller
+                self._ended(run, error=_stopping(run))
 
     # --- the caller's side -------------------------------------------------------------------------------------------
 
@@ -173,8 +180,9 @@ class Commands:
         can_wait = run.method.is_async or run.method.blocking or run.claim.on_crash in ("reconcile", "transactional")
         if not can_wait:
             call, can_wait = _called(call)
-        body = self._body(run, call, noted)
-        return await self._watch(body, run) if can_wait and not run.alone else await body
+        if can_wait and not run.alone:
+            return await self._watch(run, call, noted)
+        return await self._body(run, call, noted)
 
     async def _found(self, run: Run) -> Outcome | None:
         """The outcome of another run of this command; None if it is ours to run."""
@@ -218,15 +226,13 @@ class Commands:
             self._land(run, None)
         raise LedgerUnavailable("the server is stopping", ran="no")
 
-    async def _watch(self, body: Any, run: Run) -> Sealed:
+    async def _watch(self, run: Run, call: Call, noted: Callable[..., None]) -> Sealed:
         """Wait for the task of a command; what interrupts the wait interrupts the command only if it has done nothing."""
         loop = asyncio.get_running_loop()
         run.ended = loop.create_future()
-        task: asyncio.Task[Sealed] = loop.create_task(body)
-        self._runs[task] = run
-        task.add_done_callback(self._forget)
+        task = self._runs[run] = loop.create_task(self._apart(run, call, noted))
         try:
-            await run.ended
+            return await run.ended
         except asyncio.CancelledError:
             if not run.committed and not task.done():
                 self._cancel(task, run)
@@ -235,20 +241,35 @@ class Commands:
                 self.left += 1
                 task.add_done_callback(self._back)
             raise
-        if task.cancelled():  # by aclose
-            raise LedgerUnavailable("the server is stopping", ran="unknown" if run.committed else "no")
-        return task.result()
 
-    def _forget(self, task: "asyncio.Task[Sealed]") -> None:
-        run = self._runs.pop(task)
-        if not task.cancelled():
-            task.exception()  # the caller may be gone; what happened is in the ledger and in the log
-        _wake(run.ended)  # of a task that was cancelled before it began
+    async def _apart(self, run: Run, call: Call, noted: Callable[..., None]) -> None:
+        """The task of a command. Its caller, if it is still there, is told from within: to ask the task when it is done
+        takes a turn of the loop more, and a callback that forgets the task another one."""
+        try:
+            self._ended(run, await self._body(run, call, noted))
+        except asyncio.CancelledError:
+            self._ended(run, error=_stopping(run))
+            raise
+        except GeneratorExit:  # there is no loop any more
+            raise
+        except BaseException as error:
+            self._ended(run, error=error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
 
-    def _back(self, _: "asyncio.Task[Sealed]") -> None:
+    def _ended(self, run: Run, sealed: Sealed | None = None, error: BaseException | None = None) -> None:
+        self._runs.pop(run, None)
+        if run.ended is None or run.ended.done():  # the caller is gone; what happened is in the ledger and in the log
+            return
+        if error is None:
+            run.ended.set_result(sealed)
+        else:
+            run.ended.set_exception(error)
+
+    def _back(self, _: "asyncio.Task[None]") -> None:
         self.left -= 1
 
-    def _cancel(self, task: "asyncio.Task[Sealed]", run: Run) -> None:
+    def _cancel(self, task: "asyncio.Task[None]", run: Run) -> None:
         """Between two transitions a cancel would leave the record in doubt, so there the run only sees the wish."""
         run.cancelled = True
         if run.interruptible:
@@ -269,8 +290,13 @@ class Commands:
     async def _claim(self, ledger: Ledger, run: Run) -> Record:
         """Our own record, or one that answers this call; waits for a first run that is under way elsewhere."""
         patience, delay = run.method.terms.wait, FIRST_POLL
+        is_tidy = ledger.is_tidy or run.alone  # else: whoever does not hear that it has the record must not keep it
         while True:
-            record = await self._claim_once(ledger, run)
+            try:
+                record = await (ledger.claim(run.claim) if is_tidy else self._claim_apart(ledger, run))
+            except LedgerDown as error:
+                self._do(self._unclaim(ledger, run.claim))
+                raise _unavailable(error) from error
             if record.fingerprint != run.claim.fingerprint:
                 raise KeyConflict(ran="no")
             if record.state is not State.RUNNING or _is_granted(record, run):
@@ -281,16 +307,6 @@ class Commands:
             await asyncio.sleep(min(delay, patience))
             patience -= delay
             delay = min(2 * delay, LAST_POLL)
-
-    async def _claim_once(self, ledger: Ledger, run: Run) -> Record:
-        """Whoever does not hear that it has the record must not keep it."""
-        try:
-            if ledger.is_tidy or run.alone:
-                return await ledger.claim(run.claim)
-            return await self._claim_apart(ledger, run)
-        except LedgerDown as error:
-            self._do(self._unclaim(ledger, run.claim))
-            raise _unavailable(error) from error
 
     async def _claim_apart(self, ledger: Ledger, run: Run) -> Record:
         """In a task of its own: a claim that is on its way to a server cannot be called back, only undone."""
@@ -326,7 +342,6 @@ class Commands:
             raise
         finally:
             self._land(run, outcome)
-            _wake(run.ended)  # here, and not when the task is done: that is one turn of the loop later
         noted()
         return sealed
 
@@ -596,6 +611,10 @@ def _is_granted(record: Record, run: Run) -> bool:
 def _unavailable(error: LedgerDown | UsageError) -> LedgerUnavailable:
     logger.error("the ledger is unavailable: %s", error)
     return LedgerUnavailable(ran="no")
+
+
+def _stopping(run: Run) -> LedgerUnavailable:
+    return LedgerUnavailable("the server is stopping", ran="unknown" if run.committed else "no")
 
 
 def _told(error: BaseException, run: Run) -> BaseException:

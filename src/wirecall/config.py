@@ -229,7 +229,7 @@ class _File:
             try:
                 read = setting.read(value)
             except Wrong as error:
-                self._wrong(place, f"{place} must be {error}, not {value!r}", f"{key} = {_toml(setting.example)}")
+                self._wrong(place, f"{place} must be {error}, not {_shown(value)}", f"{key} = {_toml(setting.example)}")
                 continue
             read = setting.place(read, self.path.parent) if setting.place else read
             found[place] = Value(read, self.where(place))
@@ -276,6 +276,11 @@ class _File:
         self._wrong(place, f"there is no {kind} {place}", _suggestion(place, known))
 
 
+def _shown(value: Any) -> str:
+    """A value in an error, without the password that a URL may hold."""
+    return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", repr(value))
+
+
 def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -312,8 +317,8 @@ def _from_environment(environment: Mapping[str, str], problems: list[Problem]) -
     places = {variable(place): place for place in SETTINGS}
     found = {}
     for name in sorted(environment):
-        if not name.startswith(tuple(f"WIRECALL_{section.upper()}_" for section in SECTIONS)):
-            continue
+        if not name.startswith(tuple(f"WIRECALL_{section.upper()}_" for section in SECTIONS)) or not environment[name]:
+            continue  # not ours, or empty, which is how a supervisor says: not set
         if name not in places:
             problems.append(Problem(name, "there is no such variable", _suggestion(name, tuple(places))))
             continue
@@ -321,7 +326,7 @@ def _from_environment(environment: Mapping[str, str], problems: list[Problem]) -
             found[places[name]] = Value(_read_text(SETTINGS[places[name]], environment[name]), name)
         except Wrong as error:
             given, example = environment[name], SETTINGS[places[name]].example
-            problems.append(Problem(name, f"it must be {error}, not {given!r}", f"{name}={example}"))
+            problems.append(Problem(name, f"it must be {error}, not {_shown(given)}", f"{name}={example}"))
     return found
 
 

@@ -307,18 +307,14 @@ class Dispatcher:
             result = await self._unprotected(method, context, call)
             lazy = type(result) in _CONSTANT and not frame.in_full
             context._result = result if lazy else Raw(frames.encode(result))
-        else:
-            context._result = await self._protected(method, context, call)
-        return context._result
-
-    async def _protected(self, method: Method, context: Context, call: Call) -> Raw:
-        frame = context._frame
+            return context._result
+        identity = fingerprint(context.params)
         try:
-            identity = fingerprint(context.params)
-            return (await self._commands.execute(context, method, identity, call, alone=frame.alone)).result
+            context._result = (await self._commands.execute(context, method, identity, call, alone=frame.alone)).result
         finally:
             if context.replayed and frame.replayed is not None:
                 frame.replayed.append(context.id)
+        return context._result
 
     async def _unprotected(self, method: Method, context: Context, call: Call) -> Any:
         if self._note is None or not method.is_command:

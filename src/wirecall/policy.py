@@ -7,6 +7,7 @@ silent, whatever happens to it.
 `fingerprint` is the identity of a command's params: two calls with one key must agree on it.
 """
 
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -133,22 +134,38 @@ _QUOTED_KEY = f'"{KEY}"'.encode()
 # Members of the params that may change between an attempt and its retry.
 _NOT_IDENTITY = (KEY, "idempotencyKey", "_meta", "inputResponses", "requestState")
 
-_canonical = msgspec.json.Encoder(order="deterministic")
+_canonical = msgspec.json.Encoder(order="deterministic").encode
 
 
 def fingerprint(params: Raw | UnsetType) -> bytes:
     """SHA-256 of the params in canonical form: members sorted, 1 equal to 1.0, integers exact at any size."""
+    value = {} if params is UNSET else _decode_exact(params)
+    if type(value) is dict:
+        for name in _NOT_IDENTITY:
+            value.pop(name, None)
+    return _sha256()(_canonical(value)).digest()
+
+
+def _decode_exact(params: Raw) -> Any:
+    try:
+        return _exactly(params)
+    except (msgspec.ValidationError, RecursionError):
+        return frames.decode_any(params)  # which says what is wrong
+
+
+def _exact(text: str) -> float:
+    """A number with a fraction or an exponent, made an integer where it is one."""
+    value = float(text)
+    if value - value != 0.0:
+        raise ValueError("Number out of range")
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+_exactly = msgspec.json.Decoder(float_hook=_exact).decode
+
+
+@cache
+def _sha256() -> Any:
     from hashlib import sha256  # late: `import wirecall` stays light
 
-    value = {} if params is UNSET else frames.decode_any(params)
-    if isinstance(value, dict):
-        value = {name: item for name, item in value.items() if name not in _NOT_IDENTITY}
-    return sha256(_canonical.encode(_exact(value))).digest()
-
-
-def _exact(value: Any) -> Any:
-    if type(value) is float:
-        return int(value) if value.is_integer() and abs(value) < 2**53 else value
-    if type(value) is dict:
-        return {name: _exact(item) for name, item in value.items()}
-    return [_exact(item) for item in value] if type(value) is list else value
+    return sha256

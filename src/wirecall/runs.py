@@ -61,7 +61,7 @@ class Run:
         self.forsaken = False  # its caller left while the claim was on its way
         self.others = False  # another run of the same command was seen
         self.db: Any = None
-        self.ended: asyncio.Future[None] | None = None  # what its caller awaits
+        self.ended: asyncio.Future[Any] | None = None  # what its caller awaits
         self._loop: asyncio.AbstractEventLoop | None = None if alone else asyncio.get_running_loop()
 
     @property

@@ -162,6 +162,12 @@ def test_a_mistake_in_a_variable_is_told_with_its_name(name: str, value: str, wh
     assert problems[0].where == (value if name == "WIRECALL_CONFIG" else name)
 
 
+def test_an_empty_variable_is_none_and_a_password_is_not_repeated() -> None:
+    assert load_config(environment={"WIRECALL_SERVER_WORKERS": "", "WIRECALL_CONFIG": ""}).stated() == {}
+    _, problems = check_config(environment={"WIRECALL_LEDGER_URL": "mysql://me:secret@db/shop"})
+    assert problems[0].what == "it must be the URL of a ledger, not 'mysql://me:***@db/shop'"
+
+
 def test_a_file_that_is_not_text_is_told() -> None:
     Path("wirecall.toml").write_bytes(b"# a\n# \xff\n")
     assert check_config(environment={})[1][0].where == "wirecall.toml:2"

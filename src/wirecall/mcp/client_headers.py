@@ -29,12 +29,19 @@ _MARKED_TYPES = ("string", "integer", "boolean")
 def repeated(version: str, method: str, params: Any, marks: Marks) -> dict[str, str]:
     """The headers of one message."""
     told = {VERSION: version, METHOD: method}
-    name = params.get(_NAMED.get(method, "")) if isinstance(params, dict) else None
-    if isinstance(name, str):
+    name = named(method, params)
+    if name is not None:
         told[NAME] = rendered(name)
     if method == "tools/call" and marks:
         told |= _arguments(params.get("arguments"), marks)
     return told
+
+
+def named(method: str, params: Any) -> str | None:
+    """What a call is about: the name of a tool or a prompt, the URI of a resource."""
+    member = _NAMED.get(method)
+    name = params.get(member) if member is not None and isinstance(params, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _arguments(arguments: Any, marks: Marks) -> dict[str, str]:

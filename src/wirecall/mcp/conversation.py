@@ -275,7 +275,7 @@ class Conversation(Client):
     def entry(self, method: str, params: Any = None, *, timeout: float | None = None, **options: Any) -> Entry:
         """A call to be made. Its time begins when it is sent."""
         extra = options.pop("extra", None)
-        if isinstance(params, list | tuple):
+        if isinstance(params, (list, tuple)):
             raise UsageError(f"{method}: params by position.", "MCP has them by name only", "use a dict")
         entry = super().entry(method, params, timeout=timeout, **options)
         if isinstance(entry.params, Struct):

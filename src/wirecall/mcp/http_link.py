@@ -20,7 +20,7 @@ from wirecall.errors import CallFailed, ConnectionLost, InvalidRequest, NotSent,
 from wirecall.frames import encode
 from wirecall.links import REPLAYED, refuse_by_status, replayed_ids
 from wirecall.logs import logger
-from wirecall.mcp.client_headers import Marks, repeated
+from wirecall.mcp.client_headers import Marks, named, repeated
 from wirecall.mcp.headers import VERSION
 from wirecall.mcp.line_link import McpLineLink
 from wirecall.mcp.revisions import Revision
@@ -36,6 +36,10 @@ FURTHEST = 30.0  # and that time at most, doubled after every try that brought n
 TRIES = 5  # without a single event, after which a stream is given up
 MOMENT = 2.0  # seconds for the standing stream to begin
 FAREWELL = 2.0  # seconds for the end of a session to be told
+
+KNOWN = 1000  # sets of headers
+
+_BOTH = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}"}
 
 Heard = Callable[[Arrived], None]
 
@@ -56,6 +60,7 @@ class McpHttpLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._standing: asyncio.Task[None] | None = None
         self._renewing = asyncio.Lock()
+        self._known: dict[tuple[str, str, str | None], dict[str, str]] = {}
 
     async def open(self) -> None:
         await self._http.open()
@@ -76,8 +81,10 @@ class McpHttpLink:
 
     async def exchange(self, exchange: Exchange) -> None:
         """One message and its answers, in a session that lives."""
-        async with self._renewing:  # nobody speaks while a session is made
-            session = self.session
+        if self._renewing.locked():  # nobody speaks while a session is made
+            async with self._renewing:
+                pass
+        session = self.session
         if await self.post(exchange) and self.renew is not None:
             await self._renew(session)
             if exchange.array and not (self.revision and self.revision.has_arrays):
@@ -93,40 +100,45 @@ class McpHttpLink:
 
     async def post(self, exchange: Exchange) -> bool:
         """The message as it is. True: the session is gone, and nothing was done."""
-        headers, parser = self._headers(exchange.entries), Parser(self._http.max_bytes)
+        headers = self._headers(exchange.entries[0])
+        streams: list[Parser] = []  # the one that the answer is, if it is one
         try:
             async with self._http.request("POST", exchange.data, headers, exchange=exchange) as answer:
                 if answer.status == 404 and SESSION in headers:
                     return True
                 self._take_session(exchange, answer)
-                is_stream = await self._answered(exchange, answer, parser)
+                await self._answered(exchange, answer, streams)
         except ConnectionLost:
-            if not self._can_resume(parser):
+            if not (streams and self._can_resume(streams[0])):
                 raise
-            is_stream = True
         except asyncio.CancelledError:
             self._cancel(exchange)
             raise
-        if is_stream and not exchange.is_done:
-            await self._come_back(exchange, parser)
+        if streams and not exchange.is_done:
+            await self._come_back(exchange, streams[0])
         return False
 
     async def send(self, message: bytes) -> None:
         """An answer to the server, or another message that is owed nothing."""
-        headers = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}", **self._shared()}
-        async with self._http.request("POST", message, headers) as answer:
+        async with self._http.request("POST", message, {**_BOTH, **self._shared()}) as answer:
             if answer.status >= 400:
                 logger.warning("the server did not take an answer: HTTP %d", answer.status)
 
-    def _headers(self, entries: list[Entry]) -> dict[str, str]:
-        headers = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}"}
+    def _headers(self, entry: Entry) -> dict[str, str]:
         revision = self.revision
         if revision is None or not revision.has("http headers repeat the body"):
-            return {**headers, **self._shared()}
-        entry = entries[0]
-        name = entry.params.get("name") if isinstance(entry.params, dict) else None
-        marks = self.marks(name) if isinstance(name, str) and entry.method == "tools/call" else {}
-        return {**headers, **repeated(revision.name, entry.method, entry.params, marks)}
+            return {**_BOTH, **self._shared()}
+        name = named(entry.method, entry.params)
+        marks = self.marks(name) if name is not None and entry.method == "tools/call" else None
+        if marks:
+            return {**_BOTH, **repeated(revision.name, entry.method, entry.params, marks)}
+        known = (revision.name, entry.method, name)
+        headers = self._known.get(known)
+        if headers is None:  # made once: the same few calls come again and again
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            headers = self._known[known] = {**_BOTH, **repeated(revision.name, entry.method, entry.params, {})}
+        return headers
 
     def _shared(self) -> dict[str, str]:
         """What every request of a session says."""
@@ -161,20 +173,20 @@ class McpHttpLink:
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
-    async def _answered(self, exchange: Exchange, answer: HttpAnswer, parser: Parser) -> bool:
-        """Take the answer; whether it was a stream."""
+    async def _answered(self, exchange: Exchange, answer: HttpAnswer, streams: list[Parser]) -> None:
+        """Take the answer. If it is a stream, `streams` has the one who knows where it broke off."""
         if told := answer.headers.get(REPLAYED):
             exchange.replayed(replayed_ids(told))
-        is_good, is_stream = 200 <= answer.status < 300, answer.media == EVENTS
-        if is_good and is_stream:
-            await self._drink(answer, parser, exchange)
-            return True
+        is_good = 200 <= answer.status < 300
+        if is_good and answer.media == EVENTS:
+            streams.append(Parser(self._http.max_bytes))
+            await self._drink(answer, streams[0], exchange)
+            return
         body = await answer.read()
         if not is_good:
             refuse_by_status(exchange, answer, body)
         elif body and exchange.known:  # some answer a notification, which is owed nothing
             self._read(body, exchange)
-        return False
 
     async def _drink(self, answer: HttpAnswer, parser: Parser, exchange: Exchange | None) -> int:
         """Take the messages of a stream until it ends or all is answered; how many there were."""
