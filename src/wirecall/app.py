@@ -270,8 +270,19 @@ class App:
         _check_transactional(terms, self._ledger_scheme)
         return terms
 
-    def configure(self, *, ledger: str | None = None, audit: str | None = None, limits: Limits | None = None) -> None:
-        """Replace what the constructor was told, before the first call: for who serves an app that others have written."""
+    def configure(
+        self,
+        *,
+        ledger: str | None = None,
+        audit: str | None = None,
+        limits: Limits | None = None,
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+    ) -> None:
+        """Replace what the constructor was told, before the first call: for who serves an app that others have written.
+
+        `hosts` and `origins` are added to those of the app.
+        """
         if self._dispatcher is not None:
             raise UsageError("The app is serving already.", "calls under way have the old rules", "configure it before")
         if ledger is not None:
@@ -281,6 +292,8 @@ class App:
             self.ledger_url, self._ledger_scheme = ledger, scheme
         self._audit_path = _audit_path(audit) if audit is not None else self._audit_path
         self.limits = limits or self.limits
+        self._hosts = [*self._hosts, *hosts]
+        self._origins = [*self._origins, *origins]
 
     def middleware(self, layer: "Middleware") -> "Middleware":
         """Add a callable `(context, next)` around every call; the first one added is the outermost."""
@@ -488,10 +501,20 @@ class App:
         from wirecall.outcomes import outcome_of
 
         id = RecordId(caller, method, key)
-        outcome = outcome_of("result", verdict.result, id) if isinstance(verdict, Done) else None
-        declared = self.registry.get(method)
+        declared = self.registry.get(method) or self.registry.tools.get(method.removeprefix("tools/call:"))
+        outcome = None
+        if isinstance(verdict, Done):
+            outcome = outcome_of("result", self._as_kept(method, declared, verdict.result), id)
         retention = (declared.terms if declared else Terms()).retention
         return await (await self.ledger()).resolve(id, outcome, retention)
+
+    def _as_kept(self, method: str, declared: Method | None, result: Any) -> Any:
+        """The record of a tool's call holds what MCP clients get, with the value inside."""
+        if declared is None or not method.startswith("tools/call:"):
+            return result
+        from wirecall.mcp.catalog import call_result
+
+        return call_result(declared)(result)
 
     async def ledger(self) -> "Ledger":
         """The app's ledger, opened on first use."""

@@ -152,6 +152,14 @@ def _server(value: Any) -> str:
     return str(value)
 
 
+def _names(value: Any) -> list[str]:
+    """An array in the file; in a variable the names stand between commas."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise Wrong("an array of names")
+    return names
+
+
 def _ledger(value: Any) -> str:
     try:
         check_url(_text(value))
@@ -177,6 +185,8 @@ SETTINGS: dict[str, Setting] = {
     "server.workers": Setting(_whole, 4, 1),
     "server.server": Setting(_server, "granian", "granian"),
     "server.grace": Setting(_seconds, 10, 10.0),
+    "server.hosts": Setting(_names, ["api.example.com"]),
+    "server.origins": Setting(_names, ["https://app.example.com"]),
     "ledger.url": Setting(_ledger, "sqlite:.wirecall/ledger.db", place=_ledger_beside),
     **{
         f"limits.{name}": Setting(_whole if kind is int else _seconds, getattr(Limits(), name))

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import click
@@ -28,6 +29,8 @@ class Serving(Struct, frozen=True, kw_only=True):
     grace: float = GRACE
     ledger: str | None = None
     audit: str | None = None
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
     limits: dict[str, float] = {}
 
 
@@ -40,6 +43,12 @@ class Serving(Struct, frozen=True, kw_only=True):
 @click.option("--grace", type=DURATION, help=f"Time to finish what is under way when told to stop. [default: {GRACE:g}s]")
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")
+@click.option(
+    "--allow-host", "hosts", multiple=True, metavar="NAME", help="A name the server is called by: api.example.com."
+)
+@click.option(
+    "--allow-origin", "origins", multiple=True, metavar="URL", help="A web page that may call: https://app.example.com."
+)
 @limit_option
 @click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="A line per call on stderr.")
 def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...], **given: Any) -> None:
@@ -55,6 +64,7 @@ def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...
         raise Failure("--stdio serves one client.", "--http and --workers are for HTTP", "drop them, or --stdio")
     how = serving({**given, "limits": read_limits(limits)})
     app = configured((target or named(how)).app(), ledger=how.ledger, audit=how.audit, limits=how.limits)
+    app.configure(hosts=how.hosts, origins=how.origins)
     log_calls(log)
     if stdio:
         app.run("stdio", grace=how.grace)
@@ -68,7 +78,9 @@ def serving(given: dict[str, Any]) -> Serving:
 
     settings = serve_settings()
     limits = {**settings.get("limits", {}), **given.pop("limits", {})}
-    return Serving(**{**settings, **{name: value for name, value in given.items() if value is not None}, "limits": limits})
+    return Serving(
+        **{**settings, **{name: value for name, value in given.items() if value not in (None, ())}, "limits": limits}
+    )
 
 
 def named(how: Serving) -> Target:

@@ -9,6 +9,8 @@ _OPTIONS = {
     "server.workers": "workers",
     "server.server": "server",
     "server.grace": "grace",
+    "server.hosts": "hosts",
+    "server.origins": "origins",
     "ledger.url": "ledger",
 }
 

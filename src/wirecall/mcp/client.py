@@ -24,7 +24,7 @@ from wirecall.errors import Declined, NotSent, UsageError, WirecallError
 from wirecall.links import Pipe
 from wirecall.mcp import offers
 from wirecall.mcp.changes import Change, Changes, Kind
-from wirecall.mcp.conversation import Conversation, Extra, Way
+from wirecall.mcp.conversation import Conversation, Way
 from wirecall.mcp.handshake import Agreed
 from wirecall.mcp.host import Host
 from wirecall.mcp.http_link import McpHttpLink
@@ -32,6 +32,7 @@ from wirecall.mcp.inbox import Follower
 from wirecall.mcp.line_link import McpLineLink
 from wirecall.mcp.lists import Lists
 from wirecall.mcp.offers import Called, Completion, Prompt, Prompted, Resource, Template, Tool
+from wirecall.mcp.rounds import Extra
 from wirecall.mcp.sse_pipe import SsePipe
 from wirecall.mcp.types import LEVELS, PREFIX, Embedded, Level
 from wirecall.params import KEY
@@ -167,7 +168,8 @@ class McpClient(Conversation):
         tool = await self._lists.tool(name, entry.timeout) if self._options.trust or self._options.confirm else None
         if name in self._lists.left_out:
             raise NotSent(f"the tool {name!r} cannot be called over HTTP: its x-mcp-header are against the rules")
-        await self._confirmed(entry, name, tool)
+        if self._options.confirm is not None and self._needs_confirmation(tool):
+            await self._confirmed(entry, tool or Tool(name))
         entry.key = self._key_of(entry)
         is_harmless = tool is not None and self._trusts(tool) and tool.idempotent
         entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
@@ -187,16 +189,12 @@ class McpClient(Conversation):
         trust = self._options.trust
         return bool(trust(tool)) if callable(trust) else bool(trust)
 
-    async def _confirmed(self, entry: Entry, name: str, tool: Tool | None) -> None:
-        confirm = self._options.confirm
-        if confirm is None or not self._needs_confirmation(tool):
-            return
-        told = tool or Tool(name)
-        agreed = confirm(told, (entry.params or {}).get("arguments") or {})
+    async def _confirmed(self, entry: Entry, tool: Tool) -> None:
+        agreed = self._options.confirm(tool, (entry.params or {}).get("arguments") or {})
         if inspect.isawaitable(agreed):
             agreed = await agreed
         if not agreed:
-            raise Declined(f"{name} was not confirmed")
+            raise Declined(f"{tool.name} was not confirmed")
         entry.deadline = self._clock.time() + entry.timeout  # a person may have taken their time
 
     def _needs_confirmation(self, tool: Tool | None) -> bool:
@@ -237,7 +235,7 @@ class McpClient(Conversation):
             raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
         self._level = level
         if self._is_stateless:
-            self._envelope = {**self._envelope, f"{PREFIX}logLevel": level}
+            self._seal({**self._envelope, f"{PREFIX}logLevel": level})
         else:
             await self.call("logging/setLevel", {"level": level})
 

@@ -36,9 +36,10 @@ from wirecall.mcp.changes import Change
 from wirecall.mcp.client_headers import Marks
 from wirecall.mcp.handshake import Agreed, Handshake
 from wirecall.mcp.host import Host
-from wirecall.mcp.inbox import Follower, Inbox, Log
+from wirecall.mcp.inbox import Inbox, Log
 from wirecall.mcp.listening import Listening
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
+from wirecall.mcp.rounds import Extra, asked_by
 from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
 from wirecall.replies import Arrived
 from wirecall.retries import may_help
@@ -48,7 +49,6 @@ ARRAY_PROBE = 2.0  # seconds in which a server on a pipe has to answer its first
 BEGINNINGS = 3  # attempts of each message of a handshake
 _OLD = (400, 404, 405)  # how a server of 2024-11-05 answers a POST to its stream
 _MODERN = (HeaderMismatch, NotCapable, UnknownVersion)  # errors that only newer servers have
-_ROUNDED = frozenset({"tools/call", "prompts/get", "resources/read"})  # what may take several rounds
 
 
 class Way(Link, Protocol):
@@ -66,38 +66,6 @@ class Way(Link, Protocol):
     async def post(self, exchange: Exchange) -> bool: ...
     async def send(self, message: bytes) -> None: ...
     async def listen(self) -> None: ...
-
-
-class Extra(Struct):
-    """What an entry of MCP has beside its params."""
-
-    read: Callable[[Entry], Any] | None = None  # makes the result of it
-    follower: Follower | None = None
-    asked: "Asked | None" = None  # what the last result asks for, if it was not the last
-    round: dict[str, Any] = {}  # `inputResponses` and `requestState` of this attempt
-    is_mended: bool = False
-
-
-class _Kind(Struct, rename="camel"):
-    result_type: str = "complete"  # what older servers leave out (2026-07-28, basic)
-
-
-class Question(Struct):
-    """A request of the server's in a result: it has no id."""
-
-    method: str
-    params: Raw = Raw(b"{}")
-
-
-class Asked(Struct, rename="camel"):
-    """A result that is a question (2026-07-28)."""
-
-    input_requests: dict[str, Question] = {}
-    request_state: Any = UNSET
-
-
-_kind_of = msgspec.json.Decoder(_Kind).decode
-_asked_in = msgspec.json.Decoder(Asked).decode
 
 
 class _Message(Struct, tag_field="jsonrpc", tag="2.0"):
@@ -120,6 +88,7 @@ class Conversation(Client):
         on_change: Callable[[Change], Any] | None = None,
     ) -> None:
         super().__init__(options.wrap(way), options, kinds={})
+        self.honours_keys = False  # the server says that of the calls of a tool with one key, one runs
         self.server: dict[str, Any] = {}
         self.capabilities: dict[str, Any] = {}
         self.instructions: str | None = None
@@ -130,7 +99,7 @@ class Conversation(Client):
         self._is_stateless = False
         self._has_tried_arrays = False
         self._level: str | None = None
-        self._envelope: dict[str, Any] = {}
+        self._seal({})
         self._on_change = on_change
         self._inbox = Inbox(host, lambda message: self._way.send(message), on_log, self._changed)
         self._listening = Listening(self.call, self._listen, options.timeout)
@@ -143,12 +112,6 @@ class Conversation(Client):
         """Which way messages go from now on."""
         self._way = way
         way.heard = self._inbox.hear
-
-    @property
-    def honours_keys(self) -> bool:
-        """Whether the server says that of the calls of a tool with one key, one runs."""
-        experimental = self.capabilities.get("experimental")
-        return isinstance(experimental, dict) and KEYS_CAPABILITY in experimental
 
     # --- beginning and end -------------------------------------------------------------------------------------------
 
@@ -201,18 +164,25 @@ class Conversation(Client):
         }
         return told if self._level is None else {**told, f"{PREFIX}logLevel": self._level}
 
+    def _seal(self, envelope: dict[str, Any]) -> None:
+        """What every request carries in `_meta`, and the same as it travels if there is nothing else in it."""
+        self._envelope = envelope
+        self._sealed = Raw(encode(envelope))
+
     async def _adopt(self, agreed: Agreed) -> None:
         """Speak as was agreed."""
         revision = agreed.revision
         self.revision, self._spoken, self._is_stateless = revision.name, revision, revision.is_stateless
         self.server, self.capabilities, self.instructions = agreed.server, agreed.capabilities, agreed.instructions
+        experimental = agreed.capabilities.get("experimental")
+        self.honours_keys = isinstance(experimental, dict) and KEYS_CAPABILITY in experimental
         self._way.revision = self._inbox.revision = revision
         self._listening.is_stateless = revision.is_stateless
         if self.arrays.legal or not revision.has_arrays:  # what was learned of the server's arrays stays
             has = "has" if revision.has_arrays else "has no"
             self.arrays = Arrays(revision.has_arrays, f"MCP {revision.name} {has} arrays")
         if revision.is_stateless:
-            self._envelope = self._describe(revision)
+            self._seal(self._describe(revision))
             return
         await self._way.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
         self._way.renew = self._renew
@@ -284,40 +254,29 @@ class Conversation(Client):
         return entry
 
     def _params(self, entry: Entry) -> Any:
-        members: dict[str, Any] = {**(entry.params or {})}
+        members: dict[str, Any] = {**entry.params} if entry.params else {}
         extra: Extra = entry.extra
-        meta: dict[str, Any] = {**self._envelope, **members.get("_meta", {})}
+        own: dict[str, Any] = members.get("_meta", {})
         if entry.key is not None and entry.method == "tools/call":
-            meta[KEY_META] = entry.key
+            own = {**own, KEY_META: entry.key}
         if extra.follower is not None:
-            meta["progressToken"] = entry.id
+            own = {**own, "progressToken": entry.id}
             self._inbox.followers[entry.id] = extra.follower
-        if meta:
-            members["_meta"] = meta
+        if own:
+            members["_meta"] = {**self._envelope, **own}
+        elif self._envelope:
+            members["_meta"] = self._sealed
         if extra.round:
             members |= extra.round
         return members or UNSET
 
     def _converted(self, entry: Entry) -> Any:
         extra: Extra = entry.extra
-        if self._is_stateless and self._is_asked(entry):
-            return None  # the result is still to come
+        if self._is_stateless:
+            extra.asked = asked_by(entry)
+            if extra.asked is not None:
+                return None  # the result is still to come
         return decoded(entry) if extra.read is None else extra.read(entry)
-
-    def _is_asked(self, entry: Entry) -> bool:
-        """Whether a result is a question; one of an unknown kind is none at all (2026-07-28, basic)."""
-        assert entry.raw is not None
-        entry.extra.asked = None
-        try:
-            kind = _kind_of(entry.raw).result_type
-            if kind == "complete":
-                return False
-            if kind != "input_required" or entry.method not in _ROUNDED:
-                raise BadAnswer(f"{entry.method}: a result of the unknown type {kind[:40]!r}")
-            entry.extra.asked = _asked_in(entry.raw)
-        except msgspec.DecodeError as error:
-            raise BadAnswer(f"{entry.method}: the result cannot be read: {error}") from None
-        return True
 
     # --- to the end of a call ----------------------------------------------------------------------------------------
 
@@ -349,21 +308,19 @@ class Conversation(Client):
         if not common or self._pinned not in (None, common[-1]):
             return False
         self.revision, self._spoken, self._way.revision = common[-1].name, common[-1], common[-1]
-        self._envelope = self._describe(common[-1])
+        self._seal(self._describe(common[-1]))
         return True
 
     async def _questioned(self, entry: Entry) -> bool:
         """Answer what the result asks; False if it asks nothing, or if nobody can answer."""
-        asked: Asked | None = entry.extra.asked
-        if entry.error is not None or asked is None:
+        extra: Extra = entry.extra
+        if entry.error is not None or extra.asked is None:
             return False
         try:
-            answers = {key: await self._host.answer(q.method, q.params) for key, q in asked.input_requests.items()}
+            extra.round = await extra.asked.answered(self._host)
         except RpcError as error:
             entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {error}"))
             return False
-        state = {} if asked.request_state is UNSET else {"requestState": asked.request_state}
-        entry.extra.round = {**({"inputResponses": answers} if asked.input_requests else {}), **state}
         entry.deadline = self._clock.time() + entry.timeout  # a person may have taken their time
         return True
 

@@ -85,7 +85,7 @@ class McpHttpLink:
             async with self._renewing:
                 pass
         session = self.session
-        if await self.post(exchange) and self.renew is not None:
+        if await self.post(exchange):
             await self._renew(session)
             if exchange.array and not (self.revision and self.revision.has_arrays):
                 exchange.refuse(InvalidRequest("the server's new session has no arrays"))

@@ -294,9 +294,12 @@ def read_content(blocks: Iterable[Any]) -> list[Content]:
 def _block(item: Any) -> Content:
     if not isinstance(item, dict):
         raise BadAnswer(f"content is an object, not {type(item).__name__}")
+    kind = item.get("type", "")
+    if kind == "text" and len(item) == 2 and isinstance(item.get("text"), str):
+        return Text(item["text"])  # nearly all there is
     shared = {"annotations": item.get("annotations"), "meta": item.get("_meta")}
     try:
-        read: Content = _BLOCKS[item.get("type", "")](item, shared)
+        read: Content = _BLOCKS[kind](item, shared)
         return read
     except KeyError:
         return Unknown(members=item, **shared)

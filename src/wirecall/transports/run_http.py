@@ -7,8 +7,8 @@
     cut       after three quarters of the grace time, whatever connection is left
     shutdown  `HttpServer.aclose`: the application closes what it has open
 
-One worker runs in this process and shares its objects. Several are copies of this process (fork), which share the socket;
-the parent passes signals on and starts a worker anew that died.
+One worker runs in this process and shares its objects. Several are copies of this process (fork), each with a socket of its
+own on the same address; the parent passes signals on and starts a worker anew that died.
 
 Why not the servers' own ways to stop: uvicorn waits for every open stream before it tells the application that it stops, and
 ends with the signal it got; granian waits for open streams without an end. Neither limits how long a header may take to come
@@ -64,13 +64,16 @@ def serve(
     `app` is the application, or a function that makes it, called in each worker. `listening` is told the address.
     """
     _check_server(server)
-    listener = bind(host, port)
+    if workers < 1:
+        raise UsageError(f"workers={workers} is not possible.", "somebody has to serve", "use workers=1")
+    listener = bind(host, port, several=workers > 1)
     with listener:
         listening(_address(listener))
         if workers == 1:
             asyncio.run(serve_until(_made(app, host), listener, server=server, grace=grace))
         else:
-            _Workers(lambda: _worker(app, host, listener, server, grace), workers, grace).run()
+            listeners = [listener, *siblings(listener, workers - 1)]
+            _Workers(lambda place: _worker(app, host, listeners[place], server, grace), listeners, grace).run()
 
 
 def _made(app: "HttpServer | Callable[[], HttpServer]", host: str) -> HttpServer:
@@ -144,8 +147,8 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
 # --- the socket --------------------------------------------------------------------------------------------------------
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket."""
+def bind(host: str, port: int, *, several: bool = False) -> socket.socket:
+    """A listening socket; `several` may listen on the same address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -156,6 +159,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":  # elsewhere it would let two servers share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if several and hasattr(socket, "SO_REUSEPORT"):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)
@@ -163,6 +168,18 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), "use another port=") from error
     return listener
+
+
+def siblings(listener: socket.socket, count: int) -> list[socket.socket]:
+    """More sockets on the same address, so that the kernel deals connections out evenly.
+
+    From one socket that all share, the worker that wakes first takes every connection that waits: 64 at once went to one
+    of four. Where the system cannot do this, they share.
+    """
+    if not hasattr(socket, "SO_REUSEPORT"):
+        return [listener.dup() for _ in range(count)]
+    host, port = listener.getsockname()[:2]
+    return [bind(host, port, several=True) for _ in range(count)]
 
 
 def _cut_dead_readers(listener: socket.socket, seconds: float) -> None:
@@ -384,25 +401,25 @@ def _worker(app: Any, host: str, listener: socket.socket, server: ServerName, gr
 
 
 class _Workers:
-    """Copies of this process that serve one socket."""
+    """Copies of this process, each at its place with its own socket."""
 
-    def __init__(self, work: Callable[[], None], count: int, grace: float) -> None:
+    def __init__(self, work: Callable[[int], None], listeners: list[socket.socket], grace: float) -> None:
         from multiprocessing import get_all_start_methods, get_context
 
-        if count < 1 or "fork" not in get_all_start_methods():
-            raise UsageError(f"workers={count} is not possible.", "several workers need fork", "use workers=1")
+        if "fork" not in get_all_start_methods():
+            raise UsageError(f"workers={len(listeners)} is not possible.", "several workers need fork", "use workers=1")
         self._context: Any = get_context("fork")
         self._work = work
-        self._count = count
+        self._listeners = listeners
         self._grace = grace
         self._stopping = False
-        self._workers: dict[BaseProcess, float] = {}
+        self._workers: dict[BaseProcess, tuple[int, float]] = {}  # place and start
 
     def run(self) -> None:
         before = {number: signal.signal(number, self._ask) for number in SIGNALS}
         try:
-            for _ in range(self._count):
-                self._start()
+            for place in range(len(self._listeners)):
+                self._start(place)
             failed = self._watch()
         finally:
             self._end()
@@ -411,15 +428,18 @@ class _Workers:
         if failed:
             raise WirecallError("a worker ended right after its start; its own message is above")
 
-    def _start(self) -> None:
-        worker = self._context.Process(target=self._begin)
+    def _start(self, place: int) -> None:
+        worker = self._context.Process(target=self._begin, args=(place,))
         worker.start()
-        self._workers[worker] = time.monotonic()
+        self._workers[worker] = place, time.monotonic()
 
-    def _begin(self) -> None:
+    def _begin(self, place: int) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        self._work()
+        for other, listener in enumerate(self._listeners):
+            if other != place:
+                listener.close()
+        self._work(place)
 
     def _ask(self, *_: object) -> None:
         self._stopping = True
@@ -430,18 +450,20 @@ class _Workers:
 
         while not self._stopping:
             wait([worker.sentinel for worker in self._workers], timeout=0.2)
-            for worker, since in list(self._workers.items()):
+            for worker, (place, since) in list(self._workers.items()):
                 if worker.is_alive() or self._stopping:
                     continue
                 del self._workers[worker]
                 if time.monotonic() - since < SHORT_LIFE:
                     return True
                 logger.error("worker %s ended with %s; starting another", worker.pid, worker.exitcode)
-                self._start()
+                self._start(place)
         return False
 
     def _end(self) -> None:
         """The grace time is the workers' own; who is still there a little later is killed."""
+        for listener in self._listeners:
+            listener.close()  # or the kernel would keep new connections waiting for workers that are leaving
         for worker in self._workers:
             worker.terminate()
         deadline = time.monotonic() + self._grace + 1

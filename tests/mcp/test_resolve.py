@@ -1,0 +1,28 @@
+"""An operator settles a tool's call whose outcome nobody knew, and the next retry gets that outcome."""
+
+import pytest
+
+from wirecall import App, Done, connect
+from wirecall.errors import InternalError, OutcomeUnknown
+
+
+@pytest.mark.parametrize("revision", ["2025-03-26", "2025-11-25", "2026-07-28"])
+async def test_what_an_operator_found_out_is_what_the_client_gets(revision: str) -> None:
+    runs: list[str] = []
+    async with App("shop") as app:
+
+        @app.command
+        async def charge(order: str) -> dict[str, str]:
+            runs.append(order)
+            raise RuntimeError("in the middle")
+
+        async with connect(app, protocol="mcp", revision=revision) as client:
+            with pytest.raises(InternalError):
+                await client.call_tool("charge", {"order": "7"}, key="k-1")
+            with pytest.raises(OutcomeUnknown):
+                await client.call_tool("charge", {"order": "7"}, key="k-1")
+            assert await app.resolve("tools/call:charge", "k-1", Done({"order": "7"}))
+            settled = await client.call_tool("charge", {"order": "7"}, key="k-1")
+        assert settled.text == '{"order":"7"}'
+        assert settled.replayed
+        assert runs == ["7"]
