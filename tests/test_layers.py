@@ -20,7 +20,7 @@ LAYERS = [
     {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
     {"commands", "config", "coalescing", "links", "ledger.sqlite_writer"}
-    | {"mcp.client_headers", "mcp.gate"}
+    | {"mcp.client_headers", "mcp.gate", "mcp.rounds"}
     | {"transports.http_server", "transports.stdio"},
     {"dispatch", "calls", "ledger.sqlite"}
     | {"mcp.line_link", "mcp.lists", "mcp.streams"}

@@ -101,6 +101,18 @@ async def test_who_is_not_let_in_is_told_so() -> None:
     assert barred.value.status == 401 and server.methods() == ["server/discover"]
 
 
+@pytest.mark.parametrize("revision", [None, R5])
+async def test_a_server_that_has_no_way_to_begin_needs_none(revision: str | None) -> None:
+    """2026-07-28 without `server/discover`: it must have it, but one can do without."""
+
+    def answer(message: Any, seen: Seen) -> Reply:
+        known = seen.method == "tools/call" and seen.headers.get("mcp-protocol-version") == R5
+        return result(message, text("done")) if known else refusal(message, -32601, status=404)
+
+    async with Scripted(answer) as server, client_of(server.url, revision) as client:
+        assert client.revision == R5 and (await client.call_tool("t")).text == "done"
+
+
 async def test_a_server_that_never_answers_is_given_up_in_time() -> None:
     async def never(_message: Any, _seen: Seen) -> Reply:
         await server.over.wait()
@@ -219,6 +231,36 @@ async def test_a_session_that_is_gone_is_begun_again_once() -> None:
         answers = await asyncio.gather(*(client.call_tool("t") for _ in range(4)))
         assert [one.text for one in answers] == ["done"] * 4
     assert server.methods().count("initialize") == 3
+
+
+async def test_a_session_that_cannot_be_begun_again_is_tried_again_by_the_next_call() -> None:
+    state = {"session": "s1", "is_well": True}
+
+    def answer(message: Any, seen: Seen) -> Any:
+        if seen.method == "initialize":
+            told = result(message, {"protocolVersion": R4}, headers={"mcp-session-id": state["session"]})
+            return told if state["is_well"] else Reply(status=500)
+        if seen.headers.get("mcp-session-id") != state["session"]:
+            return Reply(status=404 if "mcp-session-id" in seen.headers else 400)
+        return older(called, R4)(message, seen)
+
+    async with Scripted(answer) as server, client_of(server.url, R4) as client:
+        state.update(session="s2", is_well=False)
+        with pytest.raises(BadAnswer, match="500"):
+            await client.call_tool("t")
+        state["is_well"] = True
+        assert (await client.call_tool("t")).text == "done"
+
+
+async def test_a_process_that_is_slow_to_greet_is_not_greeted_twice() -> None:
+    """A call that has no time for the greeting of a new process leaves nothing half done."""
+    async with client_of([sys.executable, "-c", OLD_CHILD, "answers"], R4) as client:
+        way: Any = client._way
+        way._pipe._process.kill()
+        await until(lambda: way._pipe is None)
+        with pytest.raises(NotSent):
+            await client.call_tool("t", timeout=0.01)
+        assert (await client.call_tool("t")).text == "done"
 
 
 async def test_notifications_may_be_answered_with_a_body() -> None:

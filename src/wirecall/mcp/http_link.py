@@ -94,9 +94,14 @@ class McpHttpLink:
 
     async def _renew(self, gone: str | None) -> None:
         async with self._renewing:
-            if self.session == gone and self.renew is not None:
-                self.session = None
+            if self.session != gone or self.renew is None:
+                return  # somebody else was here before
+            self.session = None
+            try:
                 await self.renew()
+            except BaseException:
+                self.session = gone  # so that the next one tries again
+                raise
 
     async def post(self, exchange: Exchange) -> bool:
         """The message as it is. True: the session is gone, and nothing was done."""

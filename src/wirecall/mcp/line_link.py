@@ -65,8 +65,17 @@ class McpLineLink:
         if self.renew is not None and (self._pipe is None or self._pipe is not self._greeted):
             async with self._greeting:
                 if await self._connected() is not self._greeted:
-                    await self.renew()
+                    await self._greet(self.renew)
         await self.post(exchange)
+
+    async def _greet(self, renew: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await renew()
+        except BaseException:  # half a greeting cannot be gone on with: the next one begins with another pipe
+            if self._pipe is not None:
+                self._ended.append(self._pipe)
+                self._pipe = None
+            raise
 
     async def post(self, exchange: Exchange) -> bool:
         """The message as it is. Never True: there are no sessions that could be gone."""

@@ -149,10 +149,10 @@ class Lines:
     def _tell_changes(self) -> None:
         if self._told is None and self._session is not None:
             listener = self._server.listener(self._session)
+            self._server.hub.add(listener)  # at once: a change in the same moment is one that it hears
             self._told = asyncio.get_running_loop().create_task(self._changes(listener))
 
     async def _changes(self, listener: Listener) -> None:
-        self._server.hub.add(listener)
         try:
             await forward(listener, self._wire)
         finally:

@@ -104,7 +104,7 @@ class Relay:
         except (ConnectionRefusedError, FileNotFoundError):  # it died, and left its socket behind
             path.unlink(missing_ok=True)  # noqa: ASYNC240  # as quick as the connection itself
         except (OSError, TimeoutError) as error:
-            logger.warning("another worker could not be told: %s", error or "it takes too long")
+            logger.warning("another worker could not be told: %s", str(error) or "it takes too long")
 
     async def _received(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
