@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import apsw
 import pytest
 
 from tests.calls import call, error, make_app, result
-from wirecall.ledger import sqlite_file, sqlite_writer
+from wirecall.errors import CannotWait
+from wirecall.ledger import sqlite_file, sqlite_rows, sqlite_writer
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State, new_nonce
 from wirecall.ledger.sqlite import SqliteLedger
+from wirecall.ledger.sqlite_rows import Fences
 from wirecall.ledger.sqlite_writer import Job, Writer, skip
 
 
@@ -49,6 +52,35 @@ async def test_a_lone_transition_does_not_change_threads(ledger: SqliteLedger, a
     assert at_once == [True, True]
     record = await ledger.get(token.id)
     assert record is not None and record.state is State.DONE
+
+
+async def test_where_nothing_else_is_ready_it_is_written_on_the_spot_but_once_in_a_turn(ledger: SqliteLedger) -> None:
+    with pytest.raises(StopIteration) as finished:
+        ledger.claim(claim("first")).send(None)
+    assert finished.value.value.state is State.RUNNING
+    second = ledger.claim(claim("second"))
+    assert asyncio.isfuture(second.send(None)), "the loop has other things to do as well"
+    second.close()
+
+
+async def test_who_cannot_wait_is_told_before_anything_runs(path: Path) -> None:
+    app, effects = make_app(ledger=f"sqlite:{path}"), list[int]()
+
+    @app.command
+    def put(value: int) -> int:
+        effects.append(value)
+        return value
+
+    async with app:
+        assert result(await app.handle(call("put", {"value": 1}, key="one"))) == 1
+        writer_of(await app.ledger())._pace = writer_of(await app.ledger())._last = 0.0  # type: ignore[arg-type]
+        with pytest.raises(CannotWait):  # a loop runs in this thread, and it is not its turn
+            app.handle_sync(call("put", {"value": 2}, key="two"))
+    assert effects == [1]
+
+
+def test_a_loop_that_does_not_tell_what_is_ready_may_have_something() -> None:
+    assert not sqlite_writer.is_last(object())  # type: ignore[arg-type]
 
 
 async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedger, at_once: list[bool]) -> None:
@@ -107,6 +139,79 @@ async def test_the_wal_is_folded_into_the_file(ledger: SqliteLedger, path: Path,
     for n in range(100):
         await ledger.claim(claim(f"key-{n}"))
     assert Path(f"{path}-wal").stat().st_size < 60 * 4096, "it begins anew where it was folded"
+
+
+# --- what a transition writes ---
+
+
+async def test_an_outcome_is_one_page(ledger: SqliteLedger) -> None:
+    token = (await ledger.claim(claim("one"))).token
+    before = writer_of(ledger)._pages
+    assert await ledger.complete(token, DONE, 60)
+    assert writer_of(ledger)._pages - before == 1, "no index has changed"
+
+
+async def test_an_outcome_with_another_retention_is_kept_for_that(path: Path) -> None:
+    now = 1000.0
+    ledger = SqliteLedger(path, wall=lambda: now)
+    token = (await ledger.claim(claim("one"))).token
+    assert await ledger.complete(token, DONE, 5)
+    now += 4
+    assert await ledger.sweep() == 0
+    now += 2
+    assert await ledger.sweep() == 1, "it was claimed for longer"
+    await ledger.aclose()
+
+
+@pytest.mark.parametrize(("name", "index"), [("due", "wirecall_commands_due"), ("page_of_few", "wirecall_commands_open")])
+def test_few_among_many_are_found_by_an_index(name: str, index: str) -> None:
+    db = apsw.Connection(":memory:")
+    db.execute(sqlite_file.SQL["schema"])
+    statement = "\n".join(line for line in sqlite_file.SQL[name].splitlines() if not line.startswith("--"))
+    plan = db.execute(f"EXPLAIN QUERY PLAN {statement}", defaultdict[str, None](lambda: None)).fetchall()
+    assert index in str(plan)
+
+
+# --- fences ---
+
+
+async def test_fences_grow_whoever_gives_them(ledger: SqliteLedger, path: Path) -> None:
+    """Two processes take turns, a record is removed and made again, and one of them starts anew."""
+    other, fences = SqliteLedger(path), []
+    for number in range(12):
+        which = (ledger, other, other)[number % 3]
+        record = await which.claim(claim("one"))
+        fences.append(record.fence)
+        assert await which.release(record.token)
+        if number == 6:
+            await other.aclose()
+            other = SqliteLedger(path)
+    assert fences == sorted(set(fences))
+    await other.aclose()
+
+
+async def test_fences_are_taken_from_the_file_now_and_then(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_rows, "FENCES", 3)
+    writer_of(ledger)._fences.forget()
+    fences = [(await ledger.claim(claim(f"key-{n}"))).fence for n in range(8)]
+    assert fences == list(range(fences[0], fences[0] + 8))
+
+
+async def test_fences_of_a_transaction_that_was_undone_are_another_process_s(ledger: SqliteLedger, path: Path) -> None:
+    """The undone one had taken a block; the next process takes the same numbers, and ours must not be among them."""
+
+    def take_and_fail(db: apsw.Cursor, fences: Fences) -> None:
+        fences.forget()
+        fences.next(db)
+        raise apsw.FullError("on purpose")
+
+    with pytest.raises(LedgerDown, match="no room"):
+        await writer_of(ledger).ask(Job("write", take_and_fail))
+    other = SqliteLedger(path)
+    theirs = (await other.claim(claim("theirs"))).fence
+    ours = (await ledger.claim(claim("ours"))).fence
+    assert ours > theirs
+    await other.aclose()
 
 
 def test_a_file_is_the_same_however_the_kernel_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ class Commands:
             on_crash=method.terms.on_crash,
             committed=not method.terms.commit_point,
             continues=context._peer is not None and context._peer.continues,
+            alone=alone,
         )
         run = context._command = Run(method, context, claim, alone)
         return self._serve(run, call) if method.timeout is None or alone else self._serve_in_time(run, call)
@@ -232,7 +233,8 @@ class Commands:
         run.ended = loop.create_future()
         task = self._runs[run] = loop.create_task(self._apart(run, call, noted))
         try:
-            return await run.ended
+            sealed: Sealed = await run.ended
+            return sealed
         except asyncio.CancelledError:
             if not run.committed and not task.done():
                 self._cancel(task, run)

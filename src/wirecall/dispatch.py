@@ -5,7 +5,7 @@
     3 guard    middleware              once per entry, alike for single calls, batch entries and notifications
     4 bind     methods' signature      raw params -> arguments
     5 claim    commands.execute        commands with a key: run, wait, replay or refuse
-    6 invoke   Dispatcher._invoke      run the function
+    6 invoke   Dispatcher._in_time     run the function; for commands with a key, Commands._handled
     7 reply    Dispatcher._seal        answers -> bytes or nothing, in input order
 
 `Dispatcher.handle` is the whole line. `_begin` starts one entry: a plain query, which needs no context and waits for nobody,
@@ -300,7 +300,9 @@ class Dispatcher:
         """Steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
         method, frame = context._method, context._frame
         args, keywords = method.signature.bind_all(context.params, context)
-        call = partial(self._invoke, method, args, keywords, frame.alone)
+        call = partial(method.function, *args, **keywords)
+        if method.blocking and not frame.alone:
+            call = partial(asyncio.to_thread, call)
         if context._shape is not None:
             call = partial(_shape, context._shape, call)
         if context.idempotency_key is None:
@@ -327,12 +329,6 @@ class Dispatcher:
             raise
         noted()
         return result
-
-    def _invoke(self, method: Method, args: Any, keywords: Any, alone: bool) -> Any:
-        """What the function returns, or something to await for it."""
-        if method.blocking and not alone:
-            return asyncio.to_thread(method.function, *args, **keywords)
-        return method.function(*args, **keywords)
 
     async def _in_time(self, method: Method, call: Call, frame: Frame) -> Any:
         if method.timeout is None or frame.alone:

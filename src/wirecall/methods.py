@@ -285,6 +285,7 @@ class Method:
     ) -> None:
         self.function = function
         self.kind = kind
+        self.is_command = kind is Kind.COMMAND  # asked several times in every call
         self.name = name or str(getattr(function, "__name__", ""))
         self.title = title
         self.description = description or _documented(function)
@@ -310,10 +311,6 @@ class Method:
         self.plain = (
             not self.is_command and self.signature.simple and not blocking and timeout is None and execution != "sequential"
         )
-
-    @property
-    def is_command(self) -> bool:
-        return self.kind is Kind.COMMAND
 
     def reconcile(self, context: Context) -> Any:
         """What the declared reconcile function says about an earlier run of the same command, or something to await."""

@@ -16,7 +16,7 @@ from wirecall.ledger.base import Outcome, Record, RecordId, State
 from wirecall.logs import failed
 
 
-class Sealed(Struct, frozen=True):
+class Sealed(Struct, frozen=True, gc=False):
     """A result as bytes, and whether it comes from the ledger."""
 
     result: Raw

@@ -75,7 +75,8 @@ class Policy(Struct, frozen=True):
             raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
 
     def _key(self, params: Raw | UnsetType, method: Method, beside: Any) -> str | None:
-        key = agreed_key(UNSET if params is UNSET else take_key(params, method.signature.key_position), beside)
+        given = UNSET if params is UNSET else take_key(params, method.signature.key_position)
+        key = check_key(given) if beside is UNSET and given is not UNSET else agreed_key(given, beside)
         if key is None and (self.mode == "production" or method.key != "optional"):
             raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
         return key
@@ -143,7 +144,8 @@ def fingerprint(params: Raw | UnsetType) -> bytes:
     if type(value) is dict:
         for name in _NOT_IDENTITY:
             value.pop(name, None)
-    return _sha256()(_canonical(value)).digest()
+    digest: bytes = _sha256()(_canonical(value)).digest()
+    return digest
 
 
 def _decode_exact(params: Raw) -> Any:

@@ -100,8 +100,8 @@ class SqliteLedger:
                 return record
         writer, job = self._running(), Job("write", partial(self._table.claim, claim))
         try:
-            granted: Record = await writer.ask(job)
-        except (asyncio.CancelledError, GeneratorExit):
+            granted: Record = await writer.ask(job, on_the_spot=not claim.alone)
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
             job.work = skip  # it may not be on its way yet; and if it is done already,
             writer.send([Job("write", partial(self._table.unclaim, claim))])
             raise
@@ -145,7 +145,7 @@ class SqliteLedger:
         if state is None:
             rows = self._read(all_rows, "page", values)
         else:
-            name = "page_of_many" if state in (State.DONE, State.TOMBSTONE) else "page_of_few"
+            name = "page_of_few" if state in (State.UNKNOWN, State.WAITING) else "page_of_many"
             rows = self._read(all_rows, name, {**values, "state": state.value})
         return [self._table.record(Row(*row)) for row in rows]
 

@@ -168,7 +168,7 @@ def _check_tables(db: apsw.Connection, path: str, expected: tuple[str, ...]) -> 
         )
 
 
-def identity(path: str) -> tuple[int, ...] | None:
+def identity(path: str | bytes) -> tuple[int, ...] | None:
     """Which file a path names, asked before every commit.
 
     `stat` reads the times too. Once somebody has read them, Linux (6.18 here) gives the next write a finer one, at the
@@ -221,4 +221,5 @@ _TROUBLES: tuple[tuple[type[apsw.Error], str, str], ...] = (
     (apsw.IOError, "cannot be read or written", "see what the kernel's log says about the disk"),
     (apsw.ConstraintError, "refused the record", "a field is not what its table asks for"),
     (apsw.ConnectionClosedError, "is closed", ""),
+    (apsw.CursorClosedError, "is closed", ""),
 )

@@ -2,10 +2,10 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import apsw
 
@@ -27,9 +27,11 @@ _STATES = {state.value: state for state in State}
 
 # Like `put`, but where there is a row already it changes nothing and says so.
 _INSERT = SQL["put"].replace("REPLACE", "INSERT", 1)
+_COMPLETE = SQL["complete"]
 _NO_OUTCOME = (None, None, None, None)
 
-Fences: TypeAlias = Iterator[int]
+# How many fences a process takes from the file at once. What it has not given when it ends is lost, and nobody misses it.
+FENCES = 1000
 
 
 class Row(NamedTuple):
@@ -56,15 +58,55 @@ class Row(NamedTuple):
     digest: bytes | None = None
 
 
+class Fences:
+    """Numbers that only grow, over all processes: who gives one has the write lock of the file.
+
+    They are taken in blocks, since to take one is to write a page. The rest of a block is good for as long as nobody else
+    has taken one after it, and that is looked up once in a transaction (`begin`). If a transaction is undone, so may be the
+    taking of its block, and then another process gets the same numbers: so the rest of it is forgotten (`forget`).
+    """
+
+    def __init__(self) -> None:
+        self._last = self._end = 0
+        self._is_checked = False
+
+    def begin(self) -> None:
+        self._is_checked = False
+
+    def forget(self) -> None:
+        self._last = self._end = 0
+
+    def next(self, db: apsw.Cursor) -> int:
+        if not self._is_checked:
+            if db.execute(SQL["last_fence"]).get != self._end:
+                self.forget()
+            self._is_checked = True
+        if self._last == self._end:
+            self._end = take_fences(db, FENCES)
+            self._last = self._end - FENCES
+        self._last += 1
+        return self._last
+
+
+def take_fences(db: apsw.Cursor, count: int) -> int:
+    """Take `count` fences that nobody has had; the last of them."""
+    db.execute(SQL["take_fences"], (count,))
+    last: int = db.execute(SQL["last_fence"]).get
+    return last
+
+
 class Table:
-    """What the transitions do to the rows. Who calls them has begun a transaction, and will commit it."""
+    """What the transitions do to the rows. Who calls them has begun a transaction, and will commit it.
+
+    `db` is a cursor that is used again and again: a new one for every statement costs as much as a short statement itself.
+    """
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._clock = clock
         self._wall = wall
         self._boot = _boot_id()
 
-    def find(self, db: apsw.Connection, id: RecordId) -> Row | None:
+    def find(self, db: apsw.Cursor, id: RecordId) -> Row | None:
         row = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
         return row and Row(*row)
 
@@ -99,9 +141,9 @@ class Table:
         record, verdict = self.judge(row, claim)
         return self.record(self._buried(row)) if verdict == "to_tombstone" else record
 
-    def claim(self, claim: Claim, db: apsw.Connection, fences: Fences) -> Record:
+    def claim(self, claim: Claim, db: apsw.Cursor, fences: Fences) -> Record:
         """Who comes here has seen no record, as a rule; so it is looked for only where the insert meets one."""
-        fence = next(fences)
+        fence = fences.next(db)
         try:
             return self.insert(claim, db, fence)
         except apsw.ConstraintError:
@@ -110,7 +152,7 @@ class Table:
                 raise
         return self._claim_from(row, claim, db, fence)
 
-    def _claim_from(self, row: Row, claim: Claim, db: apsw.Connection, fence: int) -> Record:
+    def _claim_from(self, row: Row, claim: Claim, db: apsw.Cursor, fence: int) -> Record:
         record, verdict = self.judge(row, claim)
         if verdict == "leave":
             return record
@@ -121,7 +163,7 @@ class Table:
         db.execute(SQL["put"], row)
         return self.record(row)
 
-    def insert(self, claim: Claim, db: apsw.Connection, fence: int) -> Record:
+    def insert(self, claim: Claim, db: apsw.Cursor, fence: int) -> Record:
         """The first claim, in the order of `Row` and `Record`: by their names it would take three times as long."""
         id, print, nonce, committed, lease = claim.id, claim.fingerprint, claim.nonce, claim.committed, claim.lease
         wall, ends = self._wall(), self._clock() + lease
@@ -152,35 +194,38 @@ class Table:
     def _unknown(self, row: Row) -> Row:
         """What a WAITING record held was not its outcome, so it goes."""
         blank = row._replace(outcome_kind=None, payload=None, digest=None)
-        return blank._replace(state="unknown", lease_until=0.0, expires_at=self._wall() + UNKNOWN_KEPT)
+        kept = UNKNOWN_KEPT
+        return blank._replace(state="unknown", lease_until=0.0, retention=kept, expires_at=self._wall() + kept)
 
     def _buried(self, row: Row) -> Row:
-        expires_at = self._wall() + (TOMBSTONE_FACTOR - 1) * row.retention
-        return row._replace(state="tombstone", lease_until=0.0, expires_at=expires_at, payload=None)
+        expires_at, kept = self._wall() + (TOMBSTONE_FACTOR - 1) * row.retention, TOMBSTONE_FACTOR * row.retention
+        return row._replace(state="tombstone", lease_until=0.0, retention=kept, expires_at=expires_at, payload=None)
 
-    def change(self, name: str, values: dict[str, Any], db: apsw.Connection, _: Fences) -> bool:
+    def change(self, name: str, values: dict[str, Any], db: apsw.Cursor, _: Fences) -> bool:
         """A transition that is one statement of its own; whether it applied."""
         values.update(clock=self._clock(), wall=self._wall(), boot=self._boot)
         db.execute(SQL[name], values)
-        return db.changes() > 0
+        return db.connection.changes() > 0
 
-    def complete(self, token: Token, outcome: Outcome, retention: float, db: apsw.Connection, _: Fences) -> bool:
+    def complete(self, token: Token, outcome: Outcome, retention: float, db: apsw.Cursor, fences: Fences) -> bool:
         """As `change`, for the one that every command needs: values in the order in which the statement names them."""
         id, wall = token.id, self._wall()
-        ended = (retention, wall, outcome.kind, outcome.payload, outcome.digest)
-        db.execute(SQL["complete"], (*ended, id.caller, id.method, id.key, token.fence, token.nonce))
-        return db.changes() > 0
+        ended = (wall, retention, outcome.kind, outcome.payload, outcome.digest)
+        db.execute(_COMPLETE, (*ended, id.caller, id.method, id.key, token.fence, token.nonce))
+        if db.connection.changes():
+            return True
+        return self.change("complete_late", with_token(token, {"retention": retention, **parts(outcome)}), db, fences)
 
-    def unclaim(self, claim: Claim, db: apsw.Connection, fences: Fences) -> None:
+    def unclaim(self, claim: Claim, db: apsw.Cursor, fences: Fences) -> None:
         values = with_token(Token(claim.id, 0, claim.nonce), {})
         self.change("unclaim_first", values, db, fences)
         self.change("unclaim_later", values, db, fences)
 
-    def sweep(self, limit: int, db: apsw.Connection, _: Fences) -> int:
-        due = [Row(*row) for row in db.execute(SQL["due"], (self._wall(), limit))]
+    def sweep(self, limit: int, db: apsw.Cursor, _: Fences) -> int:
+        due = [Row(*row) for row in db.execute(SQL["due"], {"wall": self._wall(), "limit": limit})]
         return sum(self._swept(row, db) for row in due)
 
-    def _swept(self, row: Row, db: apsw.Connection) -> bool:
+    def _swept(self, row: Row, db: apsw.Cursor) -> bool:
         if row.state in ("tombstone", "unknown"):
             db.execute(SQL["remove"], row[:3])
         elif row.state == "done":
@@ -201,15 +246,8 @@ def parts(outcome: Outcome) -> dict[str, Any]:
     return {"kind": outcome.kind, "payload": outcome.payload, "digest": outcome.digest}
 
 
-def all_rows(db: apsw.Connection, name: str, values: Any) -> list[Any]:
+def all_rows(db: apsw.Cursor, name: str, values: Any) -> list[Any]:
     return db.execute(SQL[name], values).fetchall()
-
-
-def new_fences(db: apsw.Connection, most: int) -> Fences:
-    """Numbers that only grow, over all processes. Taken when the first is asked for, in one go for a whole batch."""
-    db.execute(SQL["take_fences"], (most,))
-    last = db.execute(SQL["last_fence"]).get
-    yield from range(last - most + 1, last + 1)
 
 
 def clock_from_boot() -> Callable[[], float]:
