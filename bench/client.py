@@ -89,7 +89,6 @@ asyncio.run(main())
 async def main() -> int:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    sys.path.pop(0)  # this folder, whose http.py is not the standard library's: what is imported from here on wants that
     server = subprocess.Popen([sys.executable, "-c", BARE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: ASYNC220
     try:
         assert server.stdout is not None

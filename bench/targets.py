@@ -1,7 +1,12 @@
 """What a benchmark must reach, and whether it did."""
 
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal
+
+# This folder has an http.py, which would hide the standard library's from whatever is imported after this.
+sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
 
 Target = tuple[str, float, Literal["<=", ">="], float]
 
