@@ -355,8 +355,8 @@ class App:
         endpoint = McpEndpoint(self.mcp(), self.limits, shared=self._is_shared)
 
         async def shutdown(grace: float) -> None:
-            await endpoint.aclose()
-            await self.aclose(grace)
+            await endpoint.aclose(grace / 4)
+            await self.aclose(grace * 3 / 4)
 
         return HttpServer(
             {"/rpc": rpc_endpoint(self.handle), "/mcp": endpoint, **health_endpoints(self._not_ready)},
@@ -410,11 +410,13 @@ class App:
 
     async def _not_ready(self) -> str | None:
         from wirecall.ledger.base import LedgerDown
+        from wirecall.logs import logger
 
         try:
             await self.ledger()
         except (LedgerDown, UsageError) as error:
-            return f"the ledger: {str(error).splitlines()[0]}"
+            logger.error("not ready: the ledger: %s", error)  # where it is, and what it said, is nobody else's business
+            return "the ledger cannot be reached"
         return None
 
     # --- MCP ---------------------------------------------------------------------------------------------------------

@@ -703,6 +703,26 @@ async def test_a_forged_state_leaves_the_command_waiting() -> None:
     assert till.paid == ["Ann"]
 
 
+async def test_a_round_without_the_key_is_the_same_command_still() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        assert text(await client.tool("pay", {"cents": 5}, members=again(asked))) == "paid by Ann"
+        assert text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)) == "paid by Ann"
+        assert await till.state() == State.DONE
+    assert till.paid == ["Ann"]
+
+
+async def test_a_round_with_another_key_is_refused() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        other = {KEY: "another"}
+        assert (await client.tool_error("pay", {"cents": 5}, members=again(asked), meta=other))["code"] == -32602
+        assert await till.state() == State.WAITING
+    assert till.paid == []
+
+
 async def test_two_answers_at_once_are_one_effect() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:

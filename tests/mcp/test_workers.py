@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,47 @@ def test_a_session_that_has_ended_is_over_for_all_workers(server: Server) -> Non
         statuses = [server.post(call(number, "worker"), token).status for number in range(1, 20)]
         left -= 1
     assert set(statuses) == {404}
+
+
+def test_a_worker_that_is_killed_is_replaced_and_sessions_go_on(server: Server) -> None:
+    """Whatever it leaves behind in the folder of the workers: the others, and the one in its place, serve on."""
+    token = server.session()
+
+    def served() -> set[int]:
+        """Who answers; a connection that was given to the killed one may break."""
+        found = set()
+        for number in range(1, 30):
+            with suppress(OSError, http.client.HTTPException):
+                answer = server.post(call(number, "worker"), token)
+                assert answer.status == 200
+                found.add(json.loads(answer.read())["result"]["structuredContent"]["result"])
+        return found
+
+    killed = set()
+    for _ in range(2):  # the second one is young: that is no reason to give up
+        victim = max(served())
+        killed.add(victim)
+        os.kill(victim, signal.SIGKILL)
+        end = time.monotonic() + PATIENCE
+        while len(alive := served()) < WORKERS or victim in alive:
+            assert time.monotonic() < end, alive
+    assert killed.isdisjoint(alive)
+    for number in range(1, 9):  # and they find each other
+        stream = server.post(call(number, "ask"), token)
+        question = event(stream)
+        result = {"action": "accept", "content": {"name": "Ann"}}
+        assert server.post({"jsonrpc": "2.0", "id": question["id"], "result": result}, token).status == 202
+        assert event(stream)["result"]["content"][0]["text"] == "hello Ann"
+    assert server.stop() == 0
+
+
+def test_workers_do_not_outlive_the_one_that_started_them(server: Server) -> None:
+    """Killed, it cannot tell them to stop: they would hold the address for ever."""
+    server.process.kill()
+    server.process.wait(PATIENCE)
+    end = time.monotonic() + PATIENCE
+    with suppress(ConnectionError):
+        while time.monotonic() < end:
+            server.session()
+    server.stop()
+    assert time.monotonic() < end

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -106,6 +107,11 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
     """/rpc, probes, and streams that end when asked, that never end, and that never stop to write."""
     app = make_app(limits=limits)
     app.query(name="add")(lambda a, b: a + b)
+
+    @app.query(blocking=True)
+    def nap(seconds: float) -> None:
+        print(json.dumps(["napping", seconds]), flush=True)
+        time.sleep(seconds)
 
     async def handle(data: Data, *, caller: str, replayed: list[Id] | None, key: str | None) -> bytes | None:
         return await app.handle(data, caller=caller, replayed=replayed)

@@ -151,6 +151,14 @@ async def test_a_length_that_is_no_number_is_400(length: str) -> None:
     assert client.reply.status == 400
 
 
+async def test_two_ways_to_tell_the_length_are_400() -> None:
+    """RFC 9112, section 6.3: whoever is in front may have cut the body elsewhere."""
+    handle = Handler()
+    both = [("content-length", str(len(ADD))), ("transfer-encoding", "chunked")]
+    reply = await ask(server_of(handle), body=ADD, headers=both)
+    assert (reply.status, reply.headers["connection"], handle.calls) == (400, "close", [])
+
+
 async def test_a_body_that_does_not_come_is_408() -> None:
     handle = Handler()
     for events in ([], [piece(b"{", True)]):
@@ -552,5 +560,5 @@ async def test_stopping_asks_streams_to_end_and_cuts_those_that_do_not() -> None
 
 def test_headers_are_a_mapping() -> None:
     headers = Headers([(b"a", b" 1 "), (b"b", b"\xfc"), (b"a", b"2")])
-    assert (dict(headers), len(headers), headers.all("A"), headers["B"]) == ({"a": "1", "b": "ü"}, 2, ["1", "2"], "ü")
+    assert (dict(headers), len(headers), headers.all("A"), headers["B"]) == ({"a": "1, 2", "b": "ü"}, 2, ["1", "2"], "ü")
     assert (headers.get("c"), headers.get("c", "x"), "A" in headers, "ü€" in headers) == (None, "x", True, False)

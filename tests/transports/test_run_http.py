@@ -210,6 +210,20 @@ async def test_dead_peers_do_not_delay_the_end(server: str) -> None:
 
 
 @both
+async def test_a_thread_that_does_not_end_delays_nothing(server: str) -> None:
+    """Nobody can end a thread. The application is closed, and the process goes in time all the same."""
+    async with serving(server, grace=2.0) as served:
+        _, writer = await served.connect()
+        writer.write(post("/rpc", call("nap", {"seconds": 2 * PATIENCE})))
+        await served.hear("napping")
+        served.process.send_signal(signal.SIGTERM)
+        await served.hear("closed")
+        async with asyncio.timeout(PATIENCE):
+            assert await served.process.wait() == 0
+        writer.close()
+
+
+@both
 async def test_clients_that_leave_at_the_end_do_no_harm(server: str) -> None:
     for _ in range(3):
         async with serving(server, grace=4.0) as served:

@@ -31,7 +31,7 @@ _BYTES = {name: name.encode() for name in (VERSION, METHOD, NAME)}
 # Which member of the params `Mcp-Name` repeats.
 _NAMED = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
 
-_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+_NUMBER = re.compile(r"-?[0-9]{1,400}(\.[0-9]+)?")
 _OPEN, _CLOSE = "=?base64?", "?="
 
 
@@ -125,5 +125,6 @@ def _is_same(text: str, value: Any) -> bool:
     if isinstance(value, bool):
         return text == ("true" if value else "false")
     if isinstance(value, (int, float)):
-        return _NUMBER.fullmatch(text) is not None and float(text) == value
+        # As an integer if it is one: as floats 2**53 and 2**53 + 1 are the same.
+        return _NUMBER.fullmatch(text) is not None and (float(text) if "." in text else int(text)) == value
     return bool(text == value)

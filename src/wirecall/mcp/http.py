@@ -18,6 +18,7 @@ import asyncio
 import json
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -47,7 +48,7 @@ from wirecall.mcp.relay import Relay
 from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.sealed import BrokenSeal
 from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
-from wirecall.mcp.streams import Channel, Direct, Nowhere
+from wirecall.mcp.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.types import CallTool, Params
 from wirecall.policy import Limits
 from wirecall.transports.http_server import HttpError, Pairs, Request
@@ -103,6 +104,16 @@ class _Known:
             self._standing.close()
         self._standing = listener
 
+    def leave(self, listener: Listener) -> None:
+        """A standing stream has ended."""
+        if self._standing is listener:
+            self._standing = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something goes on here that its token does not know of: a call, a question, a stream."""
+        return bool(self.session.calls) or self._standing is not None
+
     def keep(self, channel: Channel) -> None:
         self.channels[channel.id] = channel
         while len(self.channels) > MAX_CHANNELS:
@@ -119,6 +130,7 @@ class McpEndpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sessions: OrderedDict[str, _Known] = OrderedDict()
         self._ended: OrderedDict[str, float] = OrderedDict()
+        self._shelf = Shelf()
         self._work: set[asyncio.Task[Any]] = set()
         self._marked: dict[str, dict[tuple[str, ...], str]] = {}
 
@@ -141,7 +153,12 @@ class McpEndpoint:
             await self._relay.open()
             self._server.hub.beyond = self._changed
 
-    async def aclose(self) -> None:
+    async def aclose(self, grace: float) -> None:
+        """Nobody is served any more: what still runs for clients that have left is over, but for the ledger's commands."""
+        for task in self._work:
+            task.cancel()
+        if self._work:
+            await asyncio.wait(self._work, timeout=grace)
         if self._relay is not None:
             self._server.hub.beyond = None
             await self._relay.aclose()
@@ -323,8 +340,10 @@ class McpEndpoint:
         channel = self._channel(request, revision)
         begin = partial(self._entry, known.session, channel, request.caller)
         limit = self._limits.concurrency
-        work = _several(run_batch(gate.without_doubles(entries), begin, self._server.is_command, concurrency=limit), channel)
-        await self._serve(request, known, channel, work)
+        entries = gate.without_doubles(entries)
+        answering: Any = run_batch(entries, begin, self._server.is_command, concurrency=limit)
+        fitting = partial(self._server.fitting, entries, session=known.session)
+        await self._serve(request, known, channel, _several(answering, fitting, channel))
 
     async def _entry(self, session: Session, channel: Channel, caller: str, entry: Incoming, position: int) -> bytes | None:
         answer = await self._server.answer(entry, session, channel, caller=caller, position=position)
@@ -342,11 +361,14 @@ class McpEndpoint:
         task.add_done_callback(lambda _: channel.started.set())
         with channel.reading():
             await channel.started.wait()
+            if task.cancelled():
+                raise Gone("the server stops")
             answer = task.result() if task.done() else None
             if answer is not None:
                 await request.respond(200, answer, headers=_replayed(channel, answer))
             elif channel.is_used or not task.done():
                 known.keep(channel)
+                task.add_done_callback(lambda _: self._shelf.put(known.channels, channel))
                 await channel.follow(request)
             else:
                 await request.respond(202)
@@ -377,10 +399,21 @@ class McpEndpoint:
         if known is None:
             told = _decode_negotiated(value)
             known = self._sessions[id] = _Known(Session(REVISIONS[told.revision], told.capabilities, told.client))
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+            self._make_room()
         self._sessions.move_to_end(id)
         return known
+
+    def _make_room(self) -> None:
+        """Forget the session that was silent for longest. One that waits for its client's answer must not be forgotten, or
+        whoever opens many sessions could cut off everybody else's."""
+        if len(self._sessions) <= MAX_SESSIONS:
+            return
+        for _ in range(MAX_SESSIONS):
+            id, known = next(iter(self._sessions.items()))
+            if not known.is_busy:
+                break
+            self._sessions.move_to_end(id)
+        self._sessions.popitem(last=False)
 
     async def _get(self, request: Request) -> None:
         """The standing stream of a session, or the rest of one that was cut."""
@@ -391,7 +424,8 @@ class McpEndpoint:
         if last is not None:
             name, _, number = last.partition(".")
             channel = known.channels.get(name)
-            if channel is None or not number.isdecimal():
+            is_number = number.isdecimal() and len(number) < 19
+            if channel is None or not is_number or not channel.has_all_after(int(number)):
                 # Not 404: that would say that the session is over.
                 raise HttpError(400, f"{LAST_EVENT}: no such stream here, or its events are gone")
             with channel.reading():
@@ -399,14 +433,15 @@ class McpEndpoint:
             return
         outlet = Direct(request)
         listener = self._server.listener(known.session)
-        known.stand(listener)
         self._server.hub.add(listener)
         try:
             await outlet.open()
+            known.stand(listener)
             await _while_there(request, forward(listener, outlet), outlet)
             await outlet.finish(None)
         finally:
             outlet.close()
+            known.leave(listener)
             self._server.hub.remove(listener)
 
     async def _delete(self, request: Request) -> None:
@@ -414,14 +449,15 @@ class McpEndpoint:
         id, _ = self._server.seals.open("session", request.caller, request.headers[SESSION])
         self._end(id)
         if self._relay is not None:
-            self._relay.mark(id)
             self._relay.tell({"ended": id})
+            self._relay.mark(id)
         await request.respond(204)
 
     def _end(self, id: str) -> None:
         known = self._sessions.pop(id, None)
         if known is not None:
             known.stand(None)
+            known.session.abandon()
         self._ended[id] = time.monotonic()
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
@@ -506,10 +542,10 @@ async def _one(answering: Any, channel: Channel) -> bytes | None:
         channel.finish()
 
 
-async def _several(answering: Any, channel: Channel) -> bytes | None:
+async def _several(answering: Any, fitting: Callable[[list[bytes | None]], list[bytes]], channel: Channel) -> bytes | None:
     """The answers as one array, or one by one in the stream if that is open."""
     try:
-        answers = [answer for answer in await answering if answer is not None]
+        answers = fitting(await answering)
         if not channel.is_used:
             return make_batch(answers) if answers else None
         for answer in answers:

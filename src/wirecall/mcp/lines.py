@@ -174,7 +174,7 @@ class Lines:
         begin = partial(self._entry, self._session)
         limit = self._limits.concurrency
         answers: list[Answer] = await run_batch(entries, begin, self._server.is_command, concurrency=limit)
-        owed = [answer for answer in answers if answer is not None]
+        owed = self._server.fitting(entries, answers, self._session)
         return make_batch(owed) if owed else None
 
     async def _entry(self, session: Session, entry: Incoming, position: int) -> Answer:

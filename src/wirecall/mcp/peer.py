@@ -28,6 +28,7 @@ from wirecall.methods import InputRequired
 
 Id = int | str
 
+ANSWER_TIME = 3600.0  # seconds that a person may take to answer; a client that never does must not keep a call for ever
 
 # Ids of our questions, different in every process: an answer may reach another one.
 _PREFIX = os.urandom(4).hex()
@@ -83,7 +84,10 @@ class Session:
         self._asked[id] = answer
         try:
             await outlet.send(encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params}))
-            return await answer
+            async with asyncio.timeout(ANSWER_TIME):
+                return await answer
+        except TimeoutError:
+            raise NotCapable(f"the client has not answered within {ANSWER_TIME:g} s", ran="unknown") from None
         finally:
             del self._asked[id]
 

@@ -10,7 +10,7 @@ Results are made in the fullest form and encoded once; `_result` adds what 2026-
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -67,6 +67,7 @@ PAGE = 200  # entries of a list in one answer
 LIST_TTL_MS = 60_000  # how long a client may keep a list: a changed one is told to those who listen
 STATE_LIFETIME = 3600.0  # a person may take this long to answer a question
 MAX_SUBSCRIPTIONS = 1000
+MAX_SUBSCRIBED = 128 << 10  # characters of all URIs of a session
 
 _EMPTY = Raw(b"{}")
 _INPUT_REQUIRED = b'{"resultType":"input_required"'
@@ -185,9 +186,24 @@ class Server:
             return None
         answer = success(id, self._result(result, session.revision))
         if len(answer) > self._bytes_out:
-            reason = f"the answer is longer than {self._bytes_out} bytes"
-            raise InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self._bytes_out, ran="yes")
+            raise self._too_long()
         return answer
+
+    def _too_long(self) -> InternalError:
+        reason = f"the answer is longer than {self._bytes_out} bytes"
+        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self._bytes_out, ran="yes")
+
+    def fitting(self, entries: Sequence[Incoming], answers: Sequence[bytes | None], session: Session) -> list[bytes]:
+        """The answers of an array, in one reply that is not too long: an entry whose answer does not fit is told so."""
+        room, kept = self._bytes_out, []
+        for entry, answer in zip(entries, answers, strict=True):
+            if answer is None:
+                continue
+            if len(answer) > room:
+                answer = failure(entry.id, self._too_long(), session.revision)
+            room -= len(answer)
+            kept.append(answer)
+        return kept
 
     def _find(self, name: str, revision: Revision) -> tuple[Handler, Any]:
         if name not in revision.requests:
@@ -474,7 +490,7 @@ class Server:
             call.continues = True
             call.answers = self._answers(context, params)
         # No reference back to the context: a cycle for every call would keep the garbage collector busy.
-        call.pause = partial(self._pause, context.record, context.params, context.caller)
+        call.pause = partial(self._pause, context.record, context.params, context.caller, context.idempotency_key)
 
     def _answers(self, context: Context, params: Resumed) -> dict[str, dict[str, Any]]:
         given = {} if params.responses is UNSET else params.responses
@@ -487,6 +503,9 @@ class Server:
         state = msgspec.json.decode(value, type=_State)
         if state.digest != _digest(context.record, context.params):
             raise BadInput("requestState: it belongs to another call")
+        if context.idempotency_key not in (None, state.key):
+            raise BadInput("requestState: the call began with another idempotency key, or without one")
+        context.idempotency_key = state.key  # a round that leaves it out is the same command still
         return {**state.answers, **given}
 
     def _pause(
@@ -494,18 +513,24 @@ class Server:
         record: str,
         params: Raw | UnsetType,
         caller: str,
+        key: str | None,
         answers: dict[str, dict[str, Any]],
         questions: dict[str, Any],
     ) -> bytes:
-        sealed = self.seals.seal("state", caller, _State(_digest(record, params), answers), STATE_LIFETIME)
+        sealed = self.seals.seal("state", caller, _State(_digest(record, params), key, answers), STATE_LIFETIME)
         return encode({"resultType": "input_required", "inputRequests": questions, "requestState": sealed})
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
     async def _subscribe(self, request: Request) -> Any:
         subscriptions = request.session.subscriptions
+        if request.params.uri in subscriptions:
+            return b"{}"
         if len(subscriptions) >= MAX_SUBSCRIPTIONS:
             raise InvalidRequest(f"a session may subscribe to {MAX_SUBSCRIPTIONS} resources", limit="subscriptions")
+        if len(request.params.uri) + sum(map(len, subscriptions)) > MAX_SUBSCRIBED:
+            reason = f"the URIs that a session subscribes to may have {MAX_SUBSCRIBED} characters in all"
+            raise InvalidRequest(reason, limit="subscriptions")
         subscriptions.add(request.params.uri)
         return b"{}"
 
@@ -559,6 +584,7 @@ class _State(Struct):
     """What a client keeps for us between the rounds of a call."""
 
     digest: str
+    key: str | None
     answers: dict[str, dict[str, Any]]
 
 

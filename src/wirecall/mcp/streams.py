@@ -18,6 +18,8 @@ from wirecall.transports.http_server import HttpError, Request
 
 KEEP_ALIVE = 15.0  # seconds; proxies cut what is silent for longer
 MAX_EVENTS = 1000  # of one channel, kept for a reader who comes back
+MAX_BYTES = 4 << 20  # of those that a reader has seen, or that nobody reads
+MAX_KEPT = 64 << 20  # bytes of all channels that are finished
 BEHIND = 100  # events that a reader may be behind before who sends waits for it
 
 _COMMENT = b": keep-alive\n\n"
@@ -82,8 +84,9 @@ class Direct:
     def cut(self) -> None:
         """The client has left, or does not read: that is a cancellation (2026-07-28)."""
         self.is_cut = True
-        if self.on_cut is not None:
-            self.on_cut()
+        if self.on_cut is not None:  # once: a write that fails and the one who watches may both notice
+            on_cut, self.on_cut = self.on_cut, None
+            on_cut()
 
     def close(self) -> None:
         """The answer is made: nothing goes out before it any more."""
@@ -139,7 +142,8 @@ class Channel:
         self.finished = False
         self._numbered = numbered
         self._primed = primed
-        self._events: deque[tuple[int, bytes]] = deque(maxlen=MAX_EVENTS)
+        self._events: deque[tuple[int, bytes]] = deque()
+        self.size = 0  # bytes of the events that are kept
         self._count = 0
         self._read = -1  # the last event that a reader was given
         self._readers = 0
@@ -183,6 +187,10 @@ class Channel:
         self.finished = True
         self._news.set()
 
+    def has_all_after(self, number: int) -> bool:
+        """Whether a reader that has seen this event can be given every one that came behind it."""
+        return number < self._count and (not self._events or self._events[0][0] <= number + 1)
+
     async def follow(self, request: Request, after: int = -1) -> None:
         """Write the events behind `after` to a reader, and those to come, until the end or until it leaves."""
         self._hung_up = self._hung_up and after < 0
@@ -215,7 +223,33 @@ class Channel:
     def _put(self, chunk: bytes) -> None:
         self._events.append((self._count, chunk))
         self._count += 1
+        self.size += len(chunk)
+        while len(self._events) > MAX_EVENTS or (self.size > MAX_BYTES and self._may_forget()):
+            self.size -= len(self._events.popleft()[1])
         self._news.set()
+
+    def _may_forget(self) -> bool:
+        return len(self._events) > 1 and (not self._readers or self._events[0][0] <= self._read)
 
     def _name(self, number: int) -> str:
         return f"{self.id}.{number}"
+
+
+class Shelf:
+    """The channels that are finished, for readers who come back. When they hold too much, the oldest are given up."""
+
+    OWN = 4096  # bytes of a channel without its events, as measured
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[dict[str, Channel], Channel, int]] = deque()
+        self.size = 0
+
+    def put(self, owner: dict[str, Channel], channel: Channel) -> None:
+        """`owner` is where the channel is looked for, by its id."""
+        size = channel.size + self.OWN
+        self._kept.append((owner, channel, size))
+        self.size += size
+        while self.size > MAX_KEPT:
+            owner, channel, size = self._kept.popleft()
+            owner.pop(channel.id, None)
+            self.size -= size

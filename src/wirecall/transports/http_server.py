@@ -81,7 +81,8 @@ class Unauthorized(WirecallError):
 class Headers(Mapping[str, str]):
     """The header fields of a request. Names in any case; values without the blanks around them, as RFC 9110 wants it.
 
-    As a mapping it gives the first value of each name.
+    As a mapping it gives one value for each name; where there are several, all of them with commas between them (RFC 9110,
+    section 5.3). So nobody who asks for one takes a value that a proxy in front has not judged.
     """
 
     __slots__ = ("first", "has_doubles", "pairs")
@@ -96,7 +97,9 @@ class Headers(Mapping[str, str]):
     @overload
     def get(self, name: str, /, default: Any) -> Any: ...
     def get(self, name: str, /, default: Any = None) -> Any:
-        """The first value, or `default`."""
+        """The value, or `default`."""
+        if self.has_doubles:
+            return ", ".join(self.all(name)) if name in self else default
         value = self.first.get(name.lower().encode("latin-1", "replace"))
         return default if value is None else value.strip(b" \t").decode("latin-1")
 
@@ -112,6 +115,9 @@ class Headers(Mapping[str, str]):
         if value is None:
             raise KeyError(name)
         return value
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower().encode("latin-1", "replace") in self.first
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(key.decode("latin-1") for key, _ in self.pairs))
@@ -173,6 +179,8 @@ class Request:
             return -1
         if not length.isdigit():
             raise HttpError(400, "Content-Length is not a number", [_CLOSE])
+        if b"transfer-encoding" in self.headers.first:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
+            raise HttpError(400, "Content-Length and Transfer-Encoding contradict each other", [_CLOSE])
         if len(length) > 18 or int(length) > limit:
             raise _too_long(limit)
         return int(length)
@@ -386,10 +394,13 @@ class HttpServer:
     async def _identify(self, authenticate: Authenticate, headers: Headers) -> str:
         try:
             answer = authenticate(headers)
-            caller = await answer if isawaitable(answer) else answer
+            caller = await self.waits.within(answer, self.limits.body_time) if isawaitable(answer) else answer
         except Unauthorized as error:
             raise HttpError(401, error.message, [("www-authenticate", error.www_authenticate)]) from None
-        if caller is None:
+        except TimeoutError:
+            logger.error("authenticate() took too long")
+            raise HttpError(503, "who calls could not be found out in time", [("retry-after", "1")]) from None
+        if caller is None or caller == ANONYMOUS:  # "" is everybody whom nobody asked for a name
             raise HttpError(401, "not authenticated", [("www-authenticate", "Bearer")])
         if not isinstance(caller, str):
             raise UsageError(
@@ -470,8 +481,11 @@ class HttpServer:
         await self._drain()
         if self._shutdown is not None:
             rest = max(self._deadline - asyncio.get_running_loop().time(), 0.1)
-            async with asyncio.timeout(rest):
-                await self._shutdown(rest * 0.8)
+            try:
+                async with asyncio.timeout(rest):
+                    await self._shutdown(rest * 0.8)
+            except TimeoutError:
+                logger.error("the application could not be closed within %g s: a handler does not heed its end", rest)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         for name, step in (("startup", self.open), ("shutdown", self.aclose)):

@@ -17,6 +17,7 @@ under all of its parsers, and neither cuts a client that does not read.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -41,8 +43,10 @@ Told: TypeAlias = Callable[[str], None]
 
 BACKLOG = 1024
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A worker that dies sooner than this after its start would die again.
+# A worker that dies sooner than this after its start would die again, unless somebody killed it.
 SHORT_LIFE = 5.0
+# Seconds after the application is closed in which threads and handlers that do not heed their cancellation may end.
+LAST = 1.0
 
 
 def _print(address: str) -> None:
@@ -70,10 +74,11 @@ def serve(
     with listener:
         listening(_address(listener))
         if workers == 1:
-            asyncio.run(serve_until(_made(app, host), listener, server=server, grace=grace))
+            _worker(app, host, listener, server, grace)
         else:
             listeners = [listener, *siblings(listener, workers - 1)]
-            _Workers(lambda place: _worker(app, host, listeners[place], server, grace), listeners, grace).run()
+            work = partial(_forked, app, host, listeners, server, grace)
+            _Workers(work, listeners, grace).run()
 
 
 def _made(app: "HttpServer | Callable[[], HttpServer]", host: str) -> HttpServer:
@@ -396,8 +401,46 @@ _FRONTS: dict[str, Callable[[HttpServer, socket.socket], Front]] = {"granian": G
 # --- several workers ---------------------------------------------------------------------------------------------------
 
 
-def _worker(app: Any, host: str, listener: socket.socket, server: ServerName, grace: float) -> None:
-    asyncio.run(serve_until(_made(app, host), listener, server=server, grace=grace))
+def _worker(app: Any, host: str, listener: socket.socket, server: ServerName, grace: float, parent: Any = None) -> None:
+    over = threading.Event()
+
+    async def work() -> None:
+        stop = asyncio.Event()
+        if parent is not None:
+            _stop_with(parent, stop)
+        await serve_until(_made(app, host), listener, server=server, grace=grace, stop=stop)
+        threading.Thread(target=_leave, args=(over,), daemon=True).start()
+
+    try:
+        asyncio.run(work())
+    finally:
+        over.set()
+
+
+def _forked(app: Any, host: str, listeners: list[socket.socket], server: ServerName, grace: float, place: int) -> None:
+    from multiprocessing import parent_process
+
+    _worker(app, host, listeners[place], server, grace, parent_process())
+
+
+def _stop_with(parent: Any, stop: asyncio.Event) -> None:
+    """A parent that was killed tells its workers nothing: they would hold the address for ever."""
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(parent.sentinel)
+        stop.set()
+
+    loop.add_reader(parent.sentinel, ended)
+
+
+def _leave(over: threading.Event) -> None:
+    """Nobody can end a thread, or a handler that does not heed its cancellation: the process goes, and they go with it. The
+    application is closed, so the ledger knows of their commands."""
+    if not over.wait(LAST):
+        logger.error("stopping with handlers at work that do not end")
+        logging.shutdown()
+        os._exit(0)
 
 
 class _Workers:
@@ -454,7 +497,7 @@ class _Workers:
                 if worker.is_alive() or self._stopping:
                     continue
                 del self._workers[worker]
-                if time.monotonic() - since < SHORT_LIFE:
+                if time.monotonic() - since < SHORT_LIFE and worker.exitcode != -signal.SIGKILL:
                     return True
                 logger.error("worker %s ended with %s; starting another", worker.pid, worker.exitcode)
                 self._start(place)
