@@ -24,6 +24,7 @@ def test_the_names_of_wirecall() -> None:
         "RpcError",
         "ToolAnnotations",
         "ToolError",
+        "Unauthorized",
         "UsageError",
         "WirecallError",
         "connect",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
 from wirecall.app import App
-from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, UsageError, WirecallError
+from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
 from wirecall.methods import CannotTell, Context, Done, Kind, NotDone, ToolAnnotations
 from wirecall.policy import Limits
 
@@ -28,6 +28,7 @@ __all__ = [
     "RpcError",
     "ToolAnnotations",
     "ToolError",
+    "Unauthorized",
     "UsageError",
     "WirecallError",
     "connect",

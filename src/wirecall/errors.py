@@ -5,6 +5,7 @@
     │   └── CannotWait             a handler tried to wait inside handle_sync
     ├── EncodeError                a value that JSON cannot carry
     ├── Gone                       the other side of a connection has left: there is nobody to tell
+    ├── Unauthorized               what `authenticate` raises to refuse a caller: 401, with its own WWW-Authenticate
     ├── CallFailed                 the client's: a call without an answer; `ran` says what is known about it
     │   ├── NotSent                "no": it has not left, or it reached nobody
     │   │   └── Declined           "no": `confirm` did not want it
@@ -73,6 +74,15 @@ class EncodeError(WirecallError):
 
 class Gone(WirecallError):
     """The other side has left, or does not read: there is nobody to tell."""
+
+
+class Unauthorized(WirecallError):
+    """What `authenticate` raises to refuse a request: it is answered with 401 and this WWW-Authenticate."""
+
+    def __init__(self, message: str = "not authenticated", *, www_authenticate: str = "Bearer") -> None:
+        super().__init__(message)
+        self.message = message
+        self.www_authenticate = www_authenticate
 
 
 class CallFailed(WirecallError):

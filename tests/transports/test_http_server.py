@@ -11,9 +11,9 @@ import pytest
 from tests.calls import batch, call
 from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scope_of
 from wirecall import Limits
-from wirecall.errors import Gone
+from wirecall.errors import Gone, Unauthorized
 from wirecall.frames import Data, Id
-from wirecall.transports.http_server import Headers, HttpServer, Request, Unauthorized
+from wirecall.transports.http_server import Headers, HttpServer, Request
 from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
 
 ADD = call("add", {"a": 1, "b": 2})

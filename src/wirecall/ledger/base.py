@@ -252,8 +252,9 @@ def check_url(url: str) -> str:
     """The scheme of a ledger's URL, or an error that names the ones there are."""
     scheme, colon, _ = url.partition(":")
     if not colon or scheme not in _SCHEMES:
+        shown = f"{scheme}:..." if "@" in url else url  # what stands before an @ may be a password
         raise UsageError(
-            f"{url!r} is not the URL of a ledger.",
+            f"{shown!r} is not the URL of a ledger.",
             f"it must begin with one of: {', '.join(name + ':' for name in _SCHEMES)}",
             'for example "memory:", "sqlite:ledger.db", "redis://localhost:6379/0", "postgresql://localhost/shop"',
         )

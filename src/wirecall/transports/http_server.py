@@ -29,7 +29,7 @@ from types import CoroutineType, coroutine
 from typing import Any, TypeAlias, overload
 
 from wirecall import frames
-from wirecall.errors import Gone, InternalError, InvalidRequest, UsageError, WirecallError
+from wirecall.errors import Gone, InternalError, InvalidRequest, Unauthorized, UsageError, WirecallError
 from wirecall.lanes import resume
 from wirecall.logs import logger
 from wirecall.policy import ANONYMOUS, Limits
@@ -67,15 +67,6 @@ class HttpError(WirecallError):
         self.message = message
         self.headers = headers
         self.data = data
-
-
-class Unauthorized(WirecallError):
-    """What `authenticate` raises to refuse a request: it is answered with 401 and this WWW-Authenticate."""
-
-    def __init__(self, message: str = "not authenticated", *, www_authenticate: str = "Bearer") -> None:
-        super().__init__(message)
-        self.message = message
-        self.www_authenticate = www_authenticate
 
 
 class Headers(Mapping[str, str]):
