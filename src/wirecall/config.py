@@ -250,9 +250,8 @@ class _File:
             return self.path.read_text("utf-8")
         except FileNotFoundError:
             if is_named:
-                self._problems.append(
-                    Problem(str(self.path), "there is no such file", f"write it, or unset {FILE_VARIABLE}")
-                )
+                fix = f"write it, or name another one, here or in {FILE_VARIABLE}"
+                self._problems.append(Problem(str(self.path), "there is no such file", fix))
         except UnicodeDecodeError as error:
             line = error.object[: error.start].count(b"\n") + 1
             self._problems.append(Problem(f"{self.path}:{line}", "it is not UTF-8", "save it as UTF-8", line))

@@ -97,7 +97,7 @@ def test_replays_errors_and_torn_lines_are_told_apart() -> None:
     shown = invoke("audit", "tail", "audit.jsonl").stdout.splitlines()
     assert "  replayed     charge  a  ada" in shown[0]
     assert "  error 4020   charge  b  -" in shown[1]
-    assert shown[2] == '? {"time": 1'
+    assert shown[2] == '? not a line of an audit trail: {"time": 1'
 
 
 def test_a_trail_is_followed_as_it_grows_until_ctrl_c() -> None:

@@ -4,8 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import wirecall as package
 from tests.cli import HELLO, ROOT, SHOP, invoke, wirecall
@@ -32,7 +36,7 @@ def test_without_a_verb_the_help_is_shown() -> None:
     assert "Exit codes" in run.stderr
 
 
-@pytest.mark.parametrize("verb", ["serve", "dev", "list", "show", "call", "batch", "send"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(verb: str) -> None:
     run = invoke(verb, "--help")
     assert run.exit_code == 0
@@ -140,7 +144,22 @@ def test_a_fault_of_ours_has_a_traceback_on_request(monkeypatch: pytest.MonkeyPa
 def test_every_verb_and_every_exit_code_is_in_the_docs() -> None:
     page = (ROOT / "docs" / "cli.md").read_text()
     assert all(f"| {int(code)} | {text.replace('--key', '`--key`')} |" in page for code, text in TEXTS.items())
-    assert all(
-        f"wirecall {verb} " in page or f"`{verb}`" in page
-        for verb in ("serve", "dev", "list", "show", "call", "batch", "send")
-    )
+    assert all(f"wirecall {verb} " in page or f"`{verb}" in page for verb in VERBS)
+
+
+def test_the_readme_counts_the_packages_of_a_plain_install() -> None:
+    """Fewer than 20, as README says."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    packages = with_needed(needed, {"wirecall"})
+    assert f"{len(packages)} packages with itself" in (ROOT / "README.md").read_text()
+    assert len(packages) < 20
+
+
+def with_needed(lines: list[str], found: set[str]) -> set[str]:
+    """The packages of some requirements and all that these require, without extras."""
+    for need in map(Requirement, lines):
+        name = canonicalize_name(need.name)
+        if name not in found and (need.marker is None or need.marker.evaluate({"extra": ""})):
+            found.add(name)
+            with_needed(metadata.requires(name) or [], found)
+    return found

@@ -210,7 +210,7 @@ def test_plain_json_rpc_without_arrays(tmp_path: Path) -> None:
     [
         (("--", sys.executable, "-c", "raise SystemExit('no licence')"), "no licence"),
         (("--", "/no/such/program"), "cannot be started"),
-        (("http://127.0.0.1:1",), "cannot be reached"),
+        (("http://127.0.0.1:1",), "127.0.0.1:1: Connection refused"),
         (("--timeout", "500ms", "--as", "rpc", "--", "sleep", "60"), "says nothing at all"),
     ],
     ids=["ends", "does not start", "not there", "silent"],

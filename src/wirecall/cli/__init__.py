@@ -100,10 +100,14 @@ def _refuse_verb(name: str) -> NoReturn:
 
 
 def _told(error: Exception, words: list[str]) -> int:
-    from wirecall.cli.failures import failure_of
-    from wirecall.cli.output import print_failure
+    from wirecall.cli.failures import Failure, failure_of
+    from wirecall.cli.output import Unwritten, print_failure
 
     failure = failure_of(error)
+    if isinstance(error, Unwritten):
+        failure = Failure(
+            "The output cannot be written.", error.message, "write it elsewhere", exit=Exit.FAULT, type="output"
+        )
     own = words[: words.index("--")] if "--" in words else words
     print_failure(failure.document(), failure.text(), "--json" in own)
     return failure.exit_code

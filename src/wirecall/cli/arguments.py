@@ -10,17 +10,18 @@ What does not fit the schema is told here, before anything is sent.
 """
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, nearest
+from wirecall.cli.output import stdin
 from wirecall.cli.schemas import Misfit, Schema, check, read, resolved, words
 from wirecall.frames import decode_value
 
 _WORD = re.compile(r"(?P<path>[^=:]+?)(?P<sign>:=|=)(?P<value>.*)", re.DOTALL)
 _ANY: Schema = {}
+SHOWN = 60  # characters of what is not JSON
 
 
 def arguments(given: tuple[str, ...], whole: str | None, schema: Schema | None, *, help: str) -> Any:
@@ -30,9 +31,10 @@ def arguments(given: tuple[str, ...], whole: str | None, schema: Schema | None, 
         if given:
             raise Failure("Params by position and by name.", "--args is a list", "give all of them in --args")
         return params  # which is which only the server knows
+    _refuse_doubled(given)
     try:
         for word in given:
-            _put(params, word, schema or _ANY)
+            _put(params, _utf8(word), schema or _ANY)
         if schema is not None:
             _refuse_unknown(params, schema, help)
             check(params, schema, schema, "")
@@ -45,7 +47,7 @@ def arguments(given: tuple[str, ...], whole: str | None, schema: Schema | None, 
 
 
 def _whole(text: str) -> Any:
-    source = sys.stdin.buffer.read() if text == "-" else _file(text[1:]) if text.startswith("@") else text.encode()
+    source = stdin().read() if text == "-" else _file(text[1:]) if text.startswith("@") else _utf8(text).encode()
     params = _json(source, "--args")
     if not isinstance(params, dict | list):
         raise Failure(
@@ -57,7 +59,8 @@ def _whole(text: str) -> Any:
 def _put(params: dict[str, Any], word: str, schema: Schema) -> None:
     match = _WORD.fullmatch(word)
     if match is None:
-        raise Failure(f"{word!r} is not an argument.", "there is no = in it", "name=text, or name:=JSON", type="params")
+        why = "there is no name in front of =" if "=" in word else "there is no = in it"
+        raise Failure(f"{word!r} is not an argument.", why, "name=text, or name:=JSON", type="params")
     steps = match["path"].split(".")
     is_item = steps[-1].endswith("[]")
     steps[-1] = steps[-1].removesuffix("[]")
@@ -104,13 +107,29 @@ def _json(data: bytes, name: str) -> Any:
     try:
         return decode_value(data)
     except (ValueError, RecursionError) as error:
-        shown = data[:60].decode("utf-8", "replace")
-        raise Failure(
-            f"{name} is not JSON.",
-            f"{error}: {shown}",
-            f"{name}=text for a text, {name}:=JSON for JSON" if name != "--args" else "",
-            type="params",
-        ) from None
+        next = """--args '{"name": "value"}'""" if name == "--args" else f"{name}=text for a text, {name}:=JSON for JSON"
+        raise Failure(f"{name} is not JSON.", _fault(data, error), next, type="params") from None
+
+
+def _fault(data: bytes, error: Exception) -> str:
+    if not data.strip():
+        return "there is nothing in it"
+    try:
+        shown = data.decode()
+    except UnicodeDecodeError:
+        return "it is not UTF-8"
+    shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+    if shown[0].isalpha():
+        return f'a text in JSON has quotes: "{shown}"'
+    return f"{shown} is not complete" if "truncated" in str(error) else f"{shown}: {error}"
+
+
+def _utf8(word: str) -> str:
+    """A word of the command line, whose bytes may have come through a locale that is not UTF-8."""
+    try:
+        return word.encode("utf-8", "surrogateescape").decode()
+    except UnicodeError:
+        raise Failure(f"{word!r} is not UTF-8.", "JSON is", "give it as JSON: name:='\"\\u00e9\"'", type="params") from None
 
 
 def _file(path: str) -> bytes:
@@ -132,6 +151,13 @@ def _text(data: bytes, path: str) -> str:
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------
+
+
+def _refuse_doubled(words: tuple[str, ...]) -> None:
+    paths = [match["path"] for word in words if (match := _WORD.fullmatch(word)) and not match["path"].endswith("[]")]
+    if doubled := next((path for path in paths if paths.count(path) > 1), None):
+        next_step = f"give it once, or {doubled}[]=... for each entry of a list"
+        raise Failure(f"{doubled} is given twice.", "only one of them can be meant", next_step, type="params", field=doubled)
 
 
 def _refuse_unknown(params: dict[str, Any], schema: Schema, help: str) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from wirecall.audit import Report, verify
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure
-from wirecall.cli.output import Output, json_option, print_json, progress
+from wirecall.cli.output import Output, json_option, print_json, printable, progress
 
 POLL = 0.2  # seconds between two looks at a file that is followed, or that is being verified
 BLOCK = 65_536
@@ -143,7 +143,8 @@ def _entry(line: bytes) -> dict[str, Any]:
         entry = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         entry = None
-    return entry if isinstance(entry, dict) else {"unreadable": line.decode("utf-8", "replace")}
+    is_entry = isinstance(entry, dict) and type(entry.get("time")) in (int, float) and isinstance(entry.get("method"), str)
+    return entry if is_entry else {"unreadable": line.decode("utf-8", "replace")}
 
 
 def _print(line: bytes, as_json: bool) -> None:
@@ -153,7 +154,7 @@ def _print(line: bytes, as_json: bool) -> None:
     if as_json:
         print_json(entry)
     elif "unreadable" in entry:
-        click.echo(f"? {entry['unreadable']}")
+        click.echo(f"? not a line of an audit trail: {printable(entry['unreadable'])[:60]}")
     else:
         click.echo(_sentence(entry))
 
@@ -178,5 +179,8 @@ def _existing(file: str | None) -> Path:
     path = Path(file.removeprefix("file:"))
     if not path.is_file():
         next = "is this the server's folder? The trail is made by the first command"
-        raise Failure(f"There is no audit trail {path}.", f"looked in {Path.cwd()}", next, type="no_trail")
+        why = "it is a folder" if path.is_dir() else f"looked in {Path.cwd()}"
+        raise Failure(f"There is no audit trail {path}.", why, next, type="no_trail")
+    if not os.access(path, os.R_OK):
+        raise Failure(f"{path} cannot be read.", "Permission denied", "ask its owner, or the server's", type="no_trail")
     return path

@@ -22,9 +22,9 @@ from wirecall.cli.call import result_of
 from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, failure_of
-from wirecall.cli.output import Output, json_option, print_lines, progress
+from wirecall.cli.output import Input, Output, count_of, json_option, print_lines, progress
 from wirecall.cli.overrides import app_of, ledger_option
-from wirecall.cli.running import run
+from wirecall.cli.running import reading, run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import UsageError
 
@@ -66,7 +66,7 @@ class Totals:
 
 @click.command("batch", cls=TargetCommand)
 @target_argument()
-@click.argument("lines", type=click.File("rb"), default="-", metavar="[FILE|-]")
+@click.argument("lines", type=Input(), default="-", metavar="[FILE|-]")
 @ledger_option
 @way_options
 @json_option
@@ -82,15 +82,19 @@ def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, as_js
     totals = run(_batch(target, lines, ledger, way))
     out = Output(as_json)
     replayed = f", {totals.replayed} replayed" if totals.replayed else ""
-    out.note(f"{totals.lines} lines, {totals.failed} failed{replayed}", "failed" if totals.failed else "ok")
+    out.note(f"{count_of(totals.lines, 'line')}, {totals.failed} failed{replayed}", "failed" if totals.failed else "ok")
     return totals.exit()
 
 
 async def _batch(target: Target, lines: BinaryIO, ledger: str | None, way: Way) -> Totals:
     app = app_of(target, ledger)
+    if app is not None and ledger:
+        from wirecall.cli.ledgers import ready
+
+        await ready(app)
     stdout, totals = sys.stdout, Totals()
     is_mcp = way.protocol_to(target) == "mcp"
-    with progress(_count(lines), "Calls") as advance:
+    with progress(_count(lines), "Calls", hidden=lines.isatty()) as advance:
         async with opened(target, way, app=app) as client:
             for window in _windows(lines):
                 documents = await _outcomes(client, is_mcp, window)
@@ -102,17 +106,23 @@ async def _batch(target: Target, lines: BinaryIO, ledger: str | None, way: Way) 
 
 def _count(lines: BinaryIO) -> int | None:
     """How many there are, if that can be known before they are read."""
-    if not lines.seekable() or lines is sys.stdin.buffer:
+    if not lines.seekable():
         return None
+    begin = lines.tell()
     total = sum(1 for line in lines if line.strip())
-    lines.seek(0)
+    lines.seek(begin)
     return total
 
 
 def _windows(lines: BinaryIO) -> Iterator[list[tuple[int, bytes]]]:
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-    while window := list(islice(numbered, WINDOW)):
+    while window := _read(numbered):
         yield window
+
+
+def _read(numbered: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    with reading():
+        return list(islice(numbered, WINDOW))
 
 
 async def _outcomes(client: Any, is_mcp: bool, window: list[tuple[int, bytes]]) -> list[dict[str, Any]]:
@@ -142,5 +152,13 @@ def _document(number: int, line: Line | None, entry: Any) -> dict[str, Any]:
     key = {"key": entry.key} if entry.key else {}
     replayed = {"replayed": True} if entry.replayed else {}
     if entry.error is not None:
-        return {"line": number, **id, "ok": False, "error": failure_of(entry.error).document(), **key, **replayed}
+        return {"line": number, **id, "ok": False, "error": _failed(entry).document(), **key, **replayed}
     return {"line": number, **id, "ok": True, "result": result_of(entry.result()), **key, **replayed}
+
+
+def _failed(entry: Any) -> Failure:
+    failure = failure_of(entry.error)
+    if failure.exit_code == Exit.UNKNOWN:
+        safe = f'repeat the line with "key": "{entry.key}": it takes effect once'
+        failure.next = safe if entry.key else "repeat the line if it only reads; else find out first whether it took effect"
+    return failure

@@ -11,11 +11,12 @@ from wirecall.cli.arguments import arguments
 from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, failure_of
-from wirecall.cli.offers import CALLABLE, Offer, find, offers_of
+from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of
 from wirecall.cli.output import Output, ask, json_option, pretty
 from wirecall.cli.overrides import app_of, ledger_option
-from wirecall.cli.running import Interrupted, run
+from wirecall.cli.running import Interrupted, reading, run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.errors import UsageError
 from wirecall.retries import mint_key
 
 
@@ -28,6 +29,7 @@ class Wanted(Struct, kw_only=True):
     key: str | None
     yes: bool
     ledger: str | None
+    has_left: bool = False
 
 
 @click.command("call", cls=TargetCommand)
@@ -54,11 +56,13 @@ def command(target: Target, way: Way, as_json: bool, **given: Any) -> None:
     wirecall call search 'filter:={"lang": "en"}' -- python server.py
     """
     wanted = Wanted(**given)
+    if wanted.key == "":
+        raise Failure("The key is empty.", "a key tells one command from another", "--key order-7, or --key auto")
     try:
         run(_call(Output(as_json), target, way, wanted))
     except Interrupted as stopped:
-        stopped.why = "it may have run, or may still"
-        raise _resumable(stopped, wanted.key) if wanted.key else stopped from None
+        stopped.why = "it may have run, or may still" if wanted.has_left else "nothing was sent"
+        raise _resumable(stopped, wanted.key) if wanted.key and wanted.has_left else stopped from None
 
 
 async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
@@ -67,12 +71,18 @@ async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
     protocol = way.protocol_to(target)
     async with opened(target, way, app=app) as client:
         offers = None if wanted.name.startswith("rpc.") else await offers_of(client, app, protocol, callable_only=True)
-        offer = _offer(offers, wanted.name, target)
-        params = arguments(wanted.words, wanted.whole, offer.schema, help=f"wirecall show {target.text} {wanted.name}")
-        _confirm(offer, wanted)
+        offer = _offer(offers, wanted.name, target, app)
+        with reading():
+            params = arguments(wanted.words, wanted.whole, offer.schema, help=target.line("show", wanted.name))
+            _refuse_key(offer, wanted, protocol)
+            _confirm(offer, wanted)
         _warn(out, app, wanted)
         wanted.key = _key(offer, wanted, params)
-        begun = time.perf_counter()
+        if app is not None and wanted.key:
+            from wirecall.cli.ledgers import ready  # late: a query does without
+
+            await ready(app)
+        wanted.has_left, begun = True, time.perf_counter()
         entry = await _sent(client, protocol, wanted, params, out)
         took = time.perf_counter() - begun
         revision = {"revision": client.revision} if client.revision else {}
@@ -91,10 +101,19 @@ def _way_to(app: App | None, way: Way, name: str) -> Way:
     return Way("mcp", way.revision, way.timeout, way.headers) if is_tool and way.protocol is None else way
 
 
-def _offer(offers: list[Offer] | None, name: str, target: Target) -> Offer:
+def _offer(offers: list[Offer] | None, name: str, target: Target, app: App | None) -> Offer:
     if offers is None:
         return Offer("method", name)
-    return find([offer for offer in offers if offer.kind in CALLABLE], name, target.text)
+    for offer in of_app(app) if app is not None else offers:
+        if offer.name == name and offer.kind not in CALLABLE:
+            raise Failure(f"{name} is a {offer.kind}.", "methods and tools are called", target.line("show", name))
+    return find([offer for offer in offers if offer.kind in CALLABLE], name, target.line("list"))
+
+
+def _refuse_key(offer: Offer, wanted: Wanted, protocol: str) -> None:
+    """A query of JSON-RPC has no room for a key; MCP has one beside the arguments, where it does no harm."""
+    if wanted.key and protocol == "jsonrpc" and offer.hints and offer.hints.read_only and not offer.hints.keyed:
+        raise Failure(f"{offer.name} takes no key.", "it only reads: repeat it as it is", "drop --key", type="params")
 
 
 def _confirm(offer: Offer, wanted: Wanted) -> None:
@@ -120,14 +139,16 @@ def _key(offer: Offer, wanted: Wanted, params: Any) -> str | None:
 
 async def _sent(client: Any, protocol: str, wanted: Wanted, params: Any, out: Output) -> Any:
     """The call as the only entry of a batch, which tells its key and whether it was replayed."""
+    key = wanted.key or False
     async with client.batch() as batch:
-        if protocol == "mcp":
-            entry = batch.call_tool(
-                wanted.name, params, key=wanted.key or False, progress=lambda *told: _progress(out, *told)
-            )
-        else:
-            entry = batch.call(wanted.name, params or None, key=wanted.key or False)
-    return entry
+        try:
+            if protocol == "mcp":
+                return batch.call_tool(wanted.name, params, key=key, progress=lambda *told: _progress(out, *told))
+            return batch.call(wanted.name, params or None, key=key)
+        except UsageError as error:  # of the call, only its key is left to be wrong
+            failure = failure_of(error)
+            failure.next = failure.next or "use 1 to 255 printable ASCII characters without spaces, or --key auto"
+            raise failure from None
 
 
 def _progress(out: Output, done: float, total: float | None, message: str | None) -> None:

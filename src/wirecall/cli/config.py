@@ -8,7 +8,7 @@ import msgspec
 
 from wirecall.cli.exits import Exit
 from wirecall.cli.ledgers import shown
-from wirecall.cli.output import Output, json_option
+from wirecall.cli.output import Output, count_of, json_option
 from wirecall.config import FILE, Config, Problem, Value, check_config, load_config, variable
 
 _FILE = click.argument("file", required=False, metavar="[FILE]")
@@ -50,9 +50,9 @@ def _show_problems(out: Output, config: Config, problems: list[Problem]) -> None
     for each in problems:
         click.echo(f"{each.where}: {each.what}")
         click.echo(f"  next: {each.fix}" if each.fix else "", nl=bool(each.fix))
-    where = str(config.path) if config.path else f"no {FILE}, and variables"
-    stated = len(config.stated())
-    out.note(f"{len(problems)} problems" if problems else f"{where}: {stated} values stated", "failed" if problems else "ok")
+    where = str(config.path) if config.path else f"no {FILE}"
+    sound = f"{where}: {count_of(len(config.stated()), 'value')} stated"
+    out.note(count_of(len(problems), "problem") if problems else sound, "failed" if problems else "ok")
 
 
 @command.command("show")

@@ -64,7 +64,7 @@ def way_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option("--revision", metavar="DATE", help="Revision of MCP, such as 2025-03-26; else the newest of both."),
             click.option(
-                "--timeout", type=DURATION, default=30.0, show_default="30s", help="Time of a call, its retries included."
+                "--timeout", type=DURATION, default=30.0, help="Time of a call, its retries included. [default: 30s]"
             ),
             click.option(
                 "--header",

@@ -65,6 +65,7 @@ class _Watched:
         try:
             while not self._stopping:
                 time.sleep(PAUSE)
+                self._look_after()
                 now = self._times()
                 if now != seen:
                     seen = now
@@ -88,6 +89,11 @@ class _Watched:
             self._child = subprocess.Popen(self._words, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError as error:
             raise Failure("The server cannot be started.", str(error), "", exit=Exit.UNREACHABLE) from error
+
+    def _look_after(self) -> None:
+        if self._child is not None and self._child.poll() is not None and not self._stopping:
+            self._child = None
+            self._say("the server has ended; it starts anew when a file changes")
 
     def _end(self) -> None:
         child, self._child = self._child, None

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import failure_of
-from wirecall.cli.ledgers import Found, configured, opened_ledger, shown
+from wirecall.cli.ledgers import DRIVERS, Found, configured, opened_ledger, shown
 from wirecall.cli.output import Output, json_option
 from wirecall.cli.running import run
 from wirecall.config import Config, ConfigError, check_config
@@ -72,13 +72,6 @@ def _show(out: Output, findings: list[Finding]) -> None:
 
 # Packages, and what they are needed for: the ones without a condition come with wirecall.
 _NEEDED = ("msgspec", "click", "rich", "aiohttp", "apsw", "granian")
-_BY_LEDGER = {
-    "redis": ("redis", "redis"),
-    "rediss": ("redis", "redis"),
-    "valkey": ("redis", "redis"),
-    "postgresql": ("psycopg", "postgres"),
-    "postgres": ("psycopg", "postgres"),
-}
 
 
 def _python(_: Config) -> Iterator[Finding]:
@@ -91,7 +84,7 @@ def _packages(config: Config) -> Iterator[Finding]:
     missing = [name for name in _NEEDED if _version(name) is None]
     versions = ", ".join(f"{name} {_version(name)}" for name in ("wirecall", *_NEEDED) if _version(name))
     yield Finding("packages", "fail" if missing else "ok", versions, f"pip install {' '.join(missing)}" if missing else "")
-    package, extra = _BY_LEDGER.get((config.get("ledger.url") or "").partition(":")[0], ("", ""))
+    package, extra = DRIVERS.get((config.get("ledger.url") or "").partition(":")[0], ("", ""))
     if package and _version(package) is None:
         yield Finding(
             "packages", "fail", f"{package} is not installed; the ledger needs it", f'pip install "wirecall[{extra}]"'

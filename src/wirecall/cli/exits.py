@@ -22,7 +22,7 @@ class Exit(IntEnum):
 
 TEXTS = {
     Exit.DONE: "done; a replayed answer is done too",
-    Exit.FAULT: "a fault of wirecall itself",
+    Exit.FAULT: "a fault of wirecall itself, or its output cannot be written",
     Exit.USAGE: "wrong usage, or a file or an argument that cannot be used; nothing was sent",
     Exit.AUTH: "the server wants to know who calls, or refuses this caller",
     Exit.UNREACHABLE: "nobody answers there, or the server process did not start",

@@ -208,7 +208,7 @@ class _File:
         if not isinstance(servers, dict):
             what = "an object" if not isinstance(tree, dict) else f"an object under {self.client.member!r}"
             next = "is it the right file? Then correct it by hand first"
-            raise Failure(f"{path} does not look like a file of {self.client.title}'s.", f"there is not {what}", next)
+            raise Failure(f"{path} does not look like a file of {self.client.title}'s.", f"it does not hold {what}", next)
         return tree
 
     def _written(self, tree: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, nearest
 from wirecall.cli.ledgers import Found, found, opened_ledger
-from wirecall.cli.output import Output, ask, json_option, progress
+from wirecall.cli.output import Output, ask, count_of, json_option, progress
 from wirecall.cli.running import Interrupted, run
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
 
@@ -101,7 +101,7 @@ def count_records(target: str | None, as_json: bool) -> None:
 # --- changing -------------------------------------------------------------------------------------------------------
 
 
-@command.command("sweep")
+@command.command("sweep", short_help="Do the housekeeping that is due.")
 @_WHERE
 @json_option
 def sweep_records(target: str | None, as_json: bool) -> None:
@@ -116,10 +116,10 @@ def sweep_records(target: str | None, as_json: bool) -> None:
         return changed
 
     changed = _with(found(target), sweep)
-    Output(as_json).result({"changed": changed}, f"{changed} records changed")
+    Output(as_json).result({"changed": changed}, f"{count_of(changed, 'record')} changed")
 
 
-@command.command("resolve")
+@command.command("resolve", short_help="Settle a command of unknown outcome.")
 @_WORDS
 @_CALLER
 @click.option("--done", "verdict", flag_value="done", help="It took effect: retries get --result.")
@@ -237,7 +237,9 @@ async def _get(ledger: Ledger, id: RecordId) -> Record:
 
 def _named(words: tuple[str, ...], caller: str) -> tuple[Found, RecordId]:
     if len(words) not in (2, 3):
-        raise Failure("Which record?", f"{len(words)} words were given", "[TARGET] METHOD KEY, such as: charge order-7")
+        raise Failure(
+            "Which record?", f"{count_of(len(words), 'word')} given", "[TARGET] METHOD KEY, such as: charge order-7"
+        )
     *target, method, key = words
     return found(target[0] if target else None), RecordId(caller, method, key)
 

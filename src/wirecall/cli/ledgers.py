@@ -5,6 +5,7 @@ A ledger is opened as it is found. A file that is not there is an error here, wh
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +14,7 @@ from msgspec import Struct
 
 from wirecall import App
 from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure
+from wirecall.cli.failures import Failure, failure_of
 from wirecall.cli.targets import parse
 from wirecall.config import Config, load_config
 from wirecall.errors import UsageError
@@ -52,8 +53,10 @@ def found(text: str | None) -> Found:
             raise Failure("Which ledger?", "none was named, and wirecall.toml names none", next)
         return where
     path = text.partition(":")[0]
-    if path.endswith(".py") or Path(path).is_file():
+    if path.endswith(".py"):
         return _of_app(text)
+    if Path(text).is_file():
+        raise Failure(f"{text!r} is not a ledger.", "it is the path of a file", f"sqlite:{text}")
     try:
         check_url(text)
     except UsageError:
@@ -89,7 +92,38 @@ async def opened_ledger(where: Found) -> AsyncIterator[Ledger]:
         raise unreachable(where, error) from error
 
 
+async def ready(app: App) -> None:
+    """Open the ledger of an app in this process, before a command needs it: here its user can be told what is wrong."""
+    check_ledger(app.ledger_url)
+    try:
+        await app.ledger()
+    except LedgerDown as error:
+        raise unreachable(Found(app.ledger_url, app.name, app), error) from error
+
+
+# By scheme: the package that speaks to the ledger, and the extra of ours that brings it.
+DRIVERS = {
+    "redis": ("redis", "redis"),
+    "rediss": ("redis", "redis"),
+    "valkey": ("redis", "redis"),
+    "postgresql": ("psycopg", "postgres"),
+    "postgres": ("psycopg", "postgres"),
+}
+
+
+def check_ledger(url: str) -> None:
+    """What no server can mend by waiting: a driver that is not installed, a folder in the place of a file."""
+    scheme, _, path = url.partition(":")
+    driver, extra = DRIVERS.get(scheme, ("", ""))
+    if driver and find_spec(driver) is None:
+        why = f"ledgers of {scheme}: are reached with the package {driver}"
+        raise Failure(f"{driver} is not installed.", why, f'pip install "wirecall[{extra}]"', type="ledger")
+    if scheme == "sqlite" and Path(path.removeprefix("//")).is_dir():
+        raise Failure(f"The ledger {path} is a folder.", "SQLite keeps it in a file", "name a file in it", type="ledger")
+
+
 def _refuse_absent(where: Found) -> None:
+    check_ledger(where.url)
     scheme, _, path = where.url.partition(":")
     if scheme == "memory":
         next = 'use a ledger that outlives it: ledger="sqlite:PATH", or --ledger of wirecall serve'
@@ -104,11 +138,12 @@ def _refuse_absent(where: Found) -> None:
 
 
 def unreachable(where: Found, error: Exception) -> Failure:
-    what, _, why = str(error).partition("\n")
+    told = failure_of(UsageError(str(error)))  # some of them have their own why and fix
+    is_whole = bool(told.why or told.next)
     return Failure(
-        f"The ledger {shown(where.url)} cannot be used.",
-        "\n".join(line.strip() for line in (what, *why.splitlines())),
-        "is it running, and is this its URL?",
+        told.what if is_whole else f"The ledger {shown(where.url)} cannot be used.",
+        told.why if is_whole else " ".join(told.what.split()),
+        told.next or "is it running, and is this its URL?",
         exit=Exit.UNREACHABLE,
         type="ledger_unavailable",
     )

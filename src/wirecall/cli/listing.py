@@ -46,7 +46,7 @@ async def listed(target: Target, way: Way) -> list[Offer]:
         raise Failure(
             "The server does not tell what it offers.",
             "it has no rpc.discover, which OpenRPC asks for",
-            f"wirecall call {target.text} METHOD works all the same; for MCP: --as mcp",
+            f"{target.line('call', 'METHOD')} works all the same; for MCP: --as mcp",
             exit=Exit.REMOTE,
             type="no_discovery",
         )

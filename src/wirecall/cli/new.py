@@ -1,5 +1,6 @@
 """`wirecall new`: a small project that runs: a query, a command, and a test in which a lost answer costs nothing."""
 
+import os
 import re
 from pathlib import Path
 
@@ -115,7 +116,9 @@ def command(folder: str, as_json: bool) -> None:
     \b
     wirecall new shop && cd shop && wirecall dev
     """
-    path = Path(folder)
+    if not folder.strip():
+        raise Failure("The name is empty.", "it is the folder of the project", "wirecall new shop")
+    path = Path(os.path.normpath(folder))  # without it, `x/..` would be looked for before x is made
     name = _name(path)
     _refuse_taken(path)
     try:

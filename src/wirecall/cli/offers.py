@@ -57,14 +57,14 @@ class Offer(Struct, frozen=True, omit_defaults=True):
         return self.hints.marks() if self.hints else []
 
 
-def find(offers: list[Offer], name: str, target: str) -> Offer:
-    """The offer of a name, or who comes near it."""
+def find(offers: list[Offer], name: str, help: str) -> Offer:
+    """The offer of a name, or who comes near it; `help` is the command that lists all of them."""
     for offer in offers:
         if offer.name == name:
             return offer
     near = nearest(name, [offer.name for offer in offers])
     why = f"did you mean {near}?" if near else "the server offers nothing like it"
-    raise Failure(f"There is no {name!r}.", why, f"wirecall list {target}", type="method_unknown")
+    raise Failure(f"There is no {name!r}.", why, help, type="method_unknown")
 
 
 async def offers_of(client: Any, app: App | None, protocol: str, *, callable_only: bool = False) -> list[Offer] | None:

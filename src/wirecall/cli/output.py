@@ -9,8 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, Any, TextIO
+from contextlib import contextmanager, suppress
+from typing import IO, Any, BinaryIO, TextIO
 
 import click
 
@@ -39,11 +39,13 @@ class Output:
         if self.as_json:
             print_json({"ok": True, "result": value, **more})
         elif callable(show):
-            show()
+            with _writing():
+                show()
         else:
             text = pretty(value) if show is None else show
             # Bytes where it is no terminal: of a text, click would take away what looks like colour.
-            click.echo(printable(text) if is_terminal(sys.stdout) else text.encode("utf-8", "backslashreplace"))
+            with _writing():
+                click.echo(printable(text) if is_terminal(sys.stdout) else text.encode("utf-8", "backslashreplace"))
 
     def note(self, text: str, mark: str = "") -> None:
         """A line beside the payload."""
@@ -61,24 +63,51 @@ class Output:
             click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+class Unwritten(click.ClickException):
+    """Stdout takes no more: a full disk, say. That nobody reads it any more (EPIPE) is not told: nobody listens."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror or str(error))
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise Unwritten(error) from error
+
+
 def print_json(document: Any, stdout: IO[str] | None = None) -> None:
     """One document on one line, to stdout or to what it was."""
-    click.echo(encode(document), stdout)
+    with _writing():
+        click.echo(encode(document), stdout)
 
 
-def print_lines(documents: Sequence[Any], stdout: TextIO) -> None:
+def print_lines(documents: Sequence[Any], stdout: TextIO | None) -> None:
     """Many documents, one per line, in one write: `click.echo` for each took as long as the calls."""
-    stdout.flush()
-    stdout.buffer.write(b"".join([encode(document) + b"\n" for document in documents]))
-    stdout.buffer.flush()
+    if stdout is None:  # closed by who started us
+        return
+    with _writing():
+        stdout.flush()
+        stdout.buffer.write(b"".join([encode(document) + b"\n" for document in documents]))
+        stdout.buffer.flush()
 
 
 def print_failure(document: dict[str, Any], text: str, as_json: bool) -> None:
-    """How the command tells what went wrong."""
+    """How the command tells what went wrong; on stderr if stdout takes no more."""
     if as_json:
-        print_json({"ok": False, "error": document})
-    else:
-        click.echo(f"{marked('failed')} {printable(text)}", err=True)
+        with suppress(Unwritten):
+            print_json({"ok": False, "error": document})
+            return
+    click.echo(f"{marked('failed')} {printable(text)}", err=True)
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number and what is counted."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def pretty(value: Any) -> str:
@@ -102,10 +131,27 @@ def marked(name: str) -> str:
     """A mark, in colour where there is some."""
     try:
         sign = _MARKS[name][0]
-        sign.encode(sys.stderr.encoding or "ascii")
+        sign.encode(getattr(sys.stderr, "encoding", None) or "ascii")  # there is no stderr if it was closed
     except UnicodeEncodeError:
         sign = _MARKS[name][1]
     return click.style(sign, fg=_COLOURS[name]) if has_colour(sys.stderr) else sign
+
+
+def stdin() -> BinaryIO:
+    """What comes on standard input, which may have been closed by who started us."""
+    if sys.stdin is None:
+        raise click.UsageError("There is no standard input: it is closed.")
+    return sys.stdin.buffer
+
+
+class Input(click.File):
+    """A file of bytes to read, or `-` for standard input: the `type=` of an argument."""
+
+    def __init__(self) -> None:
+        super().__init__("rb")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return stdin() if value == "-" else super().convert(value, param, ctx)
 
 
 def is_terminal(stream: IO[Any] | None) -> bool:
@@ -125,9 +171,9 @@ def ask(question: str) -> bool | None:
 
 
 @contextmanager
-def progress(total: int | None, what: str) -> "Iterator[Callable[[int], None]]":
+def progress(total: int | None, what: str, *, hidden: bool = False) -> "Iterator[Callable[[int], None]]":
     """A bar on stderr while something long runs; the block calls `advance(n)`. Nothing if stderr is no terminal."""
-    if not is_terminal(sys.stderr):
+    if hidden or not is_terminal(sys.stderr):
         yield lambda _count: None
         return
     from rich.console import Console

@@ -11,12 +11,12 @@ from wirecall import __version__
 from wirecall.cli.connecting import Way, way_options
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, nearest
-from wirecall.cli.output import Output, json_option, progress
+from wirecall.cli.output import Output, count_of, json_option, progress
 from wirecall.cli.probing import Prober, Seen
 from wirecall.cli.running import run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.cli.wires import Wire, wire_to
-from wirecall.errors import ConnectionLost, TimedOut
+from wirecall.errors import ConnectionLost, NotSent, TimedOut
 from wirecall.mcp.revisions import REVISIONS, Revision
 
 
@@ -52,7 +52,9 @@ async def _probe(target: Target, way: Way) -> Seen:
         # What handlers print in this process is not for stdout.
         with redirect_stdout(sys.stderr), progress(len(wanted) + plain, "Asking") as advance:
             return await prober.look(wanted, plain=plain, advance=advance)
-    except (ConnectionLost, TimedOut) as error:
+    except (ConnectionLost, NotSent, TimedOut) as error:
+        if isinstance(error, NotSent) and target.kind != "command":
+            raise
         what = "The server does not answer." if isinstance(error, TimedOut) else "The server left before it answered."
         next = "run the command by itself to see more" if target.kind == "command" else "is this its address?"
         raise Failure(what, str(error), next, exit=Exit.UNREACHABLE, type="unreachable") from None
@@ -91,7 +93,10 @@ def advice(seen: Seen) -> list[str]:
             speaks_mcp and bool(seen.features.get("tools")) and not seen.keys,
             "A lost answer stays lost: it does not honour idempotency keys, so only read-only tools are repeated.",
         ),
-        (seen.unannotated > 0, f"{seen.unannotated} tools do not say what they do: wirecall takes them for destructive."),
+        (
+            seen.unannotated > 0,
+            f"{count_of(seen.unannotated, 'tool')} without a word about effects: taken for destructive.",
+        ),
     )
     return [text for applies, text in lines if applies]
 
@@ -104,7 +109,7 @@ def _show(out: Output, seen: Seen) -> None:
     rows += [("features", _features(seen.features))] if seen.features else []
     rows += [("keys", "honoured" if seen.keys else "not honoured")] if seen.features else []
     rows += [("ping", f"{seen.latency_ms} ms")] if seen.latency_ms is not None else []
-    out.table(["", "FOUND"], rows)
+    out.table(["ASKED", "FOUND"], rows)
     for problem in seen.problems:
         out.note(f"{', '.join(sorted(problem.where))}: {problem.what}", "failed")
     for line in advice(seen):
@@ -121,9 +126,9 @@ def _plain(seen: Seen) -> str:
     plain = seen.jsonrpc
     if not plain.spoken:
         return "no"
-    methods = f", {plain.methods} methods" if plain.methods is not None else ""
+    methods = f", {count_of(plain.methods, 'method')}" if plain.methods is not None else ""
     return f"yes{', with arrays' if plain.arrays else ', without arrays'}{methods}"
 
 
 def _features(features: dict[str, Any]) -> str:
-    return ", ".join(name if value is True else f"{value} {name}" for name, value in features.items())
+    return ", ".join(name if value is True else count_of(value, name.removesuffix("s")) for name, value in features.items())

@@ -3,13 +3,21 @@
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure
 
 T = TypeVar("T")
+
+
+class _Now:
+    """What Ctrl-C finds."""
+
+    reading = False
+    asked = False  # it was pressed before
 
 
 class Interrupted(Failure):
@@ -19,21 +27,37 @@ class Interrupted(Failure):
         super().__init__("Interrupted.", why, next, exit=Exit.INTERRUPTED, type="interrupted")
 
 
+@contextmanager
+def reading() -> Iterator[None]:
+    """Around a read that may wait for long, and stops the event loop meanwhile: Ctrl-C ends it at once."""
+    import asyncio
+
+    _Now.reading = True
+    try:
+        if _Now.asked:  # the loop has not had the time to tell us
+            raise asyncio.CancelledError
+        yield
+    finally:
+        _Now.reading = False
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
     """The outcome of a coroutine, which is cancelled by Ctrl-C: calls under way tell their server so."""
     import asyncio
 
-    asked = False
+    _Now.asked = False
 
     async def guarded() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
         def interrupt(*_: object) -> None:
-            nonlocal asked
-            if asked:
+            if _Now.asked:
                 os._exit(Exit.INTERRUPTED)
-            asked = True
+            _Now.asked = True
+            if _Now.reading:
+                print(file=sys.stderr, flush=True)  # behind the ^C that a terminal shows
+                raise asyncio.CancelledError
             print("\nCancelling; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
             loop.call_soon_threadsafe(task.cancel)
 

@@ -137,7 +137,7 @@ def _plain(text: str, kind: str, schema: Schema, root: Schema, where: str) -> An
     if not _is(value, kind):
         raise Misfit(where, _WORDS[kind], f'"{text}"')
     check(value, schema, root, where)
-    return value
+    return int(value) if kind == "integer" else value  # 1e3 is a whole number, but not to every server
 
 
 def _json(text: str) -> Any:

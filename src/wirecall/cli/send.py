@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import BinaryIO
 
 import click
@@ -11,13 +11,16 @@ from wirecall import App
 from wirecall.cli.connecting import Way, address, way_options
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure
-from wirecall.cli.running import run
+from wirecall.cli.output import Input
+from wirecall.cli.running import reading, run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
+
+LEAVE = 1.0  # seconds that a process has to end by itself, after its stdout has
 
 
 @click.command("send", cls=TargetCommand)
 @target_argument()
-@click.argument("messages", type=click.File("rb"), default="-", metavar="[MESSAGES|-]")
+@click.argument("messages", type=Input(), default="-", metavar="[MESSAGES|-]")
 @way_options
 def command(target: Target, messages: BinaryIO, way: Way) -> int | None:
     """Send messages to TARGET as they are, one per line of MESSAGES (standard input by default), and print the answers.
@@ -73,26 +76,46 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> None:
     """Lines to its stdin; then its stdin is closed, and what it says until it ends is printed."""
     process = await _started(target)
     assert process.stdin is not None and process.stdout is not None
+    said = False
 
     async def listen() -> None:
+        nonlocal said
         assert process.stdout is not None
         async for line in process.stdout:
+            said = True
             click.echo(line.rstrip(b"\n"))
 
     listening = asyncio.create_task(listen())
     try:
-        for line in _lines(messages):
-            process.stdin.write(line + b"\n")
-            await process.stdin.drain()
-        process.stdin.close()
+        with suppress(ConnectionError):  # it has ended, or does not listen; what it said is printed all the same
+            for line in _lines(messages):
+                process.stdin.write(line + b"\n")
+                await process.stdin.drain()
+            process.stdin.close()
         async with asyncio.timeout(way.timeout):
             await listening
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), LEAVE)
+        code = process.returncode
     except TimeoutError:
         raise _silent(way) from None
     finally:
         listening.cancel()
-        if process.returncode is None:
-            process.terminate()
+        await _ended(process)
+    if code and not said:
+        why = f"it ended with {code}, and said nothing on stdout"
+        next = "run the command by itself to see more"
+        raise Failure("The server left without an answer.", why, next, exit=Exit.UNREACHABLE, type="unreachable")
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Asked to end, if it has not; made to, if it does not."""
+    if process.returncode is None:
+        process.terminate()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), LEAVE)
+    if process.returncode is None:
+        process.kill()
         await process.wait()
 
 
@@ -120,5 +143,6 @@ def _silent(way: Way) -> Failure:
     )
 
 
-def _lines(messages: BinaryIO) -> "list[bytes]":
-    return [line.rstrip(b"\r\n") for line in messages if line.strip()]
+def _lines(messages: BinaryIO) -> list[bytes]:
+    with reading():
+        return [line.rstrip(b"\r\n") for line in messages if line.strip()]

@@ -1,8 +1,10 @@
 """`wirecall serve`: an app from a file, over HTTP or on stdio. Flags go over wirecall.toml, that over the app's own."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -10,9 +12,11 @@ from msgspec import Struct
 
 from wirecall import App
 from wirecall.cli.durations import DURATION
-from wirecall.cli.failures import Failure
+from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.ledgers import check_ledger
 from wirecall.cli.overrides import configured, ledger_option, limit_option, read_limits
 from wirecall.cli.targets import Target, parse, target_argument
+from wirecall.errors import UsageError
 
 ADDRESS = "127.0.0.1:8420"
 GRACE = 10.0
@@ -65,6 +69,9 @@ def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...
     how = serving({**given, "limits": read_limits(limits)})
     app = configured((target or named(how)).app(), ledger=how.ledger, audit=how.audit, limits=how.limits)
     app.configure(hosts=how.hosts, origins=how.origins)
+    check_ledger(app.ledger_url)
+    if how.audit:
+        _check_audit(how.audit.removeprefix("file:"))
     log_calls(log)
     if stdio:
         app.run("stdio", grace=how.grace)
@@ -86,13 +93,28 @@ def serving(given: dict[str, Any]) -> Serving:
 def named(how: Serving) -> Target:
     """The target that wirecall.toml names."""
     if how.app is None:
-        raise Failure("Which app?", "no TARGET was given, and no wirecall.toml names one", "wirecall serve app.py")
+        next = "name its file: app.py; or write [server] app = ... into wirecall.toml"
+        raise Failure("Which app?", "no TARGET was given, and no wirecall.toml names one", next)
     return parse(how.app)
 
 
 def _serve_http(app: App, how: Serving) -> None:
     host, port = host_and_port(how.http)
-    app.run("http", host=host, port=port, server=how.server, workers=how.workers, grace=how.grace)
+    try:
+        app.run("http", host=host, port=port, server=how.server, workers=how.workers, grace=how.grace)
+    except UsageError as error:
+        failure = failure_of(error)
+        failure.next = failure.next.replace("another port=", "another port: --http HOST:PORT")  # said to who writes Python
+        raise failure from None
+
+
+def _check_audit(text: str) -> None:
+    """A trail that cannot be written would be missed only when somebody looks for it."""
+    path = Path(text).absolute()
+    place = next(each for each in (path, *path.parents) if each.exists())
+    if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
+        why = "it is a folder" if path.is_dir() else f"{place} cannot be written to"
+        raise Failure(f"There can be no audit trail {text}.", why, "--audit file:audit.jsonl", type="audit")
 
 
 def host_and_port(text: str) -> tuple[str, int]:

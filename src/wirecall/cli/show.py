@@ -23,7 +23,7 @@ def command(target: Target, name: str, way: Way, as_json: bool) -> None:
     \b
     wirecall show shop.py charge
     """
-    offer = find(run(listed(target, way)), name, target.text)
+    offer = find(run(listed(target, way)), name, target.line("list"))
     Output(as_json).result(offer, printable(_shown(offer, target)))
 
 
@@ -48,7 +48,5 @@ def _arguments(schema: Schema) -> list[str]:
 
 
 def _command_line(offer: Offer, target: Target) -> str:
-    words = ["wirecall call", *([] if target.kind == "command" else [target.text]), offer.name, example(offer.schema or {})]
-    words += ["--key auto"] if offer.hints and offer.hints.keyed else []
-    words += [f"-- {target.text}"] if target.kind == "command" else []
-    return " ".join(filter(None, words))
+    key = "--key auto" if offer.hints and offer.hints.keyed else ""
+    return target.line("call", offer.name, example(offer.schema or {}), key)

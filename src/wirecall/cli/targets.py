@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import click
 from msgspec import Struct
@@ -41,6 +42,12 @@ class Target(Struct, frozen=True):
             raise Failure(f"{self.text} is not a file.", "this verb needs an app in a Python file", "name one: app.py")
         return load_app(self)
 
+    def line(self, verb: str, *words: str) -> str:
+        """The command line of another verb on this target, for people."""
+        where = f"{self.text}:{self.name}" if self.name else self.text
+        parts = [verb, *words, "--", self.text] if self.kind == "command" else [verb, where, *words]
+        return " ".join(["wirecall", *filter(None, parts)])
+
 
 class TargetCommand(click.Command):
     """A command whose target may be the words after `--`."""
@@ -65,12 +72,28 @@ def parse(text: str) -> Target:
     """A target from its text."""
     if text == _COMMAND:
         return _of_command(click.get_current_context().meta[_COMMAND])
-    if text.startswith(("http://", "https://")):
-        return Target("url", text)
+    if not text.strip():
+        raise Failure("The target is empty.", "it names no file and no address", "app.py, http://..., or -- command ...")
+    if text.lower().startswith(("http://", "https://")):
+        return Target("url", _checked(text))
     if "://" in text:
         raise Failure(f"{text} is not a target.", "servers are reached by http and https", "http://..., or a file: app.py")
     path, _, name = text.partition(":")
     return Target("file", path, name)
+
+
+def _checked(url: str) -> str:
+    """An address that can be split into its parts; whether somebody is there is found out later."""
+    try:
+        split = urlsplit(url)
+        host, _ = split.hostname, split.port  # either of them may raise
+        why = "" if host else "it has no host"
+        why = "there is a space in it" if any(sign.isspace() for sign in url) else why
+    except ValueError as error:
+        why = str(error)
+    if why:
+        raise Failure(f"{url!r} is not an address.", why, "http://127.0.0.1:8420, or .../rpc, .../mcp", type="target")
+    return split._replace(scheme=split.scheme.lower()).geturl()
 
 
 def _of_command(command: tuple[str, ...]) -> Target:
@@ -86,7 +109,7 @@ def load_app(target: Target) -> App:
     """The app that a file defines."""
     path = target.text
     if not Path(path).is_file():
-        raise _no_file(path)
+        raise _no_file(path, target.name)
     module = _load(path)
     if target.name:
         return _named(module, path, target.name)
@@ -105,7 +128,14 @@ def load_app(target: Target) -> App:
     return next(iter(apps.values()))
 
 
-def _no_file(path: str) -> Failure:
+def _no_file(path: str, name: str) -> Failure:
+    if Path(path).exists():
+        what = f"{path} is a folder." if Path(path).is_dir() else f"{path} is not a file."
+        return Failure(what, "an app is in a Python file", "give the path of a Python file: app.py", type="target")
+    if name.partition("/")[0].isdecimal():
+        return Failure(
+            f"There is no file {path}.", f"{path}:{name} looks like an address", f"http://{path}:{name}", type="target"
+        )
     folder = Path(path).parent
     beside = [str(folder / each.name) for each in folder.glob("*.py")] if folder.is_dir() else []
     near = nearest(str(Path(path)), beside)
@@ -143,8 +173,8 @@ def _load(path: str) -> ModuleType:
 def _where(error: BaseException, path: str) -> str:
     """The error and the line of the user's own file that it came from."""
     if isinstance(error, SyntaxError):
-        shown = (error.text or "").strip()
-        return f"line {error.lineno}: {error.msg}" + (f"\n{shown}" if shown else "")
+        shown = (error.text or "").strip() if "codec" not in error.msg else ""
+        return (f"line {error.lineno}: " if error.lineno else "") + error.msg + (f"\n{shown}" if shown else "")
     line = None
     trace = error.__traceback__
     while trace is not None:
@@ -157,6 +187,8 @@ def _where(error: BaseException, path: str) -> str:
 def _remedy(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"install {error.name.partition('.')[0]} for {sys.executable}, or correct the import"
+    if isinstance(error, PermissionError):
+        return "see that this user may read it"
     if isinstance(error, SystemExit):
         return 'put what ends the program under: if __name__ == "__main__":'
     if isinstance(error, UsageError):

@@ -1,0 +1,348 @@
+"""What people get wrong, and what machines do to them: each has its own text and exit code, and never a traceback."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli import PATIENCE, SHOP, invoke, running, wirecall
+from wirecall.cli import ledgers
+from wirecall.cli.exits import Exit
+
+APP = "from wirecall import App\napp = App('a')\n"
+
+
+def shell(line: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """A command line with redirections; `wirecall` is the first word."""
+    words = line.replace("wirecall", f"{sys.executable} -m wirecall", 1)
+    environ = {**os.environ, **environment}
+    run = subprocess.run(
+        words, shell=True, cwd=cwd, env=environ, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert "Traceback" not in run.stderr
+    return run
+
+
+# --- targets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "what", "next"),
+    [
+        ("", "The target is empty", "app.py"),
+        (".", ". is a folder", "app.py"),
+        (os.devnull, f"{os.devnull} is not a file", "app.py"),
+        ("localhost:8420", "There is no file localhost", "http://localhost:8420"),
+        ("127.0.0.1:8420/rpc", "There is no file 127.0.0.1", "http://127.0.0.1:8420/rpc"),
+        ("http://", "'http://' is not an address", "http://127.0.0.1:8420"),
+        ("http:// x", "'http:// x' is not an address", "http://127.0.0.1:8420"),
+        ("http://[::1", "'http://[::1' is not an address", "http://127.0.0.1:8420"),
+        ("http://127.0.0.1:99999", "is not an address", "http://127.0.0.1:8420"),
+    ],
+)
+def test_a_target_that_is_none(target: str, what: str, next: str) -> None:
+    run = invoke("list", target)
+    assert run.exit_code == Exit.USAGE
+    assert what in run.stderr
+    assert f"next: {next}" in run.stderr.replace("give the path of a Python file: ", "")
+
+
+def test_a_scheme_may_be_written_in_capitals() -> None:
+    run = invoke("list", "HTTP://127.0.0.1:1")
+    assert run.exit_code == Exit.UNREACHABLE
+    assert "why: 127.0.0.1:1: Connection refused\n" in run.stderr
+
+
+@pytest.mark.parametrize("bytes_", [b"\0\1\2", b"\xff\xfe x = 1"])
+def test_a_binary_file_is_no_app(tmp_path: Path, bytes_: bytes) -> None:
+    (tmp_path / "binary.py").write_bytes(bytes_)
+    run = invoke("list", str(tmp_path / "binary.py"))
+    assert run.exit_code == Exit.USAGE
+    assert "cannot be loaded" in run.stderr
+    assert "None" not in run.stderr
+    assert "\ufffd" not in run.stderr
+
+
+def test_what_comes_next_for_a_command_can_be_typed(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP + "@app.query\ndef one(n: int) -> int:\n    return n\napp.run('stdio')\n")
+    command = ("--", sys.executable, str(tmp_path / "app.py"))
+    assert f"next: wirecall list {' '.join(command)}" in invoke("call", "two", *command).stderr
+    assert f"next: wirecall show one {' '.join(command)}" in invoke("call", "one", "n=x", *command).stderr
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "why"),
+    [
+        (["=tea"], "'=tea' is not an argument", "no name in front of ="),
+        (["sku=tea", "sku=coffee"], "sku is given twice", "only one"),
+        (["sku:=tea"], "sku is not JSON", 'a text in JSON has quotes: "tea"'),
+        (["sku:=[1"], "sku is not JSON", "[1 is not complete"),
+        (["--args", "{"], "--args is not JSON", "{ is not complete"),
+        (["--args", ""], "--args is not JSON", "there is nothing in it"),
+        (["sku=\udcff"], "is not UTF-8", "JSON is"),
+        (["sku=tea", "--key", "k"], "price takes no key", "it only reads"),
+        (["sku=tea", "--key", ""], "The key is empty", "tells one command from another"),
+    ],
+)
+def test_an_argument_that_is_none(words: list[str], what: str, why: str) -> None:
+    run = invoke("call", SHOP, "price", *words)
+    assert run.exit_code == Exit.USAGE
+    assert what in run.stderr
+    assert why in run.stderr
+    assert "next: " in run.stderr
+
+
+def test_a_file_that_is_not_json_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\x00\x07")
+    run = invoke("call", SHOP, "price", f"sku:=@{tmp_path / 'binary'}")
+    assert run.exit_code == Exit.USAGE
+    assert "why: it is not UTF-8\n" in run.stderr
+
+
+def test_a_whole_number_may_be_written_as_1e3() -> None:
+    assert json.loads(invoke("call", SHOP, "charge", "order=7", "cents=1e3").stdout)["paid"] == 1000
+
+
+def test_a_bad_key_is_told_with_what_a_good_one_is() -> None:
+    run = invoke("call", SHOP, "charge", "order=7", "cents=5", "--key", "a b")
+    assert run.exit_code == Exit.USAGE
+    assert "next: use 1 to 255 printable ASCII characters without spaces" in run.stderr
+
+
+@pytest.mark.parametrize(("name", "kind"), [("shop://articles", "resource"), ("reminder", "prompt")])
+def test_what_is_not_called_is_named_as_what_it_is(name: str, kind: str) -> None:
+    run = invoke("call", SHOP, name)
+    assert run.exit_code == Exit.USAGE
+    assert f"{name} is a {kind}." in run.stderr
+    assert f"next: wirecall show {SHOP} {name}" in run.stderr
+
+
+def test_bytes_of_another_locale_are_read_as_utf_8(tmp_path: Path) -> None:
+    run = shell(f"wirecall call {SHOP} price sku=ü --json", tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert run.returncode == Exit.REMOTE
+    assert json.loads(run.stdout)["error"]["message"] == "there is no article 'ü'."
+
+
+# --- ledgers and trails ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["call", "batch", "serve", "ledger"])
+def test_a_ledger_that_is_a_folder(tmp_path: Path, verb: str) -> None:
+    url = f"sqlite:{tmp_path}"
+    words = {
+        "call": ["call", SHOP, "charge", "order=7", "cents=5", "--ledger", url],
+        "batch": ["batch", SHOP, "--ledger", url],
+        "serve": ["serve", SHOP, "--ledger", url],
+        "ledger": ["ledger", "list", url],
+    }[verb]
+    run = invoke(*words)
+    assert run.exit_code == Exit.USAGE
+    assert run.stderr.startswith(f"✗ The ledger {tmp_path} is a folder.")
+
+
+@pytest.mark.parametrize(
+    ("url", "package"), [("redis://127.0.0.1:1", "redis"), ("postgresql://127.0.0.1:1/shop", "psycopg")]
+)
+def test_a_ledger_whose_driver_is_not_installed(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledgers, "find_spec", lambda name: None)
+    for words in (["serve", SHOP], ["call", SHOP, "charge", "order=7", "cents=5"]):
+        run = invoke(*words, "--ledger", url)
+        assert run.exit_code == Exit.USAGE
+        assert f"{package} is not installed." in run.stderr
+        assert 'next: pip install "wirecall[' in run.stderr
+
+
+def test_a_ledger_that_cannot_be_used_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "ledger.db").write_bytes(b"no database at all" * 100)
+    run = invoke("call", SHOP, "charge", "order=7", "cents=5", "--ledger", f"sqlite:{tmp_path / 'ledger.db'}")
+    assert run.exit_code == Exit.UNREACHABLE
+    assert run.stderr.count("is not an SQLite file") == 1
+    assert "fix:" not in run.stderr
+
+
+def test_the_path_of_a_ledger_is_not_its_url(tmp_path: Path) -> None:
+    (tmp_path / "ledger.db").touch()
+    run = invoke("ledger", "list", str(tmp_path / "ledger.db"))
+    assert run.exit_code == Exit.USAGE
+    assert f"next: sqlite:{tmp_path / 'ledger.db'}" in run.stderr
+
+
+def test_an_audit_trail_that_cannot_be_written_is_told_before_anybody_listens(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path, "it is a folder"), (tmp_path / "file" / "trail", "cannot be written to")):
+        run = invoke("serve", SHOP, "--audit", f"file:{path}")
+        assert run.exit_code == Exit.USAGE
+        assert "There can be no audit trail" in run.stderr
+        assert why in run.stderr
+
+
+def test_lines_that_are_no_trail_are_marked(tmp_path: Path) -> None:
+    (tmp_path / "trail").write_bytes(b'{}\n{"time":"x","method":5}\n\xff\x1b[31m\n')
+    run = invoke("audit", "tail", str(tmp_path / "trail"))
+    assert run.exit_code == Exit.DONE
+    assert run.stdout.count("? not a line of an audit trail: ") == 3
+    assert "\x1b" not in run.stdout
+
+
+def test_a_project_beside_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    run = invoke("new", str(tmp_path / "not-there" / ".."))
+    assert run.exit_code == Exit.USAGE
+    assert "is not empty" in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert invoke("new", "").exit_code == Exit.USAGE
+
+
+# --- servers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_told_in_the_words_of_the_command(tmp_path: Path) -> None:
+    with running("serve", SHOP, "--http", "127.0.0.1:0") as first:
+        address = first.wait_for("Listening on").split("//")[-1].strip()
+        run = wirecall("serve", SHOP, "--http", address, cwd=tmp_path)
+    assert run.returncode == Exit.USAGE
+    assert f"Cannot listen on {address}." in run.stderr.decode()
+    assert "next: use another port: --http HOST:PORT" in run.stderr.decode()
+
+
+def test_dev_says_that_it_waits_when_the_server_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("x = = 1\n")
+    with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
+        run.wait_for("starts anew when a file changes")
+        (tmp_path / "app.py").write_text(APP)
+        run.wait_for("Listening on")
+        assert run.end(signal.SIGINT)[0] == Exit.DONE
+
+
+def test_a_process_that_leaves_without_an_answer_is_exit_4(tmp_path: Path) -> None:
+    run = wirecall("send", "--", sys.executable, "-c", "raise SystemExit(3)", stdin=b"{}\n")
+    assert run.returncode == Exit.UNREACHABLE
+    assert b"it ended with 3" in run.stderr
+
+
+def test_a_process_that_does_not_want_to_end_is_ended() -> None:
+    deaf = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('[]', flush=True)"
+    close = "import os; os.close(1); time.sleep(600)"
+    run = wirecall("send", "--", sys.executable, "-c", f"{deaf}; {close}", stdin=b"{}\n")
+    assert (run.returncode, run.stdout) == (Exit.DONE, b"[]\n")
+
+
+@pytest.mark.parametrize("words", [["ls"], ["/no/such/program"]])
+def test_a_probe_of_what_is_no_server_speaks_of_a_command(words: list[str], tmp_path: Path) -> None:
+    run = wirecall("probe", "--", *words, cwd=tmp_path)
+    assert run.returncode == Exit.UNREACHABLE
+    assert b"next: run the command by itself" in run.stderr
+
+
+def test_a_lost_line_of_a_batch_says_how_to_repeat_it(tmp_path: Path) -> None:
+    source = APP + "import os\n@app.command\ndef leave() -> int:\n    os._exit(9)\n"
+    (tmp_path / "app.py").write_text(source + "if __name__ == '__main__':\n    app.run('stdio')\n")
+    run = wirecall("batch", "--", sys.executable, "app.py", stdin=b'{"method":"leave","key":"k-1"}\n', cwd=tmp_path)
+    error = json.loads(run.stdout)["error"]
+    assert error["exit"] == Exit.UNKNOWN
+    assert error["next"] == 'repeat the line with "key": "k-1": it takes effect once'
+
+
+# --- streams --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [f"call {SHOP} price --args -", f"batch {SHOP}", f"send {SHOP}"])
+def test_a_closed_stdin_is_told(words: str, tmp_path: Path) -> None:
+    run = shell(f"wirecall {words} <&-", tmp_path)
+    assert run.returncode == Exit.USAGE
+    assert "There is no standard input: it is closed." in run.stderr
+
+
+def test_closed_outputs_are_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"method":"price","params":{"sku":"tea"}}\n')
+    assert shell(f"wirecall call {SHOP} price sku=tea 2>&-", tmp_path).stdout == "450\n"
+    assert shell(f"wirecall batch {SHOP} lines >&-", tmp_path).returncode == Exit.DONE
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize(
+    "words", [f"list {SHOP}", f"call {SHOP} price sku=tea", f"call {SHOP} price sku=tea --json", f"batch {SHOP}"]
+)
+def test_a_full_disk_is_told(words: str, tmp_path: Path) -> None:
+    run = shell(f'echo \'{{"method":"x"}}\' | wirecall {words} > /dev/full', tmp_path)
+    assert run.returncode == Exit.FAULT
+    assert "The output cannot be written.\n  why: No space left on device" in run.stderr
+
+
+def test_a_reader_that_leaves_early_hears_no_complaint(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"method":"price","params":{"sku":"tea"}}\n' * 5000)
+    run = shell(f"wirecall batch {SHOP} lines | head -1", tmp_path)
+    assert run.stdout == '{"line":1,"ok":true,"result":450}\n'
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "sign", "told"),
+    [
+        (["call", SHOP, "refund", "order=7"], b"Call it?", b"nothing was sent"),
+        (["call", SHOP, "price", "--args", "-"], b"reading", b"nothing was sent"),
+        (["batch", SHOP], b"reading", b"Interrupted."),
+        (["send", SHOP], b"reading", b"Interrupted."),
+    ],
+)
+def test_one_ctrl_c_ends_what_waits_for_its_user(words: list[str], sign: bytes, told: bytes) -> None:
+    said, code = at_terminal(words, sign)
+    assert code == Exit.INTERRUPTED
+    assert told in said
+    assert b"Ctrl-C again" not in said
+
+
+# Says when the command begins to wait for its user, who may type now.
+TELLING = """
+import sys
+from contextlib import contextmanager
+from wirecall.cli import main, running
+
+wait = running.reading
+
+@contextmanager
+def reading():
+    with wait():
+        print("reading", file=sys.stderr, flush=True)
+        yield
+
+running.reading = reading
+main(sys.argv[1:])
+"""
+
+
+def at_terminal(words: list[str], sign: bytes) -> tuple[bytes, int]:
+    """What is said on a terminal until the end. Ctrl-C is pressed once, at a sign."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", TELLING, *words], stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    said, pressed = b"", False
+    try:
+        while chunk := _chunk(leader):
+            said += chunk
+            if not pressed and sign in said:
+                pressed = True
+                process.send_signal(signal.SIGINT)
+        return said, process.wait(PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+
+
+def _chunk(leader: int) -> bytes:
+    if not select.select([leader], [], [], PATIENCE)[0]:
+        return b""
+    try:
+        return os.read(leader, 4096)
+    except OSError:  # EIO: nobody is at the other end any more
+        return b""
