@@ -309,6 +309,9 @@ def call_result(method: Method) -> Callable[[Any], CallResult]:
     declared = is_structured(method)
 
     def shape(value: Any) -> CallResult:
+        if declared and type(value) in _PLAIN:
+            sealed = Raw(encode(value))
+            return CallResult([_text(value, sealed)], sealed)
         if isinstance(value, ToolResult):
             return _stated(value)
         if isinstance(value, Content):
@@ -321,6 +324,9 @@ def call_result(method: Method) -> Callable[[Any], CallResult]:
         return CallResult([] if value is None else [_text(value, None)])
 
     return shape
+
+
+_PLAIN = frozenset({int, float, bool, dict})
 
 
 def _stated(value: ToolResult) -> CallResult:

@@ -46,6 +46,8 @@ _VERSION = b"protocolVersion"
 def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
     """One message, or the messages of an array."""
     found = frames.read(data, True, limits.bytes_in, limits.depth, limits.batch)
+    if type(found) is Envelope:
+        return _checked(found)
     if isinstance(found, list):
         return _read_array(data, found)
     if isinstance(found, Invalid) and type(found.error) is InvalidRequest:  # no request, but perhaps an answer
@@ -71,12 +73,15 @@ def _response(data: bytes | Raw) -> Response | None:
 
 
 def _checked(message: Any) -> Incoming:
-    """MCP's own rule: an id is a string or an integer, never null and never a fraction (all revisions)."""
-    if isinstance(message, Envelope) and message.id is not UNSET and type(message.id) not in (int, str):
-        return Invalid(InvalidRequest("id: expected a string or an integer"))
-    if isinstance(message, Envelope) and message.params is not UNSET and not bytes(message.params).startswith(b"{"):
-        return Invalid(InvalidRequest("params: expected an object"), None if message.id is UNSET else message.id)
+    """MCP's own rules: an id is a string or an integer, never null and never a fraction; params are an object."""
     checked: Incoming = message
+    if type(message) is not Envelope:
+        return checked
+    id, params = message.id, message.params
+    if id is not UNSET and type(id) not in (int, str):
+        return Invalid(InvalidRequest("id: expected a string or an integer"))
+    if params is not UNSET and not bytes(params).startswith(b"{"):
+        return Invalid(InvalidRequest("params: expected an object"), None if id is UNSET else id)
     return checked
 
 

@@ -26,8 +26,6 @@ NAME = "mcp-name"
 PARAM = "mcp-param-"
 MARK = "x-mcp-header"
 
-_BYTES = {name: name.encode() for name in (VERSION, METHOD, NAME)}
-
 # Which member of the params `Mcp-Name` repeats.
 _NAMED = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
 
@@ -50,18 +48,27 @@ def is_doubled(fields: Fields, name: str) -> bool:
     return fields.has_doubles and len(fields.all(name)) > 1
 
 
+def names(fields: Fields, version: str) -> bool:
+    """Whether the version header is there once, and is this one to the letter."""
+    return not fields.has_doubles and fields.first.get(b"mcp-protocol-version") == version.encode()
+
+
 def check(fields: Fields, method: str, params: Params) -> None:
     """The headers that every request has."""
     assert params.meta is not UNSET and params.meta.version is not UNSET
-    told = {VERSION: params.meta.version, METHOD: method}
-    named = getattr(params, _NAMED.get(method, ""), None)
-    if named is not None:
-        told[NAME] = named
-    for name, value in told.items():
-        # Nearly always the bytes are the same; only if they are not, blanks and base64 have to be looked through.
-        if fields.has_doubles or fields.first.get(_BYTES[name]) != value.encode():
-            found = _only(fields, name)
-            _agree(_decoded(found, name) if name == NAME else found, value, name)
+    named: str | None = getattr(params, _NAMED.get(method, ""), None)
+    first = fields.first
+    # Nearly always the bytes are the same; only if they are not, blanks and base64 have to be looked through.
+    if (
+        fields.has_doubles
+        or first.get(b"mcp-protocol-version") != params.meta.version.encode()
+        or first.get(b"mcp-method") != method.encode()
+        or (named is not None and first.get(b"mcp-name") != named.encode())
+    ):
+        _agree(_only(fields, VERSION), params.meta.version, VERSION)
+        _agree(_only(fields, METHOD), method, METHOD)
+        if named is not None:
+            _agree(_decoded(_only(fields, NAME), NAME), named, NAME)
 
 
 def check_notification(fields: Fields, method: str) -> None:

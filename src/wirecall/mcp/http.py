@@ -18,7 +18,7 @@ import asyncio
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -58,6 +58,7 @@ LAST_EVENT = "last-event-id"
 KEY = "idempotency-key"
 REPLAYED = "idempotent-replayed"
 JSON, EVENTS = "application/json", "text/event-stream"
+BOTH = frozenset({JSON, EVENTS})
 
 SESSION_LIFETIME = 86_400.0
 MAX_SESSIONS = 10_000  # known here at a time; what is forgotten is read from its token again
@@ -134,15 +135,14 @@ class McpEndpoint:
         self._work: set[asyncio.Task[Any]] = set()
         self._marked: dict[str, dict[tuple[str, ...], str]] = {}
 
-    async def __call__(self, request: Request) -> None:
+    def __call__(self, request: Request) -> Awaitable[None]:
         if request.method == "POST":
-            await self._post(request)
-        elif request.method == "GET":
-            await self._get(request)
-        elif request.method == "DELETE":
-            await self._delete(request)
-        else:
-            raise HttpError(405, "MCP is spoken with POST, GET and DELETE", [("allow", "POST, GET, DELETE")])
+            return self._post(request)
+        if request.method == "GET":
+            return self._get(request)
+        if request.method == "DELETE":
+            return self._delete(request)
+        raise HttpError(405, "MCP is spoken with POST, GET and DELETE", [("allow", "POST, GET, DELETE")])
 
     # --- other workers -----------------------------------------------------------------------------------------------
 
@@ -199,6 +199,9 @@ class McpEndpoint:
     async def _post(self, request: Request) -> None:
         _check_media(request)
         message = gate.read(await request.body(), self._limits)
+        if type(message) is Envelope and headers.names(request.headers, STATELESS[-1].name):
+            await self._modern(request, message)  # nearly always, so it is asked first
+            return
         version = _single(request, headers.VERSION)
         owed = isinstance(message, Envelope) and message.id is not UNSET
         if not owed and version is not None and version not in REVISIONS:
@@ -222,13 +225,27 @@ class McpEndpoint:
     # --- 2026-07-28 --------------------------------------------------------------------------------------------------
 
     async def _modern(self, request: Request, message: Envelope) -> None:
-        revision = STATELESS[-1]
         if message.id is UNSET:
             await self._notified(request, message)
             return
+        try:
+            params = self._agreed(request, message)
+            answer: Any = self._server.at_once(message, params)
+            if answer is not None and type(answer) is not bytes:
+                answer = await _while_there(request, answer, Direct(request))
+        except RpcError as error:
+            await _refuse(request, error, message.id, STATELESS[-1], _STATUS.get(type(error), 200))
+            return
+        if answer is None:
+            await self._served(request, message, params)
+        else:
+            await request.respond(200, answer)
+
+    async def _served(self, request: Request, message: Envelope, params: Params) -> None:
+        """A request that may wait, and may have something to tell before its answer."""
         outlet = Direct(request)
         try:
-            params, session = self._described(request, message)
+            session = self._server.described(params)
             work = self._server.respond(
                 message, session, outlet, caller=request.caller, key=_key(request), cancellable=False, params=params
             )
@@ -239,9 +256,9 @@ class McpEndpoint:
             raise
         except RpcError as error:
             if not outlet.is_open:
-                await _refuse(request, error, message.id, revision, _STATUS.get(type(error), 200))
+                await _refuse(request, error, message.id, STATELESS[-1], _STATUS.get(type(error), 200))
                 return
-            answer = failure(message.id, error, revision)
+            answer = failure(message.id, error, STATELESS[-1])
         finally:
             outlet.close()
         if outlet.is_open:
@@ -262,14 +279,14 @@ class McpEndpoint:
             return
         await request.respond(202)
 
-    def _described(self, request: Request, message: Envelope) -> tuple[Params, Session]:
-        """The params and the session of a request that describes itself, once body and headers are found to agree."""
+    def _agreed(self, request: Request, message: Envelope) -> Params:
+        """The params of a request that describes itself, once body and headers are found to agree."""
         params = self._server.envelope(message)
         headers.check(request.headers, message.method, params)
-        session = self._server.described(params)
-        if isinstance(params, CallTool):
+        self._server.check_described(params)
+        if type(params) is CallTool:
             self._check_marked(request, params)
-        return params, session
+        return params
 
     def _check_marked(self, request: Request, call: CallTool) -> None:
         marked = self._marked.get(call.name)
@@ -418,7 +435,7 @@ class McpEndpoint:
     async def _get(self, request: Request) -> None:
         """The standing stream of a session, or the rest of one that was cut."""
         known = self._of_session(request)
-        if not _accepts(request, EVENTS):
+        if not _accepts(request, frozenset({EVENTS})):
             raise HttpError(406, f"Accept: a stream is {EVENTS}")
         last = request.headers.get(LAST_EVENT)
         if last is not None:
@@ -483,21 +500,21 @@ def _check_media(request: Request) -> None:
         media = request.headers.get("content-type") or ""
         if media.partition(";")[0].strip().lower() != JSON:
             raise HttpError(415, f"Content-Type: expected {JSON}, got {(media or 'none')[:100]}")
-    if not (_accepts(request, JSON) and _accepts(request, EVENTS)):
+    if not _accepts(request, BOTH):
         raise HttpError(406, f"Accept: it must list {JSON} and {EVENTS}, an answer may be either")
 
 
-def _accepts(request: Request, media: str) -> bool:
+def _accepts(request: Request, media: frozenset[str]) -> bool:
     fields = request.headers
     accepted = ",".join(fields.all("accept")).encode() if fields.has_doubles else fields.first.get(b"accept")
-    return not accepted or media in _media(accepted)
+    return not accepted or media <= _media(accepted)
 
 
 @lru_cache(maxsize=256)  # clients send few different ones
 def _media(accepted: bytes) -> frozenset[str]:
     """Those of our two media types that an Accept header lists."""
     kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.decode("latin-1").split(",")}
-    return frozenset(media for media in (JSON, EVENTS) if kinds & {media, "*/*", media.partition("/")[0] + "/*"})
+    return frozenset(media for media in BOTH if kinds & {media, "*/*", media.partition("/")[0] + "/*"})
 
 
 def _single(request: Request, name: str) -> str | None:

@@ -113,6 +113,7 @@ class Revision:
         # What every message asks for:
         self.has_arrays = self.has("array")
         self.is_stateless = self.has("envelope")
+        self.has_result_type = self.has("result type")
         self.requests = frozenset(row.removeprefix("request ") for row in self._has if row.startswith("request "))
 
     def has(self, row: str) -> bool:

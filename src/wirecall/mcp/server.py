@@ -10,7 +10,7 @@ Results are made in the fullest form and encoded once; `_result` adds what 2026-
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -182,16 +182,45 @@ class Server:
         except Exception as error:
             failed(message.method, id, error)
             raise InternalError from error
-        if result is None:
-            return None
-        answer = success(id, self._result(result, session.revision))
+        return None if result is None else self._answer(id, result, session.revision)
+
+    def _answer(self, id: Id, result: Any, revision: Revision) -> bytes:
+        answer = success(id, self._result(result, revision))
         if len(answer) > self._bytes_out:
             raise self._too_long()
         return answer
 
-    def _too_long(self) -> InternalError:
+    def _too_long(self) -> RpcError:
         reason = f"the answer is longer than {self._bytes_out} bytes"
         return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self._bytes_out, ran="yes")
+
+    def at_once(self, message: Envelope, params: Params) -> "bytes | Coroutine[Any, Any, bytes] | None":
+        """The answer to a call of a plain function that reads; None if the request is anything else.
+
+        Nobody waits, nothing is told before the answer and nobody asks for a context: so no session is made for it, no
+        stream and no coroutine. At 2026-07-28 that is 0.6 instead of 0.47 of a bare ASGI application.
+        """
+        if not isinstance(params, CallTool):
+            return None
+        method, dispatcher = self.catalog.find(params.name), self._dispatcher()
+        if method is None or method.is_async or not dispatcher.is_short(method):
+            return None
+        id: Any = message.id
+        revision, arguments = STATELESS[-1], _arguments(params)
+        try:
+            result = dispatcher.call_plain(method, arguments, self._shape(method), id)
+        except RpcError as error:
+            result = encode(_as_result(error, method, revision))
+        if type(result) is bytes:
+            return self._answer(id, result, revision)
+        return self._answer_later(id, result, method, revision)  # a plain function that gave something to await
+
+    async def _answer_later(self, id: Id, coming: Any, method: Method, revision: Revision) -> bytes:
+        try:
+            result: bytes = await coming
+        except RpcError as error:
+            result = encode(_as_result(error, method, revision))
+        return self._answer(id, result, revision)
 
     def fitting(self, entries: Sequence[Incoming], answers: Sequence[bytes | None], session: Session) -> list[bytes]:
         """The answers of an array, in one reply that is not too long: an entry whose answer does not fit is told so."""
@@ -258,7 +287,7 @@ class Server:
     def _result(self, result: Any, revision: Revision) -> bytes:
         """A result as bytes, with what the revision wants in every one."""
         data = result if type(result) is bytes else encode(result)
-        if not revision.has("result type"):
+        if not revision.has_result_type:
             return data
         if data == b"{}":
             return b"{" + self._stamp + b"}"
@@ -298,7 +327,7 @@ class Server:
         They are decoded as those of their method, or as any params if they are not; what is wrong is told in its turn.
         """
         try:
-            params: Params = _DECODERS[_METHODS[message.method][1]].decode(message.params)  # type: ignore[arg-type]
+            params: Params = _DECODE[message.method](message.params)  # type: ignore[arg-type]
         except (KeyError, TypeError, msgspec.ValidationError):
             params = _meta(message)
         meta = params.meta
@@ -306,18 +335,24 @@ class Server:
             raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
         return params
 
-    def described(self, params: Params, calls: dict[Id, Any] | None = None) -> Session:
-        """The session of a request that describes itself."""
+    def check_described(self, params: Params) -> Revision:
+        """The revision that a request names, if it is one that works like this, and its log level is one."""
         meta = params.meta
-        assert meta is not UNSET and meta.version is not UNSET and meta.capabilities is not UNSET
+        assert meta is not UNSET and meta.version is not UNSET
         revision = REVISIONS.get(meta.version)
         if revision is None or not revision.is_stateless:
             supported = [revision.name for revision in STATELESS]
             raise UnknownVersion(f"{meta.version[:40]!r} is not served", supported=supported, requested=meta.version)
-        level = None if meta.level is UNSET else meta.level
-        if level is not None and level not in LEVELS:
+        if meta.level is not UNSET and meta.level not in LEVELS:
             raise BadEnvelope(f"{PREFIX}logLevel: expected one of {', '.join(LEVELS)}")
-        return Session(revision, meta.capabilities, level=level, calls=calls)
+        return revision
+
+    def described(self, params: Params, calls: dict[Id, Any] | None = None) -> Session:
+        """The session of a request that describes itself."""
+        revision = self.check_described(params)
+        meta = params.meta
+        assert meta is not UNSET and meta.capabilities is not UNSET
+        return Session(revision, meta.capabilities, level=None if meta.level is UNSET else meta.level, calls=calls)
 
     async def _ping(self, _: Request) -> Any:
         return b"{}"
@@ -365,9 +400,7 @@ class Server:
         params: CallTool = request.params
         revision = request.session.revision
         method = self.catalog.tool(params.name)
-        arguments = _EMPTY if params.arguments is UNSET else params.arguments
-        if bytes(arguments)[:1] != b"{":
-            raise InvalidParams("params.arguments: expected an object")
+        arguments = _arguments(params)
         marks: dict[str, Any] = {}
         try:
             dispatcher = self._dispatcher()
@@ -613,6 +646,8 @@ _CANCELLABLE = frozenset({"tools/call", "prompts/get", "resources/read", "comple
 
 _DECODERS = {wanted: msgspec.json.Decoder(wanted) for wanted in {*(wanted for _, wanted in _METHODS.values()), Initialize}}
 
+_DECODE = {name: _DECODERS[wanted].decode for name, (_, wanted) in _METHODS.items()}
+
 
 def _decode(message: Envelope, wanted: Any) -> Any:
     try:
@@ -634,6 +669,14 @@ def _explained(error: Exception) -> str:
     """msgspec's words, with the place first: `params.name: expected str, got int`."""
     what, _, where = str(error).partition(" - at `$")
     return f"params{where.rstrip('`')}: {what[:1].lower()}{what[1:]}".replace("`", "")
+
+
+def _arguments(params: CallTool) -> Raw:
+    if params.arguments is UNSET:
+        return _EMPTY
+    if bytes(params.arguments)[:1] != b"{":
+        raise InvalidParams("params.arguments: expected an object")
+    return params.arguments
 
 
 def _key_of(method: Method, params: CallTool, arguments: Raw, header: Any) -> str | None:

@@ -342,15 +342,9 @@ class HttpServer:
         self._guard.allow_host(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = scope["type"]
-        if kind == "http":
-            await self._serve(scope, receive, send)
-        elif kind == "lifespan":
-            await self._live(receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1000})
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._other(scope, receive, send)
+            return
         path: str = scope["path"]
         root: str = scope.get("root_path") or ""
         if root and path.startswith(root):
@@ -358,7 +352,10 @@ class HttpServer:
         request = Request(self, scope, path, receive, send)
         self._active[request] = asyncio.current_task()
         try:
-            await self._answer(request)
+            endpoint = self._admitted(request)
+            if self._authenticate is not None and path not in PROBES:
+                request.caller = await self._identify(self._authenticate, request.headers)
+            await endpoint(request)
         except HttpError as refusal:
             await self._refuse(request, refusal)
         except Gone:
@@ -372,15 +369,19 @@ class HttpServer:
         finally:
             self._leave(request)
 
-    async def _answer(self, request: Request) -> None:
-        probe = request.path in PROBES
-        self._guard.check(request.headers, self.limits.header_bytes, any_host=probe)
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    def _admitted(self, request: Request) -> Endpoint:
+        """The endpoint of a request that has passed the guards."""
+        self._guard.check(request.headers, self.limits.header_bytes, any_host=request.path in PROBES)
         endpoint = self.routes.get(request.path)
         if endpoint is None:
             raise HttpError(404, f"there is no {request.path[:100]!r}; there are {', '.join(sorted(self.routes))}")
-        if self._authenticate is not None and not probe:
-            request.caller = await self._identify(self._authenticate, request.headers)
-        await endpoint(request)
+        return endpoint
 
     async def _identify(self, authenticate: Authenticate, headers: Headers) -> str:
         try:
