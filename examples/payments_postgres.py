@@ -49,4 +49,6 @@ async def only(db: Any, query: str, *values: Any) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/payments_postgres.py postgresql://localhost/shop")
     make_app(sys.argv[1]).run("http")

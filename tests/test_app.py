@@ -1,6 +1,7 @@
 """The facade: lifecycle, handle_sync, discovery."""
 
 import asyncio
+import sys
 from typing import Any
 
 import jsonschema
@@ -180,3 +181,11 @@ def test_discover_answers_an_openrpc_document() -> None:
     jsonschema.validate({"sku": "tea", "parent": {"sku": "box"}}, {**document, "$ref": reference})
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"sku": "tea", "parent": {"sku": 1}}, {**document, "$ref": reference})
+
+
+async def test_a_driver_that_is_missing_is_told_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    for name in [name for name in sys.modules if name == "wirecall.ledger.redis" or name.startswith("redis.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UsageError, match=r'pip install "wirecall\[redis\]"'):
+        await App("shop", ledger="redis://localhost").ledger()

@@ -267,5 +267,11 @@ async def open_ledger(url: str) -> Ledger:
 
     scheme = check_url(url)
     module = {"rediss": "redis", "valkey": "redis", "postgresql": "postgres"}.get(scheme, scheme)
-    opened: Ledger = await import_module(f"wirecall.ledger.{module}").open_url(url)
+    try:
+        store = import_module(f"wirecall.ledger.{module}")
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"A ledger of {scheme}: needs a driver.", f"there is no {error.name}", f'pip install "wirecall[{module}]"'
+        ) from error
+    opened: Ledger = await store.open_url(url)
     return opened
