@@ -396,7 +396,7 @@ class App:
         from wirecall.mcp.lines import Lines
 
         def plain(line: bytes) -> Any:
-            return (self._dispatcher or self._build()).handle(line)
+            return self._serving().handle(line)
 
         return Lines(send, self.mcp(), plain, self.registry.methods, self.limits)
 
@@ -436,11 +436,10 @@ class App:
             from wirecall.mcp.server import Identity, Server
 
             identity = Identity(self.name, self.version, self.instructions)
-            dispatcher = lambda: self._dispatcher or self._build()  # noqa: E731
             self._mcp = Server(
                 identity,
                 self.catalog(),
-                dispatcher,
+                self._serving,
                 Seals(self._secret),
                 is_public=self._authenticate is None,
                 bytes_out=self.limits.bytes_out,
@@ -477,6 +476,9 @@ class App:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def _serving(self) -> "Dispatcher":
+        return self._dispatcher or self._build()
 
     def _build(self) -> "Dispatcher":
         # Late: an app is made in many programs that never serve a call, and `import wirecall` stays light.

@@ -191,7 +191,7 @@ class Dispatcher:
         """What a failed call is answered with. What is not a call's failure goes on up."""
         if isinstance(error, RpcError):
             return error
-        if isinstance(error, (KeyboardInterrupt, GeneratorExit)) or _is_cancelled(error):
+        if isinstance(error, (KeyboardInterrupt, GeneratorExit, CannotWait)) or _is_cancelled(error):
             raise error
         failed(name, correlation_id, error)
         return InternalError()
@@ -365,13 +365,10 @@ class Dispatcher:
         """What a failed call is answered with. What is not a call's failure goes on up."""
         if isinstance(error, RpcError):
             error = _shape_first(message, error)
-        elif isinstance(error, (KeyboardInterrupt, GeneratorExit, CannotWait)) or _is_cancelled(error):
-            raise error
         elif frame.alone and is_waiting(error):
             raise CannotWait from error
         else:
-            failed(method.name, context.correlation_id if context else correlation_of(message.id), error)
-            error = InternalError()
+            error = self._as_error(method.name, context.correlation_id if context else correlation_of(message.id), error)
         return failure(None if message.id is UNSET else message.id, error)
 
     def _log(
