@@ -113,14 +113,18 @@ class LineLink:
         self._pipe: Pipe | None = None
         self._over: list[Pipe] = []  # ended by themselves, and not cleaned up yet
         self._opening = asyncio.Lock()
-        self._open: dict[int, Exchange] = {}  # by the ids that are not answered yet
+        self._open: dict[Any, Exchange] = {}  # by the ids that are not answered yet
         self._ends: dict[Exchange, asyncio.Future[None]] = {}
 
     async def open(self) -> None:
         await self._connected()
 
     async def exchange(self, exchange: Exchange) -> None:
-        pipe = await self._connected()
+        await self._send(exchange)
+
+    async def _send(self, exchange: Exchange) -> None:
+        """Write a message, and wait until it is answered."""
+        pipe = self._pipe or await self._connected()
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ends[exchange] = end
         self._open.update(dict.fromkeys(exchange.known, exchange))
@@ -146,8 +150,6 @@ class LineLink:
             await self._over.pop().aclose()
 
     async def _connected(self) -> Pipe:
-        if self._pipe is not None:
-            return self._pipe
         async with self._opening:
             if self._pipe is None:
                 await self._clean_up()

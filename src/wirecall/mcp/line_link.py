@@ -11,48 +11,36 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from wirecall.batches import Exchange
-from wirecall.errors import CallFailed, ConnectionLost
+from wirecall.errors import CallFailed
 from wirecall.frames import encode
-from wirecall.links import Pipe
+from wirecall.links import LineLink, Pipe
 from wirecall.logs import logger
 from wirecall.mcp.client_headers import Marks
 from wirecall.mcp.revisions import Revision
 from wirecall.replies import Arrived, Message, read_messages
 
 
-class McpLineLink:
+class McpLineLink(LineLink):
     """Lines to one server, and lines from it."""
 
     is_pipe = True
     older = None  # there is no other way
 
     def __init__(self, pipe: Callable[[], Pipe]) -> None:
+        super().__init__(pipe)
         self.revision: Revision | None = None  # None: nothing is agreed yet
         self.heard: Callable[[Arrived], None] = lambda _message: None
         self.renew: Callable[[], Awaitable[None]] | None = None
         self.marks: Callable[[str], Marks] = lambda _tool: {}  # there are no headers to put them in
-        self._make = pipe
-        self._pipe: Pipe | None = None
         self._greeted: Pipe | None = None
-        self._ended: list[Pipe] = []  # what is left of them is cleared away in good time
-        self._opening = asyncio.Lock()
         self._greeting = asyncio.Lock()
-        self._waiting: dict[Any, Exchange] = {}  # by the ids that are not answered yet
-        self._ends: dict[Exchange, asyncio.Future[None]] = {}
         self._cancels: set[asyncio.Task[None]] = set()
 
-    async def open(self) -> None:
-        await self._connected()
-
     async def aclose(self) -> None:
-        pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            self._lost(pipe, ConnectionLost("the client was closed"))
-            for task in self._cancels:
-                task.cancel()
-            await asyncio.gather(*self._cancels, return_exceptions=True)
-            await pipe.aclose()
-        await self._clear()
+        for task in self._cancels:
+            task.cancel()
+        await asyncio.gather(*self._cancels, return_exceptions=True)
+        await super().aclose()
 
     async def listen(self) -> None:
         """What the server says on its own comes by the same pipe. The handshake with this one is done."""
@@ -73,28 +61,17 @@ class McpLineLink:
             await renew()
         except BaseException:  # half a greeting cannot be gone on with: the next one begins with another pipe
             if self._pipe is not None:
-                self._ended.append(self._pipe)
+                self._over.append(self._pipe)
                 self._pipe = None
             raise
 
     async def post(self, exchange: Exchange) -> bool:
         """The message as it is. Never True: there are no sessions that could be gone."""
-        pipe = self._pipe or await self._connected()
-        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ends[exchange] = end
-        self._waiting.update(dict.fromkeys(exchange.known, exchange))
         try:
-            exchange.sent = True
-            await pipe.write(exchange.data)
-            if not exchange.is_done:
-                await end
+            await self._send(exchange)
         except asyncio.CancelledError:
             self._cancel(exchange)
             raise
-        finally:
-            del self._ends[exchange]
-            for id in exchange.known:
-                self._waiting.pop(id, None)
         return False
 
     async def send(self, message: bytes) -> None:
@@ -118,28 +95,7 @@ class McpLineLink:
         except CallFailed as error:
             logger.debug("a cancellation was not told: %s", error)
 
-    # --- the pipe ----------------------------------------------------------------------------------------------------
-
-    async def _connected(self) -> Pipe:
-        async with self._opening:
-            if self._pipe is None:
-                await self._clear()
-                pipe = self._make()
-                await pipe.open(self._line, lambda error: self._lost(pipe, error))
-                self._pipe = pipe
-            return self._pipe
-
-    def _lost(self, pipe: Pipe, error: CallFailed) -> None:
-        if self._pipe is pipe:
-            self._pipe = None
-            self._ended.append(pipe)
-        for end in self._ends.values():
-            if not end.done():
-                end.set_exception(ConnectionLost(str(error)))
-
-    async def _clear(self) -> None:
-        while self._ended:
-            await self._ended.pop().aclose()
+    # --- what comes back --------------------------------------------------------------------------------------------------
 
     def _line(self, line: bytes) -> None:
         in_array, messages = read_messages(line)
@@ -152,7 +108,7 @@ class McpLineLink:
 
     def _answer(self, message: Message, odd: bool) -> None:
         id: Any = message.id
-        exchange = self._waiting.get(id) if id.__class__ in (int, float) else None
+        exchange = self._open.get(id) if id.__class__ in (int, float) else None
         if exchange is None:
             exchange = self._only()
             logger.debug("a line that answers no call: %.200r", message)
