@@ -338,8 +338,12 @@ class McpEndpoint:
         except RpcError as error:
             await _refuse(request, error, id, UNSTATED)
             return
-        token = self._server.seals.seal("session", request.caller, _negotiated(session), SESSION_LIFETIME)
-        await request.respond(200, success(id, result), headers=[(SESSION, token)])
+        await request.respond(200, success(id, result), headers=self._token(request.caller, session))
+
+    def _token(self, caller: str, session: Session) -> Pairs:
+        if not session.revision.has("http session"):
+            return ()
+        return [(SESSION, self._server.seals.seal("session", caller, _negotiated(session), SESSION_LIFETIME))]
 
     async def _array(self, request: Request, entries: list[Incoming], version: str | None) -> None:
         known = None if _is_newer(version) else self._known(request, version)

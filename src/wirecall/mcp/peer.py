@@ -199,7 +199,7 @@ class Call:
 
     async def _tell(self, method: str, params: dict[str, Any]) -> None:
         """Nothing is told after the answer, or to a client that has left; neither is a reason to fail."""
-        if self._closed:
+        if self._closed or not self._session.revision.has(f"tell {method}"):
             return
         with suppress(Gone):
             await self._outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params}))

@@ -77,11 +77,9 @@ _TABLE: Final = {
     "tool outputSchema":                            "-           -           +           +           +",
     "title":                                        "-           -           +           +           +",
     "structured":                                   "-           -           object      object      any",
-    "implementation description":                   "-           -           -           +           +",
     "completion context":                           "-           -           +           +           +",
     "result type":                                  "-           -           -           -           +",
     "caching":                                      "-           -           -           -           +",
-    "server in every result":                       "-           -           -           -           +",
 
     # --- what an error looks like
     "resource not found":                           "-32002      -32002      -32002      -32002      -32602",
@@ -94,7 +92,6 @@ _TABLE: Final = {
     "http resume":                                  "-           +           +           +           -",
     "http priming event":                           "-           -           -           +           -",
     "http headers repeat the body":                 "-           -           -           -           +",
-    "http status tells the error":                  "-           -           -           -           +",
     "http disconnect cancels":                      "-           -           -           -           +",
 }
 # fmt: on
