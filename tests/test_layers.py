@@ -25,7 +25,7 @@ LAYERS = [
     {"dispatch", "calls", "ledger.sqlite"}
     | {"mcp.line_link", "mcp.lists", "mcp.streams"}
     | {"transports.child", "transports.rpc_http", "transports.run_http"},
-    {"sync", "mcp.conversation", "mcp.http_link", "mcp.server"},
+    {"sync", "mcp.conversation", "mcp.http_link", "mcp.server", "mcp.sessions"},
     {"mcp.client", "mcp.http", "mcp.lines"},
     {"app"},
     {"client"},

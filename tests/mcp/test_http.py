@@ -457,9 +457,9 @@ async def test_initialize_with_an_old_session_begins_anew() -> None:
 
 
 async def test_an_old_session_is_404(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wirecall.mcp import http
+    from wirecall.mcp import sessions
 
-    monkeypatch.setattr(http, "SESSION_LIFETIME", -1.0)
+    monkeypatch.setattr(sessions, "LIFETIME", -1.0)
     async with over_http(Lab().app, R5) as client:
         session = (await client.post(hello(R4), BASIC).started()).header("mcp-session-id") or ""
         assert (await client.post(request("ping"), {**BASIC, "mcp-session-id": session}).started()).status == 404

@@ -34,7 +34,7 @@ from tests.mcp.asgi import (
 )
 from wirecall import App, Context, Limits, RpcError, ToolAnnotations, UsageError
 from wirecall.ledger.base import LedgerDown
-from wirecall.mcp import http, peer, relay, server, streams
+from wirecall.mcp import peer, relay, server, sessions, streams
 from wirecall.mcp.headers import _is_same
 from wirecall.mcp.relay import Relay
 from wirecall.mcp.sealed import BrokenSeal, Seals
@@ -198,7 +198,7 @@ async def asking(app: App, capabilities: Any = None) -> AsyncIterator[tuple[Http
 
 
 async def test_many_sessions_do_not_cut_off_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MAX_SESSIONS", 5)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 5)
     async with asking(make_app()) as (client, waiting, question):
         listening = await client.listen().started()
         await listening._part()

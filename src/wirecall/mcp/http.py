@@ -9,21 +9,16 @@ A POST is judged in this order; the first that fails answers (section 2.5 of the
     5 2026-07-28           envelope, headers, version, method, marked arguments: 400 and 404 before anything runs
     5 older                `initialize`, or a session, or neither: then the version header counts, or else 2025-03-26
 
-A session of the older revisions is a sealed text (`sealed`) that carries what was negotiated, so any process with the same
-secret serves it. What is only here is what cannot travel: calls under way, streams, questions to the client. All of it is
-capped.
+Sessions of the older revisions are kept by `sessions`, streams by `streams`; what belongs to another worker goes by `relay`.
 """
 
 import asyncio
 import json
-import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Any
 
-import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import UNSET, Raw
 
 from wirecall.errors import (
     Gone,
@@ -42,12 +37,11 @@ from wirecall.lanes import resume, run_batch
 from wirecall.mcp import gate, headers
 from wirecall.mcp.catalog import input_schema
 from wirecall.mcp.gate import Incoming, Response
-from wirecall.mcp.hub import Listener
 from wirecall.mcp.peer import Session
 from wirecall.mcp.relay import Relay
 from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
-from wirecall.mcp.sealed import BrokenSeal
 from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
+from wirecall.mcp.sessions import Known, Sessions
 from wirecall.mcp.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.types import CallTool, Params
 from wirecall.policy import Limits
@@ -59,11 +53,6 @@ KEY = "idempotency-key"
 REPLAYED = "idempotent-replayed"
 JSON, EVENTS = "application/json", "text/event-stream"
 BOTH = frozenset({JSON, EVENTS})
-
-SESSION_LIFETIME = 86_400.0
-MAX_SESSIONS = 10_000  # known here at a time; what is forgotten is read from its token again
-MAX_ENDED = 100_000
-MAX_CHANNELS = 32  # of one session, open or waiting for a reader to come back
 
 # Requests that change what every worker should know of a session.
 _FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
@@ -80,47 +69,6 @@ _STATUS: dict[type[RpcError], int] = {
 }
 
 
-class _Negotiated(Struct):
-    """What a session's token carries."""
-
-    revision: str
-    capabilities: dict[str, Any]
-    client: dict[str, str]
-
-
-_decode_negotiated = msgspec.json.Decoder(_Negotiated).decode
-
-
-class _Known:
-    """A session, and what this process keeps for it."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.channels: OrderedDict[str, Channel] = OrderedDict()
-        self._standing: Listener | None = None
-
-    def stand(self, listener: Listener | None) -> None:
-        """A message goes to one stream: the newest standing one. The one before ends."""
-        if self._standing is not None:
-            self._standing.close()
-        self._standing = listener
-
-    def leave(self, listener: Listener) -> None:
-        """A standing stream has ended."""
-        if self._standing is listener:
-            self._standing = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something goes on here that its token does not know of: a call, a question, a stream."""
-        return bool(self.session.calls) or self._standing is not None
-
-    def keep(self, channel: Channel) -> None:
-        self.channels[channel.id] = channel
-        while len(self.channels) > MAX_CHANNELS:
-            self.channels.popitem(last=False)
-
-
 class McpEndpoint:
     """Serves `/mcp`."""
 
@@ -129,8 +77,7 @@ class McpEndpoint:
         self._limits = limits
         self._relay = Relay(server.seals, self._heard) if shared else None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._sessions: OrderedDict[str, _Known] = OrderedDict()
-        self._ended: OrderedDict[str, float] = OrderedDict()
+        self._sessions = Sessions(server.seals, self._relay.is_marked if self._relay else lambda _id: False)
         self._shelf = Shelf()
         self._work: set[asyncio.Task[Any]] = set()
         self._marked: dict[str, dict[tuple[str, ...], str]] = {}
@@ -178,13 +125,13 @@ class McpEndpoint:
         if "kind" in told:
             self._server.hub.tell_here(told["kind"], told["uri"])
         elif "ended" in told:
-            self._end(told["ended"])
+            self._sessions.end(told["ended"])
         else:
             self._heard_message(told["caller"], told["session"], told["message"].encode())
 
     def _heard_message(self, caller: str, token: str, data: bytes) -> None:
         try:
-            known = self._opened(caller, token)
+            known = self._sessions.find(caller, token)
         except HttpError:
             return
         message = gate.read(data, self._limits)
@@ -343,7 +290,7 @@ class McpEndpoint:
     def _token(self, caller: str, session: Session) -> Pairs:
         if not session.revision.has("http session"):
             return ()
-        return [(SESSION, self._server.seals.seal("session", caller, _negotiated(session), SESSION_LIFETIME))]
+        return [(SESSION, self._sessions.token(caller, session))]
 
     async def _array(self, request: Request, entries: list[Incoming], version: str | None) -> None:
         known = None if _is_newer(version) else self._known(request, version)
@@ -373,7 +320,7 @@ class McpEndpoint:
             return None
         return answer
 
-    async def _serve(self, request: Request, known: _Known, channel: Channel, work: Any) -> None:
+    async def _serve(self, request: Request, known: Known, channel: Channel, work: Any) -> None:
         """The work goes on when the client leaves (a disconnect is no cancel); so it is a task of its own."""
         loop = asyncio.get_running_loop()
         task = loop.create_task(work)
@@ -399,42 +346,12 @@ class McpEndpoint:
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
-    def _known(self, request: Request, version: str | None) -> _Known:
+    def _known(self, request: Request, version: str | None) -> Known:
         """The session a request belongs to; without one, what its version header says, for this request alone."""
         token = _single(request, SESSION)
         if token is not None:
-            return self._opened(request.caller, token)
-        return _Known(Session(REVISIONS.get(version or "", UNSTATED)))
-
-    def _opened(self, caller: str, token: str) -> _Known:
-        try:
-            id, value = self._server.seals.open("session", caller, token)
-        except BrokenSeal:
-            raise HttpError(404, "no such session: send initialize") from None
-        if id in self._ended:
-            raise HttpError(404, "the session has ended: send initialize")
-        known = self._sessions.get(id)
-        if known is None and self._relay is not None and self._relay.is_marked(id):
-            self._end(id)
-            raise HttpError(404, "the session has ended: send initialize")
-        if known is None:
-            told = _decode_negotiated(value)
-            known = self._sessions[id] = _Known(Session(REVISIONS[told.revision], told.capabilities, told.client))
-            self._make_room()
-        self._sessions.move_to_end(id)
-        return known
-
-    def _make_room(self) -> None:
-        """Forget the session that was silent for longest. One that waits for its client's answer must not be forgotten, or
-        whoever opens many sessions could cut off everybody else's."""
-        if len(self._sessions) <= MAX_SESSIONS:
-            return
-        for _ in range(MAX_SESSIONS):
-            id, known = next(iter(self._sessions.items()))
-            if not known.is_busy:
-                break
-            self._sessions.move_to_end(id)
-        self._sessions.popitem(last=False)
+            return self._sessions.find(request.caller, token)
+        return Known(Session(REVISIONS.get(version or "", UNSTATED)))
 
     async def _get(self, request: Request) -> None:
         """The standing stream of a session, or the rest of one that was cut."""
@@ -467,23 +384,14 @@ class McpEndpoint:
 
     async def _delete(self, request: Request) -> None:
         self._of_session(request)
-        id, _ = self._server.seals.open("session", request.caller, request.headers[SESSION])
-        self._end(id)
+        id = self._sessions.id(request.caller, request.headers[SESSION])
+        self._sessions.end(id)
         if self._relay is not None:
             self._relay.tell({"ended": id})
             self._relay.mark(id)
         await request.respond(204)
 
-    def _end(self, id: str) -> None:
-        known = self._sessions.pop(id, None)
-        if known is not None:
-            known.stand(None)
-            known.session.abandon()
-        self._ended[id] = time.monotonic()
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    def _of_session(self, request: Request) -> _Known:
+    def _of_session(self, request: Request) -> Known:
         version = _single(request, headers.VERSION)
         if version is not None and version not in REVISIONS:
             raise HttpError(400, f"{headers.VERSION}: {version[:40]!r} is not served")
@@ -600,18 +508,3 @@ async def _watched(request: Request, work: Any, outlet: Direct) -> Any:
     finally:
         outlet.on_cut = None
         watcher.cancel()
-
-
-def _negotiated(session: Session) -> _Negotiated:
-    """Small enough for a header: of capabilities their names and modes, of the client its name and version."""
-    capabilities: dict[str, Any] = {
-        name: {mode: {} for mode in modes if mode in declared}
-        for name, modes in _USED.items()
-        if isinstance(declared := session.capabilities.get(name), dict)
-    }
-    client = {name: str(session.client.get(name, ""))[:100] for name in ("name", "version")}
-    return _Negotiated(session.revision.name, capabilities, client)
-
-
-# Capabilities that matter to a server, and their modes.
-_USED = {"sampling": ("context", "tools"), "elicitation": ("form", "url"), "roots": ("listChanged",)}

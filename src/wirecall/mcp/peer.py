@@ -58,14 +58,12 @@ class Session:
         self,
         revision: Revision,
         capabilities: dict[str, Any] | None = None,
-        client: Any = None,
         *,
         level: str | None = None,
         calls: "dict[Id, asyncio.Task[Any]] | None" = None,
     ) -> None:
         self.revision = revision
         self.capabilities = capabilities or {}
-        self.client = client
         self.level = level  # the least log level it wants to see; None: none was set
         self.calls = {} if calls is None else calls  # what it may cancel
         self.subscriptions: set[str] = set()  # URIs of resources

@@ -314,7 +314,7 @@ class Server:
         """`initialize`: the session it opens, and its result. Raises what is wrong with it."""
         params = _decode(message, Initialize)
         revision = offered(params.version)
-        return Session(revision, params.capabilities, params.client), encode(self._introduction(revision))
+        return Session(revision, params.capabilities), encode(self._introduction(revision))
 
     def _introduction(self, revision: Revision) -> dict[str, Any]:
         told = {"instructions": self.identity.instructions} if self.identity.instructions else {}

@@ -168,7 +168,6 @@ class Meta(Struct, frozen=True, gc=False):
 
     version: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}protocolVersion")
     capabilities: dict[str, Any] | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}clientCapabilities")
-    client: Raw | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}clientInfo")
     level: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}logLevel")
     token: ProgressToken | UnsetType = msgspec.field(default=UNSET, name="progressToken")
     key: Any = msgspec.field(default=UNSET, name=KEY_META)
