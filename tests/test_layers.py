@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
-    {"errors", "lanes", "logs"} | {"mcp.revisions", "mcp.types", "mcp.sealed"},
+    {"errors", "lanes", "logs", "process"} | {"mcp.revisions", "mcp.types", "mcp.sealed"},
     {"frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
     | {"transports.memory", "transports.sse"},

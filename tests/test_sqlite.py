@@ -1,10 +1,11 @@
 """What only the SQLite ledger can meet."""
 
 import asyncio
+import os
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import apsw
@@ -13,10 +14,11 @@ import pytest
 from tests.calls import call, error, make_app, result
 from wirecall.errors import CannotWait
 from wirecall.ledger import sqlite_file, sqlite_rows, sqlite_writer
-from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State, new_nonce
+from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import SqliteLedger
 from wirecall.ledger.sqlite_rows import Fences
 from wirecall.ledger.sqlite_writer import Job, Writer, skip
+from wirecall.process import new_nonce
 
 
 async def test_another_copy_of_sqlite_that_removes_the_wal_is_noticed(tmp_path: Path) -> None:
@@ -61,6 +63,33 @@ async def test_where_nothing_else_is_ready_it_is_written_on_the_spot_but_once_in
     second = ledger.claim(claim("second"))
     assert asyncio.isfuture(second.send(None)), "the loop has other things to do as well"
     second.close()
+
+
+async def test_a_duplicate_is_answered_by_reading_whoever_writes(ledger: SqliteLedger, path: Path) -> None:
+    """Alone and among others, while another connection has the lock of the file."""
+    first = await ledger.claim(claim("one"))
+    assert await ledger.complete(first.token, DONE, 60)
+    other = apsw.Connection(str(path))
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StopIteration) as finished:
+        ledger.claim(claim("one")).send(None)
+    assert finished.value.value.outcome == DONE
+    await asyncio.sleep(0)
+    again = await asyncio.wait_for(asyncio.gather(*(ledger.claim(claim("one")) for _ in range(8))), 4)
+    assert [record.outcome for record in again] == [DONE] * 8
+    other.close()
+
+
+async def test_who_cannot_wait_gets_what_reading_finds(path: Path) -> None:
+    app = make_app(ledger=f"sqlite:{path}")
+
+    @app.command
+    def put(value: int) -> int:
+        return value
+
+    async with app:
+        assert result(await app.handle(call("put", {"value": 1}, key="one"))) == 1
+        assert result(app.handle_sync(call("put", {"value": 1}, key="one", id=2))) == 1
 
 
 async def test_who_cannot_wait_is_told_before_anything_runs(path: Path) -> None:
@@ -212,6 +241,105 @@ async def test_fences_of_a_transaction_that_was_undone_are_another_process_s(led
     ours = (await ledger.claim(claim("ours"))).fence
     assert ours > theirs
     await other.aclose()
+
+
+async def test_a_lone_claim_takes_no_fence_of_a_block_that_is_behind(ledger: SqliteLedger, path: Path) -> None:
+    """It is one statement, which looks for itself whether another process has taken fences since."""
+    other = SqliteLedger(path)
+    for turn in range(3):
+        ours = (await ledger.claim(claim(f"ours {turn}"))).fence
+        theirs = (await other.claim(claim(f"theirs {turn}"))).fence
+        assert ours < theirs < (await ledger.claim(claim(f"ours again {turn}"))).fence
+    await other.aclose()
+
+
+# --- whether the path still names the file ---
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked for by name."""
+    names: list[str] = []
+    identity = sqlite_file.identity
+
+    def watched(name: str | bytes) -> tuple[int, ...] | None:
+        names.append(Path(os.fsdecode(name)).name)
+        return identity(name)
+
+    monkeypatch.setattr(sqlite_file, "identity", watched)
+    return names
+
+
+@pytest.fixture
+def place(path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite_file.Place]:
+    """A place whose folder has not changed for a while."""
+    monkeypatch.setattr(sqlite_file.Place, "SETTLED", 0.05)
+    path.write_bytes(b"")
+    place = sqlite_file.Place(str(path))
+    while time.time_ns() < path.parent.stat().st_ctime_ns + 60_000_000:
+        time.sleep(0.01)  # the kernel's clock, which nobody can pass
+    place.check()
+    asked.clear()
+    yield place
+    place.close()
+
+
+def test_while_its_folder_stands_still_nothing_is_asked_by_name(place: sqlite_file.Place, asked: list[str]) -> None:
+    for _ in range(5):
+        place.check()
+    assert asked == []
+
+
+def test_a_folder_that_has_just_changed_is_not_relied_on(place: sqlite_file.Place, asked: list[str], path: Path) -> None:
+    path.with_name("another").write_bytes(b"")
+    for _ in range(2):
+        place.check()
+    assert asked == ["ledger.db", "ledger.db-wal"] * 2
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "renamed"])
+def test_what_happens_to_the_file_is_noticed_at_once(place: sqlite_file.Place, path: Path, how: str) -> None:
+    if how == "removed":
+        path.unlink()
+    elif how == "renamed":
+        path.rename(path.with_name("moved"))
+    else:
+        path.with_name("new").write_bytes(b"")
+        path.with_name("new").rename(path)
+    for _ in range(2):
+        with pytest.raises(LedgerDown, match="removed or replaced"):
+            place.check()
+
+
+def test_what_happens_further_up_is_noticed_when_the_names_are_due(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_file.Place, "SETTLED", -60.0)  # any time of a folder will do
+    path = tmp_path / "above" / "folder" / "ledger.db"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    place = sqlite_file.Place(str(path))
+    place.check()
+    (tmp_path / "above").rename(tmp_path / "gone")
+    place._ask_at = time.monotonic()  # a second has passed
+    with pytest.raises(LedgerDown, match="removed or replaced"):
+        place.check()
+    place.close()
+
+
+def test_where_folders_cannot_be_opened_the_names_are_asked_for(
+    path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", refuse)
+    path.write_bytes(b"")
+    place = sqlite_file.Place(str(path))
+    asked.clear()
+    place.check()
+    place.check()
+    assert asked == ["ledger.db", "ledger.db-wal"] * 2
 
 
 def test_a_file_is_the_same_however_the_kernel_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,11 +55,11 @@ from wirecall.ledger.base import (
     Token,
     Transaction,
     TryAgain,
-    new_nonce,
 )
 from wirecall.logs import failed, logger
 from wirecall.methods import CannotTell, Context, Done, InputRequired, Method, NotDone
 from wirecall.outcomes import Sealed, answer, outcome_of, recorded, stored, unknown
+from wirecall.process import new_nonce
 from wirecall.runs import (
     RETRY_AFTER_MS,
     Call,
@@ -198,7 +198,7 @@ class Commands:
         flight = self._flights[run.claim.id] = Flight(run.claim.fingerprint)
         found: Outcome | None = None
         try:
-            ledger = await self._open()
+            ledger = await self._open(run)
             if run.claim.on_crash == "transactional":
                 return None
             record = await self._claim(ledger, run)
@@ -229,9 +229,9 @@ class Commands:
 
     async def _watch(self, run: Run, call: Call, noted: Callable[..., None]) -> Sealed:
         """Wait for the task of a command; what interrupts the wait interrupts the command only if it has done nothing."""
-        loop = asyncio.get_running_loop()
-        run.ended = loop.create_future()
-        task = self._runs[run] = loop.create_task(self._apart(run, call, noted))
+        assert run.loop is not None
+        run.ended = run.loop.create_future()
+        task = self._runs[run] = run.loop.create_task(self._apart(run, call, noted))
         try:
             sealed: Sealed = await run.ended
             return sealed
@@ -279,14 +279,15 @@ class Commands:
 
     # --- the ledger's answer -----------------------------------------------------------------------------------------
 
-    async def _open(self) -> Ledger:
+    async def _open(self, run: Run) -> Ledger:
         if self.closing:
             raise LedgerUnavailable("the server is stopping", ran="no")
         try:
             ledger = await self._ledger()
         except (LedgerDown, UsageError) as error:
             raise _unavailable(error) from error
-        self._plan_sweep(ledger)
+        if run.loop is not None:  # else: who works without an event loop sweeps by hand
+            self._plan_sweep(ledger, run.loop)
         return ledger
 
     async def _claim(self, ledger: Ledger, run: Run) -> Record:
@@ -470,7 +471,7 @@ class Commands:
     # --- one transaction ---------------------------------------------------------------------------------------------
 
     async def _transacted(self, run: Run, call: Call) -> Ended:
-        ledger: Any = await self._open()
+        ledger: Any = await self._open(run)
         for _ in range(TRANSACTION_TRIES):
             try:
                 async with ledger.transaction(run.claim) as transaction:
@@ -557,26 +558,20 @@ class Commands:
             timer.cancel()
             self._naps.discard(nap)
 
-    def _plan_sweep(self, ledger: Ledger) -> None:
+    def _plan_sweep(self, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> None:
         """Sweep about once a minute, at a random moment, so that many processes do not sweep together."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:  # no event loop: who works like this sweeps by hand
-            return
-        if self.closing:
-            return
-        if self._sweeps is None or self._sweeps[0] is not loop:
+        if not self.closing and (self._sweeps is None or self._sweeps[0] is not loop):
             delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
-            self._sweeps = (loop, loop.call_later(delay, lambda: self._do(self._sweep(ledger))))
+            self._sweeps = (loop, loop.call_later(delay, lambda: self._do(self._sweep(ledger, loop))))
 
-    async def _sweep(self, ledger: Ledger) -> None:
+    async def _sweep(self, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while not self.closing and await ledger.sweep(SWEEP_BATCH) == SWEEP_BATCH:
                 continue
         except LedgerDown as error:
             logger.warning("the ledger was not swept: %s", error)
         self._sweeps = None
-        self._plan_sweep(ledger)
+        self._plan_sweep(ledger, loop)
 
 
 def _give_back(ledger: Ledger, token: Token, attempt: int) -> Awaitable[bool]:

@@ -11,6 +11,7 @@ from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavai
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, Token
 from wirecall.logs import logger
 from wirecall.methods import Context, Method, Passed
+from wirecall.process import running_loop
 
 # What a caller who must come back is told.
 RETRY_AFTER_MS = 1000
@@ -26,7 +27,6 @@ class Run:
     """A command under way, as its handler's context sees it."""
 
     __slots__ = (
-        "_loop",
         "alone",
         "attempt",
         "cancelled",
@@ -39,6 +39,7 @@ class Run:
         "forsaken",
         "interruptible",
         "ledger",
+        "loop",
         "marked",
         "method",
         "others",
@@ -62,7 +63,7 @@ class Run:
         self.others = False  # another run of the same command was seen
         self.db: Any = None
         self.ended: asyncio.Future[Any] | None = None  # what its caller awaits
-        self._loop: asyncio.AbstractEventLoop | None = None if alone else asyncio.get_running_loop()
+        self.loop: asyncio.AbstractEventLoop | None = None if alone else running_loop()
 
     @property
     def downstream_key(self) -> str:
@@ -84,12 +85,12 @@ class Run:
         self.marked = True
         if self.committed:  # the method has passed it on entry, and the ledger knows
             return Passed()
-        if self._loop is None:
+        if self.loop is None:
             return _stepped(self._write_commit_point())
         if _is_on_loop():
             self.committed = True
             return self._write_commit_point()
-        asyncio.run_coroutine_threadsafe(self._write_commit_point(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._write_commit_point(), self.loop).result()
         return Passed()
 
     async def _write_commit_point(self) -> None:
@@ -202,9 +203,9 @@ class Heartbeats:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, run: Run) -> None:
-        if run.alone:  # no event loop: the handler cannot wait, so it will not last
+        loop = run.loop
+        if loop is None:  # the handler cannot wait, so it will not last
             return
-        loop = asyncio.get_running_loop()
         if loop is not self._loop:  # what another loop has left behind is over
             self._loop, self._timer = loop, None
             self._due.clear()

@@ -10,7 +10,8 @@ from typing import Any
 from msgspec import structs
 
 from tests.servers import Store
-from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, RecordId, State, new_nonce
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, RecordId, State
+from wirecall.process import new_nonce
 
 LEASE = 30.0
 RETENTION = 1000.0

@@ -37,8 +37,8 @@ from wirecall.ledger.base import (
     RecordId,
     State,
     Token,
-    new_nonce,
 )
+from wirecall.process import new_nonce
 
 Change = Callable[[Ledger, Token], Awaitable[bool]]
 

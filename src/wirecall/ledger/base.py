@@ -23,7 +23,6 @@ The rules of the contract:
 """
 
 import enum
-import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeAlias
@@ -236,11 +235,6 @@ class Transaction(Protocol):
     async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
         """Record the outcome and commit; `undo` drops the handler's writes (a domain error) but keeps the record."""
         ...
-
-
-def new_nonce() -> bytes:
-    """128 random bits: the owner's half of a token."""
-    return os.urandom(16)
 
 
 Opener: TypeAlias = Callable[[str], Awaitable[Ledger]]

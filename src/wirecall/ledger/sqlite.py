@@ -27,6 +27,7 @@ from typing import Any
 
 import apsw
 
+from wirecall import process
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
     UNKNOWN_KEPT,
@@ -93,12 +94,8 @@ class SqliteLedger:
         await self._running().ask(Job("nothing", nothing))
 
     async def claim(self, claim: Claim) -> Record:
-        row = self._read(self._table.find, claim.id)
-        if row is not None:
-            record, verdict = self._table.judge(row, claim)
-            if verdict == "leave":
-                return record
-        writer, job = self._running(), Job("write", partial(self._table.claim, claim))
+        table, writer = self._table, self._running()
+        job = Job("write", partial(table.claim, claim), partial(table.claim_first, claim), partial(table.answer, claim))
         try:
             granted: Record = await writer.ask(job, on_the_spot=not claim.alone)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
@@ -189,7 +186,7 @@ class SqliteLedger:
 
     def _running(self) -> "Writer":
         writer = self._writer
-        if writer is None or writer.failure is not None or writer.pid != os.getpid():
+        if writer is None or writer.failure is not None or writer.pid != process.pid:
             return self._start()
         return writer
 
@@ -199,7 +196,7 @@ class SqliteLedger:
             if self._is_closed:
                 raise LedgerDown(f"The ledger {self._path} is closed.")
             if old is not None and old.failure is None:
-                if old.pid == os.getpid():
+                if old.pid == process.pid:
                     return old  # another thread was faster
                 _from_before_fork.append(old)
             self._writer = Writer(self._path, self._table, owner=self)

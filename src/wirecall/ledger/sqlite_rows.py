@@ -27,6 +27,7 @@ _STATES = {state.value: state for state in State}
 
 # Like `put`, but where there is a row already it changes nothing and says so.
 _INSERT = SQL["put"].replace("REPLACE", "INSERT", 1)
+_PUT_FIRST = SQL["put_first"]
 _COMPLETE = SQL["complete"]
 _NO_OUTCOME = (None, None, None, None)
 
@@ -75,6 +76,13 @@ class Fences:
 
     def forget(self) -> None:
         self._last = self._end = 0
+
+    def take(self) -> tuple[int, int] | None:
+        """A fence, and what the file must say for it to be good; None where the block is used up."""
+        if self._last == self._end:
+            return None
+        self._last += 1
+        return self._last, self._end
 
     def next(self, db: apsw.Cursor) -> int:
         if not self._is_checked:
@@ -136,6 +144,14 @@ class Table:
         record = self.record(row)
         return record, decide(record, claim, expired=row.expires_at <= self._wall())
 
+    def answer(self, claim: Claim, db: apsw.Cursor) -> Record | None:
+        """The record that answers a claim as it stands; None where the claim has to be written."""
+        row = self.find(db, claim.id)
+        if row is None:
+            return None
+        record, verdict = self.judge(row, claim)
+        return record if verdict == "leave" else None
+
     def seen(self, row: Row, claim: Claim) -> Record:
         """The record that a transaction found. What a claim would turn into a tombstone looks like one already."""
         record, verdict = self.judge(row, claim)
@@ -152,6 +168,16 @@ class Table:
                 raise
         return self._claim_from(row, claim, db, fence)
 
+    def claim_first(self, claim: Claim, db: apsw.Cursor, fences: Fences) -> Record | None:
+        """A claim in one statement, outside of any transaction; None if it has to be made in a longer way."""
+        taken = fences.take()
+        if taken is None:
+            return None
+        fence, end = taken
+        row, record = self._first(claim, fence)
+        db.execute(_PUT_FIRST, (*row, end))
+        return record if db.connection.changes() else None
+
     def _claim_from(self, row: Row, claim: Claim, db: apsw.Cursor, fence: int) -> Record:
         record, verdict = self.judge(row, claim)
         if verdict == "leave":
@@ -164,13 +190,18 @@ class Table:
         return self.record(row)
 
     def insert(self, claim: Claim, db: apsw.Cursor, fence: int) -> Record:
+        row, record = self._first(claim, fence)
+        db.execute(_INSERT, row)
+        return record
+
+    def _first(self, claim: Claim, fence: int) -> tuple[tuple[Any, ...], Record]:
         """The first claim, in the order of `Row` and `Record`: by their names it would take three times as long."""
         id, print, nonce, committed, lease = claim.id, claim.fingerprint, claim.nonce, claim.committed, claim.lease
         wall, ends = self._wall(), self._clock() + lease
         held = (print, "running", fence, nonce, committed, 1, lease, ends, self._boot)
         times = (claim.retention, wall + lease + claim.retention, wall)
-        db.execute(_INSERT, (id.caller, id.method, id.key, *held, *times, *_NO_OUTCOME))
-        return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
+        row = (id.caller, id.method, id.key, *held, *times, *_NO_OUTCOME)
+        return row, Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
 
     def _taken_over(self, claim: Claim, fence: int, before: Row) -> Row:
         return Row(

@@ -6,19 +6,19 @@ While it has nothing to do, it lends its connection: what comes alone is written
 import asyncio
 import concurrent.futures
 import copy
-import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import apsw
 
+from wirecall import process
 from wirecall.errors import UsageError, WirecallError
 from wirecall.ledger.base import (
     Claim,
@@ -28,7 +28,7 @@ from wirecall.ledger.base import (
     Outcome,
     Record,
 )
-from wirecall.ledger.sqlite_file import PATIENCE, SQL, as_down, connect, down, identity, open_file
+from wirecall.ledger.sqlite_file import PATIENCE, SQL, Place, as_down, connect, open_file
 from wirecall.ledger.sqlite_rows import Fences, Row, Table, take_fences
 from wirecall.logs import logger
 
@@ -41,18 +41,35 @@ PAGES_IN_WAL = 1000  # from here on it is folded into the file, as SQLite itself
 
 
 class Job:
-    """Something for the writer to do, and the future of who waits for it, if anybody does."""
+    """Something for the writer to do, and the future of who waits for it, if anybody does.
 
-    __slots__ = ("asked_at", "error", "future", "kind", "loop", "result", "work")
+    `work` is called inside a transaction; or, where it comes alone, outside of one, and each of its statements is one. A
+    claim would not be right then, so it has a `try_first`, which may find that it cannot do it. It also has a `look`, which
+    may find the answer by reading: then nobody waits for who writes.
+    """
 
-    def __init__(self, kind: Kind, work: Callable[..., Any]) -> None:
+    __slots__ = ("asked_at", "error", "future", "kind", "look", "loop", "result", "try_first", "work")
+
+    def __init__(
+        self,
+        kind: Kind,
+        work: Callable[..., Any],
+        try_first: Callable[..., Any] | None = None,
+        look: Callable[[apsw.Cursor], Any] | None = None,
+    ) -> None:
         self.kind = kind
         self.work = work
+        self.try_first = try_first
+        self.look = look
         self.future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.asked_at = time.monotonic()
         self.result: Any = None
         self.error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.result is not None or self.error is not None
 
     def answer(self) -> Any:
         """What came of it, for who has waited in person."""
@@ -89,7 +106,7 @@ class Writer:
     """
 
     def __init__(self, path: str, table: Table, *, owner: object) -> None:
-        self.pid = os.getpid()
+        self.pid = process.pid
         self.failure: WirecallError | None = None  # set: the thread takes no more jobs, and this is why
         self.reading = threading.Lock()
         self._path = path
@@ -121,19 +138,22 @@ class Writer:
         return self._reader
 
     async def ask(self, job: Job, *, on_the_spot: bool = True) -> Any:
-        """Have something done, and wait until it is on the disk; `on_the_spot` allows that nobody notices the waiting."""
+        """Have something done, and wait until it is on the disk; `on_the_spot` allows that nobody notices the waiting.
+
+        What can be answered by reading is answered without waiting in any case.
+        """
         try:
-            loop = asyncio.get_running_loop()
+            loop = process.running_loop()
         except RuntimeError:
-            answer = job.future = concurrent.futures.Future[Any]()
-            self.send([job])
-            return answer.result()
+            return self._ask_and_wait(job)
+        if not on_the_spot and not self._unanswered([job]):
+            return job.answer()
         collected, is_alone = self._collected.get(loop), False
         if collected is None:  # the first of this turn of the loop
             is_alone = on_the_spot and job.kind == "write" and is_last(loop)
             collected = self._collected[loop] = []
             loop.call_soon(self._send_collected, loop)
-            if is_alone and self._commit_at_once(job):
+            if is_alone and (self._commit_at_once(job) or not self._unanswered([job])):
                 return job.answer()
         job.loop, job.future = loop, loop.create_future()
         if is_alone:
@@ -142,8 +162,40 @@ class Writer:
             collected.append(job)
         return await job.future
 
+    def _ask_and_wait(self, job: Job) -> Any:
+        if not self._unanswered([job]):
+            return job.answer()
+        written = job.future = concurrent.futures.Future[Any]()
+        self.send([job])
+        return written.result()
+
+    def _unanswered(self, jobs: list[Job]) -> list[Job]:
+        """Read what jobs look for, all in one snapshot of the file; those that are left have to be written."""
+        looking = [job for job in jobs if job.look is not None]
+        if not looking:
+            return jobs
+        try:
+            reader = self.reader
+            with self.reading, reader.connection if len(looking) > 1 else nullcontext():
+                for job in looking:
+                    self._look(job, reader)
+        except (apsw.Error, WirecallError) as error:
+            for job in looking:
+                job.error = copy.copy(error) if isinstance(error, WirecallError) else as_down(self._path, error)
+        for job in looking:
+            if job.is_over:
+                job.settle()
+        return [job for job in jobs if not job.is_over]
+
+    def _look(self, job: Job, reader: apsw.Cursor) -> None:
+        assert job.look is not None
+        try:
+            job.result = job.look(reader)
+        except (apsw.Error, UnicodeEncodeError) as error:
+            job.error = as_down(self._path, error)
+
     def _send_collected(self, loop: asyncio.AbstractEventLoop) -> None:
-        jobs = self._collected.pop(loop)
+        jobs = self._unanswered(self._collected.pop(loop))
         if len(jobs) == 1 and jobs[0].kind == "write" and self._commit_at_once(jobs[0]):
             jobs[0].settle()
         elif jobs:
@@ -165,7 +217,7 @@ class Writer:
         if self._pace > QUICK or self._last > 2 * QUICK or not self._lent.acquire(blocking=False):
             return False
         try:
-            if self._asked or self._waiting or self.pid != os.getpid():  # they came first; it is the parent's, after a fork
+            if self._asked or self._waiting or self.pid != process.pid:  # they came first; it is the parent's, after a fork
                 return False
             self._patience.is_over = True
             return self._try_alone(job)
@@ -175,25 +227,26 @@ class Writer:
 
     def _try_alone(self, job: Job) -> bool:
         try:
-            self._write([job])
+            self._place.check()
+            began = time.perf_counter()
+            job.result = (job.try_first or job.work)(self._cursor, self._fences)
+            self._committed(began)
         except apsw.BusyError:  # another process is writing; the thread can wait for it
-            self._roll_back()
             return False
         except BaseException as error:
-            self._roll_back()
             if not isinstance(error, Exception):  # Ctrl-C in the thread of the loop, which may go on after it
                 self.send([job])
                 raise
             job.error = as_down(self._path, error)
-        return True
+        return job.is_over
 
     async def aclose(self) -> None:
-        if self.pid == os.getpid() and self.failure is None:
+        if self.pid == process.pid and self.failure is None:
             await self.ask(Job("stop", nothing))
             self._thread.join()
 
     def _stop(self) -> None:
-        if self.pid == os.getpid() and self.failure is None:
+        if self.pid == process.pid and self.failure is None:
             if self._open is not None:  # nobody is left to complete it
                 self._open.is_dropped = True
             self._asked.append(Job("stop", nothing))
@@ -208,8 +261,7 @@ class Writer:
             self._db, reader, self._patience = open_file(self._path, Row._fields)
             self._db.set_wal_hook(self._count_pages)
             self._cursor = self._db.cursor()
-            self._names = os.fsencode(self._path), os.fsencode(self._path + "-wal")
-            self._file, self._wal = map(identity, self._names)
+            self._place = Place(self._path)
             self._reader = reader.cursor()
             self._is_ready.set()
             self._serve()
@@ -263,13 +315,16 @@ class Writer:
             self._deliver(jobs)
 
     def _write(self, jobs: list[Job]) -> None:
-        self._check_file()
+        self._place.check()
         self._cursor.execute(SQL["begin"])
         self._fences.begin()
         for job in jobs:
             self._attempt(job)
         began = time.perf_counter()
         self._cursor.execute(SQL["commit"])
+        self._committed(began)
+
+    def _committed(self, began: float) -> None:
         self._last = time.perf_counter() - began
         self._pace += (self._last - self._pace) / 8
         if self._pages >= PAGES_IN_WAL:
@@ -340,29 +395,19 @@ class Writer:
             job.error = None if job.kind == "stop" else copy.copy(self.failure)
         self._deliver(waiting)
 
-    def _check_file(self) -> None:
-        """A file that was removed or replaced would take our writes, and nobody would ever read them."""
-        file, wal = map(identity, self._names)
-        self._wal = self._wal or wal  # it is made by the first who needs it, and stays as long as anybody has the file open
-        if file != self._file or wal != self._wal:
-            raise down(
-                f"The ledger {self._path} was removed or replaced while it was open.",
-                "what is written now would be lost, and with it the knowledge of what was done",
-                "bring the file back with its -wal, or restart to begin a new ledger",
-            )
-
     def _close(self) -> None:
         with self.reading, suppress(AttributeError, apsw.Error):  # AttributeError: they were never opened
             if self._reader is not None:
                 self._reader.connection.close()
             self._db.close()
+            self._place.close()
 
     # --- a handler's transaction, also in the thread ---
 
     def begin(self, transaction: "HandlerTransaction", claim: Claim) -> None:
         if transaction.is_dropped:
             return
-        self._check_file()
+        self._place.check()
         db = connect(self._path)
         try:
             db.pragma("foreign_keys", True)  # the handler could not: inside a transaction it has no effect
