@@ -631,12 +631,7 @@ async def test_duplicates_of_a_refused_command_are_not_refused_one_after_another
     assert answered == 16
 
 
-async def test_refusals_stay_quick_however_many_there_were(
-    request: pytest.FixtureRequest, front: Front, effects: Effects, caller: Caller
-) -> None:
-    if front.kind == "postgres":
-        slow = "every refused claim is looked for later, and these questions stand in the same queue as new claims"
-        request.applymarker(pytest.mark.xfail(reason=slow))
+async def test_refusals_stay_quick_however_many_there_were(front: Front, effects: Effects, caller: Caller) -> None:
     async with make_shop(front.url, effects) as app:
         await caller.call(app, "charge", "first")
         with front.proxy.away():
@@ -756,6 +751,20 @@ async def test_a_transaction_cut_before_its_commit_leaves_nothing(
     await caller.insist(bank.app, "book", "key")
     assert [row.key for row in bank.rows()] == ["first", "key"]
     check(caller.history, bank.rows())
+
+
+@only_postgres
+async def test_transactions_are_refused_together_where_no_connection_can_be_made(front: Front, bank: Bank) -> None:
+    caller = Caller()
+    await caller.call(bank.app, "book", "first")
+    with front.proxy.away():
+        calls = [asyncio.create_task(caller.call(bank.app, "book", f"key-{number}")) for number in range(600)]
+        _, slow_ones = await asyncio.wait(calls, timeout=3)
+        answers = await asyncio.gather(*calls)
+    assert {(answer.code, answer.ran) for answer in answers} == {(50310, "no")}
+    assert not slow_ones, f"{len(slow_ones)} of 600 were not refused within 3 s"
+    assert (await caller.insist(bank.app, "book", "afterwards")).error is None
+    assert [row.key for row in bank.rows()] == ["first", "afterwards"]
 
 
 # --- servers that refuse ---------------------------------------------------------------------------------------------

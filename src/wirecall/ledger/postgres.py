@@ -4,14 +4,16 @@ The rules of the file:
 
 1. A transition is one statement of `postgres.sql`, which commits by itself and reads the server's clock. It needs nothing of
    its session, so a transaction pooler may stand between: timeouts belong to the functions and to the asking side.
-2. The claims that wait at the moment go out as one statement, and so do the completions: one round trip and one flush to
-   disk serve many (`_Lane`). Within a statement they are in the order of their ids, so that two never wait for each other.
-3. Sent again, once, after its connection was lost: a claim, since it finds its own nonce, and a completion, since it finds
-   its own token done. Nothing else is.
+2. The claims that wait at the moment go out as one statement, and so do the completions, and the questions for a record: one
+   round trip and one flush to disk serve many (`_Lane`). Within a statement they are in the order of their ids, so that two
+   never wait for each other. Each kind has its own queue: however many ask what became of a claim, a new one goes out.
+3. Sent again, once, after its connection was lost: a claim, since it finds its own nonce, a completion, since it finds its
+   own token done, and a question. Nothing else is.
 4. A statement runs in a task of its own, so whoever waits for it may go away at any moment. It is never cancelled: if the
    server does not answer in time, its connection is cut.
 5. A connection belongs to an event loop, so each loop has a `_Pool`, which is closed when the loop ends.
-6. A transaction whose commit was not confirmed is neither repeated nor reported before the server said what became of it.
+6. Where no connection can be made and none is left, one failed attempt answers all who wait for one, wherever they stand.
+7. A transaction whose commit was not confirmed is neither repeated nor reported before the server said what became of it.
 
 Text in PostgreSQL holds no NUL: a record id with one is refused, as the store's limit, with `LedgerDown`.
 """
@@ -173,8 +175,9 @@ class PostgresLedger:
     # --- reading and housekeeping ------------------------------------------------------------------------------------
 
     async def get(self, id: RecordId) -> Record | None:
-        rows = await self._ask("get", **_id(id))
-        return _record(rows[0]) if rows else None
+        pool = await self._here()
+        row = await pool.questions.send(id, id)
+        return _record(row) if row else None
 
     async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> Records:
         start = after or RecordId("", "", "")  # comes before all others: no key is empty
@@ -477,10 +480,12 @@ class _Pool:
     def __init__(self, conninfo: str, size: int) -> None:
         self.claims = _Lane(self, _SQL["claim"])
         self.completions = _Lane(self, _SQL["complete"])
+        self.questions = _Lane(self, _SQL["get"])
         self.lifetime = self._live()
         self._conninfo = conninfo
         self._idle: list[Connection] = []
-        self._slots = asyncio.Semaphore(size)
+        self._slots = _Slots(size)
+        self._in_use = 0  # connections that somebody has taken
         self._tasks: set[asyncio.Task[Any]] = set()
         self._in_trouble = False
         self._probe: asyncio.Task[None] | None = None
@@ -510,19 +515,20 @@ class _Pool:
 
     async def take(self) -> Connection:
         """A connection that is not known to be dead; it must come back through `give`."""
+        await self._slots.take()
         try:
-            async with asyncio.timeout(PATIENCE if self._slots.locked() else None):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise LedgerDown(f"no connection became free within {PATIENCE} s; `?pool=` sets their number") from None
-        try:
-            while self._idle:
-                if _is_alive(connection := self._idle.pop()):
-                    return connection
-            return await self._connect()
+            connection = self._pop() or await self._connect()
         except BaseException:
-            self._slots.release()
+            self._slots.give()
             raise
+        self._in_use += 1
+        return connection
+
+    def _pop(self) -> Connection | None:
+        while self._idle:
+            if _is_alive(connection := self._idle.pop()):
+                return connection
+        return None
 
     def give(self, connection: Connection) -> None:
         """Take a connection back; one that is not at rest is closed, which also undoes what was open on it."""
@@ -530,7 +536,7 @@ class _Pool:
             self.spawn(self._scrap(connection))
         elif _is_at_rest(connection) and not self._closed:
             self._idle.append(connection)
-            self._slots.release()
+            self._free()
         else:
             self._discard(connection)
 
@@ -544,7 +550,11 @@ class _Pool:
         if connection.closed:  # by the server, so the others are probably dead as well
             self._drop_idle()
         connection.pgconn.finish()
-        self._slots.release()
+        self._free()
+
+    def _free(self) -> None:
+        self._in_use -= 1
+        self._slots.give()
 
     async def _scrap(self, connection: Connection) -> None:
         try:
@@ -555,15 +565,22 @@ class _Pool:
 
     async def _connect(self) -> Connection:
         """A new connection. After a failure, one attempt at a time stands for all: a crowd keeps a server down."""
-        if self._in_trouble:
-            if self._probe is None or self._probe.done():
-                self._probe = self.spawn(self._recover())
-            await asyncio.shield(self._probe)
         try:
+            if self._in_trouble:
+                if self._probe is None or self._probe.done():
+                    self._probe = self.spawn(self._recover())
+                await asyncio.shield(self._probe)
             return self._idle.pop() if self._idle else await self._dial()
-        except psycopg.Error:
+        except psycopg.Error as error:
             self._in_trouble = True
+            if self.is_away:
+                self._slots.refuse(_down(error))
             raise
+
+    @property
+    def is_away(self) -> bool:
+        """Whether nobody has a connection, and none can be made: then to wait for one is to wait for nothing."""
+        return self._in_trouble and not self._in_use and not self._idle
 
     async def _recover(self) -> None:
         await asyncio.sleep(REST)
@@ -616,6 +633,46 @@ class _Pool:
             task.exception()  # whoever waited may be gone
 
 
+class _Slots:
+    """As many as there may be connections, and the queue of those who have to wait for one."""
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        timer = asyncio.get_running_loop().call_later(
+            PATIENCE, _refuse, turn, LedgerDown(f"no connection became free within {PATIENCE} s; `?pool=` sets their number")
+        )
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.exception() is None:  # it was our turn at the same moment
+                self.give()
+            raise
+        finally:
+            timer.cancel()
+
+    def give(self) -> None:
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def refuse(self, error: LedgerDown) -> None:
+        """Answer all who wait."""
+        queue, self._queue = self._queue, deque()
+        for turn in queue:
+            _refuse(turn, error)
+
+
 class _Completion(Struct, frozen=True):
     id: RecordId
     fence: int
@@ -643,7 +700,7 @@ class _Lane:
         self._waiting: deque[_Waiting] = deque()
         self._flights = 0
 
-    async def send(self, id: RecordId, item: Claim | _Completion) -> Row | None:
+    async def send(self, id: RecordId, item: Claim | _Completion | RecordId) -> Row | None:
         _check(id)
         answer: asyncio.Future[Row | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(id, _encode(item), answer))
@@ -679,13 +736,13 @@ class _Lane:
             rows = await self._sent(batch)
         except psycopg.Error as error:
             if len(batch) == 1 or _is_lost(error):
-                return _fail(batch, _down(error))
+                return self._fail(batch, _down(error))
             # One of them is at fault, or has to wait for someone: the others need not suffer.
             await asyncio.gather(*(self._deliver([waiting]) for waiting in batch))
         except LedgerDown as error:
-            _fail(batch, error)
+            self._fail(batch, error)
         except BaseException:
-            _fail(batch, LedgerDown("the ledger was stopped"))
+            self._fail(batch, LedgerDown("the ledger was stopped"))
             raise
         else:
             found = {row[:3]: row for row in rows}
@@ -702,11 +759,16 @@ class _Lane:
                 raise
         return await self._pool.ask(self._statement, {"items": items, "again": True})
 
+    def _fail(self, batch: list[_Waiting], error: LedgerDown) -> None:
+        for waiting in batch:
+            _refuse(waiting.answer, error)
+        while self._waiting and self._pool.is_away:  # it would be no better for them
+            _refuse(self._waiting.popleft().answer, error)
 
-def _fail(batch: list[_Waiting], error: LedgerDown) -> None:
-    for waiting in batch:
-        if not waiting.answer.done():
-            waiting.answer.set_exception(LedgerDown(*error.args))  # each their own: raising writes into an exception
+
+def _refuse(answer: "asyncio.Future[Any]", error: LedgerDown) -> None:
+    if not answer.done():
+        answer.set_exception(LedgerDown(*error.args))  # each their own: raising writes into an exception
 
 
 # --- values and errors -----------------------------------------------------------------------------------------------

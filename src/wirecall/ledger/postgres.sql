@@ -294,8 +294,9 @@ WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND state = 
 RETURNING true
 
 -- name: get
-SELECT seen.* FROM wirecall.ledger AS l, wirecall.seen(l) AS seen
-WHERE l.caller = %(caller)s AND l.method = %(method)s AND l.key = %(key)s
+SELECT seen.* FROM json_to_recordset(%(items)s::json) AS w (caller text, method text, key text), LATERAL (
+    SELECT o AS found FROM wirecall.ledger AS o WHERE o.caller = w.caller AND o.method = w.method AND o.key = w.key LIMIT 1
+) AS l, wirecall.seen(l.found) AS seen
 
 -- name: list
 SELECT seen.* FROM wirecall.ledger AS l, wirecall.seen(l) AS seen
