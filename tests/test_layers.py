@@ -14,15 +14,17 @@ LAYERS = [
     {"frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
     | {"transports.memory", "transports.sse"},
-    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
+    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.sqlite_file"}
+    | {"ledger.postgres_errors", "ledger.postgres_rows"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
     | {"transports.http_client"},
-    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.sqlite_rows"}
+    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.postgres_pool", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
     {"commands", "config", "coalescing", "links", "ledger.sqlite_writer"}
+    | {"ledger.postgres_lanes", "ledger.postgres_schema", "ledger.postgres_transaction"}
     | {"mcp.client_headers", "mcp.gate", "mcp.rounds"}
     | {"transports.http_server", "transports.stdio"},
-    {"dispatch", "calls", "ledger.sqlite"}
+    {"dispatch", "calls", "ledger.postgres", "ledger.sqlite"}
     | {"mcp.line_link", "mcp.lists", "mcp.streams"}
     | {"transports.child", "transports.rpc_http", "transports.run_http"},
     {"sync", "mcp.conversation", "mcp.http_link", "mcp.server", "mcp.sessions"},
@@ -59,7 +61,7 @@ FOREIGN = {
     "msgspec": None,  # everywhere
     "apsw": {"ledger.sqlite", "ledger.sqlite_file", "ledger.sqlite_rows", "ledger.sqlite_writer"},
     "redis": {"ledger.redis"},
-    "psycopg": {"ledger.postgres"},
+    "psycopg": {f"ledger.postgres{part}" for part in ("", "_errors", "_lanes", "_pool", "_transaction")},
     "opentelemetry": {"tracing"},
     "click": {name for layer in LAYERS for name in layer if name.startswith("cli.")},
     "rich": {"cli.output"},

@@ -1533,7 +1533,7 @@ def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("wirecall.ledger.sqlite") and hasattr(module, "PATIENCE"):
             monkeypatch.setattr(module, "PATIENCE", 0.2)
-    statements = getattr(sys.modules.get("wirecall.ledger.postgres"), "_SQL", {})
+    statements = getattr(sys.modules.get("wirecall.ledger.postgres_rows"), "SQL", {})
     if "timeouts" in statements:
         monkeypatch.setitem(statements, "timeouts", statements["timeouts"].replace("'3s'", "'200ms'"))
 

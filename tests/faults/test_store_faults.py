@@ -31,9 +31,8 @@ from tests.faults import LEASE, PATIENCE, Answer, Caller, Effect, Effects, check
 from tests.faults.proxy import Direction, Proxy
 from tests.servers import DURABLE, Postgres, Redis, Store, make_store
 from wirecall import App, Context
-from wirecall.ledger import postgres as postgres_ledger
+from wirecall.ledger import postgres_pool, postgres_transaction, sqlite_file
 from wirecall.ledger import redis as redis_ledger
-from wirecall.ledger import sqlite_file
 from wirecall.ledger.base import Record, RecordId, State
 
 Loss = Literal["request", "answer"]
@@ -650,7 +649,7 @@ def impatient(front: Front, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL, with a ledger behind it that waits for an answer for 0.3 s instead of 5 s."""
     if front.kind == "redis":
         return f"{front.url}&socket_timeout=0.3"
-    monkeypatch.setattr(inspect.unwrap(postgres_ledger._watched), "__defaults__", (0.3,))
+    monkeypatch.setattr(inspect.unwrap(postgres_pool.watched), "__defaults__", (0.3,))
     return f"{front.url}&connect_timeout=2"
 
 
@@ -721,7 +720,7 @@ async def test_a_commit_that_was_not_confirmed_is_settled_by_asking_the_server(f
 async def test_a_commit_that_nobody_can_be_asked_about_is_said_to_be_unknown_and_the_retry_is_definite(
     front: Front, bank: Bank, loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres_ledger, "SETTLE", 0.3)
+    monkeypatch.setattr(postgres_transaction, "SETTLE", 0.3)
     caller = Caller()
     await caller.call(bank.app, "book", "first")
     front.proxy.refuse()
