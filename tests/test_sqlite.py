@@ -142,7 +142,7 @@ async def test_the_lock_of_another_process_keeps_no_loop_waiting(
 
 
 async def test_a_lone_transition_does_not_overtake(ledger: SqliteLedger, at_once: list[bool]) -> None:
-    async with ledger.transaction(claim("held")) as transaction:
+    async with ledger.transaction(claim("held"), wait=25) as transaction:
         waiting = asyncio.create_task(ledger.claim(claim("waiting")))
         await asyncio.sleep(0.02)
         assert at_once == [False] and not waiting.done()

@@ -473,8 +473,10 @@ class Commands:
     async def _transacted(self, run: Run, call: Call) -> Ended:
         ledger: Any = await self._open(run)
         for _ in range(TRANSACTION_TRIES):
+            run.others = run.interruptible = True  # another run may have to be waited for; nothing of ours is done meanwhile
             try:
-                async with ledger.transaction(run.claim) as transaction:
+                async with ledger.transaction(run.claim, run.method.terms.wait) as transaction:
+                    run.others = run.interruptible = False
                     return await self._transact(ledger, transaction, run, call)
             except TryAgain:
                 run.claim = msgspec.structs.replace(run.claim, nonce=new_nonce())

@@ -196,8 +196,8 @@ class WatchedLedger:
         self._fate.at("completed")
         return applied
 
-    def transaction(self, claim: Claim) -> "WatchedTransaction":
-        return WatchedTransaction(self._ledger.transaction(claim), claim, self._fate)
+    def transaction(self, claim: Claim, wait: float) -> "WatchedTransaction":
+        return WatchedTransaction(self._ledger.transaction(claim, wait), claim, self._fate)
 
 
 class WatchedTransaction:

@@ -221,8 +221,11 @@ class Ledger(Protocol):
 class Transactional(Protocol):
     """A ledger that can put a record and its handler's own writes into one transaction."""
 
-    def transaction(self, claim: Claim) -> "AbstractAsyncContextManager[Transaction]":
-        """Begin, and look for the record; leaving the block without `complete` undoes everything."""
+    def transaction(self, claim: Claim, wait: float) -> "AbstractAsyncContextManager[Transaction]":
+        """Begin, and look for the record; leaving the block without `complete` undoes everything.
+
+        Another transaction that holds the record is waited for, `wait` seconds; then it is `Locked`.
+        """
         ...
 
 

@@ -150,10 +150,10 @@ class PostgresLedger:
                 place.pool.close()
 
     @asynccontextmanager
-    async def transaction(self, claim: Claim) -> AsyncIterator[PostgresTransaction]:
+    async def transaction(self, claim: Claim, wait: float) -> AsyncIterator[PostgresTransaction]:
         """Begin, and insert the record; or find the one that is there. Another transaction with it is waited for."""
         here = await self._here()
-        async with opened(here.pool, claim) as transaction:
+        async with opened(here.pool, claim, wait) as transaction:
             yield transaction
 
     # --- opening -----------------------------------------------------------------------------------------------------

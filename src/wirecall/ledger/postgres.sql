@@ -332,8 +332,8 @@ WITH due AS (
 SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM buried) + (SELECT count(*) FROM lost)
 
 -- name: timeouts
--- They hold for the handler's statements too; it may set others.
-SELECT set_config('lock_timeout', '3s', true), set_config('idle_in_transaction_session_timeout', %(silence)s, true)
+-- How long to wait for another transaction with the same record, and for a handler that is silent.
+SELECT set_config('lock_timeout', %(turn)s, true), set_config('idle_in_transaction_session_timeout', %(silence)s, true)
 
 -- name: enter
 INSERT INTO wirecall.ledger VALUES (
@@ -341,7 +341,8 @@ INSERT INTO wirecall.ledger VALUES (
     clock_timestamp(), clock_timestamp() + wirecall.seconds(%(lease)s), wirecall.seconds(%(retention)s),
     clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.seconds(%(retention)s)
 ) ON CONFLICT DO NOTHING
-RETURNING fence, extract(epoch FROM started_at)::float8, pg_current_xact_id()::text, pg_backend_pid()
+RETURNING fence, extract(epoch FROM started_at)::float8, pg_current_xact_id()::text, pg_backend_pid(),
+    set_config('lock_timeout', '3s', true) -- from here on, for the statements of the handler, which may set another
 
 -- name: found
 SELECT seen.*, l.expires_at <= clock_timestamp() FROM wirecall.ledger AS l, wirecall.seen(l) AS seen

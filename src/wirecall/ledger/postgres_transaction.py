@@ -2,7 +2,8 @@
 
 The rules of the file:
 
-1. The record is inserted first, so a duplicate anywhere waits for this transaction to end, and then finds it.
+1. The record is inserted first, so a duplicate anywhere waits for this transaction to end, and then finds it. It waits as
+   long as its method says, but in turns: whoever waits holds a connection, and others may be waiting for that.
 2. The handler works in a savepoint, through `Db`, which has no words to end the transaction: its writes can be undone, and
    the record of its error kept.
 3. A transaction whose commit was not confirmed is neither repeated nor reported before the server said what became of it.
@@ -25,6 +26,11 @@ from wirecall.ledger.postgres_pool import Connection, Pool, rows_of, watched
 from wirecall.ledger.postgres_rows import SQL, Completion, Row, array, completion_of, encode, id_of, record_of, running
 from wirecall.logs import logger
 
+# Seconds: a turn of waiting for another transaction, at most and at least. Less than that, and a server that has a lot to do
+# would be taken for a duplicate.
+TURN = 1.0
+LEAST_TURN = 0.05
+
 # Seconds to wait for news of a commit.
 SETTLE = 15.0
 
@@ -36,15 +42,10 @@ OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
 
 @asynccontextmanager
-async def opened(pool: Pool, claim: Claim) -> "AsyncIterator[PostgresTransaction]":
+async def opened(pool: Pool, claim: Claim, wait: float) -> "AsyncIterator[PostgresTransaction]":
     """Begin, and insert the record; or find the one that is there. Another transaction with it is waited for."""
+    transaction = await _begun(pool, claim, wait)
     try:
-        connection = await pool.take()
-    except psycopg.Error as error:
-        raise down(error) from error
-    transaction = PostgresTransaction(pool, connection, claim)
-    try:
-        await transaction._begin()
         yield transaction
     except Exception as error:
         if told := transaction._told(error):
@@ -52,6 +53,25 @@ async def opened(pool: Pool, claim: Claim) -> "AsyncIterator[PostgresTransaction
         raise
     finally:
         await transaction._end()
+
+
+async def _begun(pool: Pool, claim: Claim, wait: float) -> "PostgresTransaction":
+    clock = asyncio.get_running_loop().time
+    until = clock() + wait
+    while True:
+        try:
+            connection = await pool.take()
+        except psycopg.Error as error:
+            raise down(error) from error
+        transaction = PostgresTransaction(pool, connection, claim)
+        left = until - clock()
+        try:
+            await transaction._begin(max(LEAST_TURN, min(left, TURN)))
+            return transaction
+        except BaseException as error:
+            await transaction._end()
+            if not isinstance(error, Locked) or left <= TURN:
+                raise
 
 
 class PostgresTransaction:
@@ -75,8 +95,8 @@ class PostgresTransaction:
         self._work = self._pool.spawn(self._finish(completion_of(self.record.token, outcome, retention), undo))
         await asyncio.shield(self._work)
 
-    async def _begin(self) -> None:
-        self._work = self._pool.spawn(self._enter())
+    async def _begin(self, turn: float) -> None:
+        self._work = self._pool.spawn(self._enter(turn))
         try:
             self.record = await asyncio.shield(self._work)
         except psycopg.errors.LockNotAvailable as error:
@@ -84,19 +104,19 @@ class PostgresTransaction:
         except psycopg.Error as error:
             raise undone(error) or down(error) from error
 
-    async def _enter(self) -> Record:
+    async def _enter(self, turn: float) -> Record:
         claim, connection = self._claim, self._connection
-        silence = {"silence": f"{min(max(claim.lease, SILENCE), DAY):.0f}s"}
+        timeouts = {"turn": f"{turn * 1000:.0f}ms", "silence": f"{min(max(claim.lease, SILENCE), DAY):.0f}s"}
         with watched(connection):
             async with connection.pipeline():
                 await connection.execute("BEGIN", prepare=False)
-                await connection.execute(SQL["timeouts"], silence, prepare=False)
+                await connection.execute(SQL["timeouts"], timeouts, prepare=False)
                 cursor = await connection.execute(SQL["enter"], structs.asdict(claim) | id_of(claim.id), prepare=False)
                 await connection.execute("SAVEPOINT wirecall", prepare=False)
         row = await cursor.fetchone()
         if row is None:
             return await self._found()
-        fence, started_at, self._xid, self._pid = row
+        fence, started_at, self._xid, self._pid, _ = row
         return running(claim, fence, started_at)
 
     async def _found(self) -> Record:

@@ -154,14 +154,14 @@ class SqliteLedger:
         changed: int = await self._running().ask(Job("sweep", partial(self._table.sweep, limit)))
         return changed
 
-    def transaction(self, claim: Claim) -> "HandlerTransaction":
+    def transaction(self, claim: Claim, wait: float) -> "HandlerTransaction":
         """The write lock of the file, until the end of the block: all other writes wait for it, so be short.
 
         `db` is an apsw connection. The handler may use savepoints on it, but cannot commit: if it ends the transaction,
         everything is undone.
         """
         row = self._read(self._table.find, claim.id)
-        return HandlerTransaction(self._running(), claim, row and self._table.seen(row, claim))
+        return HandlerTransaction(self._running(), claim, row and self._table.seen(row, claim), wait)
 
     async def aclose(self) -> None:
         """Write what waits and close the file; the last process to close it folds the WAL into it."""

@@ -505,10 +505,11 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
     record: Record
     db: Any = None
 
-    def __init__(self, writer: Writer, claim: Claim, found: Record | None) -> None:
+    def __init__(self, writer: Writer, claim: Claim, found: Record | None, wait: float) -> None:
         self._writer = writer
         self._claim = claim
         self._found = found
+        self._wait = 0.0 if claim.alone else wait
         self.may_commit = False
         self.is_dropped = False
 
@@ -517,11 +518,21 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
             self.record = self._found
             return self
         try:
-            await self._writer.ask(Job("begin", partial(self._writer.begin, self, self._claim)))
+            await self._begin(time.monotonic() + self._wait)
         except BaseException:
             self._writer.drop(self)
             raise
         return self
+
+    async def _begin(self, until: float) -> None:
+        """In turns of PATIENCE, and one at least: the lock is the file's, so it may be another command that we wait for."""
+        while True:
+            try:
+                await self._writer.ask(Job("begin", partial(self._writer.begin, self, self._claim)))
+                return
+            except Locked:
+                if time.monotonic() >= until:
+                    raise
 
     async def __aexit__(self, *_: object) -> None:
         if self.db is not None:
