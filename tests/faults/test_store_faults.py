@@ -14,7 +14,7 @@ import signal
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.calls import call, make_app, result
 from tests.faults import LEASE, PATIENCE, Answer, Caller, Effect, Effects, check, child, eventually, make_shop
 from tests.faults.proxy import Direction, Proxy
 from tests.servers import DURABLE, Postgres, Redis, Store, make_store
-from wirecall import App, Context
+from wirecall import App, Context, DomainError
 from wirecall.ledger import postgres_pool, postgres_transaction, sqlite_file
 from wirecall.ledger import redis as redis_ledger
 from wirecall.ledger.base import Record, RecordId, State
@@ -750,6 +750,82 @@ async def test_a_transaction_cut_before_its_commit_leaves_nothing(
     await caller.insist(bank.app, "book", "key")
     assert [row.key for row in bank.rows()] == ["first", "key"]
     check(caller.history, bank.rows())
+
+
+# What a handler does after its session was ended: nothing that would notice, one more statement, an error of its own.
+AFTERWARDS: dict[str, Callable[[Context], Awaitable[Any]]] = {
+    "returns": lambda context: asyncio.sleep(0),
+    "writes": lambda context: context.db.execute("SELECT 1"),
+    "fails": lambda context: fail(),
+}
+
+
+async def fail() -> None:
+    raise DomainError(4020, "not enough money")
+
+
+@pytest.mark.parametrize("own_server", ["postgres"], indirect=True)
+@pytest.mark.parametrize("afterwards", AFTERWARDS)
+async def test_a_server_killed_while_a_handler_runs_has_committed_nothing(own_server: Postgres, afterwards: str) -> None:
+    """COMMIT was not sent, so nobody need be asked: the answer is definite, and it is there at once."""
+    bank, caller = Bank(own_server.url, own_server.url), Caller()
+
+    @bank.app.command(on_crash="transactional")
+    async def work(order: int, context: Context) -> str:
+        run = await bank.book(context)
+        if bank.runs == 1:
+            await asyncio.to_thread(own_server.kill)
+            await AFTERWARDS[afterwards](context)
+        return run
+
+    async with bank.app, bank.safe:
+        async with asyncio.timeout(postgres_transaction.SETTLE - 5):
+            refused = await caller.call(bank.app, "work", "key")
+        assert (refused.code, refused.ran, bank.runs) == (50310, "no", 1)
+        await asyncio.to_thread(start, own_server)
+        assert bank.rows() == []
+        answer = await caller.insist(bank.app, "work", "key")
+        assert [row.run for row in bank.rows()] == [answer.result]
+    check(caller.history, bank.rows())
+
+
+@only_postgres
+@pytest.mark.parametrize("how", ["ended by the server", "cut"])
+@pytest.mark.parametrize("afterwards", AFTERWARDS)
+async def test_a_session_ended_while_its_handler_runs_has_committed_nothing(
+    front: Front, bank: Bank, how: str, afterwards: str
+) -> None:
+    """The server is there, but the handler may have been too slow for it: to run it again is for the caller to decide."""
+    caller = Caller()
+
+    @bank.app.command(on_crash="transactional")
+    async def work(order: int, context: Context) -> str:
+        run = await bank.book(context)
+        if bank.runs == 1:
+            await end_session(front, context, how)
+            await AFTERWARDS[afterwards](context)
+        return run
+
+    refused = await caller.call(bank.app, "work", "key")
+    assert (refused.code, refused.ran, bank.runs) == (50310, "no", 1)
+    answer = await caller.call(bank.app, "work", "key")
+    assert answer.error is None and bank.runs == 2
+    assert [row.run for row in bank.rows()] == [answer.result]
+    check(caller.history, bank.rows())
+
+
+async def end_session(front: Front, context: Context, how: str) -> None:
+    row = await (await context.db.execute("SELECT pg_backend_pid()")).fetchone()
+    if how == "cut":
+        front.proxy.cut()
+    async with await psycopg.AsyncConnection.connect(front.store.url, autocommit=True) as db:
+        if how == "ended by the server":
+            await db.execute("SELECT pg_terminate_backend(%s)", row)
+
+        async def is_gone() -> bool:
+            return (await db.execute("SELECT FROM pg_stat_activity WHERE pid = %s", row)).rowcount == 0
+
+        await eventually(is_gone)
 
 
 @only_postgres

@@ -85,7 +85,7 @@ class Pool:
 
     def _pop(self) -> Connection | None:
         while self._idle:
-            if _is_alive(connection := self._idle.pop()):
+            if is_alive(connection := self._idle.pop()):
                 return connection
         return None
 
@@ -272,8 +272,9 @@ def _is_at_rest(connection: Connection) -> bool:
     return wire.transaction_status == TransactionStatus.IDLE and wire.pipeline_status == PipelineStatus.OFF
 
 
-def _is_alive(connection: Connection) -> bool:
-    """Without a round trip: a server that ended the session has sent the end of the stream."""
+def is_alive(connection: Connection) -> bool:
+    """Without a round trip: a server that ended the session has sent the end of the stream, after its last words."""
     with suppress(psycopg.Error):
+        connection.pgconn.consume_input()
         connection.pgconn.consume_input()
     return not connection.closed

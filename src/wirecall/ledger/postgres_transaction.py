@@ -6,8 +6,10 @@ The rules of the file:
    long as its method says, but in turns: whoever waits holds a connection, and others may be waiting for that.
 2. The handler works in a savepoint, through `Db`, which has no words to end the transaction: its writes can be undone, and
    the record of its error kept.
-3. A transaction whose commit was not confirmed is neither repeated nor reported before the server said what became of it.
-4. The connection is given back when nothing is under way on it any more, wanted or not.
+3. A transaction that is lost before we sent its COMMIT has done nothing, whatever became of the server. It is not repeated
+   either: its handler may have been too slow, and may have done something elsewhere.
+4. One whose commit was sent and not confirmed is neither repeated nor reported before the server said what became of it.
+5. The connection is given back when nothing is under way on it any more, wanted or not.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from psycopg.pq import TransactionStatus
 from wirecall.errors import UsageError, WirecallError
 from wirecall.ledger.base import Claim, CommitUnknown, LedgerDown, Locked, Outcome, Record, State, TryAgain
 from wirecall.ledger.postgres_errors import ENDED, down, is_lost, misused, undone
-from wirecall.ledger.postgres_pool import Connection, Pool, rows_of, watched
+from wirecall.ledger.postgres_pool import Connection, Pool, is_alive, rows_of, watched
 from wirecall.ledger.postgres_rows import SQL, Completion, Row, array, completion_of, encode, id_of, record_of, running
 from wirecall.logs import logger
 
@@ -87,6 +89,7 @@ class PostgresTransaction:
         self._xid, self._pid = "", 0
         self._work: asyncio.Task[Any] | None = None  # what is under way on the connection, wanted or not
         self._settled = False
+        self._is_sent = False  # the commit: from here on, only the server knows
         self.db = Db(connection)
 
     async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
@@ -142,16 +145,25 @@ class PostgresTransaction:
             if not is_lost(error):
                 self._settled = False
                 raise
-            await self._settle(error)
+            await (self._settle(error) if self._is_sent else self._give_up(error))
 
     async def _commit(self, completion: Completion, undo: bool) -> None:
         connection = self._connection
         params = {"items": array([encode(completion)])}
+        if not is_alive(connection):
+            raise psycopg.OperationalError("the server ended the session while the handler ran")
         with watched(connection):
             async with connection.pipeline():
                 await connection.execute(f"{'ROLLBACK TO' if undo else 'RELEASE'} SAVEPOINT wirecall", prepare=False)
                 await connection.execute(SQL["finish"], params, prepare=False)
+                self._is_sent = True
                 await connection.execute("COMMIT", prepare=False)
+
+    async def _give_up(self, error: psycopg.Error) -> NoReturn:
+        """Nothing was committed. We ask all the same, once: a session that has not noticed its end would hold the record."""
+        with suppress(LedgerDown, psycopg.Error):
+            await self._status()
+        raise down(error) from error
 
     async def _settle(self, error: Exception) -> None:
         """Ask until the server knows what became of the transaction."""
@@ -166,11 +178,10 @@ class PostgresTransaction:
             raise CommitUnknown(f"the server cannot tell whether the transaction of {self._claim.id} took effect") from error
 
     async def _verdict(self) -> Literal["committed", "aborted", "lost"]:
-        params = id_of(self._claim.id) | {"nonce": self._claim.nonce, "xid": self._xid, "pid": self._pid}
         before: str | None = ""
         while True:
             with suppress(psycopg.Error):
-                status, recorded, _ = await self._pool.aside(SQL["settle"], params)
+                status, recorded, _ = await self._status()
                 if recorded:
                     return "committed"
                 if status == "aborted":
@@ -180,11 +191,15 @@ class PostgresTransaction:
                 before = status
             await asyncio.sleep(0.1)
 
+    async def _status(self) -> Row:
+        params = id_of(self._claim.id) | {"nonce": self._claim.nonce, "xid": self._xid, "pid": self._pid}
+        return await self._pool.aside(SQL["settle"], params)
+
     def _told(self, error: Exception) -> WirecallError | None:
         """What to say of an exception that undid everything; None if it is its handler's own affair, or came too late."""
         if self._settled or isinstance(error, WirecallError):
             return None
-        if isinstance(error, psycopg.Error) and self._connection.closed:
+        if isinstance(error, psycopg.Error) and not is_alive(self._connection):
             return down(error)
         return undone(error)
 
