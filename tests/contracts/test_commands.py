@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
@@ -1611,6 +1612,29 @@ async def eventually_open(store: Store, number: int) -> None:
             if row is not None and row[0] >= number:
                 return
             await asyncio.sleep(0.01)
+
+
+@only_postgres
+async def test_a_statement_that_a_failed_handler_left_behind_is_waited_for(store: Store, effects: Effects) -> None:
+    """Whether the session lives is not asked while somebody waits for its answer: the answer would be lost to them."""
+    left: list[asyncio.Task[Any]] = []
+    async with make_app(ledger=f"{store.url}&pool=1") as app:
+
+        @app.command(name="charge", on_crash="transactional")
+        async def handler(cents: int, ctx: Context) -> Any:
+            if not left:
+                left.append(asyncio.create_task(ctx.db.execute("SELECT pg_sleep(0.05)")))
+                await asyncio.sleep(0.01)
+                time.sleep(0.2)  # noqa: ASYNC251  # the answer is there by now, and nobody has read it
+                raise psycopg.OperationalError("of another server")
+            return await effects.add(ctx, cents)
+
+        refused = error(await app.handle(charge(1)))
+        assert (refused["code"], refused["data"]["ran"]) == (-32603, "no")
+        async with asyncio.timeout(10):
+            assert result(await app.handle(charge(2))) == 1
+            await left[0]
+    assert effects.all == [5]
 
 
 @transactional

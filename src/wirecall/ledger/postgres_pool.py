@@ -274,7 +274,8 @@ def _is_at_rest(connection: Connection) -> bool:
 
 def is_alive(connection: Connection) -> bool:
     """Without a round trip: a server that ended the session has sent the end of the stream, after its last words."""
-    with suppress(psycopg.Error):
-        connection.pgconn.consume_input()
-        connection.pgconn.consume_input()
+    if not connection.lock.locked():  # else somebody is waiting for these bytes, and will find out
+        with suppress(psycopg.Error):
+            connection.pgconn.consume_input()
+            connection.pgconn.consume_input()
     return not connection.closed
