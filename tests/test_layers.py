@@ -21,14 +21,15 @@ LAYERS = [
     {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.postgres_pool", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
     {"commands", "config", "coalescing", "links", "ledger.sqlite_writer"}
-    | {"ledger.postgres_lanes", "ledger.postgres_schema", "ledger.postgres_transaction"}
-    | {"mcp.client_headers", "mcp.gate", "mcp.rounds"}
+    | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
     | {"transports.http_server", "transports.stdio"},
-    {"dispatch", "calls", "ledger.postgres", "ledger.sqlite"}
-    | {"mcp.line_link", "mcp.lists", "mcp.streams"}
+    {"dispatch", "calls", "ledger.sqlite"}
+    | {"mcp.answers", "mcp.line_link", "mcp.lists", "mcp.requests", "mcp.streams"}
     | {"transports.child", "transports.rpc_http", "transports.run_http"},
-    {"sync", "mcp.conversation", "mcp.http_link", "mcp.server", "mcp.sessions"},
-    {"mcp.client", "mcp.http", "mcp.lines"},
+    {"sync", "mcp.calls", "mcp.conversation", "mcp.http_link", "mcp.sessions", "mcp.subscriptions"},
+    {"mcp.client", "mcp.tools"},
+    {"mcp.server"},
+    {"mcp.http", "mcp.lines"},
     {"app"},
     {"client"},
     {"__init__", "testing"},
@@ -57,6 +58,7 @@ PACKAGES = {"ledger.__init__", "transports.__init__"}
 # Modules that may use the event loop. Protocol code may not: it imports no asyncio, no socket and no clock.
 PURE = {"errors", "frames", "jsonrpc", "params", "methods", "policy", "openrpc", "ledger.base"}
 PURE |= {"mcp.revisions", "mcp.types", "mcp.catalog", "mcp.gate", "mcp.headers"}
+PURE |= {"mcp.answers", "mcp.calls", "mcp.pages", "mcp.requests", "mcp.states", "mcp.tools"}
 FOREIGN = {
     "msgspec": None,  # everywhere
     "apsw": {"ledger.sqlite", "ledger.sqlite_file", "ledger.sqlite_rows", "ledger.sqlite_writer"},

@@ -34,7 +34,7 @@ from tests.mcp.asgi import (
 )
 from wirecall import App, Context, Limits, RpcError, ToolAnnotations, UsageError
 from wirecall.ledger.base import LedgerDown
-from wirecall.mcp import peer, relay, server, sessions, streams
+from wirecall.mcp import peer, relay, sessions, streams, subscriptions
 from wirecall.mcp.headers import _is_same
 from wirecall.mcp.relay import Relay
 from wirecall.mcp.sealed import BrokenSeal, Seals
@@ -279,8 +279,8 @@ async def test_a_stream_forgets_what_was_read_and_says_so(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("revision", LEGACY)
 async def test_subscriptions_are_bounded(monkeypatch: pytest.MonkeyPatch, revision: str) -> None:
-    monkeypatch.setattr(server, "MAX_SUBSCRIPTIONS", 3)
-    monkeypatch.setattr(server, "MAX_SUBSCRIBED", 100)
+    monkeypatch.setattr(subscriptions, "MAX_SUBSCRIPTIONS", 3)
+    monkeypatch.setattr(subscriptions, "MAX_SUBSCRIBED", 100)
     app = make_app()
 
     @app.resource("test://{name}")

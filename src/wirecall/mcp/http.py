@@ -35,14 +35,17 @@ from wirecall.frames import Envelope, Invalid
 from wirecall.jsonrpc import make_batch
 from wirecall.lanes import resume, run_batch
 from wirecall.mcp import gate, headers
+from wirecall.mcp.answers import failure, success
 from wirecall.mcp.catalog import input_schema
 from wirecall.mcp.gate import Incoming, Response
 from wirecall.mcp.peer import Session
 from wirecall.mcp.relay import Relay
+from wirecall.mcp.requests import BadEnvelope, described_params, described_revision, described_session
 from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
-from wirecall.mcp.server import BadEnvelope, Server, failure, forward, success
+from wirecall.mcp.server import Server
 from wirecall.mcp.sessions import Known, Sessions
 from wirecall.mcp.streams import Channel, Direct, Nowhere, Shelf
+from wirecall.mcp.subscriptions import forward, session_listener
 from wirecall.mcp.types import CallTool, Params
 from wirecall.policy import Limits
 from wirecall.transports.http_server import HttpError, Pairs, Request
@@ -177,7 +180,7 @@ class McpEndpoint:
             return
         try:
             params = self._agreed(request, message)
-            answer: Any = self._server.at_once(message, params)
+            answer: Any = self._server.tools.at_once(message, params)
             if answer is not None and type(answer) is not bytes:
                 answer = await _while_there(request, answer, Direct(request))
         except RpcError as error:
@@ -192,7 +195,7 @@ class McpEndpoint:
         """A request that may wait, and may have something to tell before its answer."""
         outlet = Direct(request)
         try:
-            session = self._server.described(params)
+            session = described_session(params)
             work = self._server.respond(
                 message, session, outlet, caller=request.caller, key=_key(request), cancellable=False, params=params
             )
@@ -228,9 +231,9 @@ class McpEndpoint:
 
     def _agreed(self, request: Request, message: Envelope) -> Params:
         """The params of a request that describes itself, once body and headers are found to agree."""
-        params = self._server.envelope(message)
+        params = described_params(message)
         headers.check(request.headers, message.method, params)
-        self._server.check_described(params)
+        described_revision(params)  # raises if it is none of ours
         if type(params) is CallTool:
             self._check_marked(request, params)
         return params
@@ -309,8 +312,8 @@ class McpEndpoint:
         begin = partial(self._entry, known.session, channel, request.caller)
         limit = self._limits.concurrency
         entries = gate.without_doubles(entries)
-        answering: Any = run_batch(entries, begin, self._server.is_command, concurrency=limit)
-        fitting = partial(self._server.fitting, entries, session=known.session)
+        answering: Any = run_batch(entries, begin, self._server.tools.is_command, concurrency=limit)
+        fitting = partial(self._server.answers.fitting, entries, revision=revision)
         await self._serve(request, known, channel, _several(answering, fitting, channel))
 
     async def _entry(self, session: Session, channel: Channel, caller: str, entry: Incoming, position: int) -> bytes | None:
@@ -370,7 +373,7 @@ class McpEndpoint:
                 await channel.follow(request, int(number))
             return
         outlet = Direct(request)
-        listener = self._server.listener(known.session)
+        listener = session_listener(known.session)
         self._server.hub.add(listener)
         try:
             await outlet.open()

@@ -18,11 +18,14 @@ from wirecall.frames import Envelope, Invalid
 from wirecall.jsonrpc import make_batch
 from wirecall.lanes import run_batch
 from wirecall.mcp import gate
+from wirecall.mcp.answers import failure, success
 from wirecall.mcp.gate import Incoming, Response
 from wirecall.mcp.hub import Listener
 from wirecall.mcp.peer import Id, Session
+from wirecall.mcp.requests import described_params, described_session
 from wirecall.mcp.revisions import HANDSHAKE, NOTIFICATIONS, REQUESTS, STATELESS
-from wirecall.mcp.server import Server, failure, forward, success
+from wirecall.mcp.server import Server
+from wirecall.mcp.subscriptions import forward, session_listener
 from wirecall.policy import ANONYMOUS, Limits
 
 Answer = bytes | None
@@ -118,7 +121,7 @@ class Lines:
         if gate.has_envelope(message) or (self._session is None and message.method in _MODERN_ONLY):
             if message.id is UNSET:
                 return Session(STATELESS[-1], calls=self._calls)
-            return self._server.described(self._server.envelope(message), self._calls)
+            return described_session(described_params(message), self._calls)
         if message.method == "initialize" and self._session is None:
             return None
         if message.method == "initialize":
@@ -148,7 +151,7 @@ class Lines:
 
     def _tell_changes(self) -> None:
         if self._told is None and self._session is not None:
-            listener = self._server.listener(self._session)
+            listener = session_listener(self._session)
             self._server.hub.add(listener)  # at once: a change in the same moment is one that it hears
             self._told = asyncio.get_running_loop().create_task(self._changes(listener))
 
@@ -173,8 +176,8 @@ class Lines:
         assert self._session is not None
         begin = partial(self._entry, self._session)
         limit = self._limits.concurrency
-        answers: list[Answer] = await run_batch(entries, begin, self._server.is_command, concurrency=limit)
-        owed = self._server.fitting(entries, answers, self._session)
+        answers: list[Answer] = await run_batch(entries, begin, self._server.tools.is_command, concurrency=limit)
+        owed = self._server.answers.fitting(entries, answers, self._session.revision)
         return make_batch(owed) if owed else None
 
     async def _entry(self, session: Session, entry: Incoming, position: int) -> Answer:
