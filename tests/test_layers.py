@@ -20,7 +20,7 @@ LAYERS = [
     | {"transports.http_client"},
     {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.postgres_pool", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
-    {"commands", "config", "coalescing", "links", "ledger.sqlite_writer"}
+    {"commands", "config", "coalescing", "declarations", "links", "ledger.sqlite_writer"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
     | {"transports.http_server", "transports.stdio"},
     {"dispatch", "calls", "ledger.sqlite"}

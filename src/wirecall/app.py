@@ -1,27 +1,21 @@
-"""`App`: declare methods once, serve them everywhere. It composes the layers below; nothing below imports it."""
+"""`App`: declare methods once, serve them everywhere. It composes the layers below; nothing below imports it.
+
+1. Declaring is `declarations`' part: the decorators, and what they have registered.
+2. Serving begins with the first message, however it comes: `handle`, `asgi` and `run` make the dispatcher when they need it,
+   and it opens the ledger with the first command that has a key. So an app is cheap to make, and `import wirecall` is light.
+3. `aclose` ends that life. The next message begins another.
+"""
 
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from wirecall.declarations import Declarations
 from wirecall.errors import CannotWait, UsageError
 from wirecall.frames import Data, Id
 from wirecall.ledger.base import check_url, open_ledger
-from wirecall.methods import (
-    EVERYWHERE,
-    Done,
-    Execution,
-    Exposed,
-    KeyRule,
-    Kind,
-    Method,
-    NotDone,
-    OnCrash,
-    Registry,
-    Terms,
-    ToolAnnotations,
-)
+from wirecall.methods import Done, Execution, Kind, Method, NotDone, Terms
 from wirecall.policy import ANONYMOUS, Limits, Mode, Policy
 
 if TYPE_CHECKING:
@@ -31,22 +25,19 @@ if TYPE_CHECKING:
     from wirecall.audit import Audit
     from wirecall.dispatch import Dispatcher, Middleware
     from wirecall.ledger.base import Ledger
-    from wirecall.mcp.catalog import Catalog
     from wirecall.mcp.server import Server
     from wirecall.transports.http_server import HttpServer
     from wirecall.transports.run_http import ServerName
 
-F = TypeVar("F", bound=Callable[..., Any])
 Lists = Literal["tools", "prompts", "resources"]
 Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
 
 MODE_VARIABLE = "WIRECALL_MODE"
 SECRET_VARIABLE = "WIRECALL_SECRET"
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
-TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
 
 
-class App:
+class App(Declarations):
     """A set of methods and the rules they are served by.
 
     `mode` defaults to the environment variable WIRECALL_MODE, else to "development". `ledger` is a URL; it is opened when
@@ -79,9 +70,8 @@ class App:
         self.version = version
         self.mode = _mode(mode)
         self.limits = limits or Limits()
-        self.registry = Registry()
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")
-        self._ledger_scheme = check_url(self.ledger_url)
+        super().__init__(check_url(self.ledger_url))
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict
@@ -93,7 +83,6 @@ class App:
         known = secret or os.environ.get(SECRET_VARIABLE)
         self._is_shared = known is not None  # there may be other processes that serve the same sessions
         self._secret: str | bytes = known or os.urandom(32)
-        self._catalog: Catalog | None = None
         self._mcp: Server | None = None
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
@@ -101,174 +90,6 @@ class App:
         self._ledger: Ledger | None = None
         self._locked: tuple[AbstractEventLoop, Lock] | None = None
         self._add_discover()
-
-    # --- declaring ---------------------------------------------------------------------------------------------------
-
-    @overload
-    def query(self, function: F, /) -> F: ...
-    @overload
-    def query(
-        self,
-        /,
-        *,
-        name: str | None = None,
-        title: str | None = None,
-        description: str | None = None,
-        expose: Sequence[Exposed] = EVERYWHERE,
-        notification_allowed: bool = False,
-        timeout: float | None = None,
-        blocking: bool = False,
-        execution: Execution | None = None,
-        destructive: bool | None = None,
-        idempotent: bool | None = None,
-        open_world: bool | None = None,
-    ) -> Callable[[F], F]: ...
-    def query(self, function: Any = None, /, **declared: Any) -> Any:
-        """Register a function that reads. Works bare and with arguments; the function stays as it is."""
-        return self._register(Kind.QUERY, function, declared)
-
-    @overload
-    def command(self, function: F, /) -> F: ...
-    @overload
-    def command(
-        self,
-        /,
-        *,
-        on_crash: OnCrash = "unknown",
-        retention: float = 86_400,
-        lease: float = 30,
-        wait: float = 25,
-        max_stored_result: int = 262_144,
-        reconcile: Callable[..., Any] | None = None,
-        commit_point: bool = False,
-        name: str | None = None,
-        title: str | None = None,
-        description: str | None = None,
-        expose: Sequence[Exposed] = EVERYWHERE,
-        key: KeyRule = "optional",
-        timeout: float | None = None,
-        blocking: bool = False,
-        execution: Execution | None = None,
-        destructive: bool | None = None,
-        idempotent: bool | None = None,
-        open_world: bool | None = None,
-    ) -> Callable[[F], F]: ...
-    def command(self, function: Any = None, /, **declared: Any) -> Any:
-        """Register a function that changes something: it needs an id, and takes effect once per idempotency key.
-
-        `key` is about MCP, where a key is optional: "required" refuses calls without one, "ask" makes it an argument that
-        the model fills in.
-        """
-        terms = self._terms(declared)
-        return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
-
-    @overload
-    def tool(self, function: F, /) -> F: ...
-    @overload
-    def tool(
-        self,
-        /,
-        *,
-        annotations: ToolAnnotations = ...,
-        name: str | None = None,
-        title: str | None = None,
-        description: str | None = None,
-        input_schema: dict[str, Any] | None = None,
-        output_schema: dict[str, Any] | None = None,
-        key: KeyRule = "optional",
-        on_crash: OnCrash = "unknown",
-        retention: float = 86_400,
-        lease: float = 30,
-        wait: float = 25,
-        max_stored_result: int = 262_144,
-        reconcile: Callable[..., Any] | None = None,
-        commit_point: bool = False,
-        timeout: float | None = None,
-        blocking: bool = False,
-        execution: Execution | None = None,
-    ) -> Callable[[F], F]: ...
-    def tool(self, function: Any = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any) -> Any:
-        """Register a tool for MCP alone. Its kind follows from its annotations: what is read-only is a query."""
-        stated = annotations or ToolAnnotations()
-        _check_annotations(stated, declared)
-        declared["title"] = declared.get("title") or stated.title
-        hints = {
-            "destructive": stated.destructiveHint,
-            "idempotent": stated.idempotentHint,
-            "open_world": stated.openWorldHint,
-        }
-        declared = {**declared, **hints, "expose": ("mcp",)}
-        if stated.readOnlyHint:
-            return self._register(Kind.QUERY, function, declared)
-        terms = self._terms(declared)
-        return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
-
-    def resource(
-        self,
-        uri: str,
-        /,
-        *,
-        name: str | None = None,
-        title: str | None = None,
-        description: str | None = None,
-        mime_type: str | None = None,
-        timeout: float | None = None,
-        blocking: bool = False,
-    ) -> Callable[[F], F]:
-        """Register what is read at a URI. A `{name}` in the URI is a parameter of the function."""
-
-        def register(function: F) -> F:
-            declared = {"title": title, "description": description, "timeout": timeout, "blocking": blocking}
-            method = self._query(function, f"resources/read:{uri}", declared)
-            self.catalog().add_resource(method, uri, name or function.__name__, mime_type)
-            return function
-
-        return register
-
-    @overload
-    def prompt(self, function: F, /) -> F: ...
-    @overload
-    def prompt(
-        self,
-        /,
-        *,
-        name: str | None = None,
-        title: str | None = None,
-        description: str | None = None,
-        timeout: float | None = None,
-        blocking: bool = False,
-    ) -> Callable[[F], F]: ...
-    def prompt(self, function: Any = None, /, *, name: str | None = None, **declared: Any) -> Any:
-        """Register a prompt: a function from texts to a text, a `Message`, or several."""
-
-        def register(function: F) -> F:
-            called = name or function.__name__
-            self.catalog().add_prompt(self._query(function, f"prompts/get:{called}", declared), called)
-            return function
-
-        return register if function is None else register(function)
-
-    def completion(self, of: str, argument: str, /) -> Callable[[F], F]:
-        """Register what completes an argument of a prompt, or of the URI of a resource.
-
-        The function takes what was typed and, if it has a second parameter, the arguments that are known already.
-        """
-
-        def register(function: F) -> F:
-            method = self._query(function, f"completion/complete:{of}:{argument}", {})
-            self.catalog().add_completion(method, of, argument)
-            return function
-
-        return register
-
-    def _query(self, function: Callable[..., Any], name: str, declared: dict[str, Any]) -> Method:
-        return Method(function, Kind.QUERY, name=name, expose=("mcp",), **declared)
-
-    def _terms(self, declared: dict[str, Any]) -> Terms:
-        """Takes what is about retries out of what was declared."""
-        terms = Terms(**{field: declared.pop(field) for field in Terms.__struct_fields__ if field in declared})
-        _check_transactional(terms, self._ledger_scheme)
-        return terms
 
     def configure(
         self,
@@ -286,10 +107,8 @@ class App:
         if self._dispatcher is not None:
             raise UsageError("The app is serving already.", "calls under way have the old rules", "configure it before")
         if ledger is not None:
-            scheme = check_url(ledger)
-            for method in (*self.registry.methods.values(), *self.registry.tools.values()):
-                _check_transactional(method.terms, scheme)
-            self.ledger_url, self._ledger_scheme = ledger, scheme
+            self._use_ledger(check_url(ledger))
+            self.ledger_url = ledger
         self._audit_path = _audit_path(audit) if audit is not None else self._audit_path
         self.limits = limits or self.limits
         self._hosts = [*self._hosts, *hosts]
@@ -301,13 +120,6 @@ class App:
             raise UsageError("The app is serving already.", "calls under way would miss the new layer", "add it before")
         self._middleware.append(layer)
         return layer
-
-    def _register(self, kind: Kind, function: Any, declared: dict[str, Any]) -> Any:
-        def register(function: F) -> F:
-            self.registry.add(Method(function, kind, **declared))
-            return function
-
-        return register if function is None else register(function)
 
     def _add_discover(self) -> None:
         def discover() -> dict[str, Any]:
@@ -421,14 +233,6 @@ class App:
 
     # --- MCP ---------------------------------------------------------------------------------------------------------
 
-    def catalog(self) -> "Catalog":
-        """What MCP clients are offered beside the methods."""
-        if self._catalog is None:
-            from wirecall.mcp.catalog import Catalog
-
-            self._catalog = Catalog(self.registry)
-        return self._catalog
-
     def mcp(self) -> "Server":
         """What answers MCP's own methods."""
         if self._mcp is None:
@@ -457,25 +261,7 @@ class App:
         """Tell the MCP clients that have subscribed to a resource: it has changed."""
         self.mcp().hub.tell("updated", uri)
 
-    async def aclose(self, grace: float = 10.0) -> None:
-        """Finish what is under way, within `grace` seconds, and close the ledger."""
-        dispatcher = self._dispatcher
-        if dispatcher is not None:
-            await dispatcher.aclose(grace)  # from here on it refuses commands, and queries go on
-        ledger, self._ledger = self._ledger, None
-        if ledger is not None:
-            await ledger.aclose()
-        audit, self._audit = self._audit, None
-        if audit is not None:
-            audit.close()
-        if self._dispatcher is dispatcher:
-            self._dispatcher = None  # the next call begins anew
-
-    async def __aenter__(self) -> "App":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+    # --- from the first message to the last --------------------------------------------------------------------------
 
     def _serving(self) -> "Dispatcher":
         return self._dispatcher or self._build()
@@ -499,26 +285,27 @@ class App:
         )
         return self._dispatcher
 
-    async def resolve(self, method: str, key: str, verdict: Done | NotDone, *, caller: str = ANONYMOUS) -> bool:
-        """Settle a command whose outcome is unknown: an operator found out. False if there is no such record."""
-        from wirecall.ledger.base import RecordId
-        from wirecall.outcomes import outcome_of
+    async def aclose(self, grace: float = 10.0) -> None:
+        """Finish what is under way, within `grace` seconds, and close the ledger."""
+        dispatcher = self._dispatcher
+        if dispatcher is not None:
+            await dispatcher.aclose(grace)  # from here on it refuses commands, and queries go on
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            await ledger.aclose()
+        audit, self._audit = self._audit, None
+        if audit is not None:
+            audit.close()
+        if self._dispatcher is dispatcher:
+            self._dispatcher = None  # the next call begins anew
 
-        id = RecordId(caller, method, key)
-        declared = self.registry.get(method) or self.registry.tools.get(method.removeprefix("tools/call:"))
-        outcome = None
-        if isinstance(verdict, Done):
-            outcome = outcome_of("result", self._as_kept(method, declared, verdict.result), id)
-        retention = (declared.terms if declared else Terms()).retention
-        return await (await self.ledger()).resolve(id, outcome, retention)
+    async def __aenter__(self) -> "App":
+        return self
 
-    def _as_kept(self, method: str, declared: Method | None, result: Any) -> Any:
-        """The record of a tool's call holds what MCP clients get, with the value inside."""
-        if declared is None or not method.startswith("tools/call:"):
-            return result
-        from wirecall.mcp.catalog import call_result
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
-        return call_result(declared)(result)
+    # --- the ledger --------------------------------------------------------------------------------------------------
 
     async def ledger(self) -> "Ledger":
         """The app's ledger, opened on first use."""
@@ -541,27 +328,26 @@ class App:
             self._locked = (loop, asyncio.Lock())
         return self._locked[1]
 
+    async def resolve(self, method: str, key: str, verdict: Done | NotDone, *, caller: str = ANONYMOUS) -> bool:
+        """Settle a command whose outcome is unknown: an operator found out. False if there is no such record."""
+        from wirecall.ledger.base import RecordId
+        from wirecall.outcomes import outcome_of
 
-def _check_transactional(terms: Terms, scheme: str) -> None:
-    if terms.on_crash == "transactional" and scheme not in TRANSACTIONAL:
-        raise UsageError(
-            'on_crash="transactional" needs a ledger that shares transactions.',
-            f"this app's ledger is {scheme}:",
-            'use ledger="sqlite:PATH" or ledger="postgresql://..."',
-        )
+        id = RecordId(caller, method, key)
+        declared = self.registry.get(method) or self.registry.tools.get(method.removeprefix("tools/call:"))
+        outcome = None
+        if isinstance(verdict, Done):
+            outcome = outcome_of("result", self._as_kept(method, declared, verdict.result), id)
+        retention = (declared.terms if declared else Terms()).retention
+        return await (await self.ledger()).resolve(id, outcome, retention)
 
+    def _as_kept(self, method: str, declared: Method | None, result: Any) -> Any:
+        """The record of a tool's call holds what MCP clients get, with the value inside."""
+        if declared is None or not method.startswith("tools/call:"):
+            return result
+        from wirecall.mcp.catalog import call_result
 
-def _check_annotations(stated: ToolAnnotations, declared: dict[str, Any]) -> None:
-    """A tool that says two things about itself says nothing (T2)."""
-    retries = [field for field in Terms.__struct_fields__ if field in declared]
-    faults = (
-        (stated.readOnlyHint and bool(stated.destructiveHint), "what only reads destroys nothing", "drop one of the hints"),
-        (stated.readOnlyHint and stated.idempotentHint is False, "what only reads can be repeated", "drop idempotentHint"),
-        (stated.readOnlyHint and bool(retries), f"{', '.join(retries)}: only what changes something has it", "drop it"),
-    )
-    for wrong, why, fix in faults:
-        if wrong:
-            raise UsageError(f"{stated!r} contradicts itself.", why, fix)
+        return call_result(declared)(result)
 
 
 def _mode(mode: str | None) -> Any:
