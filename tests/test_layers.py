@@ -13,21 +13,28 @@ LAYERS = [
     {"errors", "lanes", "logs", "process"} | {"mcp.revisions", "mcp.types", "mcp.sealed"},
     {"frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
-    | {"transports.memory", "transports.sse"},
-    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.sqlite_file"}
-    | {"ledger.postgres_errors", "ledger.postgres_rows"}
+    | {"transports.memory", "transports.sse", "transports.waiting"},
+    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
     | {"transports.http_client"},
     {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.postgres_pool", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
     {"commands", "config", "coalescing", "declarations", "links", "ledger.sqlite_writer"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
-    | {"transports.http_server", "transports.stdio"},
+    | {"transports.http_request", "transports.stdio"},
     {"dispatch", "calls", "ledger.sqlite"}
     | {"mcp.answers", "mcp.line_link", "mcp.lists", "mcp.requests", "mcp.streams"}
-    | {"transports.child", "transports.rpc_http", "transports.run_http"},
-    {"sync", "mcp.calls", "mcp.conversation", "mcp.http_link", "mcp.sessions", "mcp.subscriptions"},
-    {"mcp.client", "mcp.tools"},
+    | {"transports.child", "transports.http_guard", "transports.rpc_http"},
+    {
+        "sync",
+        "mcp.calls",
+        "mcp.conversation",
+        "mcp.http_link",
+        "mcp.sessions",
+        "mcp.subscriptions",
+        "transports.http_server",
+    },
+    {"mcp.client", "mcp.tools", "transports.run_http"},
     {"mcp.server"},
     {"mcp.http", "mcp.lines"},
     {"app"},

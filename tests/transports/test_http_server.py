@@ -13,7 +13,8 @@ from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scop
 from wirecall import Limits
 from wirecall.errors import Gone, Unauthorized
 from wirecall.frames import Data, Id
-from wirecall.transports.http_server import Headers, HttpServer, Request
+from wirecall.transports.http_request import Headers, Request
+from wirecall.transports.http_server import HttpServer
 from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
 
 ADD = call("add", {"a": 1, "b": 2})

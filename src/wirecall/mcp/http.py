@@ -48,7 +48,7 @@ from wirecall.mcp.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.subscriptions import forward, session_listener
 from wirecall.mcp.types import CallTool, Params
 from wirecall.policy import Limits
-from wirecall.transports.http_server import HttpError, Pairs, Request
+from wirecall.transports.http_request import HttpError, Pairs, Request
 
 SESSION = "mcp-session-id"
 LAST_EVENT = "last-event-id"

@@ -17,7 +17,7 @@ from wirecall.mcp.peer import Session
 from wirecall.mcp.revisions import REVISIONS
 from wirecall.mcp.sealed import BrokenSeal, Seals
 from wirecall.mcp.streams import Channel
-from wirecall.transports.http_server import HttpError
+from wirecall.transports.http_request import HttpError
 
 LIFETIME = 86_400.0
 MAX_SESSIONS = 10_000  # known here at a time

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from wirecall.errors import Gone
-from wirecall.transports.http_server import HttpError, Request
+from wirecall.transports.http_request import HttpError, Request
 
 KEEP_ALIVE = 15.0  # seconds; proxies cut what is silent for longer
 MAX_EVENTS = 1000  # of one channel, kept for a reader who comes back

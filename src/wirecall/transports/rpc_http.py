@@ -15,7 +15,7 @@ from typing import Protocol
 from wirecall import frames
 from wirecall.errors import InvalidParams, LimitExceeded, RpcError
 from wirecall.frames import Data, Id
-from wirecall.transports.http_server import Endpoint, HttpError, Pairs, Request
+from wirecall.transports.http_request import Endpoint, HttpError, Pairs, Request
 
 MEDIA = "application/json"
 KEY_HEADER = "idempotency-key"
