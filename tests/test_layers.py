@@ -13,7 +13,7 @@ LAYERS = [
     {"errors", "lanes", "logs", "process"} | {"mcp.revisions", "mcp.types", "mcp.sealed"},
     {"frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
-    | {"transports.memory", "transports.sse", "transports.waiting"},
+    | {"transports.http_workers", "transports.listeners", "transports.memory", "transports.sse", "transports.waiting"},
     {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
     | {"transports.http_client"},
@@ -34,8 +34,8 @@ LAYERS = [
         "mcp.subscriptions",
         "transports.http_server",
     },
-    {"mcp.client", "mcp.tools", "transports.run_http"},
-    {"mcp.server"},
+    {"mcp.client", "mcp.tools", "transports.http_fronts"},
+    {"mcp.server", "transports.run_http"},
     {"mcp.http", "mcp.lines"},
     {"app"},
     {"client"},
@@ -75,8 +75,8 @@ FOREIGN = {
     "click": {name for layer in LAYERS for name in layer if name.startswith("cli.")},
     "rich": {"cli.output"},
     "aiohttp": {"transports.http_client"},
-    "granian": {"transports.run_http"},
-    "uvicorn": {"transports.run_http"},
+    "granian": {"transports.http_fronts"},
+    "uvicorn": {"transports.http_fronts"},
 }
 
 

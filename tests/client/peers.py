@@ -11,6 +11,7 @@ import msgspec
 
 from wirecall import App
 from wirecall.transports import run_http
+from wirecall.transports.listeners import bind
 
 PATIENCE = 20.0
 
@@ -25,7 +26,7 @@ async def until(condition: Callable[[], Any]) -> None:
 @asynccontextmanager
 async def served(app: App, server: Any = "uvicorn") -> AsyncIterator[str]:
     """An app of ours over HTTP, at an address without a path."""
-    listener = run_http.bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     stop = asyncio.Event()
     with listener:
         host, port = listener.getsockname()

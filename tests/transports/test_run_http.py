@@ -18,7 +18,8 @@ from tests.calls import call
 from tests.faults import eventually
 from tests.transports import PATIENCE, Served, post, serving
 from wirecall import UsageError
-from wirecall.transports.run_http import bind, serve
+from wirecall.transports.listeners import bind
+from wirecall.transports.run_http import serve
 
 SERVERS = ["granian", "uvicorn", "uvicorn+h11"]
 every_server = pytest.mark.parametrize("server", SERVERS)

@@ -1,0 +1,58 @@
+"""Listening sockets: ours, not the servers', so that a taken port is told in words and the kernel cuts dead readers."""
+
+import os
+import socket
+import sys
+
+from wirecall.errors import UsageError
+
+BACKLOG = 1024
+
+
+def bind(host: str, port: int, *, several: bool = False) -> socket.socket:
+    """A listening socket; `several` may listen on the same address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"Cannot listen on {host}.", str(error), "use an address of this machine") from error
+    try:
+        if os.name == "posix":  # elsewhere it would let two servers share a port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if several and hasattr(socket, "SO_REUSEPORT"):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), "use another port=") from error
+    return listener
+
+
+def siblings(listener: socket.socket, count: int) -> list[socket.socket]:
+    """More sockets on the same address, so that the kernel deals connections out evenly.
+
+    From one socket that all share, the worker that wakes first takes every connection that waits: 64 at once went to one
+    of four. Where the system cannot do this, they share.
+    """
+    if not hasattr(socket, "SO_REUSEPORT"):
+        return [listener.dup() for _ in range(count)]
+    host, port = listener.getsockname()[:2]
+    return [bind(host, port, several=True) for _ in range(count)]
+
+
+def cut_dead_readers(listener: socket.socket, seconds: float) -> None:
+    """Accepted sockets inherit it: the kernel ends a connection that takes no byte for so long, whoever holds the bytes.
+
+    Measured with a client that never reads: under both servers the connection is gone in time, their buffers with it.
+    """
+    if sys.platform == "linux":
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
