@@ -10,32 +10,27 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
-    {"errors", "lanes", "logs", "process"} | {"mcp.revisions", "mcp.types", "mcp.sealed"},
+    {"errors", "lanes", "logs"} | {"mcp.revisions", "mcp.types", "mcp.sealed"} | {"transports.lines"},
     {"frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
-    | {"transports.http_workers", "transports.listeners", "transports.memory", "transports.sse", "transports.waiting"},
+    | {"transports.descriptors", "transports.http_workers", "transports.listeners", "transports.memory"}
+    | {"transports.process", "transports.sse", "transports.waiting"},
     {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
-    | {"transports.http_client"},
-    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.postgres_pool", "ledger.sqlite_rows"}
+    | {"transports.child", "transports.http_client"},
+    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
     {"commands", "config", "coalescing", "declarations", "links", "ledger.sqlite_writer"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
     | {"transports.http_request", "transports.stdio"},
     {"dispatch", "calls", "ledger.sqlite"}
     | {"mcp.answers", "mcp.line_link", "mcp.lists", "mcp.requests", "mcp.streams"}
-    | {"transports.child", "transports.http_guard", "transports.rpc_http"},
-    {
-        "sync",
-        "mcp.calls",
-        "mcp.conversation",
-        "mcp.http_link",
-        "mcp.sessions",
-        "mcp.subscriptions",
-        "transports.http_server",
-    },
-    {"mcp.client", "mcp.tools", "transports.http_fronts"},
-    {"mcp.server", "transports.run_http"},
+    | {"transports.http_guard", "transports.rpc_http"},
+    {"sync"}
+    | {"mcp.calls", "mcp.conversation", "mcp.http_link", "mcp.sessions", "mcp.subscriptions"}
+    | {"transports.http_server"},
+    {"mcp.client", "mcp.tools"} | {"transports.http_fronts"},
+    {"mcp.server"} | {"transports.run_http"},
     {"mcp.http", "mcp.lines"},
     {"app"},
     {"client"},
@@ -65,6 +60,7 @@ PACKAGES = {"ledger.__init__", "transports.__init__"}
 # Modules that may use the event loop. Protocol code may not: it imports no asyncio, no socket and no clock.
 PURE = {"errors", "frames", "jsonrpc", "params", "methods", "policy", "openrpc", "ledger.base"}
 PURE |= {"mcp.revisions", "mcp.types", "mcp.catalog", "mcp.gate", "mcp.headers"}
+PURE |= {"transports.lines"}
 PURE |= {"mcp.answers", "mcp.calls", "mcp.pages", "mcp.requests", "mcp.states", "mcp.tools"}
 FOREIGN = {
     "msgspec": None,  # everywhere

@@ -18,7 +18,9 @@ import msgspec
 import pytest
 
 from wirecall.errors import Gone
-from wirecall.transports.stdio import HIGH, Lines, Output, serve_streams
+from wirecall.transports.descriptors import HIGH, Output
+from wirecall.transports.lines import Lines
+from wirecall.transports.stdio import serve_streams
 
 PATIENCE = 30.0
 

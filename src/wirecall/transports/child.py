@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, UsageError
-from wirecall.transports.stdio import CHUNK, Lines
+from wirecall.transports.descriptors import CHUNK
+from wirecall.transports.lines import Lines
 
 OnLine: TypeAlias = Callable[[bytes], None]
 OnEnd: TypeAlias = Callable[[CallFailed], None]
