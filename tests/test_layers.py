@@ -19,7 +19,7 @@ LAYERS = [
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
     | {"transports.child", "transports.http_client"},
     {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.sqlite_rows"}
-    | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
+    | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.other_workers", "mcp.peer", "mcp.sse_pipe"},
     {"commands", "config", "coalescing", "declarations", "links", "ledger.sqlite_writer"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
     | {"transports.http_request", "transports.stdio"},
@@ -27,11 +27,12 @@ LAYERS = [
     | {"mcp.answers", "mcp.line_link", "mcp.lists", "mcp.requests", "mcp.streams"}
     | {"transports.http_guard", "transports.rpc_http"},
     {"sync"}
-    | {"mcp.calls", "mcp.conversation", "mcp.http_link", "mcp.sessions", "mcp.subscriptions"}
+    | {"mcp.calls", "mcp.conversation", "mcp.http_link", "mcp.http_rules", "mcp.sessions", "mcp.subscriptions"}
     | {"transports.http_server"},
     {"mcp.client", "mcp.tools"} | {"transports.http_fronts"},
     {"mcp.server"} | {"transports.run_http"},
-    {"mcp.http", "mcp.lines"},
+    {"mcp.http_handshake", "mcp.http_stateless", "mcp.lines"},
+    {"mcp.http"},
     {"app"},
     {"client"},
     {"__init__", "testing"},

@@ -210,7 +210,7 @@ async def test_many_sessions_do_not_cut_off_one_that_waits(monkeypatch: pytest.M
         assert taken.status == 202
         assert (await waiting.message())["result"]["content"][0]["text"] == "hello Ann"
         endpoint = client.asgi.routes["/mcp"]  # type: ignore[attr-defined]
-        assert len(endpoint._sessions) == 5
+        assert len(endpoint._handshake._sessions) == 5
 
 
 async def test_a_stream_that_cannot_be_opened_ends_no_other() -> None:
@@ -250,7 +250,7 @@ async def test_what_finished_streams_hold_is_bounded(monkeypatch: pytest.MonkeyP
             exchange = client.post(client.message("tools/call", {"name": "tell"}, number))
             ids.append((await exchange.events())[0].id)
         endpoint = client.asgi.routes["/mcp"]  # type: ignore[attr-defined]
-        assert endpoint._shelf.size <= 50_000
+        assert endpoint._handshake._shelf.size <= 50_000
         assert (await client.listen(ids[0]).started()).status == 400
         again = await client.listen(ids[-1]).started()
         assert [message.get("id") for message in await again.messages()] == [None, 9]
