@@ -5,7 +5,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import msgspec
 
@@ -43,20 +43,19 @@ Writer: TypeAlias = asyncio.StreamWriter
 Behaviour: TypeAlias = Callable[["Peer", bytes, Writer], Awaitable[None]]
 
 
-class Peer:
-    """An HTTP server on a raw socket: it reads a request, and then does what the test says."""
+class Listening:
+    """A server on a raw socket, for the length of a block: no connection outlives it."""
 
-    def __init__(self, behave: Behaviour) -> None:
-        self.bodies: list[Any] = []
-        self.connections = 0
-        self._behave = behave
+    PATH = ""
+
+    def __init__(self) -> None:
+        self.url = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self.url = ""
 
-    async def __aenter__(self) -> "Peer":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/rpc"
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}{self.PATH}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -67,19 +66,38 @@ class Peer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.wait_for(self._server.wait_closed(), PATIENCE)
 
-    async def _serve(self, reader: Reader, writer: Writer) -> None:
-        self.connections += 1
+    async def _connected(self, reader: Reader, writer: Writer) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
             # asyncio's streams of Python 3.11 complain of a connection whose task was cancelled.
-            with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                while not writer.is_closing():
-                    await self._request(reader, writer)
+            with suppress(asyncio.CancelledError):
+                await self._serve(reader, writer)
         finally:
             self._tasks.discard(task)
             writer.transport.abort()
+
+    async def _serve(self, reader: Reader, writer: Writer) -> None:
+        raise NotImplementedError
+
+
+class Peer(Listening):
+    """An HTTP server: it reads a request, and then does what the test says."""
+
+    PATH = "/rpc"
+
+    def __init__(self, behave: Behaviour) -> None:
+        super().__init__()
+        self.bodies: list[Any] = []
+        self.connections = 0
+        self._behave = behave
+
+    async def _serve(self, reader: Reader, writer: Writer) -> None:
+        self.connections += 1
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while not writer.is_closing():
+                await self._request(reader, writer)
 
     async def _request(self, reader: Reader, writer: Writer) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -113,54 +131,32 @@ def ok(id: Any, result: Any = "fine") -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": id, "result": result}
 
 
-class CuttingProxy:
+class CuttingProxy(Listening):
     """Passes bytes both ways, and cuts each connection somewhere: after some bytes, of whichever direction."""
 
     def __init__(self, target: str, seed: int, *, longest: int = 3000) -> None:
+        super().__init__()
         host, _, port = target.removeprefix("http://").partition(":")
         self._target = (host, int(port))
         self._random = random.Random(seed)
         self._longest = longest
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
         self.cuts = 0
         self.is_kind = False  # cuts no more
 
-    async def __aenter__(self) -> "CuttingProxy":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.wait_for(self._server.wait_closed(), PATIENCE)
-
     async def _serve(self, reader: Reader, writer: Writer) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+        upstream, out = await asyncio.open_connection(*self._target)
+        left = [self._random.randrange(self._longest)]
+        pumps = [
+            asyncio.create_task(self._pump(reader, out, left)),
+            asyncio.create_task(self._pump(upstream, writer, left)),
+        ]
         try:
-            upstream, out = await asyncio.open_connection(*self._target)
-            left = [self._random.randrange(self._longest)]
-            pumps = [
-                asyncio.create_task(self._pump(reader, out, left)),
-                asyncio.create_task(self._pump(upstream, writer, left)),
-            ]
-            try:
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for pump in pumps:
-                    pump.cancel()
-                await asyncio.gather(*pumps, return_exceptions=True)
-                out.transport.abort()
-                writer.transport.abort()
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._tasks.discard(task)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            out.transport.abort()
 
     async def _pump(self, reader: Reader, writer: Writer, left: list[int]) -> None:
         with suppress(OSError):

@@ -81,6 +81,20 @@ class Answer(msgspec.Struct):
     def ran(self) -> str | None:
         return (self.error.get("data") or {}).get("ran") if self.error else None
 
+    @property
+    def is_refused(self) -> bool:
+        """The ledger could not be used, and nothing ran."""
+        return (self.code, self.ran) == (50310, "no")
+
+    @property
+    def is_unknown(self) -> bool:
+        """Nobody knows whether it took effect."""
+        return (self.code, self.ran) == (50910, "unknown")
+
+    def repeats(self, first: "Answer") -> bool:
+        """It came from the ledger, and is what the first caller was told."""
+        return self.is_replayed and self.result == first.result
+
 
 class Caller:
     """Sends commands. Every attempt has a number of its own, in `_meta`, which the handler notes with its effect."""
@@ -213,6 +227,11 @@ class Child:
     async def call(self, method: str, key: str) -> Answer:
         await self.tell("call", method, key)
         return await self.answer()
+
+    async def begin(self, method: str, key: str) -> None:
+        """Call, and wait until the handler is inside its pause; `answer` is for later."""
+        await self.tell("call", method, key)
+        await self.hear("inside")
 
     async def answer(self) -> Answer:
         return msgspec.convert(await self.hear("call"), Answer)
