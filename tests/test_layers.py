@@ -10,20 +10,22 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
-    {"errors", "lanes", "logs"} | {"mcp.revisions", "mcp.types", "mcp.sealed"} | {"transports.lines"},
+    {"errors", "lanes", "logs", "process"} | {"mcp.revisions", "mcp.types", "mcp.sealed"} | {"transports.lines"},
     {"frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
     | {"transports.descriptors", "transports.http_workers", "transports.listeners", "transports.memory"}
     | {"transports.process", "transports.sse", "transports.waiting"},
-    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
+    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.sqlite_file"}
+    | {"ledger.postgres_errors", "ledger.postgres_rows"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
     | {"transports.child", "transports.http_client"},
-    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.sqlite_rows"}
+    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.postgres_pool", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.other_workers", "mcp.peer", "mcp.sse_pipe"},
     {"commands", "config", "coalescing", "declarations", "links", "ledger.sqlite_writer"}
+    | {"ledger.postgres_lanes", "ledger.postgres_schema", "ledger.postgres_transaction"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
     | {"transports.http_request", "transports.stdio"},
-    {"dispatch", "calls", "ledger.sqlite"}
+    {"dispatch", "calls", "ledger.postgres", "ledger.sqlite"}
     | {"mcp.answers", "mcp.line_link", "mcp.lists", "mcp.requests", "mcp.streams"}
     | {"transports.http_guard", "transports.rpc_http"},
     {"sync"}
