@@ -18,6 +18,7 @@ The rules of the file:
 import asyncio
 import hashlib
 import random
+import types
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -178,9 +179,9 @@ class Commands:
         except BaseException as error:
             noted(error)
             raise
-        can_wait = run.method.is_async or run.method.blocking or run.claim.on_crash in ("reconcile", "transactional")
+        can_wait = run.method.can_wait
         if not can_wait:
-            call, can_wait = _called(call)
+            call, can_wait = _called(call, run.method.straight)
         if can_wait and not run.alone:
             return await self._watch(run, call, noted)
         return await self._body(run, call, noted)
@@ -581,13 +582,23 @@ def _give_back(ledger: Ledger, token: Token, attempt: int) -> Awaitable[bool]:
     return ledger.release(token) if attempt == 1 else ledger.lapse(token)
 
 
-def _called(call: Call) -> tuple[Call, bool]:
-    """A plain function is called at once: nothing can interrupt it. It may still return something to await."""
+def _called(call: Call, straight: types.CodeType | None) -> tuple[Call, bool]:
+    """A function that never waits is called at once: nothing can interrupt it. It may still return something to await."""
     try:
         result = call()
+        if straight is not None and getattr(result, "cr_code", None) is straight:
+            result = _run_through(result)
     except BaseException as error:
         return partial(_raise, error), False
     return lambda: result, hasattr(result, "__await__")
+
+
+def _run_through(coroutine: "types.CoroutineType[Any, Any, Any]") -> Any:
+    try:
+        coroutine.send(None)
+    except StopIteration as finished:
+        return finished.value
+    raise AssertionError("it has nowhere to wait")
 
 
 def _raise(error: BaseException) -> None:

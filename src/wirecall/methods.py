@@ -27,6 +27,8 @@ KeyRule: TypeAlias = Literal["optional", "required", "ask"]
 
 EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
 
+_IS_COROUTINE = 0x80  # inspect.CO_COROUTINE
+
 
 class Kind(enum.Enum):
     """What a method does to the world."""
@@ -300,10 +302,14 @@ class Method:
         self.idempotent = idempotent
         self.open_world = open_world
         self.is_async = _is_async(function)
+        self.straight = _straight(function)
         self.signature = Signature(function, inject=Context, keyed=self.is_command)
         self.terms = _settled(terms or Terms(), function, self.signature)
         # In a plain function ctx.commit_point() blocks, so it must not run on the loop.
         self.blocking = blocking or (self.is_command and self.terms.commit_point and not self.is_async)
+        self.can_wait = (
+            self.blocking or self.terms.on_crash in ("reconcile", "transactional") or (self.is_async and not self.straight)
+        )
         _check(self, reserved)
         self._reconciler = _reconciler(self)
         self.bind = self.signature.bind
@@ -476,6 +482,17 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
     target = getattr(function, "func", function)  # functools.partial
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
+
+
+def _straight(function: Callable[..., Any]) -> types.CodeType | None:
+    """The code of a coroutine function without an `await`: like a plain function, it is never interrupted."""
+    from opcode import opmap  # late, as above
+
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, types.CodeType) or not code.co_flags & _IS_COROUTINE:
+        return None
+    instructions = code.co_code[::2]  # what stands between them is their arguments
+    return None if opmap.get("SEND", 0) in instructions else code  # every kind of waiting is one that sends
 
 
 def _settled(terms: Terms, function: Callable[..., Any], signature: Signature) -> Terms:
