@@ -14,12 +14,13 @@ LAYERS = [
     {"frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
     | {"transports.memory", "transports.sse"},
-    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.postgres", "ledger.sqlite_file"}
+    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.postgres", "ledger.sqlite_file"}
+    | {"ledger.redis_checks", "ledger.redis_scripts", "ledger.redis_wire"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
     | {"transports.http_client"},
-    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.sqlite_rows"}
+    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.redis_net", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.peer", "mcp.sse_pipe"},
-    {"commands", "config", "coalescing", "links", "ledger.sqlite_writer"}
+    {"commands", "config", "coalescing", "links", "ledger.redis", "ledger.sqlite_writer"}
     | {"mcp.client_headers", "mcp.gate", "mcp.rounds"}
     | {"transports.http_server", "transports.stdio"},
     {"dispatch", "calls", "ledger.sqlite"}
@@ -58,7 +59,7 @@ PURE |= {"mcp.revisions", "mcp.types", "mcp.catalog", "mcp.gate", "mcp.headers"}
 FOREIGN = {
     "msgspec": None,  # everywhere
     "apsw": {"ledger.sqlite", "ledger.sqlite_file", "ledger.sqlite_rows", "ledger.sqlite_writer"},
-    "redis": {"ledger.redis"},
+    "redis": {"ledger.redis", "ledger.redis_net", "ledger.redis_wire"},
     "psycopg": {"ledger.postgres"},
     "opentelemetry": {"tracing"},
     "click": {name for layer in LAYERS for name in layer if name.startswith("cli.")},

@@ -32,8 +32,7 @@ from tests.faults.proxy import Direction, Proxy
 from tests.servers import DURABLE, Postgres, Redis, Store, make_store
 from wirecall import App, Context
 from wirecall.ledger import postgres as postgres_ledger
-from wirecall.ledger import redis as redis_ledger
-from wirecall.ledger import sqlite_file
+from wirecall.ledger import redis_scripts, sqlite_file
 from wirecall.ledger.base import Record, RecordId, State
 
 Loss = Literal["request", "answer"]
@@ -44,13 +43,13 @@ losses = pytest.mark.parametrize("loss", ["request", "answer"])
 # What a transition looks like on its way to the server.
 TRANSITIONS = {
     "redis": {
-        "claim": redis_ledger.CLAIM.sha.encode(),
-        "commit_point": redis_ledger.COMMIT_POINT.sha.encode(),
-        "complete": redis_ledger.COMPLETE.sha.encode(),
-        "release": redis_ledger.RELEASE.sha.encode(),
-        "abandon": redis_ledger.ABANDON.sha.encode(),
-        "heartbeat": redis_ledger.HEARTBEAT.sha.encode(),
-        "get": redis_ledger.GET.sha.encode(),
+        "claim": redis_scripts.CLAIM.sha.encode(),
+        "commit_point": redis_scripts.COMMIT_POINT.sha.encode(),
+        "complete": redis_scripts.COMPLETE.sha.encode(),
+        "release": redis_scripts.RELEASE.sha.encode(),
+        "abandon": redis_scripts.ABANDON.sha.encode(),
+        "heartbeat": redis_scripts.HEARTBEAT.sha.encode(),
+        "get": redis_scripts.GET.sha.encode(),
     },
     "postgres": {
         "claim": b"wirecall.claim(",
