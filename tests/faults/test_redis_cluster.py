@@ -4,6 +4,7 @@ What a killed primary does under load stands in `test_store_faults`; that a clus
 """
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -166,6 +167,27 @@ async def test_every_primary_is_checked(cluster_server: RedisCluster, store: Sto
         last.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
 
 
+@pytest.mark.parametrize("database", [1, 99])
+async def test_a_database_that_is_not_there_is_told_at_once(database: int, store: Store) -> None:
+    """A cluster has only the first (in Valkey 9, as many as it is given)."""
+    with pytest.raises(LedgerDown, match=r"SELECT is not allowed in cluster mode|DB index is out of range"):
+        await open_ledger(store.url.replace("/0?", f"/{database}?"))
+
+
+async def test_a_cluster_that_hides_what_it_is_is_found_out(cluster_server: RedisCluster, store: Store) -> None:
+    """A managed server may forbid INFO: then the first record that another node holds tells, and the others follow."""
+    for node in cluster_server.nodes:
+        node.ask("ACL", "SETUSER", "guest", "on", "nopass", "~*", "+@all", "-info")
+    try:
+        ledger = await open_ledger(store.url.replace("redis://", "redis://guest:any@"))
+        await asyncio.gather(*(granted(ledger, id) for id in IDS))
+        assert len(await eventually(ledger.list)) == len(IDS)
+        await ledger.aclose()
+    finally:
+        for node in cluster_server.nodes:
+            node.ask("ACL", "DELUSER", "guest")
+
+
 async def test_a_cluster_without_a_server_for_every_slot_is_down() -> None:
     with _started(Redis(**{"cluster-enabled": "yes"})) as node:
         node.ask("CLUSTER", "ADDSLOTS", *range(16_000))
@@ -230,6 +252,25 @@ async def _is_counted(ledger: Ledger) -> bool:
         return bool(await ledger.counts())
     except LedgerDown:
         return False
+
+
+async def test_a_primary_that_falls_silent_holds_up_only_its_own_records(cluster_server: RedisCluster, store: Store) -> None:
+    ledger = await open_ledger(store.url + "&socket_timeout=1")
+    await asyncio.gather(*(granted(ledger, id) for id in IDS))
+    silent = cluster_server.nodes[1].process
+    assert silent is not None
+    silent.send_signal(signal.SIGSTOP)
+    try:
+        asked = {asyncio.ensure_future(ledger.get(id)): id for id in IDS}
+        done, waiting = await asyncio.wait(asked, timeout=0.5)
+        assert done and waiting
+        assert all(task.result() is not None for task in done)
+        refused = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(each) for each in refused} == {LedgerDown}
+    finally:
+        silent.send_signal(signal.SIGCONT)
+    assert len(await asyncio.gather(*(present(ledger, id) for id in IDS))) == len(IDS)
+    await ledger.aclose()
 
 
 # --- two processes ---------------------------------------------------------------------------------------------------
@@ -306,6 +347,25 @@ async def test_without_enough_replicas_nothing_runs_and_nothing_is_left(pair: tu
         assert (await caller.call(app, "charge", "before")).result == done.result
     assert len(effects.all()) == 2
     check(caller.history, effects.all())
+
+
+async def test_nothing_is_replayed_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
+    """Whoever wrote it: the replica that takes over would know nothing of what this caller was told."""
+    primary, replica = pair
+    writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")
+    token = (await granted(ledger)).token
+    assert replica.process is not None
+    replica.process.send_signal(signal.SIGSTOP)
+    try:
+        assert await writer.complete(token, outcome_of(), RETENTION)
+        with pytest.raises(LedgerDown, match="replicas=1"):
+            await ledger.claim(claim_of())
+    finally:
+        replica.process.send_signal(signal.SIGCONT)
+    done = await ledger.claim(claim_of())
+    assert (done.state, done.outcome) == (State.DONE, outcome_of())
+    await writer.aclose()
+    await ledger.aclose()
 
 
 async def _is_absent(ledger: Ledger, id: RecordId) -> bool:

@@ -93,7 +93,7 @@ class RedisLedger:
 
     async def claim(self, claim: Claim) -> Record:
         times = micros(claim.lease), micros(claim.retention)
-        flags = int(claim.committed), int(claim.continues)
+        flags = int(claim.committed), int(claim.continues), int(self._replicas > 0)
         seen = await self._run(CLAIM, claim.id, claim.fingerprint, claim.nonce, *times, claim.on_crash, *flags)
         return record_of(claim.id, seen)
 
@@ -210,7 +210,7 @@ class RedisLedger:
         """Find out whether this is a cluster; refuse servers that cannot keep the contract, warn of those that might not."""
         net, home = self._net(), self._map.home
         info = await _told(net, home)
-        if info.get("redis_mode") == "cluster":
+        if info.get("cluster_enabled"):  # who hides its INFO is found out by the first MOVED
             await net.learn(home)
         for address in self._map.primaries:
             check_server(net.where(address), info if address == home else await _told(net, address), self._replicas)
@@ -255,6 +255,7 @@ async def _told(net: Net, address: Address) -> dict[str, Any]:
     except LedgerDown as error:
         if not isinstance(error.__cause__, ResponseError):
             raise
+        await net.ask_at(address, "PING")  # unless it forbids everything: a database that it does not have, for example
         return {}
     return info
 
