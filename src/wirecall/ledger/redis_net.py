@@ -52,13 +52,14 @@ class Map:
 
     def learn(self, told: list[Any], teller: Address) -> None:
         """Believe an answer to CLUSTER SLOTS: first slot, last slot, primary, replicas. A node may not know its own name."""
-        slots: dict[int, Address] = {}
+        slots: list[Address | None] = [None] * SLOTS
         for first, last, (host, port, *_), *_replicas in told:
             holder = (host or b"").decode() or teller[0], int(port)
-            slots.update(dict.fromkeys(range(first, last + 1), holder))
-        if len(slots) < SLOTS:
-            raise LedgerDown(f"{teller[0]}:{teller[1]} knows of no server for {SLOTS - len(slots)} slots of the cluster")
-        self._slots = [slots[number] for number in range(SLOTS)]
+            slots[first : last + 1] = [holder] * (last + 1 - first)
+        held = [holder for holder in slots if holder]
+        if len(held) < SLOTS:
+            raise LedgerDown(f"{teller[0]}:{teller[1]} knows of no server for {SLOTS - len(held)} slots of the cluster")
+        self._slots = held
 
     def move(self, slot: int, holder: Address) -> None:
         if not self._slots:  # only now does it turn out to be a cluster
@@ -75,6 +76,7 @@ class Net:
         self._replicas = replicas
         self._wires: dict[Address, Wire] = {}
         self._news: asyncio.Task[None] | None = None
+        self._is_open = True
 
     async def ask(self, name: bytes, command: Command, *, writes: bool) -> Any:
         """The answer of the server that holds this key."""
@@ -105,6 +107,7 @@ class Net:
 
     async def aclose(self) -> None:
         """Let what is under way end."""
+        self._is_open = False
         if self._news is not None:
             self._news.cancel()
         for wire in self._wires.values():
@@ -126,7 +129,7 @@ class Net:
         return wire
 
     def _seek_news(self) -> None:
-        if self._news is None or self._news.done():
+        if self._is_open and (self._news is None or self._news.done()):
             self._news = asyncio.get_running_loop().create_task(self._learn_from_any())
 
     async def _learn_from_any(self) -> None:

@@ -4,8 +4,8 @@
    connection is given up halfway.
 2. Nothing is sent twice: a lost answer is an error, and the caller finds out by asking.
 3. A connection belongs to an event loop, and is closed when the loop ends.
-4. With `replicas`, one WAIT follows what goes out together: the server counts the replicas that hold all that this connection
-   has written. If they are too few, no write of these counts.
+4. With `replicas`, one WAIT follows what goes out together: the server counts the replicas that hold all which this
+   connection has written. If they are too few, none of these writes counts.
 """
 
 import asyncio
