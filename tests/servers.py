@@ -418,8 +418,8 @@ def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
     name = prefix + ":".join(quote(part) for part in (id.caller, id.method, id.key))
     try:
         _age_key(parts._replace(query="").geturl(), name, seconds)
-    except redis.exceptions.MovedError as elsewhere:
-        _age_key(f"redis://{elsewhere.host}:{elsewhere.port}/0", name, seconds)
+    except redis.ResponseError as moved:  # a slot, and who holds it
+        _age_key(f"redis://{str(moved).split(' ')[-1]}/0", name, seconds)
 
 
 def _age_key(url: str, name: str, seconds: float) -> None:

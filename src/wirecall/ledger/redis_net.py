@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
-from redis.exceptions import AskError, MovedError, NoScriptError
+from redis.exceptions import AskError, MovedError, NoScriptError, ResponseError
 
 from wirecall.ledger.base import LedgerDown
 from wirecall.ledger.redis_wire import Command, Options, Wire
@@ -116,8 +116,10 @@ class Net:
     async def _answer(self, address: Address, *commands: Command, writes: bool = False) -> Any:
         wire = self._wires.get(address) or await self._connected(address)
         answer = await wire.ask(*commands, writes=writes)
-        if not isinstance(answer, Exception) or isinstance(answer, AskError):
+        if not isinstance(answer, Exception):
             return answer
+        if elsewhere := _redirection(answer):
+            return elsewhere
         if self._map.is_cluster and not isinstance(answer, NoScriptError):
             self._seek_news()
         raise LedgerDown(f"{self.where(address)}: {answer}") from answer
@@ -139,3 +141,13 @@ class Net:
             except LedgerDown:
                 continue
             return
+
+
+def _redirection(answer: Exception) -> AskError | None:
+    """MOVED or ASK; an older redis-py reads them as such only in its own client for clusters."""
+    if isinstance(answer, AskError):
+        return answer
+    kind, _, rest = str(answer).partition(" ")
+    if isinstance(answer, ResponseError) and kind in ("MOVED", "ASK"):
+        return MovedError(rest) if kind == "MOVED" else AskError(rest)
+    return None
