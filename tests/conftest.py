@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers import KINDS, MEMORIES, Postgres, Redis, Store, make_store, open_memory
+from tests.servers import KINDS, MEMORIES, Postgres, Redis, RedisCluster, Store, make_store, open_memory
 from wirecall.ledger import memory
 from wirecall.ledger.base import Ledger
 
@@ -18,6 +18,16 @@ def redis_server() -> Iterator[Redis]:
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def cluster_server() -> Iterator[RedisCluster]:
+    cluster = RedisCluster(dead_after=3000)  # a busy machine is not a dead one
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.close()
 
 
 @pytest.fixture(scope="session")

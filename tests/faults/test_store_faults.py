@@ -16,9 +16,9 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from urllib.parse import parse_qs, urlsplit
 
 import apsw
@@ -29,10 +29,9 @@ import redis
 from tests.calls import call, make_app, result
 from tests.faults import LEASE, PATIENCE, Answer, Caller, Effect, Effects, check, child, eventually, make_shop
 from tests.faults.proxy import Direction, Proxy
-from tests.servers import DURABLE, Postgres, Redis, Store, make_store
+from tests.servers import DURABLE, Postgres, Redis, RedisCluster, Store, make_store
 from wirecall import App, Context, DomainError
-from wirecall.ledger import postgres_pool, postgres_transaction, sqlite_file
-from wirecall.ledger import redis as redis_ledger
+from wirecall.ledger import postgres_pool, postgres_transaction, redis_scripts, sqlite_file
 from wirecall.ledger.base import Record, RecordId, State
 
 Loss = Literal["request", "answer"]
@@ -43,13 +42,13 @@ losses = pytest.mark.parametrize("loss", ["request", "answer"])
 # What a transition looks like on its way to the server.
 TRANSITIONS = {
     "redis": {
-        "claim": redis_ledger.CLAIM.sha.encode(),
-        "commit_point": redis_ledger.COMMIT_POINT.sha.encode(),
-        "complete": redis_ledger.COMPLETE.sha.encode(),
-        "release": redis_ledger.RELEASE.sha.encode(),
-        "abandon": redis_ledger.ABANDON.sha.encode(),
-        "heartbeat": redis_ledger.HEARTBEAT.sha.encode(),
-        "get": redis_ledger.GET.sha.encode(),
+        "claim": redis_scripts.CLAIM.sha.encode(),
+        "commit_point": redis_scripts.COMMIT_POINT.sha.encode(),
+        "complete": redis_scripts.COMPLETE.sha.encode(),
+        "release": redis_scripts.RELEASE.sha.encode(),
+        "abandon": redis_scripts.ABANDON.sha.encode(),
+        "heartbeat": redis_scripts.HEARTBEAT.sha.encode(),
+        "get": redis_scripts.GET.sha.encode(),
     },
     "postgres": {
         "claim": b"wirecall.claim(",
@@ -97,14 +96,27 @@ class Pause:
 
 # --- servers killed under load ---------------------------------------------------------------------------------------
 
-ROUNDS = 3
 CLIENTS = 8
 
 
-@pytest.fixture(params=["redis", "postgres"])
-def own_server(request: pytest.FixtureRequest) -> Iterator[Redis | Postgres]:
+class OnePrimary(RedisCluster):
+    """A cluster of which one primary is killed, with a third of the records; the server that the URL names comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = cycle(self.nodes)
+
+    def kill(self) -> None:
+        next(self._next).kill()
+
+
+Servers: TypeAlias = Redis | OnePrimary | Postgres
+
+
+@pytest.fixture(params=[Redis, OnePrimary, Postgres])
+def own_server(request: pytest.FixtureRequest) -> Iterator[Servers]:
     """A server that nobody misses."""
-    server = Redis() if request.param == "redis" else Postgres()
+    server: Servers = request.param()
     try:
         start(server)
         yield server
@@ -112,7 +124,7 @@ def own_server(request: pytest.FixtureRequest) -> Iterator[Redis | Postgres]:
         server.close()
 
 
-def start(server: Redis | Postgres) -> None:
+def start(server: Servers) -> None:
     server.start()
     if isinstance(server, Redis):
         with closing(redis.Redis.from_url(server.url)) as client:
@@ -120,7 +132,7 @@ def start(server: Redis | Postgres) -> None:
 
 
 async def test_a_server_killed_under_load_doubles_nothing_and_loses_nothing(
-    own_server: Redis | Postgres, effects: Effects, caller: Caller
+    own_server: Servers, effects: Effects, caller: Caller
 ) -> None:
     app, again = make_shop(own_server.url, effects), make_shop(own_server.url, effects)
 
@@ -139,7 +151,38 @@ async def test_a_server_killed_under_load_doubles_nothing_and_loses_nothing(
         await all_is_replayed(again, caller, told)
 
 
-@pytest.mark.parametrize("own_server", ["postgres"], indirect=True)
+async def test_a_replica_that_takes_over_under_load_doubles_nothing_and_loses_nothing(
+    effects: Effects, caller: Caller
+) -> None:
+    """With `replicas=1`, what was acknowledged is on the replica; and who was not told so was not told that it is done."""
+    cluster = RedisCluster(replicas=1)
+    try:
+        cluster.start()
+        url = f"{cluster.nodes[1].url}?replicas=1"
+        app, again = make_shop(url, effects), make_shop(url, effects)
+
+        @app.command
+        async def work(order: int, context: Context) -> str:
+            await asyncio.sleep(0.001)
+            return effects.add(context)
+
+        again.command(name="work")(nothing_to_do)
+        async with app, again:
+            async with Load(app, caller) as load:
+                await load.more("results", 100)
+                await asyncio.to_thread(cluster.nodes[0].kill)
+                await load.more("refusals", 20)
+                await asyncio.to_thread(cluster.wait_until, lambda: cluster.nodes[3].ask("ROLE")[0] == b"master")
+                await asyncio.to_thread(cluster.nodes[0].start)  # a replica, from now on
+                await load.more("results", 100)
+            told = {answer.key: answer.result for answer in caller.history if answer.error is None}
+            assert len(effects.all()) == len(told) >= 200
+            await all_is_replayed(again, caller, told)
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("own_server", [Postgres], indirect=True)
 async def test_transactions_in_a_server_killed_under_load_take_effect_exactly_once(own_server: Postgres) -> None:
     bank, caller = Bank(own_server.url, own_server.url), Caller()
     bank.safe.command(name="work")(nothing_to_do)
@@ -160,10 +203,11 @@ async def test_transactions_in_a_server_killed_under_load_take_effect_exactly_on
     check(caller.history, bank.rows())
 
 
-async def told_while_killed(server: Redis | Postgres, app: App, caller: Caller, refusals: int = 20) -> dict[str, str]:
+async def told_while_killed(server: Servers, app: App, caller: Caller, refusals: int = 20) -> dict[str, str]:
     """The results that callers were given while the server was killed and started again, several times."""
+    rounds = 2 if isinstance(server, OnePrimary) else 3  # it takes its time to become whole again
     async with Load(app, caller) as load:
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             await load.more("results", 40)
             await asyncio.to_thread(server.kill)
             await load.more("refusals", refusals)
@@ -171,7 +215,7 @@ async def told_while_killed(server: Redis | Postgres, app: App, caller: Caller, 
             await asyncio.to_thread(start, server)
         await load.more("results", 40)
     told = {answer.key: answer.result for answer in caller.history if answer.error is None}
-    assert len(told) >= 40 * (ROUNDS + 1)
+    assert len(told) >= 40 * (rounds + 1)
     return told
 
 

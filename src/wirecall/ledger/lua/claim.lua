@@ -1,7 +1,7 @@
 -- Apply `decide` of base.py and give the record back.
--- ARGV: fingerprint, nonce, lease, retention, on_crash, committed (0 or 1), continues (0 or 1)
+-- ARGV: fingerprint, nonce, lease, retention, on_crash, committed (0 or 1), continues (0 or 1), replicated (0 or 1)
 
-local fingerprint, nonce, lease, retention, on_crash, committed, continues = unpack(ARGV)
+local fingerprint, nonce, lease, retention, on_crash, committed, continues, replicated = unpack(ARGV)
 local state, fence, old_fingerprint, was_committed, attempts, lease_until, expires, started_at = unpack(redis.call(
   'HMGET', KEYS[1], 'state', 'fence', 'fingerprint', 'committed', 'attempts', 'lease_until', 'expires', 'started_at'))
 
@@ -34,5 +34,8 @@ elseif verdict == 'to_unknown' then
   to_unknown()
 elseif verdict == 'to_tombstone' then
   bury()
+elseif replicated == '1' then
+  -- Replicas have to hold what the claim is told. WAIT only counts what the connection itself has written: so write it again.
+  redis.call('HSET', KEYS[1], 'state', state)
 end
 return view()

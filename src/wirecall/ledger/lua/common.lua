@@ -1,5 +1,5 @@
--- What every script begins with: the clock, and the writes that several transitions share. redis.py puts this file, and
--- before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR, UNKNOWN_KEPT and GRACE, in front of each of the others.
+-- What every script begins with: the clock, and the writes that several transitions share. redis_scripts.py puts this file,
+-- and before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR, UNKNOWN_KEPT and GRACE, in front of each of the others.
 --
 -- KEYS[1] is the record, a hash, and the only key that a script touches. Times and durations are whole microseconds. They
 -- stay below 2^53, so a Lua number holds them exactly; but Lua prints 14 digits, so they are written with %.0f.
@@ -69,22 +69,14 @@ local function finish(retention, kind, digest, payload)
   keep(TOMBSTONE_FACTOR * retention)
 end
 
--- DONE counts as TOMBSTONE from the end of its retention on, whether it was swept or not.
-local function told(state, expires)
-  if state == 'done' and tonumber(expires) <= now then return 'tombstone' end
-  return state
-end
-
 -- The record as a reader sees it, false if there is none: the lengths of the fields (-1: none), a line end, the fields. One
 -- string, since the driver is pure Python and reads each element of an array by itself.
 local function view()
   local seen = redis.call(
     'HMGET', KEYS[1], 'state', 'fence', 'nonce', 'fingerprint', 'committed', 'attempts', 'lease_until', 'started_at',
-    'completed_at', 'kind', 'digest', 'payload', 'expires')
+    'completed_at', 'kind', 'digest', 'payload')
   if not seen[1] then return false end
-  seen[1] = told(seen[1], table.remove(seen))
   seen[7] = whole(math.max(0, seen[7] - now))
-  if seen[1] == 'tombstone' then seen[12] = false end
   local lengths = {}
   for place, field in ipairs(seen) do
     lengths[place] = field and #field or -1

@@ -1,3 +1,3 @@
 -- The state of the record, without the rest of it.
 
-return told(unpack(redis.call('HMGET', KEYS[1], 'state', 'expires')))
+return redis.call('HGET', KEYS[1], 'state')

@@ -1,0 +1,395 @@
+"""Redis in a cluster, and with replicas: whoever holds a record at the moment is found, and nobody answers in its place.
+
+What a killed primary does under load stands in `test_store_faults`; that a cluster keeps the contract, in `tests/contracts`.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.contracts import ID, LEASE, RETENTION, answers_again, claim_of, granted, in_state, outcome_of, present, same
+from tests.faults import Caller, Effects, check, child, eventually, make_shop
+from tests.servers import Redis, RedisCluster, Store, make_store
+from wirecall import UsageError
+from wirecall.ledger import redis_net
+from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State, open_ledger
+
+IDS = [RecordId("alice", "charge", f"key-{number}") for number in range(60)]
+
+
+@pytest.fixture
+def store(cluster_server: RedisCluster, tmp_path: Path) -> Store:
+    return make_store("cluster", tmp_path, lambda _: cluster_server)
+
+
+@pytest.fixture
+def effects(tmp_path: Path) -> Effects:
+    return Effects(tmp_path / "effects")
+
+
+@pytest.fixture
+async def other(store: Store) -> AsyncIterator[Ledger]:
+    """A second handle, whose map of the cluster is as old as the first one's."""
+    opened = await store.open()
+    yield opened
+    await opened.aclose()
+
+
+# --- records that move -----------------------------------------------------------------------------------------------
+
+
+class Move:
+    """A slot on its way from one primary to another, by hand: begin, take the keys along, end."""
+
+    def __init__(self, cluster: RedisCluster, store: Store, id: RecordId) -> None:
+        prefix = store.url.partition("?prefix=")[2]
+        self._name = f"{prefix}{id.caller}:{id.method}:{id.key}"
+        self._cluster = cluster
+        self.slot: int = cluster.nodes[0].ask("CLUSTER", "KEYSLOT", self._name)
+        self.source = cluster.holder(self.slot)
+        self.target = next(node for node in cluster.nodes if node is not self.source)
+
+    def begin(self) -> None:
+        self.target.ask("CLUSTER", "SETSLOT", self.slot, "IMPORTING", _identity(self.source))
+        self.source.ask("CLUSTER", "SETSLOT", self.slot, "MIGRATING", _identity(self.target))
+
+    def take_along(self) -> None:
+        self.source.ask("MIGRATE", "127.0.0.1", self.target.port, self._name, 0, 5000)
+
+    def end(self) -> None:
+        for node in (self.target, *(node for node in self._cluster.nodes if node is not self.target)):
+            node.ask("CLUSTER", "SETSLOT", self.slot, "NODE", _identity(self.target))
+
+    def undo(self) -> None:
+        """However far it came: the slot, without keys, is where it was."""
+        self.end()
+        for name in self.target.ask("CLUSTER", "GETKEYSINSLOT", self.slot, 100):
+            self.target.ask("DEL", name)
+        self.source, self.target = self.target, self.source
+        self.begin()
+        self.end()
+
+
+def _identity(node: Redis) -> str:
+    identity: str = node.ask("CLUSTER", "MYID").decode()
+    return identity
+
+
+@pytest.fixture
+def move(cluster_server: RedisCluster, store: Store) -> Iterator[Move]:
+    move = Move(cluster_server, store, ID)
+    yield move
+    move.undo()
+
+
+async def test_a_record_is_found_where_its_slot_went(ledger: Ledger, other: Ledger, move: Move) -> None:
+    """MOVED: at any step of the move, both handles see one record, and only one claim is granted."""
+    record = await granted(ledger)
+    move.begin()
+    assert same(await other.get(ID), record)  # it has not left yet
+    move.take_along()
+    assert same(await other.get(ID), record)  # ASK
+    assert (await other.claim(claim_of())).token == record.token
+    move.end()
+    assert await other.heartbeat(record.token, LEASE)  # MOVED
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    assert (await other.claim(claim_of())).state is State.DONE
+    assert (await ledger.counts())[State.DONE] == 1
+    assert [record.id for record in await other.list()] == [ID]
+
+
+async def test_a_new_record_is_made_where_its_slot_goes(ledger: Ledger, other: Ledger, move: Move) -> None:
+    """ASK: the old server has no such key, so only the new one may make it."""
+    move.begin()
+    claims = [claim_of() for _ in range(20)]
+    records = await asyncio.gather(*((ledger, other)[n % 2].claim(claim) for n, claim in enumerate(claims)))
+    assert sum(record.nonce == claim.nonce for record, claim in zip(records, claims, strict=True)) == 1
+    assert len({record.token for record in records}) == 1
+    move.end()
+    assert same(await other.get(ID), await present(ledger))
+
+
+async def test_claims_race_while_their_slot_moves(ledger: Ledger, other: Ledger, move: Move) -> None:
+    """However the two meet, a key is granted once."""
+    record = await granted(ledger)
+
+    async def ask(handle: Ledger) -> None:
+        for _ in range(60):
+            seen = await handle.claim(claim_of(on_crash="rerun"))
+            assert (seen.state, seen.token, seen.attempts) == (State.RUNNING, record.token, 1)
+
+    def carry() -> None:
+        move.begin()
+        move.take_along()
+        move.end()
+
+    await asyncio.gather(ask(ledger), ask(other), asyncio.to_thread(carry))
+
+
+async def test_servers_that_send_a_command_round_in_a_circle_are_ledger_down(
+    ledger: Ledger, move: Move, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each says that the other has it, and none has run anything."""
+    move.begin()
+    monkeypatch.setattr(redis_net, "HOPS", 1)
+    with pytest.raises(LedgerDown, match="sent from server to server"):
+        await ledger.claim(claim_of())
+    monkeypatch.undo()
+    assert (await granted(ledger)).attempts == 1
+
+
+# --- who opens it ----------------------------------------------------------------------------------------------------
+
+
+async def test_any_node_stands_for_the_whole_cluster(cluster_server: RedisCluster, store: Store, ledger: Ledger) -> None:
+    await asyncio.gather(*(granted(ledger, id) for id in IDS))
+    query = store.url.partition("?")[2]
+    for node in cluster_server.nodes:
+        assert 0 < node.ask("DBSIZE") < sum(each.ask("DBSIZE") for each in cluster_server.nodes)
+        one = await open_ledger(f"{node.url}?{query}")
+        assert [record.id for record in await one.list()] == sorted(IDS)
+        await one.aclose()
+
+
+async def test_every_primary_is_checked(cluster_server: RedisCluster, store: Store) -> None:
+    last = cluster_server.nodes[2]
+    last.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    last.ask("CONFIG", "SET", "maxmemory", "100mb")
+    try:
+        with pytest.raises(LedgerDown, match=rf"127.0.0.1:{last.port}/0 cannot be a ledger(.|\n)*allkeys-lru"):
+            await store.open()
+    finally:
+        last.ask("CONFIG", "SET", "maxmemory", "0")
+        last.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+
+
+@pytest.mark.parametrize("database", [1, 99])
+async def test_a_database_that_is_not_there_is_told_at_once(database: int, store: Store) -> None:
+    """A cluster has only the first (in Valkey 9, as many as it is given)."""
+    with pytest.raises(LedgerDown, match=r"SELECT is not allowed in cluster mode|DB index is out of range"):
+        await open_ledger(store.url.replace("/0?", f"/{database}?"))
+
+
+async def test_a_cluster_that_hides_what_it_is_is_found_out(cluster_server: RedisCluster, store: Store) -> None:
+    """A managed server may forbid INFO: then the first record that another node holds tells, and the others follow."""
+    for node in cluster_server.nodes:
+        node.ask("ACL", "SETUSER", "guest", "on", "nopass", "~*", "+@all", "-info")
+    try:
+        ledger = await open_ledger(store.url.replace("redis://", "redis://guest:any@"))
+        await asyncio.gather(*(granted(ledger, id) for id in IDS))
+        assert len(await eventually(ledger.list)) == len(IDS)
+        await ledger.aclose()
+    finally:
+        for node in cluster_server.nodes:
+            node.ask("ACL", "DELUSER", "guest")
+
+
+async def test_a_cluster_without_a_server_for_every_slot_is_down() -> None:
+    with _started(Redis(**{"cluster-enabled": "yes"})) as node:
+        node.ask("CLUSTER", "ADDSLOTS", *range(16_000))
+        with pytest.raises(LedgerDown, match="no server for 384 slots"):
+            await open_ledger(node.url)
+        node.ask("CLUSTER", "ADDSLOTS", *range(16_000, 16_384))
+        ledger = await open_ledger(node.url)  # a node that is alone does not know its own name
+        await eventually(lambda: _is_granted(ledger))
+        await ledger.aclose()
+
+
+async def _is_granted(ledger: Ledger) -> bool:
+    try:
+        return bool(await granted(ledger))
+    except LedgerDown:  # it takes a moment until it believes that the cluster is whole
+        return False
+
+
+# --- a primary that is gone ------------------------------------------------------------------------------------------
+
+
+async def test_what_goes_through_all_records_fails_rather_than_leave_some_out() -> None:
+    """And the sweep goes on with the others, as long as they serve without the one."""
+    cluster = RedisCluster()
+    try:
+        cluster.start()
+        for node in cluster.nodes:
+            node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        ledger = await open_ledger(cluster.url + "?prefix=test:")
+        away = Store("cluster", cluster.url + "?prefix=test:")
+        for id in IDS:
+            await in_state(State.DONE, ledger, away, id)
+            away.age(id, RETENTION + 1)
+        gone = cluster.nodes[1]
+        gone.kill()
+        for action in (ledger.list, ledger.counts):
+            with pytest.raises(LedgerDown, match=str(gone.port)):
+                await action()
+        swept = [await _swept(ledger) for _ in range(4)]
+        assert None in swept
+        gone.start()
+        await answers_again(ledger)
+        left = (await ledger.counts())[State.DONE]
+        assert 0 < left == gone.ask("DBSIZE") < len(IDS)
+        assert await ledger.sweep() == left
+        await ledger.aclose()
+    finally:
+        cluster.close()
+
+
+async def _swept(ledger: Ledger) -> int | None:
+    try:
+        return await ledger.sweep()
+    except LedgerDown:
+        return None
+
+
+async def test_a_primary_that_falls_silent_holds_up_only_its_own_records(cluster_server: RedisCluster, store: Store) -> None:
+    ledger = await open_ledger(store.url + "&socket_timeout=2")
+    await asyncio.gather(*(granted(ledger, id) for id in IDS))
+    silent = cluster_server.nodes[1]
+    its = {id for id in IDS if Move(cluster_server, store, id).source is silent}
+    assert silent.process is not None and 0 < len(its) < len(IDS)
+    silent.process.send_signal(signal.SIGSTOP)
+    try:
+        refusals = [asyncio.ensure_future(ledger.get(id)) for id in its]
+        await asyncio.gather(*(present(ledger, id) for id in IDS if id not in its))
+        assert not any(refusal.done() for refusal in refusals)
+        told = await asyncio.gather(*refusals, return_exceptions=True)
+        assert {type(each) for each in told} == {LedgerDown}
+    finally:
+        silent.process.send_signal(signal.SIGCONT)
+    await answers_again(ledger)
+    await asyncio.gather(*(present(ledger, id) for id in IDS))
+    await ledger.aclose()
+
+
+# --- two processes ---------------------------------------------------------------------------------------------------
+
+
+async def test_two_processes_send_the_same_commands_to_a_cluster(store: Store, effects: Effects) -> None:
+    caller, keys = Caller(), [f"key-{number}" for number in range(60)]
+    async with child(store.url, effects) as there, make_shop(store.url, effects) as here:
+        await there.tell("race", keys, 4, 20)
+        await there.hear("ready")
+        await there.tell("go")
+        answers = [await caller.call(here, "charge", key) for key in reversed(keys) for _ in range(4)]
+        told = await there.hear("race")
+    assert all(answer.error is None for answer in answers), answers
+    done = {effect.key: effect.run for effect in effects.all()}
+    assert len(effects.all()) == len(done) == len(keys)
+    assert {answer.key: answer.result for answer in answers} == done
+    assert {key: list(heard) for key, heard in told.items()} == {
+        key: [f'jsonrpc:"2.0"result:"{run}"'] for key, run in done.items()
+    }
+    check(caller.history, effects.all())
+
+
+# --- replicas --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _started(server: Redis) -> Iterator[Redis]:
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Redis, Redis]]:
+    """A primary and its replica."""
+    with _started(Redis()) as primary, _started(Redis(replicaof=f"127.0.0.1 {primary.port}")) as replica:
+        RedisCluster.wait_until(replica.is_in_step)
+        yield primary, replica
+
+
+async def test_what_was_acknowledged_is_on_the_replica(pair: tuple[Redis, Redis]) -> None:
+    primary, replica = pair
+    ledger = await open_ledger(primary.url + "?replicas=1")
+    records = await asyncio.gather(*(granted(ledger, id) for id in IDS))
+    assert replica.ask("DBSIZE") == len(IDS)
+    assert all(await asyncio.gather(*(ledger.complete(record.token, outcome_of(), RETENTION) for record in records)))
+    primary.kill()
+    replica.ask("REPLICAOF", "NO", "ONE")
+    successor = await open_ledger(replica.url)
+    assert (await successor.counts())[State.DONE] == len(IDS)
+    await successor.aclose()
+    await ledger.aclose()
+
+
+async def test_without_enough_replicas_nothing_runs_and_nothing_is_left(pair: tuple[Redis, Redis], effects: Effects) -> None:
+    """The claim that too few hold is refused and taken back; with the replica, everything goes on."""
+    primary, replica = pair
+    caller = Caller()
+    async with make_shop(primary.url + "?replicas=1", effects) as app:
+        done = await caller.call(app, "charge", "before")
+        replica.kill()
+        refused = await caller.call(app, "charge", "key")
+        assert (refused.code, refused.ran) == (50310, "no")
+        assert (await caller.call(app, "charge", "before")).code == 50310  # a replay too: who knows for how long
+        assert len(effects.all()) == 1
+        ledger = await open_ledger(primary.url)
+        await eventually(lambda: _is_absent(ledger, RecordId("", "charge", "key")))
+        await ledger.aclose()
+        replica.start()
+        await caller.insist(app, "charge", "key")
+        assert (await caller.call(app, "charge", "before")).result == done.result
+    assert len(effects.all()) == 2
+    check(caller.history, effects.all())
+
+
+async def test_nothing_is_replayed_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
+    """Whoever wrote it: the replica that takes over would know nothing of what this caller was told."""
+    primary, replica = pair
+    writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")
+    token = (await granted(ledger)).token
+    assert replica.process is not None
+    replica.process.send_signal(signal.SIGSTOP)
+    try:
+        assert await writer.complete(token, outcome_of(), RETENTION)
+        with pytest.raises(LedgerDown, match="replicas=1"):
+            await ledger.claim(claim_of())
+    finally:
+        replica.process.send_signal(signal.SIGCONT)
+    done = await ledger.claim(claim_of())
+    assert (done.state, done.outcome) == (State.DONE, outcome_of())
+    await writer.aclose()
+    await ledger.aclose()
+
+
+async def _is_absent(ledger: Ledger, id: RecordId) -> bool:
+    return await ledger.get(id) is None
+
+
+async def test_an_effect_whose_record_too_few_hold_is_told_as_it_is(pair: tuple[Redis, Redis], effects: Effects) -> None:
+    primary, replica = pair
+    caller, entered, go = Caller(), asyncio.Event(), asyncio.Event()
+
+    async def pause() -> None:
+        entered.set()
+        await go.wait()
+
+    async with make_shop(primary.url + "?replicas=1", effects, pause=pause) as app:
+        first = asyncio.create_task(caller.call(app, "hold", "key"))
+        await entered.wait()
+        replica.kill()
+        go.set()
+        assert (await first).result == effects.all()[0].run
+        replica.start()
+        assert (await caller.insist(app, "hold", "key")).is_replayed
+    check(caller.history, effects.all())
+
+
+async def test_a_primary_with_fewer_replicas_than_the_url_asks_for_is_refused(pair: tuple[Redis, Redis]) -> None:
+    primary, _ = pair
+    with pytest.raises(LedgerDown, match="it has 1 replicas, and with replicas=2"):
+        await open_ledger(primary.url + "?replicas=2")
+
+
+@pytest.mark.parametrize("number", ["-1", "some", "1.5"])
+async def test_replicas_is_a_number(number: str) -> None:
+    with pytest.raises(UsageError, match="not one that redis-py takes"):
+        await open_ledger(f"redis://127.0.0.1:1/0?replicas={number}")
