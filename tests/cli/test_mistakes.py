@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -307,15 +308,15 @@ import sys
 from contextlib import contextmanager
 from wirecall.cli import main, running
 
-wait = running.reading
+def telling(wait):
+    @contextmanager
+    def told():
+        with wait():
+            print("reading", file=sys.stderr, flush=True)
+            yield
+    return told
 
-@contextmanager
-def reading():
-    with wait():
-        print("reading", file=sys.stderr, flush=True)
-        yield
-
-running.reading = reading
+running.reading, running.idle = telling(running.reading), telling(running.idle)
 main(sys.argv[1:])
 """
 
@@ -331,12 +332,20 @@ def at_terminal(words: list[str], sign: bytes) -> tuple[bytes, int]:
             said += chunk
             if not pressed and sign in said:
                 pressed = True
+                _until_asleep(process.pid)
                 process.send_signal(signal.SIGINT)
         return said, process.wait(PATIENCE)
     finally:
         process.kill()
         process.wait()
         os.close(leader)
+
+
+def _until_asleep(pid: int) -> None:
+    """A person is slower than a process on its way into a read, where Python sees no signal until the next one."""
+    stat, until = Path(f"/proc/{pid}/stat"), time.monotonic() + PATIENCE
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S" and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _chunk(leader: int) -> bytes:
