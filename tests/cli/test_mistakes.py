@@ -253,6 +253,22 @@ def test_a_lost_line_of_a_batch_says_how_to_repeat_it(tmp_path: Path) -> None:
     assert error["next"] == 'repeat the line with "key": "k-1": it takes effect once'
 
 
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+@pytest.mark.parametrize("words", [["list"], ["show", "price"], ["call", "price", "sku=tea"]], ids=lambda words: words[0])
+def test_an_echo_is_no_answer(words: list[str], protocol: str) -> None:
+    run = invoke(*words, "--as", protocol, "--", "cat")
+    assert run.exit_code == Exit.PROTOCOL
+    assert "the server sent back the request itself" in run.stderr
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize("words", [["list"], ["call", "price"]], ids=lambda words: words[0])
+def test_that_nobody_answers_a_question_is_no_unknown_outcome(words: list[str]) -> None:
+    run = invoke(*words, "--as", "rpc", "--timeout", "300ms", "--json", "--", "sleep", "60")
+    error = json.loads(run.stdout)["error"]
+    assert (run.exit_code, error["message"], error["ran"]) == (Exit.UNREACHABLE, "The server does not answer.", "no")
+
+
 # --- streams --------------------------------------------------------------------------------------------------------
 
 

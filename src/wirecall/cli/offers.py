@@ -9,8 +9,9 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from wirecall import App
+from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, nearest
-from wirecall.errors import MethodNotFound
+from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
 from wirecall.params import KEY
 
 Kind = Literal["query", "command", "method", "tool", "resource", "template", "prompt"]
@@ -71,7 +72,13 @@ async def offers_of(client: Any, app: App | None, protocol: str, *, callable_onl
     """All that is on offer; None if the server does not tell."""
     if app is not None:
         return of_app(app, protocol)
-    return await (_of_mcp(client, callable_only) if protocol == "mcp" else _of_rpc(client))
+    try:
+        return await (_of_mcp(client, callable_only) if protocol == "mcp" else _of_rpc(client))
+    except (ConnectionLost, TimedOut) as error:  # only questions were asked: there is no outcome to be unknown
+        next = "is it well, and does it speak this protocol? (--as rpc|mcp, --timeout)"
+        raise Failure(
+            "The server does not answer.", str(error), next, exit=Exit.UNREACHABLE, type="unreachable", ran="no"
+        ) from error
 
 
 # --- an app ---------------------------------------------------------------------------------------------------------
