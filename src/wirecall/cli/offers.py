@@ -140,12 +140,17 @@ def _method(told: dict[str, Any], components: Any) -> Offer:
     stated: Any = told.get("x-kind")
     is_ours = stated in ("query", "command")
     kind: Kind = stated if is_ours else "method"
-    hints = Hints(
-        kind == "query" if is_ours else None, told.get("x-destructive"), told.get("x-open-world"), kind == "command"
-    )
+    hints = _ours(kind, told) if is_ours else Hints(None, told.get("x-destructive"), told.get("x-open-world"))
     output = told["result"].get("schema") if isinstance(told.get("result"), dict) else None
     texts = (str(told.get("summary") or ""), str(told.get("description") or ""))
     return Offer(kind, told["name"], *texts, hints, _without_key(schema) if is_ours else schema, output)
+
+
+def _ours(kind: Kind, told: dict[str, Any]) -> Hints:
+    """Our servers tell only what a method states. The rest is what MCP would be told of the same method: the worst."""
+    is_command = kind == "command"
+    is_destructive = is_command and told.get("x-destructive") is not False
+    return Hints(not is_command, is_destructive, told.get("x-open-world") is not False, is_command)
 
 
 def _without_key(schema: dict[str, Any]) -> dict[str, Any]:
