@@ -185,6 +185,8 @@ def test_only_unknown_records_are_settled() -> None:
     ("words", "what"),
     [
         ((), "What did you find out?"),
+        (("--done", "--not-done"), "What did you find out?"),
+        (("--done", "--result", '"\udcff"'), "--result is not JSON."),
         (("--done", "--result", "{"), "--result is not JSON."),
         (("--not-done", "--result", "1"), "What was not done has no result."),
     ],
