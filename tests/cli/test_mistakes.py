@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import PATIENCE, SHOP, invoke, running, wirecall
+from tests.cli import PATIENCE, SHOP, invoke, running, serving, wirecall
 from wirecall.cli import ledgers
 from wirecall.cli.exits import Exit
 
@@ -251,6 +251,15 @@ def test_a_lost_line_of_a_batch_says_how_to_repeat_it(tmp_path: Path) -> None:
     error = json.loads(run.stdout)["error"]
     assert error["exit"] == Exit.UNKNOWN
     assert error["next"] == 'repeat the line with "key": "k-1": it takes effect once'
+
+
+def test_a_server_that_dies_of_a_command_is_told_in_plain_words(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP + "import os\n@app.command\ndef leave() -> int:\n    os._exit(9)\n")
+    with serving(str(tmp_path / "app.py")) as url:
+        run = invoke("call", url, "leave", "--key", "k-1", "--timeout", "2s")
+    assert run.exit_code == Exit.UNKNOWN
+    assert f"{url.removeprefix('http://')}: Connection refused\n  next: repeat it with --key k-1" in run.stderr
+    assert "ssl" not in run.stderr
 
 
 @pytest.mark.parametrize("protocol", ["rpc", "mcp"])
