@@ -253,6 +253,25 @@ def test_a_lost_line_of_a_batch_says_how_to_repeat_it(tmp_path: Path) -> None:
     assert error["next"] == 'repeat the line with "key": "k-1": it takes effect once'
 
 
+SLOW = "import asyncio\n@app.command\nasync def slow() -> None:\n    await asyncio.sleep(60)\n"
+
+
+def test_a_key_that_nobody_keeps_is_not_offered_for_a_repetition(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP + SLOW)
+    words = ("call", str(tmp_path / "app.py"), "slow", "--timeout", "300ms", "--json")
+    error = json.loads(invoke(*words).stdout)["error"]
+    assert (error["exit"], error["ran"]) == (Exit.UNKNOWN, "unknown")
+    assert error["next"] == "find out whether it took effect: the app's ledger is in memory, and has forgotten the key"
+    error = json.loads(invoke(*words, "--ledger", f"sqlite:{tmp_path}/ledger.db").stdout)["error"]
+    assert error["next"] == f"repeat it with --key {error['key']}: it takes effect once"
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    run = invoke("serve", SHOP, "--http", "192.0.2.1:0")
+    assert run.exit_code == Exit.USAGE
+    assert "next: use an address of this machine" in run.stderr
+
+
 def test_a_server_that_dies_of_a_command_is_told_in_plain_words(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP + "import os\n@app.command\ndef leave() -> int:\n    os._exit(9)\n")
     with serving(str(tmp_path / "app.py")) as url:
@@ -327,6 +346,12 @@ def test_one_ctrl_c_ends_what_waits_for_its_user(words: list[str], sign: bytes, 
     assert b"Ctrl-C again" not in said
 
 
+def test_who_leaves_a_question_unanswered_says_no() -> None:
+    said, code = at_terminal(["call", SHOP, "refund", "order=7"], b"Call it?", key=b"\x04")
+    assert code == Exit.INTERRUPTED
+    assert b"Nothing was sent." in said
+
+
 # Says when the command begins to wait for its user, who may type now.
 TELLING = """
 import sys
@@ -346,8 +371,8 @@ main(sys.argv[1:])
 """
 
 
-def at_terminal(words: list[str], sign: bytes) -> tuple[bytes, int]:
-    """What is said on a terminal until the end. Ctrl-C is pressed once, at a sign."""
+def at_terminal(words: list[str], sign: bytes, key: bytes = b"") -> tuple[bytes, int]:
+    """What is said on a terminal until the end. A key, or Ctrl-C, is pressed once, at a sign."""
     leader, follower = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", TELLING, *words], stdin=follower, stdout=follower, stderr=follower)
     os.close(follower)
@@ -358,7 +383,7 @@ def at_terminal(words: list[str], sign: bytes) -> tuple[bytes, int]:
             if not pressed and sign in said:
                 pressed = True
                 _until_asleep(process.pid)
-                process.send_signal(signal.SIGINT)
+                os.write(leader, key) if key else process.send_signal(signal.SIGINT)
         return said, process.wait(PATIENCE)
     finally:
         process.kill()

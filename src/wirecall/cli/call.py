@@ -30,6 +30,7 @@ class Wanted(Struct, kw_only=True):
     yes: bool
     ledger: str | None
     has_left: bool = False
+    is_kept: bool = True  # the key outlives this command
 
 
 @click.command("call", cls=TargetCommand)
@@ -62,7 +63,7 @@ def command(target: Target, way: Way, as_json: bool, **given: Any) -> None:
         run(_call(Output(as_json), target, way, wanted))
     except Interrupted as stopped:
         stopped.why = "it may have run, or may still" if wanted.has_left else "nothing was sent"
-        raise _resumable(stopped, wanted.key) if wanted.key and wanted.has_left else stopped from None
+        raise _resumable(stopped, wanted.key, wanted) if wanted.key and wanted.has_left else stopped from None
 
 
 async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
@@ -76,7 +77,8 @@ async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
             params = arguments(wanted.words, wanted.whole, offer.schema, help=target.line("show", wanted.name))
             _refuse_key(offer, wanted, protocol)
             _confirm(offer, wanted)
-        _warn(out, app, wanted)
+        wanted.is_kept = app is None or not app.ledger_url.startswith("memory:")
+        _warn(out, wanted)
         wanted.key = _key(offer, wanted, params)
         if app is not None and wanted.key:
             from wirecall.cli.ledgers import ready  # late: a query does without
@@ -87,7 +89,7 @@ async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
         took = time.perf_counter() - begun
         revision = {"revision": client.revision} if client.revision else {}
     if entry.error is not None:
-        raise _failed(entry, offer)
+        raise _failed(entry, offer, wanted)
     value = result_of(entry.result())
     key = {"key": entry.key} if entry.key else {}
     if not out.as_json:
@@ -123,8 +125,8 @@ def _confirm(offer: Offer, wanted: Wanted) -> None:
             raise Failure("Nothing was sent.", "you said no", "", exit=Exit.INTERRUPTED, type="declined", ran="no")
 
 
-def _warn(out: Output, app: App | None, wanted: Wanted) -> None:
-    if wanted.key and app is not None and app.ledger_url.startswith("memory:"):
+def _warn(out: Output, wanted: Wanted) -> None:
+    if wanted.key and not wanted.is_kept:
         out.note(
             "This app's ledger is in memory: it forgets the key when this command ends. --ledger sqlite:PATH keeps it.",
             "warning",
@@ -190,7 +192,7 @@ def _tell(out: Output, name: str, took: float, entry: Any) -> None:
         out.note(f"{name}  {took * 1000:.0f} ms{key}", "ok")
 
 
-def _failed(entry: Any, offer: Offer) -> Failure:
+def _failed(entry: Any, offer: Offer, wanted: Wanted) -> Failure:
     failure = failure_of(entry.error)
     if entry.replayed:
         failure.facts["replayed"] = True
@@ -198,12 +200,14 @@ def _failed(entry: Any, offer: Offer) -> Failure:
         failure.next = "repeat it: it only reads"
     elif failure.exit_code == Exit.UNKNOWN and not entry.key:
         failure.next = "find out whether it took effect before you repeat it; with --key it could be repeated safely"
-    return _resumable(failure, entry.key) if entry.key else failure
+    return _resumable(failure, entry.key, wanted) if entry.key else failure
 
 
-def _resumable(failure: Failure, key: str) -> Failure:
+def _resumable(failure: Failure, key: str, wanted: Wanted) -> Failure:
     """A failure that says by which key the same call is made again."""
     failure.facts["key"] = key
     if failure.exit_code in (Exit.UNKNOWN, Exit.INTERRUPTED):
         failure.next = f"repeat it with --key {key}: it takes effect once"
+        if not wanted.is_kept:
+            failure.next = "find out whether it took effect: the app's ledger is in memory, and has forgotten the key"
     return failure

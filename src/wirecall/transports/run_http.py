@@ -17,6 +17,7 @@ under all of its parsers, and neither cuts a client that does not read.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -171,7 +172,8 @@ def bind(host: str, port: int, *, several: bool = False) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), "use another port=") from error
+        fix = "use an address of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port="
+        raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), fix) from error
     return listener
 
 
