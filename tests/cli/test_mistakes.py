@@ -1,5 +1,6 @@
 """What people get wrong, and what machines do to them: each has its own text and exit code, and never a traceback."""
 
+import asyncio
 import json
 import os
 import pty
@@ -264,6 +265,42 @@ def test_a_key_that_nobody_keeps_is_not_offered_for_a_repetition(tmp_path: Path)
     assert error["next"] == "find out whether it took effect: the app's ledger is in memory, and has forgotten the key"
     error = json.loads(invoke(*words, "--ledger", f"sqlite:{tmp_path}/ledger.db").stdout)["error"]
     assert error["next"] == f"repeat it with --key {error['key']}: it takes effect once"
+
+
+async def answering(text: bytes, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """The command at a server that answers everything with one text and leaves."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n" + text)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+        return await asyncio.to_thread(wirecall, words[0], url, *words[1:], stdin=b"{}\n")
+
+
+async def test_an_answer_that_is_no_greeting_has_no_unknown_outcome() -> None:
+    body = b'{"jsonrpc":"2.0","id":1,"result":{}}'
+    run = await answering(b"content-length: %d\r\n\r\n%s" % (len(body), body), "list", "--revision", "2025-11-25")
+    assert run.returncode == Exit.PROTOCOL
+    assert b"what answers initialize is not its result" in run.stderr
+    assert b"--key" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "exit", "next"),
+    [
+        (["send"], Exit.UNKNOWN, b"find out whether it took effect before you send it again"),
+        (["probe", "--as", "mcp"], Exit.UNREACHABLE, b"look into the server's log"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+async def test_an_answer_that_is_cut_off(words: list[str], exit: int, next: bytes) -> None:
+    run = await answering(b"content-length: 99\r\n\r\n{", *words)
+    assert run.returncode == exit
+    assert b"why: the connection broke before the end of the answer\n  next: " + next in run.stderr
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on() -> None:

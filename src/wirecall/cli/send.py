@@ -10,11 +10,12 @@ import click
 from wirecall import App
 from wirecall.cli.connecting import Way, address, way_options
 from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure
+from wirecall.cli.failures import Failure, failure_of
 from wirecall.cli.lines import Lines
 from wirecall.cli.output import Input
 from wirecall.cli.running import run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.errors import ConnectionLost
 
 LEAVE = 1.0  # seconds that a process has to end by itself, after its stdout has
 
@@ -68,6 +69,10 @@ async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
                 worst = Exit.AUTH if answer.status in (401, 403) else Exit.REMOTE
     except TimeoutError:
         raise _silent(way) from None
+    except ConnectionLost as error:
+        failure = failure_of(error)
+        failure.next = "find out whether it took effect before you send it again"
+        raise failure from None
     finally:
         await http.aclose()
     return worst

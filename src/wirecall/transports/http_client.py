@@ -164,7 +164,8 @@ def _failure(error: Exception, left: bool) -> CallFailed:
         return BadAnswer(f"not an HTTP answer: {error.message.splitlines()[0] if error.message else text}")
     if not left:
         return NotSent(f"the server cannot be reached: {_unconnected(error) or text}")
-    return ConnectionLost(f"the connection broke before the end of the answer: {text}")
+    more = "" if isinstance(error, aiohttp.ClientPayloadError) else f": {text}"  # which says the same in its own terms
+    return ConnectionLost(f"the connection broke before the end of the answer{more}")
 
 
 def _unconnected(error: Any) -> str:
