@@ -16,7 +16,7 @@ from wirecall.cli.output import Output, ask, json_option, pretty
 from wirecall.cli.overrides import app_of, ledger_option
 from wirecall.cli.running import Interrupted, reading, run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
-from wirecall.errors import UsageError
+from wirecall.errors import OutcomeUnknown, UsageError
 from wirecall.retries import mint_key
 
 
@@ -89,7 +89,7 @@ async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
         took = time.perf_counter() - begun
         revision = {"revision": client.revision} if client.revision else {}
     if entry.error is not None:
-        raise _failed(entry, offer, wanted)
+        raise _failed(entry, offer, wanted, target)
     value = result_of(entry.result())
     key = {"key": entry.key} if entry.key else {}
     if not out.as_json:
@@ -192,8 +192,10 @@ def _tell(out: Output, name: str, took: float, entry: Any) -> None:
         out.note(f"{name}  {took * 1000:.0f} ms{key}", "ok")
 
 
-def _failed(entry: Any, offer: Offer, wanted: Wanted) -> Failure:
+def _failed(entry: Any, offer: Offer, wanted: Wanted, target: Target) -> Failure:
     failure = failure_of(entry.error)
+    if isinstance(entry.error, OutcomeUnknown) and entry.key:
+        failure.next = f"find out whether it took effect, then: {_resolving(entry, wanted, target)}"
     if entry.replayed:
         failure.facts["replayed"] = True
     if failure.exit_code == Exit.UNKNOWN and offer.hints and offer.hints.read_only:
@@ -201,6 +203,14 @@ def _failed(entry: Any, offer: Offer, wanted: Wanted) -> Failure:
     elif failure.exit_code == Exit.UNKNOWN and not entry.key:
         failure.next = "find out whether it took effect before you repeat it; with --key it could be repeated safely"
     return _resumable(failure, entry.key, wanted) if entry.key else failure
+
+
+def _resolving(entry: Any, wanted: Wanted, target: Target) -> str:
+    """The command line that settles a record, for who has its ledger."""
+    data = entry.error.data if isinstance(entry.error.data, dict) else {}
+    method = str(data.get("record", "")).removesuffix(entry.key).rstrip("/") or wanted.name
+    where = wanted.ledger or (target.text if target.kind == "file" else "")
+    return " ".join(filter(None, ("wirecall ledger resolve", where, method, entry.key, "--done, or --not-done")))
 
 
 def _resumable(failure: Failure, key: str, wanted: Wanted) -> Failure:
