@@ -127,10 +127,20 @@ def _confirm(offer: Offer, wanted: Wanted) -> None:
 
 def _warn(out: Output, wanted: Wanted) -> None:
     if wanted.key and not wanted.is_kept:
-        out.note(
-            "This app's ledger is in memory: it forgets the key when this command ends. --ledger sqlite:PATH keeps it.",
-            "warning",
-        )
+        kept = f"--ledger {_stated_ledger() or 'sqlite:PATH'} keeps it."
+        out.note(f"This app's ledger is in memory: it forgets the key when this command ends. {kept}", "warning")
+
+
+def _stated_ledger() -> str | None:
+    """That of wirecall.toml, which is the server's: who calls without one may mean it, or not."""
+    from wirecall.cli.ledgers import shown
+    from wirecall.config import ConfigError, load_config
+
+    try:
+        url = load_config().get("ledger.url")
+    except ConfigError:  # for who serves to mend
+        return None
+    return shown(url) if url else None
 
 
 def _key(offer: Offer, wanted: Wanted, params: Any) -> str | None:
