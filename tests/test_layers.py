@@ -43,7 +43,7 @@ LAYERS = [
     {"cli.exits", "cli.schemas", "cli.completion"},
     {"cli.failures", "cli.output"},
     {"cli.running", "cli.durations", "cli.targets", "cli.offers", "cli.arguments", "cli.new"},
-    {"cli.audit", "cli.clients", "cli.connecting", "cli.ledgers", "cli.overrides", "cli.settings", "cli.wires"},
+    {"cli.audit", "cli.clients", "cli.connecting", "cli.ledgers", "cli.lines", "cli.overrides", "cli.settings", "cli.wires"},
     {
         "cli.call",
         "cli.config",

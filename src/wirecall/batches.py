@@ -232,7 +232,8 @@ def _settle(entry: Entry, message: Message) -> None:
     elif isinstance(message.result, Raw):
         entry.succeed(message.result)
     else:
-        entry.fail(BadAnswer(f"{entry.method}: the server sent a request where an answer was due"))
+        what = "sent back the request itself" if message.method == entry.method else "sent a request where an answer was due"
+        entry.fail(BadAnswer(f"{entry.method}: the server {what}"))
 
 
 # --- how a batch leaves ---------------------------------------------------------------------------------------------

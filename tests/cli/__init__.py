@@ -63,6 +63,22 @@ class Running:
             watchdog.cancel()
         raise AssertionError(f"{text!r} was never said, but: {self.said}")
 
+    def write(self, line: bytes) -> None:
+        """A line to its stdin, which stays open."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.decode())
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        """The next line of stdout."""
+        watchdog = threading.Timer(PATIENCE, self.process.kill)
+        watchdog.start()
+        try:
+            assert self.process.stdout is not None
+            return self.process.stdout.readline()
+        finally:
+            watchdog.cancel()
+
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
         """Send a signal; gives the exit code and what was still printed."""
         if self.process.poll() is None:

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli import HELLO, PATIENCE, SHOP, invoke, wirecall
+from tests.cli import HELLO, PATIENCE, SHOP, invoke, running, wirecall
 from wirecall.cli.exits import Exit
 
 SUM = b'{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}\n'
@@ -107,3 +108,85 @@ def test_send_takes_a_file_and_an_app_by_name(tmp_path: Path) -> None:
     (tmp_path / "messages").write_bytes(SUM)
     run = invoke("send", f"{HELLO}:app", str(tmp_path / "messages"))
     assert json.loads(run.stdout) == {"jsonrpc": "2.0", "result": 6, "id": 1}
+
+
+# --- input that comes in its own time ---------------------------------------------------------------------------------
+
+PRICE = LINES.splitlines(True)[0]
+
+WAITS = """
+import asyncio, pathlib
+from wirecall import App
+
+app = App("waits")
+
+@app.query
+async def wait(path: str) -> str:
+    while not pathlib.Path(path).exists():
+        await asyncio.sleep(0.02)
+    return "seen"
+
+@app.query
+def quick() -> str:
+    return "quick"
+"""
+
+
+def test_lines_of_a_pipe_are_answered_while_it_is_open() -> None:
+    with running("batch", SHOP) as run:
+        for number in (1, 2):
+            run.write(PRICE)
+            assert json.loads(run.answer()) == {"line": number, "ok": True, "result": 450}
+        run.write(PRICE.rstrip())  # a last line without an end is a line
+        out, err = run.process.communicate(timeout=PATIENCE)
+    assert json.loads(out)["line"] == 3
+    assert "3 lines, 0 failed" in err
+
+
+def test_a_pipe_that_is_full_at_once_goes_in_whole_blocks() -> None:
+    run = wirecall("batch", SHOP, stdin=b"\n" + PRICE * 2500)
+    assert [outcome["line"] for outcome in outcomes(run.stdout)] == list(range(2, 2502))
+
+
+def test_who_waits_at_the_pipe_is_interrupted_and_told_where_it_stands() -> None:
+    with running("batch", SHOP) as run:
+        run.write(PRICE)
+        run.answer()
+        code, out, err = run.end(signal.SIGINT)
+    assert (code, out) == (Exit.INTERRUPTED, "")
+    assert err.endswith("✗ Interrupted.\n  why: 1 line answered, 0 failed\n")
+
+
+def test_an_answer_does_not_wait_for_those_after_it(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    wait = {"method": "wait", "params": {"path": str(tmp_path / "go")}}
+    with running("batch", str(tmp_path / "waits.py"), "--as", "mcp") as run:
+        run.write(b'{"method": "quick"}\n' + json.dumps(wait).encode() + b"\n" + b'{"method": "quick"}\n')
+        assert json.loads(run.answer())["line"] == 1
+        (tmp_path / "go").touch()
+        assert [json.loads(run.answer())["line"] for _ in range(2)] == [2, 3]
+
+
+def test_what_was_under_way_at_an_interruption_is_told(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    wait = {"method": "wait", "params": {"path": str(tmp_path / "never")}}
+    with running("batch", str(tmp_path / "waits.py"), "--as", "mcp") as run:
+        run.write(b'{"method": "quick"}\n' + json.dumps(wait).encode() + b"\n")
+        run.answer()
+        code, _, err = run.end(signal.SIGINT)
+    assert code == Exit.INTERRUPTED
+    assert "why: 1 line answered, 0 failed; 1 line may have run, or may still" in err
+
+
+def test_send_answers_while_its_input_is_open() -> None:
+    with running("send", HELLO) as run:
+        for _ in range(2):
+            run.write(SUM)
+            assert json.loads(run.answer())["result"] == 6
+
+
+def test_send_to_a_process_answers_while_its_input_is_open() -> None:
+    with running("send", "--", sys.executable, SHOP) as run:
+        for _ in range(2):
+            run.write(b'{"jsonrpc":"2.0","method":"ping","id":1}\n')
+            assert json.loads(run.answer())["id"] == 1

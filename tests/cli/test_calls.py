@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import HELLO, PATIENCE, SHOP, invoke, wirecall
+from tests.cli import HELLO, PATIENCE, SHOP, invoke, serving, wirecall
 from wirecall.cli.exits import Exit
 
 ODD = '''
@@ -239,6 +239,27 @@ def test_a_list_has_marks() -> None:
     assert rows["reminder"].startswith("prompt")
 
 
+BARE = """
+from wirecall import App
+app = App("bare")
+@app.query
+def look() -> int: return 1
+@app.command
+def change() -> int: return 2
+@app.command(destructive=False, open_world=False)
+def add() -> int: return 3
+"""
+
+
+def test_one_server_has_the_same_marks_however_it_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text(BARE)
+    with serving(str(tmp_path / "bare.py")) as url:
+        lists = [invoke("list", *words, "--json") for words in ([str(tmp_path / "bare.py")], [url], [f"{url}/mcp"])]
+    hints = [{each["name"]: each["hints"] for each in json.loads(run.stdout)["result"]} for run in lists]
+    assert hints[0] == hints[1] == hints[2]
+    assert hints[0]["change"] == {"readOnly": False, "destructive": True, "openWorld": True, "keyed": True}
+
+
 def test_a_list_on_a_terminal_has_the_same_words() -> None:
     person, terminal = pty.openpty()
     with subprocess.Popen(
@@ -286,6 +307,7 @@ def test_a_server_does_not_write_to_the_terminal(tmp_path: Path) -> None:
 def test_a_list_can_be_narrowed() -> None:
     assert len(invoke("list", SHOP, "--kind", "query").stdout.splitlines()) == 2
     assert len(invoke("list", SHOP, "--filter", "MONEY").stdout.splitlines()) == 3
+    assert invoke("list", SHOP, "--filter", "no such thing").stderr == "Nothing of 6 fits.\n"
 
 
 def test_show_tells_what_to_type() -> None:

@@ -88,8 +88,8 @@ def test_a_ledger_that_is_not_there_yet_and_one_with_unknown_outcomes() -> None:
     code, found = diagnosis()
     assert code == 0
     assert found["ledger"] == [
-        ("ok", "sqlite:data/ledger.db, 1 records"),
-        ("warn", "1 commands have an unknown outcome"),
+        ("ok", "sqlite:data/ledger.db, 1 record"),
+        ("warn", "the outcome of 1 command is unknown"),
     ]
 
 

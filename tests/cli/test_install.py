@@ -180,6 +180,42 @@ def test_undo_puts_back_what_was_replaced_and_needs_only_the_name() -> None:
     assert json.loads(path.read_text()) == {"mcpServers": {"shop": {"url": "http://old"}}}
 
 
+def test_nothing_is_lost_by_installing_twice() -> None:
+    path = existing('{"mcpServers": {"shop": {"url": "http://mine"}}}')
+    told(SHOP, "--client", "cursor")
+    second = told(SHOP, "--client", "cursor", "--env", "A=1")
+    assert second["backup"].endswith("mcp.json.before-shop.2.bak")
+    told(SHOP, "--client", "cursor", "--undo")
+    assert "env" not in json.loads(path.read_text())["mcpServers"]["shop"]
+    told(SHOP, "--client", "cursor", "--undo")
+    assert json.loads(path.read_text()) == {"mcpServers": {"shop": {"url": "http://mine"}}}
+    assert os.listdir(path.parent) == ["mcp.json"]
+
+
+def test_undo_after_the_servers_were_all_removed_by_hand() -> None:
+    path = existing('{"mcpServers": {"shop": {"url": "http://mine"}}}')
+    told(SHOP, "--client", "cursor")
+    path.write_text("{}")
+    told(SHOP, "--client", "cursor", "--undo")
+    assert json.loads(path.read_text()) == {"mcpServers": {"shop": {"url": "http://mine"}}}
+
+
+def test_people_are_told_where_the_file_is_as_it_was() -> None:
+    path = existing()
+    result = invoke("install", SHOP, "--client", "cursor")
+    assert f"As it was: {path}.before-shop.bak" in result.stderr
+
+
+def test_ends_of_lines_and_odd_texts_stay() -> None:
+    path = existing("")
+    path.write_bytes(b'{\r\n  "half": "\\ud800", "big": 123456789012345678901234567890\r\n}\r\n')
+    told(SHOP, "--client", "cursor")
+    assert path.read_bytes().startswith(
+        b'{\r\n  "half": "\\ud800",\r\n  "big": 123456789012345678901234567890,\r\n  "mcpServers"'
+    )
+    assert path.read_bytes().count(b"\n") == path.read_bytes().count(b"\r\n")
+
+
 def test_each_server_has_its_own_undo() -> None:
     path = existing()
     told(SHOP, "--client", "cursor", "--name", "a")
@@ -220,6 +256,9 @@ def test_a_person_is_asked_and_may_say_no(monkeypatch: pytest.MonkeyPatch) -> No
         ('{\n  "a": 1,\n}', "is not JSON.", "line 3, column 1"),
         ('{\n  // mine\n  "a": 1}', "is not JSON.", "line 2, column 3"),
         ('{"a": 1, "a": 2}', "is not clear.", "'a' stands in it twice"),
+        ('{"a": NaN}', "is not clear.", "it has NaN, which is not JSON"),
+        ('{"a": 1e999}', "is not clear.", "1e999, which would be lost"),
+        ('{"a": ' + "[" * 99999 + "]" * 99999 + "}", "is not clear.", "nested too deeply"),
         ("[]", "does not look like a file of Cursor's.", "an object"),
         ('{"mcpServers": []}', "does not look like a file of Cursor's.", "an object under 'mcpServers'"),
     ],
@@ -237,6 +276,39 @@ def test_bytes_that_are_no_text_are_left_alone() -> None:
     path = existing("")
     path.write_bytes(b"\xff{}")
     assert refused(SHOP, "--client", "cursor")["why"] == "it is not UTF-8"
+
+
+def test_a_read_only_file_is_left_alone() -> None:
+    path = existing(mode=0o444)
+    assert refused(SHOP, "--client", "cursor")["why"] == "it is read-only"
+    assert path.read_text() == OTHERS
+    assert os.listdir(path.parent) == ["mcp.json"]
+
+
+def test_a_file_that_somebody_writes_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = existing()
+    monkeypatch.setattr("wirecall.cli.install.ask", lambda _question: bool(path.write_text("{}")))
+    result = invoke("install", SHOP, "--client", "cursor")
+    assert result.exit_code == 2
+    assert "has just been changed" in result.stderr
+    assert path.read_text() == "{}"
+    assert os.listdir(path.parent) == ["mcp.json"]
+
+
+def test_a_link_to_itself_and_a_folder_in_the_way_are_told(home: Path) -> None:
+    (home / ".claude.json").symlink_to(home / ".claude.json")
+    assert refused(SHOP, "--client", "claude-code")["why"] == "it is a link to itself"
+    (home / ".cursor").write_text("a file where the folder should be")
+    assert refused(SHOP, "--client", "cursor")["why"] == "Not a directory"
+    (home / ".codeium/windsurf/mcp_config.json").mkdir(parents=True)
+    assert refused(SHOP, "--client", "windsurf")["why"] == "Is a directory"
+
+
+def test_a_link_to_a_file_that_is_not_there_yet_is_followed(home: Path) -> None:
+    (home / ".claude.json").symlink_to(home / "dotfiles" / "claude.json")
+    told(SHOP, "--client", "claude-code")
+    assert (home / ".claude.json").is_symlink()
+    assert "shop" in json.loads((home / "dotfiles" / "claude.json").read_text())["mcpServers"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from tests.cli import invoke
 from tests.servers import DURABLE, Store
 from wirecall.app import App
+from wirecall.cli.exits import Exit
 from wirecall.cli.targets import parse
 from wirecall.errors import InternalError
 from wirecall.ledger.base import RecordId, State, open_ledger
@@ -165,6 +166,22 @@ def test_an_unknown_command_that_was_not_done_runs_again() -> None:
     assert call("crash", 1, "b")["error"]["code"] == -32603  # it ran, and crashed again
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "app.py crash b"),
+        (("--ledger", "sqlite:ledger.db"), "sqlite:ledger.db crash b"),
+        (("--as", "mcp"), "app.py tools/call:crash b"),
+    ],
+    ids=["file", "ledger", "mcp"],
+)
+def test_a_call_of_unknown_outcome_tells_the_line_that_settles_it(words: tuple[str, ...], line: str) -> None:
+    again = [invoke("call", "app.py", "crash", "value=1", "--key", "b", "--yes", *words) for _ in range(2)][1]
+    assert again.exit_code == Exit.KEY
+    assert f"then: wirecall ledger resolve {line} --done, or --not-done\n" in again.stderr
+    assert invoke("ledger", "resolve", *line.split(), "--not-done").exit_code == 0
+
+
 @pytest.mark.parametrize("target", ["app.py", URL])
 def test_a_tools_result_is_kept_as_its_clients_get_it(target: str) -> None:
     with pytest.raises(InternalError):
@@ -185,6 +202,8 @@ def test_only_unknown_records_are_settled() -> None:
     ("words", "what"),
     [
         ((), "What did you find out?"),
+        (("--done", "--not-done"), "What did you find out?"),
+        (("--done", "--result", '"\udcff"'), "--result is not JSON."),
         (("--done", "--result", "{"), "--result is not JSON."),
         (("--not-done", "--result", "1"), "What was not done has no result."),
     ],

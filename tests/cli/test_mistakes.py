@@ -1,5 +1,6 @@
 """What people get wrong, and what machines do to them: each has its own text and exit code, and never a traceback."""
 
+import asyncio
 import json
 import os
 import pty
@@ -7,11 +8,12 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli import PATIENCE, SHOP, invoke, running, wirecall
+from tests.cli import PATIENCE, SHOP, invoke, running, serving, wirecall
 from wirecall.cli import ledgers
 from wirecall.cli.exits import Exit
 
@@ -252,6 +254,98 @@ def test_a_lost_line_of_a_batch_says_how_to_repeat_it(tmp_path: Path) -> None:
     assert error["next"] == 'repeat the line with "key": "k-1": it takes effect once'
 
 
+SLOW = "import asyncio\n@app.command\nasync def slow() -> None:\n    await asyncio.sleep(60)\n"
+
+
+def test_a_key_that_nobody_keeps_is_not_offered_for_a_repetition(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP + SLOW)
+    words = ("call", str(tmp_path / "app.py"), "slow", "--timeout", "300ms", "--json")
+    error = json.loads(invoke(*words).stdout)["error"]
+    assert (error["exit"], error["ran"]) == (Exit.UNKNOWN, "unknown")
+    assert error["next"] == "find out whether it took effect: the app's ledger is in memory, and has forgotten the key"
+    error = json.loads(invoke(*words, "--ledger", f"sqlite:{tmp_path}/ledger.db").stdout)["error"]
+    assert error["next"] == f"repeat it with --key {error['key']}: it takes effect once"
+
+
+async def answering(text: bytes, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """The command at a server that answers everything with one text and leaves."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n" + text)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+        return await asyncio.to_thread(wirecall, words[0], url, *words[1:], stdin=b"{}\n")
+
+
+async def test_an_answer_that_is_no_greeting_has_no_unknown_outcome() -> None:
+    body = b'{"jsonrpc":"2.0","id":1,"result":{}}'
+    run = await answering(b"content-length: %d\r\n\r\n%s" % (len(body), body), "list", "--revision", "2025-11-25")
+    assert run.returncode == Exit.PROTOCOL
+    assert b"what answers initialize is not its result" in run.stderr
+    assert b"--key" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "exit", "next"),
+    [
+        (["send"], Exit.UNKNOWN, b"find out whether it took effect before you send it again"),
+        (["probe", "--as", "mcp"], Exit.UNREACHABLE, b"look into the server's log"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else "",
+)
+async def test_an_answer_that_is_cut_off(words: list[str], exit: int, next: bytes) -> None:
+    run = await answering(b"content-length: 99\r\n\r\n{", *words)
+    assert run.returncode == exit
+    assert b"why: the connection broke before the end of the answer\n  next: " + next in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("toml", "named"),
+    [("", "sqlite:PATH"), ("[ledger]\nurl = 'sqlite:mine.db'", "sqlite:mine.db"), ("not TOML", "sqlite:PATH")],
+    ids=["none", "one", "broken"],
+)
+def test_who_gives_a_key_to_a_ledger_in_memory_is_told_of_the_servers(toml: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "wirecall.toml").write_text(toml)
+    run = wirecall("call", SHOP, "charge", "order=7", "cents=1", "--key", "k", cwd=tmp_path)
+    assert run.returncode == Exit.DONE
+    assert f"--ledger {named} keeps it.".encode() in run.stderr
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
+    run = invoke("serve", SHOP, "--http", "192.0.2.1:0")
+    assert run.exit_code == Exit.USAGE
+    assert "next: use an address of this machine" in run.stderr
+
+
+def test_a_server_that_dies_of_a_command_is_told_in_plain_words(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP + "import os\n@app.command\ndef leave() -> int:\n    os._exit(9)\n")
+    with serving(str(tmp_path / "app.py")) as url:
+        run = invoke("call", url, "leave", "--key", "k-1", "--timeout", "2s")
+    assert run.exit_code == Exit.UNKNOWN
+    assert f"{url.removeprefix('http://')}: Connection refused\n  next: repeat it with --key k-1" in run.stderr
+    assert "ssl" not in run.stderr
+
+
+@pytest.mark.parametrize("protocol", ["rpc", "mcp"])
+@pytest.mark.parametrize("words", [["list"], ["show", "price"], ["call", "price", "sku=tea"]], ids=lambda words: words[0])
+def test_an_echo_is_no_answer(words: list[str], protocol: str) -> None:
+    run = invoke(*words, "--as", protocol, "--", "cat")
+    assert run.exit_code == Exit.PROTOCOL
+    assert "the server sent back the request itself" in run.stderr
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize("words", [["list"], ["call", "price"]], ids=lambda words: words[0])
+def test_that_nobody_answers_a_question_is_no_unknown_outcome(words: list[str]) -> None:
+    run = invoke(*words, "--as", "rpc", "--timeout", "300ms", "--json", "--", "sleep", "60")
+    error = json.loads(run.stdout)["error"]
+    assert (run.exit_code, error["message"], error["ran"]) == (Exit.UNREACHABLE, "The server does not answer.", "no")
+
+
 # --- streams --------------------------------------------------------------------------------------------------------
 
 
@@ -301,27 +395,33 @@ def test_one_ctrl_c_ends_what_waits_for_its_user(words: list[str], sign: bytes, 
     assert b"Ctrl-C again" not in said
 
 
+def test_who_leaves_a_question_unanswered_says_no() -> None:
+    said, code = at_terminal(["call", SHOP, "refund", "order=7"], b"Call it?", key=b"\x04")
+    assert code == Exit.INTERRUPTED
+    assert b"Nothing was sent." in said
+
+
 # Says when the command begins to wait for its user, who may type now.
 TELLING = """
 import sys
 from contextlib import contextmanager
 from wirecall.cli import main, running
 
-wait = running.reading
+def telling(wait):
+    @contextmanager
+    def told():
+        with wait():
+            print("reading", file=sys.stderr, flush=True)
+            yield
+    return told
 
-@contextmanager
-def reading():
-    with wait():
-        print("reading", file=sys.stderr, flush=True)
-        yield
-
-running.reading = reading
+running.reading, running.idle = telling(running.reading), telling(running.idle)
 main(sys.argv[1:])
 """
 
 
-def at_terminal(words: list[str], sign: bytes) -> tuple[bytes, int]:
-    """What is said on a terminal until the end. Ctrl-C is pressed once, at a sign."""
+def at_terminal(words: list[str], sign: bytes, key: bytes = b"") -> tuple[bytes, int]:
+    """What is said on a terminal until the end. A key, or Ctrl-C, is pressed once, at a sign."""
     leader, follower = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", TELLING, *words], stdin=follower, stdout=follower, stderr=follower)
     os.close(follower)
@@ -331,12 +431,20 @@ def at_terminal(words: list[str], sign: bytes) -> tuple[bytes, int]:
             said += chunk
             if not pressed and sign in said:
                 pressed = True
-                process.send_signal(signal.SIGINT)
+                _until_asleep(process.pid)
+                os.write(leader, key) if key else process.send_signal(signal.SIGINT)
         return said, process.wait(PATIENCE)
     finally:
         process.kill()
         process.wait()
         os.close(leader)
+
+
+def _until_asleep(pid: int) -> None:
+    """A person is slower than a process on its way into a read, where Python sees no signal until the next one."""
+    stat, until = Path(f"/proc/{pid}/stat"), time.monotonic() + PATIENCE
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S" and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _chunk(leader: int) -> bytes:

@@ -211,7 +211,7 @@ def test_plain_json_rpc_without_arrays(tmp_path: Path) -> None:
         (("--", sys.executable, "-c", "raise SystemExit('no licence')"), "no licence"),
         (("--", "/no/such/program"), "cannot be started"),
         (("http://127.0.0.1:1",), "127.0.0.1:1: Connection refused"),
-        (("--timeout", "500ms", "--as", "rpc", "--", "sleep", "60"), "says nothing at all"),
+        (("--timeout", "500ms", "--as", "rpc", "--", "sleep", "60"), "nothing came within 0.5 s"),
     ],
     ids=["ends", "does not start", "not there", "silent"],
 )
@@ -219,6 +219,56 @@ def test_a_server_that_is_not_there_is_exit_4(words: tuple[str, ...], why: str) 
     code, error = probed(*words)
     assert code == 4
     assert why in error["why"]
+
+
+# Counts how often it is started, tells people where it listens, and never answers.
+MUTE = """
+import sys, time
+print("Listening on port 80", file=sys.stderr, flush=True)
+open(sys.argv[1], "a").write("started\\n")
+for line in sys.stdin:
+    open(sys.argv[1], "a").write(line)
+"""
+
+
+def test_who_never_answers_is_asked_twice_and_given_up(tmp_path: Path) -> None:
+    code, error = probed("--timeout", "1s", "--", sys.executable, "-c", MUTE, str(tmp_path / "log"))
+    started, *questions = (tmp_path / "log").read_text().splitlines()
+    assert started == "started"  # once
+    assert [json.loads(question)["method"] for question in questions] == ["initialize", "wirecall.probe/unknown"]
+    assert (code, error["message"]) == (4, "The server does not answer.")
+    assert error["why"] == "nothing came within 1 s; its last words: Listening on port 80"
+    assert "serves on stdio" in error["next"]
+
+
+def test_who_is_silent_about_the_first_question_alone_is_there(tmp_path: Path) -> None:
+    answers = {"initialize": "", "server/discover": "", "array": f"[{UNKNOWN},{UNKNOWN}]"}
+    code, found = scripted(tmp_path, answers, "--timeout", "1500ms", "--revision", "2025-11-25")
+    assert (code, problems(found)) == (9, ["it speaks neither MCP nor JSON-RPC"])
+
+
+async def test_an_address_that_never_answers_is_asked_at_both_endpoints() -> None:
+    asked: list[bytes] = []
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readline()).split()[1])
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        code, error = await probed_apart(url, "--timeout", "1s")
+    assert (code, error["message"]) == (4, "The server does not answer.")
+    assert set(asked) == {b"/mcp", b"/rpc"}
+    assert len(asked) <= 4
+    assert ".../mcp or .../rpc" in error["next"]
+
+
+def test_an_echo_is_no_server() -> None:
+    code, error = probed("--", "cat")
+    assert (code, error["message"]) == (10, "It sends back what it is sent.")
+    assert error["why"] == "what comes for initialize is the request itself"
 
 
 async def test_what_is_no_server_of_either_protocol_is_told() -> None:

@@ -284,8 +284,9 @@ def test_an_answer_that_does_not_come(slow: str) -> None:
 # --- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_cancels_politely(slow: str) -> None:
-    with running("call", f"{slow}:app", "nap", "seconds=60", "--key", "k-7") as run:
+def test_ctrl_c_cancels_politely(slow: str, tmp_path: Path) -> None:
+    ledger = ("--ledger", f"sqlite:{tmp_path}/ledger.db")
+    with running("call", f"{slow}:app", "nap", "seconds=60", "--key", "k-7", *ledger) as run:
         run.wait_for("napping")
         code, out, err = run.end(signal.SIGINT)
     assert (code, out) == (Exit.INTERRUPTED, "")

@@ -14,7 +14,7 @@ import msgspec
 from wirecall.audit import Report, verify
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure
-from wirecall.cli.output import Output, json_option, print_json, printable, progress
+from wirecall.cli.output import Output, count_of, json_option, print_json, printable, progress
 
 POLL = 0.2  # seconds between two looks at a file that is followed, or that is being verified
 BLOCK = 65_536
@@ -54,11 +54,12 @@ def _show(out: Output, path: Path, report: Report) -> None:
         click.echo(f"{path}:{line}: {what}")
     if report.problems:
         out.note(
-            f"The chain breaks at line {report.problems[0][0]}; {len(report.problems)} problems in {report.lines} lines",
+            f"The chain breaks at line {report.problems[0][0]}: "
+            f"{count_of(len(report.problems), 'problem')} in {count_of(report.lines, 'line')}",
             "failed",
         )
     else:
-        click.echo(f"{path}: {report.lines} lines, last hash {report.last}")
+        click.echo(f"{path}: {count_of(report.lines, 'line')}, last hash {report.last}")
         out.note("The chain is whole.", "ok")
 
 

@@ -6,12 +6,13 @@
     {"line": 2, "ok": false, "error": {...}}
 
 A line that cannot be read fails alone. Lines are sent in arrays, or side by side where the protocol has none, a window of
-them at a time, so that a file of any length takes the memory of one window.
+them at a time, so that a file of any length takes the memory of one window. Of a pipe nobody waits for a window to be full.
 """
 
+import asyncio
 import sys
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, BinaryIO
 
 import click
@@ -22,13 +23,15 @@ from wirecall.cli.call import result_of
 from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.lines import Lines, Numbered
 from wirecall.cli.output import Input, Output, count_of, json_option, print_lines, progress
 from wirecall.cli.overrides import app_of, ledger_option
-from wirecall.cli.running import reading, run
+from wirecall.cli.running import Interrupted, run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import UsageError
 
 WINDOW = 1000  # lines that are under way together
+TICK = 0.2  # seconds after which those that are answered are told, while others are not
 
 
 class Line(Struct, frozen=True):
@@ -47,7 +50,7 @@ class Totals:
     """What became of all lines."""
 
     def __init__(self) -> None:
-        self.lines = self.failed = self.replayed = 0
+        self.sent = self.lines = self.failed = self.replayed = 0
         self.exits: set[int] = set()
 
     def count(self, documents: list[dict[str, Any]]) -> None:
@@ -56,6 +59,12 @@ class Totals:
         self.failed += len(failed)
         self.replayed += sum(1 for document in documents if "replayed" in document)
         self.exits.update(failed)
+
+    def answered(self) -> str:
+        """Where it stands if it is left now."""
+        open = self.sent - self.lines
+        left = f"; {count_of(open, 'line')} may have run, or may still" if open else ""
+        return f"{count_of(self.lines, 'line')} answered, {self.failed} failed{left}"
 
     def exit(self) -> int:
         """Some failed, unless all failed for one reason that no line is to blame for."""
@@ -79,29 +88,36 @@ def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, as_js
     {"method": "price", "params": {"sku": "tea"}}
     {"method": "charge", "params": {"order": "7", "cents": 450}, "key": "order-7"}
     """
-    totals = run(_batch(target, lines, ledger, way))
-    out = Output(as_json)
+    out, totals = Output(as_json), Totals()
+    try:
+        run(_batch(target, lines, ledger, way, totals))
+    except Interrupted as stopped:
+        stopped.why = totals.answered()
+        raise
     replayed = f", {totals.replayed} replayed" if totals.replayed else ""
     out.note(f"{count_of(totals.lines, 'line')}, {totals.failed} failed{replayed}", "failed" if totals.failed else "ok")
     return totals.exit()
 
 
-async def _batch(target: Target, lines: BinaryIO, ledger: str | None, way: Way) -> Totals:
+async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way, totals: Totals) -> None:
     app = app_of(target, ledger)
     if app is not None and ledger:
         from wirecall.cli.ledgers import ready
 
         await ready(app)
-    stdout, totals = sys.stdout, Totals()
+    stdout, lines = sys.stdout, Lines(source)
     is_mcp = way.protocol_to(target) == "mcp"
-    with progress(_count(lines), "Calls", hidden=lines.isatty()) as advance:
+    with progress(_count(source), "Calls", hidden=source.isatty()) as advance:
+
+        def tell(documents: list[dict[str, Any]]) -> None:
+            totals.count(documents)
+            print_lines(documents, stdout)
+            advance(len(documents))
+
         async with opened(target, way, app=app) as client:
-            for window in _windows(lines):
-                documents = await _outcomes(client, is_mcp, window)
-                totals.count(documents)
-                print_lines(documents, stdout)
-                advance(len(documents))
-    return totals
+            while block := await lines.block(WINDOW):
+                totals.sent += len(block)
+                await _made(client, is_mcp, block, tell)
 
 
 def _count(lines: BinaryIO) -> int | None:
@@ -114,21 +130,30 @@ def _count(lines: BinaryIO) -> int | None:
     return total
 
 
-def _windows(lines: BinaryIO) -> Iterator[list[tuple[int, bytes]]]:
-    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-    while window := _read(numbered):
-        yield window
+async def _made(client: Any, is_mcp: bool, block: list[Numbered], tell: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Make the calls of a block. What is answered is told while others are under way, in the order of the lines."""
+    entries: list[tuple[int, Line | None, Any]] = []
+
+    async def send() -> None:
+        async with client.batch() as batch:
+            entries.extend((number, *_added(batch, is_mcp, text)) for number, text in block)
+
+    sending, told = asyncio.create_task(send()), 0
+    try:
+        while not sending.done():
+            await asyncio.wait([sending], timeout=TICK)
+            settled = entries if sending.done() else list(takewhile(_is_final, entries))
+            tell([_document(*entry) for entry in settled[told:]])
+            told = len(settled)
+        await sending
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
 
 
-def _read(numbered: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    with reading():
-        return list(islice(numbered, WINDOW))
-
-
-async def _outcomes(client: Any, is_mcp: bool, window: list[tuple[int, bytes]]) -> list[dict[str, Any]]:
-    async with client.batch() as batch:
-        entries = [(number, *_added(batch, is_mcp, text)) for number, text in window]
-    return [_document(number, line, entry) for number, line, entry in entries]
+def _is_final(entry: tuple[int, Line | None, Any]) -> bool:
+    """Whether nothing more becomes of it: a call that failed may yet be repeated by the client."""
+    return isinstance(entry[2], Failure) or entry[2].ok
 
 
 def _added(batch: Any, is_mcp: bool, text: bytes) -> tuple[Line | None, Any]:

@@ -16,7 +16,7 @@ from wirecall.cli.output import Output, ask, json_option, pretty
 from wirecall.cli.overrides import app_of, ledger_option
 from wirecall.cli.running import Interrupted, reading, run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
-from wirecall.errors import UsageError
+from wirecall.errors import OutcomeUnknown, UsageError
 from wirecall.retries import mint_key
 
 
@@ -30,6 +30,7 @@ class Wanted(Struct, kw_only=True):
     yes: bool
     ledger: str | None
     has_left: bool = False
+    is_kept: bool = True  # the key outlives this command
 
 
 @click.command("call", cls=TargetCommand)
@@ -62,7 +63,7 @@ def command(target: Target, way: Way, as_json: bool, **given: Any) -> None:
         run(_call(Output(as_json), target, way, wanted))
     except Interrupted as stopped:
         stopped.why = "it may have run, or may still" if wanted.has_left else "nothing was sent"
-        raise _resumable(stopped, wanted.key) if wanted.key and wanted.has_left else stopped from None
+        raise _resumable(stopped, wanted.key, wanted) if wanted.key and wanted.has_left else stopped from None
 
 
 async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
@@ -76,7 +77,8 @@ async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
             params = arguments(wanted.words, wanted.whole, offer.schema, help=target.line("show", wanted.name))
             _refuse_key(offer, wanted, protocol)
             _confirm(offer, wanted)
-        _warn(out, app, wanted)
+        wanted.is_kept = app is None or not app.ledger_url.startswith("memory:")
+        _warn(out, wanted)
         wanted.key = _key(offer, wanted, params)
         if app is not None and wanted.key:
             from wirecall.cli.ledgers import ready  # late: a query does without
@@ -87,7 +89,7 @@ async def _call(out: Output, target: Target, way: Way, wanted: Wanted) -> None:
         took = time.perf_counter() - begun
         revision = {"revision": client.revision} if client.revision else {}
     if entry.error is not None:
-        raise _failed(entry, offer)
+        raise _failed(entry, offer, wanted, target)
     value = result_of(entry.result())
     key = {"key": entry.key} if entry.key else {}
     if not out.as_json:
@@ -123,12 +125,22 @@ def _confirm(offer: Offer, wanted: Wanted) -> None:
             raise Failure("Nothing was sent.", "you said no", "", exit=Exit.INTERRUPTED, type="declined", ran="no")
 
 
-def _warn(out: Output, app: App | None, wanted: Wanted) -> None:
-    if wanted.key and app is not None and app.ledger_url.startswith("memory:"):
-        out.note(
-            "This app's ledger is in memory: it forgets the key when this command ends. --ledger sqlite:PATH keeps it.",
-            "warning",
-        )
+def _warn(out: Output, wanted: Wanted) -> None:
+    if wanted.key and not wanted.is_kept:
+        kept = f"--ledger {_stated_ledger() or 'sqlite:PATH'} keeps it."
+        out.note(f"This app's ledger is in memory: it forgets the key when this command ends. {kept}", "warning")
+
+
+def _stated_ledger() -> str | None:
+    """That of wirecall.toml, which is the server's: who calls without one may mean it, or not."""
+    from wirecall.cli.ledgers import shown
+    from wirecall.config import ConfigError, load_config
+
+    try:
+        url = load_config().get("ledger.url")
+    except ConfigError:  # for who serves to mend
+        return None
+    return shown(url) if url else None
 
 
 def _key(offer: Offer, wanted: Wanted, params: Any) -> str | None:
@@ -190,20 +202,32 @@ def _tell(out: Output, name: str, took: float, entry: Any) -> None:
         out.note(f"{name}  {took * 1000:.0f} ms{key}", "ok")
 
 
-def _failed(entry: Any, offer: Offer) -> Failure:
+def _failed(entry: Any, offer: Offer, wanted: Wanted, target: Target) -> Failure:
     failure = failure_of(entry.error)
+    if isinstance(entry.error, OutcomeUnknown) and entry.key:
+        failure.next = f"find out whether it took effect, then: {_resolving(entry, wanted, target)}"
     if entry.replayed:
         failure.facts["replayed"] = True
     if failure.exit_code == Exit.UNKNOWN and offer.hints and offer.hints.read_only:
         failure.next = "repeat it: it only reads"
     elif failure.exit_code == Exit.UNKNOWN and not entry.key:
         failure.next = "find out whether it took effect before you repeat it; with --key it could be repeated safely"
-    return _resumable(failure, entry.key) if entry.key else failure
+    return _resumable(failure, entry.key, wanted) if entry.key else failure
 
 
-def _resumable(failure: Failure, key: str) -> Failure:
+def _resolving(entry: Any, wanted: Wanted, target: Target) -> str:
+    """The command line that settles a record, for who has its ledger."""
+    data = entry.error.data if isinstance(entry.error.data, dict) else {}
+    method = str(data.get("record", "")).removesuffix(entry.key).rstrip("/") or wanted.name
+    where = wanted.ledger or (target.text if target.kind == "file" else "")
+    return " ".join(filter(None, ("wirecall ledger resolve", where, method, entry.key, "--done, or --not-done")))
+
+
+def _resumable(failure: Failure, key: str, wanted: Wanted) -> Failure:
     """A failure that says by which key the same call is made again."""
     failure.facts["key"] = key
     if failure.exit_code in (Exit.UNKNOWN, Exit.INTERRUPTED):
         failure.next = f"repeat it with --key {key}: it takes effect once"
+        if not wanted.is_kept:
+            failure.next = "find out whether it took effect: the app's ledger is in memory, and has forgotten the key"
     return failure

@@ -22,7 +22,7 @@ from wirecall.cli.durations import DURATION
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, failure_of
 from wirecall.cli.targets import Target
-from wirecall.errors import CallFailed, ConnectionLost, NotSent, TimedOut
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.logs import logger
 from wirecall.replies import Unreadable
 
@@ -150,6 +150,9 @@ class _Noise(logging.Filter):
         logger.removeFilter(self)
 
 
+_ASKED = {"url": "is this its address", "command": "does it serve on stdio", "file": "is this its file"}
+
+
 def _unopened(error: CallFailed, target: Target, noise: _Noise) -> Failure:
     """What fails before the first call has certainly not run."""
     failure = failure_of(error)
@@ -169,6 +172,8 @@ def _unopened(error: CallFailed, target: Target, noise: _Noise) -> Failure:
         )
     elif isinstance(error, ConnectionLost | TimedOut):
         failure = Failure("The server does not answer.", str(error), failure.next, type="unreachable", exit=Exit.UNREACHABLE)
-        failure.next = "is this its address, and does it speak this protocol? (--as rpc|mcp)"
+        failure.next = f"{_ASKED[target.kind]}, and does it speak this protocol? (--as rpc|mcp)"
+    elif failure.exit_code == Exit.UNKNOWN:  # what answers is no greeting
+        failure = failure_of(BadAnswer(str(error)))
     failure.facts["ran"] = "no"
     return failure

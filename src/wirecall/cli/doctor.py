@@ -20,7 +20,7 @@ from msgspec import Struct
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import failure_of
 from wirecall.cli.ledgers import DRIVERS, Found, configured, opened_ledger, shown
-from wirecall.cli.output import Output, json_option
+from wirecall.cli.output import Output, count_of, json_option
 from wirecall.cli.running import run
 from wirecall.config import Config, ConfigError, check_config
 
@@ -139,10 +139,10 @@ def _ledger(config: Config) -> Iterator[Finding]:
         yield _future_file(Path(path.removeprefix("//")))
     else:
         counts = run(_counted(where))
-        yield Finding("ledger", "ok", f"{shown(where.url)}, {sum(counts.values())} records")
+        yield Finding("ledger", "ok", f"{shown(where.url)}, {count_of(sum(counts.values()), 'record')}")
         if unknown := counts["unknown"]:
             next = "wirecall ledger list --state unknown, then wirecall ledger resolve"
-            yield Finding("ledger", "warn", f"{unknown} commands have an unknown outcome", next)
+            yield Finding("ledger", "warn", f"the outcome of {count_of(unknown, 'command')} is unknown", next)
 
 
 async def _counted(where: Found) -> dict[str, int]:

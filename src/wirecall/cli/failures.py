@@ -135,17 +135,7 @@ def _of_failed(error: CallFailed) -> Failure:
     facts: dict[str, Any] = {"ran": error.ran} | ({"status": error.status} if error.status else {})
     by_kind = next(row[1:] for row in _FAILED if isinstance(error, row[0]))
     exit, type, what, next_step = _STATUSES.get(error.status or 0, by_kind)
-    return Failure(what, _why(error), next_step, exit=exit, type=type, **facts)
-
-
-def _why(error: CallFailed) -> str:
-    """The error's own text, but of who does not take a connection only what the system says."""
-    cause: Any = error.__cause__
-    number = getattr(cause, "errno", None)
-    if not (isinstance(error, errors.NotSent) and number and hasattr(cause, "port")):
-        return str(error).removeprefix("the server cannot be reached: ")
-    told = os.strerror(number) if number > 0 else cause.strerror  # that a name is unknown has numbers of its own
-    return f"{cause.host}:{cause.port}: {told}"
+    return Failure(what, str(error).removeprefix("the server cannot be reached: "), next_step, exit=exit, type=type, **facts)
 
 
 # By what a server answered: exit code and what to do next.

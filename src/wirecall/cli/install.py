@@ -1,18 +1,20 @@
 """`wirecall install`: a server in an MCP client's configuration, and out of it again.
 
-1. Only the entry of this server changes; whatever else the file says stays. A file that is not JSON is left alone.
-2. The change is shown before it is made, and the file as it was is kept beside it, once per server.
-3. `--undo` puts back what that entry was, and nothing else: what changed in the file since then stays.
+1. Only the entry of this server changes; whatever else the file says stays. A file that is not JSON, that may not be
+   written, or that somebody else has changed meanwhile, is left alone.
+2. The change is shown before it is made, and the file as it was is kept beside it, each time under a name of its own.
+3. `--undo` puts back what that entry was before the last time, and nothing else: what changed in the file since then stays.
 """
 
 import difflib
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -23,6 +25,7 @@ from wirecall.cli.running import Interrupted
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 
 _GONE = object()
+MOST = 100  # files as they were, of one server
 
 
 @click.command("install", cls=TargetCommand)
@@ -80,16 +83,18 @@ def _change(out: Output, file: "_File", after: str, *, dry_run: bool, yes: bool,
     if write:
         file.write(after, keep=not undo)
     if undo and not dry_run:
-        file.backup.unlink(missing_ok=True)
+        file.drop_backup()
     told = {
         "client": file.client.title,
         "file": str(file.path),
         "name": file.name,
         "changed": write,
-        "backup": str(file.backup) if file.backup.exists() else None,
+        "backup": str(file.backup) if file.backup else None,
         "diff": file.diff(after),
     }
     out.result(told, f"{file.path}: {_verb(write, undo, dry_run)} {file.name}")
+    if write and not undo and not out.as_json:
+        out.note(f"As it was: {file.backup}")
     if write and not out.as_json:
         out.note(f"Now in {file.client.title}: {file.client.restart}.", "ok")
 
@@ -150,11 +155,20 @@ class _File:
     """A client's file, and the place of one server in it."""
 
     def __init__(self, path: Path, client: McpClient, name: str) -> None:
-        self.path = path.resolve()  # who keeps it elsewhere, behind a link, keeps it there
+        self.path = _resolved(path)
         self.client = client
         self.name = name
-        self.backup = self.path.with_name(f"{self.path.name}.before-{_plain(name)}.bak")
         self.text = _read(self.path)
+        self._kept = max([number for number in range(1, MOST + 1) if self._backup(number).exists()], default=0)
+
+    @property
+    def backup(self) -> Path | None:
+        """The last one."""
+        return self._backup(self._kept) if self._kept else None
+
+    def _backup(self, number: int) -> Path:
+        nth = f".{number}" if number > 1 else ""
+        return self.path.with_name(f"{self.path.name}.before-{_plain(self.name)}{nth}.bak")
 
     def with_entry(self, entry: dict[str, Any]) -> str:
         """The text with the server in it."""
@@ -166,12 +180,13 @@ class _File:
 
     def restored(self) -> str:
         """The text with what the server's entry was before, if it was there."""
-        if not self.backup.exists():
-            why = f"there is no {self.backup.name} in {self.path.parent}"
+        last = self.backup
+        if last is None:
+            why = f"there is no {self._backup(1).name} in {self.path.parent}"
             raise Failure(f"There is nothing to undo for {self.name}.", why, "was it installed under another --name?")
-        before = self._tree(_read(self.backup), self.backup).get(self.client.member, {}).get(self.name, _GONE)
+        before = self._tree(_read(last), last).get(self.client.member, {}).get(self.name, _GONE)
         tree = self._tree(self.text, self.path)
-        servers = tree.get(self.client.member, {})
+        servers = tree.setdefault(self.client.member, {})
         if before is not _GONE:
             servers[self.name] = before
         elif self.name in servers:
@@ -183,12 +198,30 @@ class _File:
     def write(self, text: str, *, keep: bool) -> None:
         """Replace the file in one step, with the rights it had. `keep`: the one before is kept beside it."""
         try:
+            self._check()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if keep:
-                _put(self.backup, self.text or "{}\n", like=self.path)
+                _put(self._backup(self._kept + 1), self.text or "{}\n", like=self.path)
+                self._kept += 1
             _put(self.path, text, like=self.path)
         except OSError as error:
             raise Failure(f"{self.path} cannot be written.", error.strerror or str(error), "--print, and paste it") from None
+
+    def _check(self) -> None:
+        """That it may be written: replacing a file asks nobody. And that it is still the one that was read: clients write
+        their files themselves, and a person may have taken their time to say yes."""
+        if self.path.exists() and not (self.path.stat().st_mode & 0o222 and os.access(self.path, os.W_OK)):
+            raise Failure(f"{self.path} cannot be written.", "it is read-only", "--print, and paste it")
+        if _read(self.path) != self.text:
+            raise Failure(f"{self.path} has just been changed.", "by somebody else, while this ran", "repeat the command")
+        if self._kept == MOST:
+            what = f"There are {MOST} files such as {self.backup} already."
+            raise Failure(what, "one more is kept each time", "remove those that you do not need")
+
+    def drop_backup(self) -> None:
+        """Of what has been undone."""
+        self._backup(self._kept).unlink(missing_ok=True)
+        self._kept = 0
 
     def diff(self, after: str) -> str:
         lines = self.text.splitlines(keepends=True), after.splitlines(keepends=True)
@@ -197,13 +230,14 @@ class _File:
 
     def _tree(self, text: str, path: Path) -> dict[str, Any]:
         try:
-            tree = json.loads(text, object_pairs_hook=_unique) if text.strip() else {}
+            tree = json.loads(text, object_pairs_hook=_unique, **_FAITHFUL) if text.strip() else {}
         except json.JSONDecodeError as error:
             place = f"line {error.lineno}, column {error.colno}: {error.msg}"
             next = "correct it, or --print and paste the entry yourself"
             raise Failure(f"{path} is not JSON.", f"{place}; comments are not JSON either", next, type="not_json") from None
-        except ValueError as error:
-            raise Failure(f"{path} is not clear.", str(error), "correct it by hand first", type="not_json") from None
+        except (ValueError, RecursionError) as error:
+            why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+            raise Failure(f"{path} is not clear.", why, "correct it by hand first", type="not_json") from None
         servers = tree.get(self.client.member, {}) if isinstance(tree, dict) else None
         if not isinstance(servers, dict):
             what = "an object" if not isinstance(tree, dict) else f"an object under {self.client.member!r}"
@@ -213,18 +247,29 @@ class _File:
 
     def _written(self, tree: dict[str, Any]) -> str:
         indent = re.search(r"^([ \t]+)\S", self.text, re.MULTILINE)
-        return json.dumps(tree, indent=indent[1] if indent else 2, ensure_ascii=False) + "\n"
+        text = json.dumps(tree, indent=indent[1] if indent else 2, ensure_ascii=False) + "\n"
+        if not _is_unicode(text):
+            text = json.dumps(tree, indent=indent[1] if indent else 2) + "\n"
+        return text.replace("\n", "\r\n") if "\r\n" in self.text else text
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text("utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")  # as it is, with the ends of its lines
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError:
         raise Failure(f"{path} is not JSON.", "it is not UTF-8", "save it as UTF-8", type="not_json") from None
     except OSError as error:
         raise Failure(f"{path} cannot be read.", error.strerror or str(error), "--print, and paste it") from None
+
+
+def _resolved(path: Path) -> Path:
+    """Who keeps the file elsewhere, behind a link, keeps it there."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # the latter until Python 3.13
+        raise Failure(f"{path} cannot be read.", "it is a link to itself", "--print, and paste it") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,11 +281,36 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"it has the number {text}, which would be lost")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise ValueError(f"it has {text}, which is not JSON")
+
+
+_FAITHFUL: dict[str, Any] = {"parse_float": _number, "parse_constant": _constant}
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written: halves of a pair of surrogates can be, only as escapes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _put(path: Path, text: str, *, like: Path) -> None:
     handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(handle)
         if like.exists():
             shutil.copymode(like, made)
         os.replace(made, path)

@@ -122,13 +122,13 @@ def sweep_records(target: str | None, as_json: bool) -> None:
 @command.command("resolve", short_help="Settle a command of unknown outcome.")
 @_WORDS
 @_CALLER
-@click.option("--done", "verdict", flag_value="done", help="It took effect: retries get --result.")
-@click.option("--not-done", "verdict", flag_value="not-done", help="It did not: the next call with this key runs.")
+@click.option("--done", is_flag=True, help="It took effect: retries get --result.")
+@click.option("--not-done", is_flag=True, help="It did not: the next call with this key runs.")
 @click.option("--result", metavar="JSON", help="With --done: what the command would have returned. [default: null]")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 def resolve_record(
-    words: tuple[str, ...], caller: str, verdict: str | None, result: str | None, yes: bool, as_json: bool
+    words: tuple[str, ...], caller: str, done: bool, not_done: bool, result: str | None, yes: bool, as_json: bool
 ) -> None:
     """Settle a command whose outcome is unknown, after you have found out.
 
@@ -137,7 +137,10 @@ def resolve_record(
     wirecall ledger resolve sqlite:ledger.db charge order-8 --not-done
     """
     where, id = _named(words, caller)
-    outcome = _outcome(where, id, verdict, result)
+    if done == not_done:
+        why = "only you can tell" if not done else "it cannot be both done and not done"
+        raise Failure("What did you find out?", why, "--done --result JSON, or --not-done")
+    outcome = _outcome(where, id, done, result)
 
     async def read(ledger: Ledger) -> Record:
         return _check_unknown(await _get(ledger, id))
@@ -150,18 +153,16 @@ def resolve_record(
     Output(as_json).result({**_names(id), "state": state}, f"{id} {text}")
 
 
-def _outcome(where: Found, id: RecordId, verdict: str | None, result: str | None) -> Outcome | None:
+def _outcome(where: Found, id: RecordId, done: bool, result: str | None) -> Outcome | None:
     from wirecall.outcomes import outcome_of
 
-    if verdict is None:
-        raise Failure("What did you find out?", "only you can tell", "--done --result JSON, or --not-done")
-    if verdict == "not-done":
+    if not done:
         if result is not None:
             raise Failure("What was not done has no result.", "--not-done and --result", "drop one of them")
         return None
     try:
         value = msgspec.json.decode(result or "null")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise Failure("--result is not JSON.", str(error), """--result '{"paid": 500}', --result '"text"'""") from None
     return outcome_of("result", _as_kept(where, id.method, value), id)
 

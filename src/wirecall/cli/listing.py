@@ -30,9 +30,12 @@ def command(target: Target, kind: str | None, text: str | None, way: Way, as_jso
     wirecall list http://127.0.0.1:8420/mcp
     wirecall list -- python server.py
     """
-    offers = [offer for offer in run(listed(target, way)) if _wanted(offer, kind, text)]
+    everything = run(listed(target, way))
+    offers = [offer for offer in everything if _wanted(offer, kind, text)]
     out = Output(as_json)
     out.result(offers, lambda: out.table(["KIND", "NAME", "HINTS", "SUMMARY"], [_row(offer) for offer in offers]))
+    if not offers and not as_json:
+        out.note(f"Nothing of {len(everything)} fits." if everything else "It offers nothing.")
 
 
 async def listed(target: Target, way: Way) -> list[Offer]:

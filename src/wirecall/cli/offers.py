@@ -9,8 +9,9 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from wirecall import App
+from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, nearest
-from wirecall.errors import MethodNotFound
+from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
 from wirecall.params import KEY
 
 Kind = Literal["query", "command", "method", "tool", "resource", "template", "prompt"]
@@ -71,7 +72,13 @@ async def offers_of(client: Any, app: App | None, protocol: str, *, callable_onl
     """All that is on offer; None if the server does not tell."""
     if app is not None:
         return of_app(app, protocol)
-    return await (_of_mcp(client, callable_only) if protocol == "mcp" else _of_rpc(client))
+    try:
+        return await (_of_mcp(client, callable_only) if protocol == "mcp" else _of_rpc(client))
+    except (ConnectionLost, TimedOut) as error:  # only questions were asked: there is no outcome to be unknown
+        next = "is it well, and does it speak this protocol? (--as rpc|mcp, --timeout)"
+        raise Failure(
+            "The server does not answer.", str(error), next, exit=Exit.UNREACHABLE, type="unreachable", ran="no"
+        ) from error
 
 
 # --- an app ---------------------------------------------------------------------------------------------------------
@@ -133,12 +140,17 @@ def _method(told: dict[str, Any], components: Any) -> Offer:
     stated: Any = told.get("x-kind")
     is_ours = stated in ("query", "command")
     kind: Kind = stated if is_ours else "method"
-    hints = Hints(
-        kind == "query" if is_ours else None, told.get("x-destructive"), told.get("x-open-world"), kind == "command"
-    )
+    hints = _ours(kind, told) if is_ours else Hints(None, told.get("x-destructive"), told.get("x-open-world"))
     output = told["result"].get("schema") if isinstance(told.get("result"), dict) else None
     texts = (str(told.get("summary") or ""), str(told.get("description") or ""))
     return Offer(kind, told["name"], *texts, hints, _without_key(schema) if is_ours else schema, output)
+
+
+def _ours(kind: Kind, told: dict[str, Any]) -> Hints:
+    """Our servers tell only what a method states. The rest is what MCP would be told of the same method: the worst."""
+    is_command = kind == "command"
+    is_destructive = is_command and told.get("x-destructive") is not False
+    return Hints(not is_command, is_destructive, told.get("x-open-world") is not False, is_command)
 
 
 def _without_key(schema: dict[str, Any]) -> dict[str, Any]:

@@ -164,10 +164,14 @@ def has_colour(stream: IO[Any] | None) -> bool:
 
 
 def ask(question: str) -> bool | None:
-    """A question on the terminal; None where there is nobody to ask."""
+    """A question on the terminal; None where there is nobody to ask. Who leaves (Ctrl-D, Ctrl-C) says no."""
     if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
         return None
-    return click.confirm(question, err=True)
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:
+        click.echo(err=True)
+        return False
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from wirecall.cli.connecting import Way, way_options
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, nearest
 from wirecall.cli.output import Output, count_of, json_option, progress
-from wirecall.cli.probing import Prober, Seen
+from wirecall.cli.probing import Echo, Prober, Seen
 from wirecall.cli.running import run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.cli.wires import Wire, wire_to
-from wirecall.errors import ConnectionLost, NotSent, TimedOut
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.mcp.revisions import REVISIONS, Revision
 
 
@@ -55,12 +55,30 @@ async def _probe(target: Target, way: Way) -> Seen:
     except (ConnectionLost, NotSent, TimedOut) as error:
         if isinstance(error, NotSent) and target.kind != "command":
             raise
-        what = "The server does not answer." if isinstance(error, TimedOut) else "The server left before it answered."
-        next = "run the command by itself to see more" if target.kind == "command" else "is this its address?"
-        raise Failure(what, str(error), next, exit=Exit.UNREACHABLE, type="unreachable") from None
+        raise _unreached(error, target) from None
+    except BadAnswer as error:
+        is_echo = isinstance(error, Echo)
+        what = "It sends back what it is sent." if is_echo else "What answers there speaks neither MCP nor JSON-RPC."
+        raise Failure(what, str(error), _WHICH[target.kind], exit=Exit.PROTOCOL, type="bad_answer") from None
     finally:
         if app is not None:
             await app.aclose()
+
+
+# What to do about a target that may be the wrong one.
+_WHICH = {
+    "command": "give the command line that serves on stdio: it may need an option for that",
+    "url": "give the address of its endpoint: .../mcp or .../rpc",
+    "file": "look into the file",
+}
+
+
+def _unreached(error: CallFailed, target: Target) -> Failure:
+    is_silent = isinstance(error, TimedOut)
+    what = "The server does not answer." if is_silent else "The server left before it answered."
+    next = "run the command by itself to see more" if target.kind == "command" else "look into the server's log"
+    next = f"{_WHICH[target.kind]}; --timeout if it is slow" if is_silent else next
+    return Failure(what, str(error), next, exit=Exit.UNREACHABLE, type="unreachable")
 
 
 def _wanted(way: Way) -> list[Revision]:

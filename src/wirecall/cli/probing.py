@@ -3,6 +3,7 @@
     plain JSON-RPC    an unknown method, `rpc.discover`, an array, an empty array, text that is no JSON
     each revision     its own way to begin, a ping, an unknown method, the lists that it declares; arrays at 2025-03-26
 
+Who leaves the first question unanswered is asked one more, in case the first was strange to it, and is given up then.
 Only questions are asked: no tool is called, no resource read. A revision is spoken if the server agrees to it by name. Rules
 are those that a specification states with "must"; what is merely unwise is advice.
 """
@@ -66,6 +67,10 @@ class Seen(Struct):
 Open = Callable[[str], Awaitable[Wire]]  # a new wire; the path is for addresses without one
 
 
+class Echo(BadAnswer):
+    """The other side sends back what it is sent, and so answers nothing."""
+
+
 class Prober:
     """Asks one server. `open` makes wires; `patience` is how long the very first answer may take."""
 
@@ -76,6 +81,10 @@ class Prober:
         self._failures: list[tuple[str, CallFailed]] = []
         self._status: int | None = None  # of HTTP, the last one
         self._is_there = False  # it has said something
+        self._is_given_up = False  # it has not, though it was asked more than once
+        self._has_paths = False  # another endpoint of its may answer
+        self._said = ""  # to people, on stderr
+        self._first_patience = patience
         self.seen = Seen()
 
     async def look(self, revisions: list[Revision], *, plain: bool, advance: Callable[[int], None]) -> Seen:
@@ -83,9 +92,10 @@ class Prober:
         ordered = sorted(revisions, key=lambda each: (each.is_stateless, each.name), reverse=True)
         ordered.sort(key=lambda each: each.is_stateless)
         for revision in ordered:
-            await self._session("/mcp", revision.name, partial(self._revision, revision))
+            if not self._is_given_up:
+                await self._session("/mcp", revision.name, partial(self._revision, revision))
             advance(1)
-        if plain:
+        if plain and (self._has_paths or not self._is_given_up):
             await self._session("/rpc", "JSON-RPC", self._plain)
             advance(1)
         seen = self.seen
@@ -99,18 +109,20 @@ class Prober:
         if self._failures:
             raise self._failures[0][1]
         if not self._is_there:
-            raise TimedOut("it says nothing at all")
+            said = f"; its last words: {self._said}" if self._said else ""
+            raise TimedOut(f"nothing came within {self._first_patience:g} s{said}")
         status = f"; a POST is answered with HTTP {self._status}" if self._status else ""
         self.seen.problems.insert(0, Problem(["all"], f"it speaks neither MCP nor JSON-RPC{status}"))
 
     async def _session(self, path: str, where: str, work: "Callable[[Talk], Awaitable[None]]") -> None:
         """One conversation. Who cannot be reached is not asked again; who lets nobody in is left."""
         wire = await self._open(path)
+        self._has_paths = wire.is_http
         talk = Talk(wire, where, self.seen.problems, self._patience)
         try:
             await wire.open()
             await work(talk)
-        except NotSent:
+        except (NotSent, Echo):
             raise
         except CallFailed as error:
             if error.status in _BARRED:
@@ -120,7 +132,8 @@ class Prober:
         finally:
             await wire.aclose()
             self._status = talk.status or self._status
-            self._is_there |= talk.first is not None or bool(talk.status or self.seen.problems)
+            self._is_there |= not talk.is_unheard or bool(self.seen.problems)
+            self._said = wire.said
             self._patience = min(self._patience, max(QUICK, 4 * (talk.first or 0)))
 
     # --- MCP ---------------------------------------------------------------------------------------------------------
@@ -128,6 +141,9 @@ class Prober:
     async def _revision(self, revision: Revision, talk: "Talk") -> None:
         capabilities = await (self._discovered if revision.is_stateless else self._initialized)(talk, revision)
         self.seen.revisions[revision.name] = capabilities is not None
+        if capabilities is None and talk.is_unheard and not self._is_there:
+            await talk.ask(UNKNOWN)
+            self._is_given_up = talk.is_unheard
         if capabilities is None:
             return
         if not revision.is_stateless:
@@ -269,6 +285,11 @@ class Talk:
         self._patience = patience
         self._number = 0
 
+    @property
+    def is_unheard(self) -> bool:
+        """Whether not one word has come."""
+        return self.first is None and self.status is None
+
     def must(self, fact: bool, what: str) -> bool:
         """Note a rule that is broken, once."""
         if not fact and self.is_judged:
@@ -326,6 +347,9 @@ class Talk:
         reply = await self._wire.send(message, headers, self._patience)
         if reply.status in _BARRED:
             raise Refused(f"the server answered HTTP {reply.status}", status=reply.status)
+        if reply.is_echo(message):
+            what = message["method"] if isinstance(message, dict) else "a message"
+            raise Echo(f"what comes for {what} is the request itself")
         self.status = reply.status
         if reply.is_silent:
             self._patience = min(self._patience, AGAIN)

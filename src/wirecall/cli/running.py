@@ -17,6 +17,7 @@ class _Now:
     """What Ctrl-C finds."""
 
     reading = False
+    idle = False
     asked = False  # it was pressed before
 
 
@@ -41,6 +42,16 @@ def reading() -> Iterator[None]:
         _Now.reading = False
 
 
+@contextmanager
+def idle() -> Iterator[None]:
+    """Around a wait for the user's input, where Ctrl-C cuts nothing that a server is at work on."""
+    _Now.idle = True
+    try:
+        yield
+    finally:
+        _Now.idle = False
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
     """The outcome of a coroutine, which is cancelled by Ctrl-C: calls under way tell their server so."""
     import asyncio
@@ -58,7 +69,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             if _Now.reading:
                 print(file=sys.stderr, flush=True)  # behind the ^C that a terminal shows
                 raise asyncio.CancelledError
-            print("\nCancelling; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
+            print("" if _Now.idle else "\nCancelling; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
             loop.call_soon_threadsafe(task.cancel)
 
         before = signal.signal(signal.SIGINT, interrupt)

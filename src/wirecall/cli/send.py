@@ -10,10 +10,12 @@ import click
 from wirecall import App
 from wirecall.cli.connecting import Way, address, way_options
 from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure
+from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.lines import Lines
 from wirecall.cli.output import Input
-from wirecall.cli.running import reading, run
+from wirecall.cli.running import run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.errors import ConnectionLost
 
 LEAVE = 1.0  # seconds that a process has to end by itself, after its stdout has
 
@@ -42,7 +44,7 @@ def command(target: Target, messages: BinaryIO, way: Way) -> int | None:
 async def _to_app(app: App, messages: BinaryIO) -> None:
     stdout = sys.stdout
     async with app:
-        for line in _lines(messages):
+        async for line in Lines(messages).each():
             with redirect_stdout(sys.stderr):
                 reply = await app.handle(line)
             if reply is not None:
@@ -57,7 +59,7 @@ async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
     await http.open()
     media = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
     try:
-        for line in _lines(messages):
+        async for line in Lines(messages).each():
             async with asyncio.timeout(way.timeout), http.request("POST", line, media) as answer:
                 body = await answer.read()
             if body.strip():
@@ -67,6 +69,10 @@ async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
                 worst = Exit.AUTH if answer.status in (401, 403) else Exit.REMOTE
     except TimeoutError:
         raise _silent(way) from None
+    except ConnectionLost as error:
+        failure = failure_of(error)
+        failure.next = "find out whether it took effect before you send it again"
+        raise failure from None
     finally:
         await http.aclose()
     return worst
@@ -88,7 +94,7 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> None:
     listening = asyncio.create_task(listen())
     try:
         with suppress(ConnectionError):  # it has ended, or does not listen; what it said is printed all the same
-            for line in _lines(messages):
+            async for line in Lines(messages).each():
                 process.stdin.write(line + b"\n")
                 await process.stdin.drain()
             process.stdin.close()
@@ -141,8 +147,3 @@ def _silent(way: Way) -> Failure:
         exit=Exit.UNKNOWN,
         type="timed_out",
     )
-
-
-def _lines(messages: BinaryIO) -> list[bytes]:
-    with reading():
-        return [line.rstrip(b"\r\n") for line in messages if line.strip()]

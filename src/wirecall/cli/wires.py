@@ -33,6 +33,10 @@ class Reply(Struct):
     headers: Mapping[str, str] = {}
     is_silent: bool = False  # an answer was owed, and none came in time
 
+    def is_echo(self, message: Any) -> bool:
+        """Whether what came is the message itself. One that is owed no answer may be told to others, and to us."""
+        return bool(ids_of(message)) and message in self.documents
+
     def take(self, text: bytes) -> Any:
         """One document more, or noise."""
         try:
@@ -48,6 +52,11 @@ class Wire(Protocol):
     """A way to a server."""
 
     is_http: bool
+
+    @property
+    def said(self) -> str:
+        """What it told people, as far as that can be known."""
+        ...
 
     async def open(self) -> None: ...
     async def send(self, message: Any, headers: Mapping[str, str], patience: float) -> Reply:
@@ -91,6 +100,7 @@ class HttpWire:
     """POSTs to one address."""
 
     is_http = True
+    said = ""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         self._http = HttpClient(url, headers=headers)
@@ -136,6 +146,10 @@ class LineWire:
     async def open(self) -> None:
         await self._pipe.open(self._lines.put_nowait, self._lines.put_nowait)
 
+    @property
+    def said(self) -> str:
+        return self._pipe.said if isinstance(self._pipe, Child) else ""
+
     async def aclose(self) -> None:
         await self._pipe.aclose()
 
@@ -149,7 +163,7 @@ class LineWire:
                     if isinstance(line, CallFailed):
                         self._lines.put_nowait(line)  # it will say no more, whoever asks
                         raise line
-                    if line.strip() and _is_answer(reply.take(line), ids):
+                    if line.strip() and (_is_answer(reply.take(line), ids) or reply.is_echo(message)):
                         break
         except TimeoutError:
             reply.is_silent = True

@@ -101,10 +101,16 @@ class McpLineLink(LineLink):
         in_array, messages = read_messages(line)
         odd = in_array and not (self.revision and self.revision.has_arrays)
         for message in messages:
-            if isinstance(message, Arrived) and not message.is_answer:
+            if isinstance(message, Arrived) and not message.is_answer and not self._is_echo(message):
                 self.heard(message)
             else:
                 self._answer(message, odd)
+
+    def _is_echo(self, message: Arrived) -> bool:
+        """A request of ours that comes back. Of what a client asks, a server may ask `ping` alone, under any id."""
+        id: Any = message.id
+        ours = self._open[id].known.get(id) if id in self._open else None
+        return ours is not None and message.method == ours.method != "ping"
 
     def _answer(self, message: Message, odd: bool) -> None:
         id: Any = message.id

@@ -71,6 +71,11 @@ class Child:
         self._tasks = [stderr, asyncio.create_task(self._listen(self._process, stderr, on_line, on_end))]
 
     @property
+    def said(self) -> str:
+        """The last of what it wrote to stderr."""
+        return self._kept.decode("utf-8", "replace").strip()
+
+    @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
@@ -136,8 +141,7 @@ class Child:
     def _last_words(self, process: asyncio.subprocess.Process) -> str:
         code = process.returncode
         how = "closed its output" if code is None else f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
-        said = self._kept.decode("utf-8", "replace").strip()
-        return f"the server process {how}" + (f"; its last words: {said}" if said else "")
+        return f"the server process {how}" + (f"; its last words: {self.said}" if self.said else "")
 
     async def _hear(self, stderr: asyncio.StreamReader | None) -> None:
         assert stderr is not None

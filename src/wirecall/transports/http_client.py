@@ -9,6 +9,7 @@
 3. Time is the caller's business: a request is cancelled from outside, and its connection goes with it.
 """
 
+import os
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
@@ -162,8 +163,18 @@ def _failure(error: Exception, left: bool) -> CallFailed:
     if isinstance(error, aiohttp.ClientResponseError):
         return BadAnswer(f"not an HTTP answer: {error.message.splitlines()[0] if error.message else text}")
     if not left:
-        return NotSent(f"the server cannot be reached: {text}")
-    return ConnectionLost(f"the connection broke before the end of the answer: {text}")
+        return NotSent(f"the server cannot be reached: {_unconnected(error) or text}")
+    more = "" if isinstance(error, aiohttp.ClientPayloadError) else f": {text}"  # which says the same in its own terms
+    return ConnectionLost(f"the connection broke before the end of the answer{more}")
+
+
+def _unconnected(error: Any) -> str:
+    """Who does not take a connection, and what the system says: aiohttp's own words are about its options, too."""
+    number = getattr(error, "errno", None)
+    if not (number and hasattr(error, "port")):
+        return ""
+    told = os.strerror(number) if number > 0 else error.strerror  # that a name is unknown has numbers of its own
+    return f"{error.host}:{error.port}: {told}"
 
 
 _made: Any = None

@@ -1,5 +1,6 @@
 """Listening sockets: ours, not the servers', so that a taken port is told in words and the kernel cuts dead readers."""
 
+import errno
 import os
 import socket
 import sys
@@ -28,7 +29,8 @@ def bind(host: str, port: int, *, several: bool = False) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), "use another port=") from error
+        fix = "use an address of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port="
+        raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), fix) from error
     return listener
 
 
