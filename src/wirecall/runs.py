@@ -42,6 +42,7 @@ class Run:
         "marked",
         "method",
         "others",
+        "passed",
         "token",
     )
 
@@ -56,6 +57,7 @@ class Run:
         self.fence = 0
         self.committed = False  # from here on, it may have happened
         self.marked = False  # the handler has called ctx.commit_point()
+        self.passed = False  # the ledger knows that the run is committed
         self.interruptible = False  # the handler runs, and no transition is under way
         self.cancelled = False
         self.forsaken = False  # its caller left while the claim was on its way
@@ -75,14 +77,15 @@ class Run:
         self.token = record.token
         self.attempt = record.attempts
         self.fence = record.fence
-        self.committed = self.claim.committed
+        self.committed = self.passed = self.claim.committed
 
     def commit_point(self) -> Awaitable[None]:
-        """From the moment of the call the run counts as committed here; the awaitable writes that to the ledger."""
-        if self.marked or self.db is not None:
-            return Passed()
+        """From the moment of the call the run counts as committed here; the awaitable writes that to the ledger.
+
+        Called again, it writes again until the ledger has taken it: a handler that tries once more must not slip past.
+        """
         self.marked = True
-        if self.committed:  # the method has passed it on entry, and the ledger knows
+        if self.passed or self.db is not None:
             return Passed()
         if self._loop is None:
             return _stepped(self._write_commit_point())
@@ -95,14 +98,15 @@ class Run:
     async def _write_commit_point(self) -> None:
         """Unless the ledger says that it is written, the handler goes no further, so nothing was done."""
         assert self.ledger is not None and self.token is not None
-        self.committed = not self.cancelled
+        self.committed = self.passed or not self.cancelled
         try:
             if not self.cancelled and await self.ledger.commit_point(self.token, self.method.terms.lease):
+                self.passed = True
                 return
         except LedgerDown:
-            self.committed = False
+            self.committed = self.passed
             raise
-        self.committed = False
+        self.committed = self.passed
         raise LostLease(f"{self.claim.id}: the lease was over before the commit point")
 
 

@@ -1,0 +1,101 @@
+"""Handlers that do what nobody expects, over every ledger: still no effect is doubled, and no answer is untrue."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.calls import call, error, make_app, result
+from tests.servers import Store
+from wirecall import App, Context
+from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
+
+
+@pytest.fixture
+async def app(store: Store) -> AsyncIterator[App]:
+    async with make_app(ledger=store.url) as app:
+        yield app
+
+
+async def stands(app: App, key: str = "k", method: str = "put") -> State | None:
+    record = await (await app.ledger()).get(RecordId("", method, key))
+    return None if record is None else record.state
+
+
+def fails_once(ledger: Ledger, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of these transitions does not reach the store."""
+    transition, failures = getattr(ledger, name), [LedgerDown("away")]
+
+    async def flaky(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await transition(*args)
+
+    monkeypatch.setattr(ledger, name, flaky)
+
+
+# --- the commit point ------------------------------------------------------------------------------------------------
+
+
+async def test_a_commit_point_that_is_tried_again_is_written_again(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second try must not pass because there was a first: then a crash after the effect would look like "nothing"."""
+    effects: list[int] = []
+
+    @app.command
+    async def put(ctx: Context) -> None:
+        try:
+            await ctx.commit_point()
+        except LedgerDown:
+            await ctx.commit_point()
+        effects.append(1)
+        raise ValueError
+
+    fails_once(await app.ledger(), "commit_point", monkeypatch)
+    assert error(await app.handle(call("put", key="k")))["data"]["ran"] == "unknown"
+    assert error(await app.handle(call("put", key="k")))["code"] == 50910
+    assert effects == [1]
+
+
+async def test_a_commit_point_that_was_refused_stays_refused(app: App, store: Store) -> None:
+    effects: list[int] = []
+
+    @app.command
+    async def put(ctx: Context) -> None:
+        store.age(RecordId("", "put", "k"), 31)
+        for _ in range(3):
+            try:
+                await ctx.commit_point()
+            except Exception:  # a handler that tries everything
+                continue
+            effects.append(1)
+        await ctx.commit_point()
+
+    assert error(await app.handle(call("put", key="k")))["code"] == 40910
+    assert effects == []
+
+
+async def test_two_commit_points_at_once_both_wait_for_the_ledger(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, passed = list[str](), list[bool]()
+
+    @app.command
+    async def put(ctx: Context) -> int:
+        async def reach() -> None:
+            await ctx.commit_point()
+            passed.append(bool(written))
+
+        await asyncio.gather(reach(), reach())
+        return 1
+
+    ledger = await app.ledger()
+    commit_point = ledger.commit_point
+
+    async def slow(*args: Any) -> bool:
+        is_written = await commit_point(*args)
+        await asyncio.sleep(0)
+        written.append("written")
+        return is_written
+
+    monkeypatch.setattr(ledger, "commit_point", slow)
+    assert result(await app.handle(call("put", key="k"))) == 1
+    assert passed == [True, True]
