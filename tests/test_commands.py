@@ -476,3 +476,21 @@ async def test_a_claim_whose_answer_is_lost_is_taken_back(monkeypatch: pytest.Mo
     result(await app.handle(call("put", key="k")))
     assert ran == [1]
     await app.aclose()
+
+
+# --- an operator's verdict ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verdict", [Done, NotDone, CannotTell(), "done", True, None])
+async def test_what_is_no_verdict_settles_nothing(verdict: Any) -> None:
+    """Else a forgotten pair of brackets would remove the evidence, and the command would run again."""
+    app = make_app()
+
+    @app.command
+    def put() -> None:
+        raise ValueError
+
+    await app.handle(call("put", key="k"))
+    with pytest.raises(UsageError, match="is no verdict"):
+        await app.resolve("put", "k", verdict)
+    assert await state_of(app) is State.UNKNOWN

@@ -504,6 +504,12 @@ class App:
         from wirecall.ledger.base import RecordId
         from wirecall.outcomes import outcome_of
 
+        if not isinstance(verdict, (Done, NotDone)):
+            raise UsageError(
+                f"{verdict!r} is no verdict about a command.",
+                "to take it for one of the two would replay a result that nobody gave, or run the command again",
+                "Done(result) if it took effect, NotDone() if it did not",
+            )
         id = RecordId(caller, method, key)
         declared = self.registry.get(method) or self.registry.tools.get(method.removeprefix("tools/call:"))
         outcome = None
