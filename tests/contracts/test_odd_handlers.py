@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.calls import call, error, make_app, result
-from tests.servers import Store
-from wirecall import App, Context
+from tests.servers import TRANSACTIONAL, Store
+from wirecall import App, Context, DomainError
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
 
 
@@ -99,3 +99,36 @@ async def test_two_commit_points_at_once_both_wait_for_the_ledger(app: App, monk
     monkeypatch.setattr(ledger, "commit_point", slow)
     assert result(await app.handle(call("put", key="k"))) == 1
     assert passed == [True, True]
+
+
+# --- errors that cannot be written -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        (DomainError(4020, "no", {"why": object()}), "no"),
+        (DomainError(4020, "no", float("nan")), "no"),
+        (DomainError(4020, "no \udcff", None), "no ?"),
+    ],
+)
+async def test_an_error_that_cannot_be_written_is_still_an_error(refusal: DomainError, told: str, app: App) -> None:
+    @app.command
+    async def put() -> None:
+        raise refusal
+
+    assert error(await app.handle(call("put", key="k"))) == {"code": 4020, "message": told}
+    assert error(await app.handle(call("put", key="k"))) == {"code": 4020, "message": told, "data": {"replayed": True}}
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+async def test_an_error_that_cannot_be_written_undoes_the_transaction(app: App) -> None:
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> None:
+        made = ctx.db.execute("CREATE TABLE made (n INTEGER)")
+        if asyncio.iscoroutine(made):
+            await made
+        raise DomainError(4020, "no", {"why": object()})
+
+    for key in ("a", "b"):  # the second would find the table of the first
+        assert error(await app.handle(call("put", key=key))) == {"code": 4020, "message": "no"}
