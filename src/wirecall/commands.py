@@ -417,7 +417,7 @@ class Commands:
     async def _stopped(self, run: Run, error: BaseException) -> BaseException:
         """The handler ended without an outcome: what that leaves in the ledger, and what the caller is told."""
         assert run.ledger is not None and run.token is not None
-        if isinstance(error, REFUSALS) and not run.marked:
+        if _is_refusal(error) and not run.marked:
             run.committed = False
         if not run.committed:
             transition = _give_back(run.ledger, run.token, run.attempt)
@@ -610,6 +610,11 @@ def _is_granted(record: Record, run: Run) -> bool:
     return record.state is State.RUNNING and record.nonce == run.claim.nonce
 
 
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a handler says that it did nothing. An error of a server that it called says so about that server alone."""
+    return isinstance(error, REFUSALS) and not error.is_remote
+
+
 def _unavailable(error: LedgerDown | UsageError) -> LedgerUnavailable:
     logger.error("the ledger is unavailable: %s", error)
     return LedgerUnavailable(ran="no")
@@ -623,7 +628,7 @@ def _told(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a handler that ended without an outcome."""
     if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and run.cancelled):
         return error  # we stopped it, in contrast to a handler that raised such a thing by itself
-    if isinstance(error, KeyboardInterrupt) or (isinstance(error, REFUSALS) and not run.committed):
+    if isinstance(error, KeyboardInterrupt) or (_is_refusal(error) and not run.committed):
         return error
     if run.alone and is_waiting(error):
         return CannotWait()
@@ -637,7 +642,8 @@ def _told(error: BaseException, run: Run) -> BaseException:
 
 def _undone(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a transaction that was not committed, as far as anybody knows."""
-    if isinstance(error, InputRequired) or (isinstance(error, RpcError) and not isinstance(error, InternalError)):
+    is_ours = isinstance(error, RpcError) and not isinstance(error, InternalError) and not error.is_remote
+    if isinstance(error, InputRequired) or is_ours:
         return error
     if isinstance(error, Locked):
         return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)

@@ -9,7 +9,10 @@ import pytest
 from tests.calls import call, error, make_app, result
 from tests.servers import TRANSACTIONAL, Store
 from wirecall import App, Context, DomainError
+from wirecall.errors import RpcError
+from wirecall.frames import ErrorObject
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
+from wirecall.replies import remote_error
 
 
 @pytest.fixture
@@ -132,3 +135,60 @@ async def test_an_error_that_cannot_be_written_undoes_the_transaction(app: App) 
 
     for key in ("a", "b"):  # the second would find the table of the first
         assert error(await app.handle(call("put", key=key))) == {"code": 4020, "message": "no"}
+
+
+# --- errors of other servers -----------------------------------------------------------------------------------------
+
+REMOTE = [
+    ErrorObject(-32602, "Invalid params"),
+    ErrorObject(-32601, "Method not found"),
+    ErrorObject(42910, "Busy", {"type": "busy", "ran": "no"}),
+    ErrorObject(50310, "The ledger is unavailable", {"type": "ledger_unavailable", "ran": "no"}),
+    ErrorObject(40910, "In progress", {"type": "idempotency_key_in_progress", "ran": "unknown"}),
+    ErrorObject(50910, "Unknown", {"type": "outcome_unknown", "ran": "unknown", "record": "theirs"}),
+]
+
+
+@pytest.mark.parametrize("theirs", REMOTE, ids=lambda theirs: str(theirs.code))
+async def test_a_refusal_of_another_server_says_nothing_about_this_command(theirs: ErrorObject, app: App) -> None:
+    """The handler did something, then called a server that refused: "nothing ran" is true there, and not here."""
+    effects: list[int] = []
+
+    @app.command
+    async def put() -> None:
+        effects.append(1)
+        raise remote_error(theirs)
+
+    refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "unknown"})
+    assert error(await app.handle(call("put", key="k")))["data"]["record"] == "put/k"
+    assert effects == [1]
+
+
+async def test_a_domain_error_of_another_server_is_the_command_s_answer(app: App) -> None:
+    @app.command
+    async def put() -> None:
+        raise remote_error(ErrorObject(4020, "not enough money"))
+
+    await app.handle(call("put", key="k"))
+    assert error(await app.handle(call("put", key="k"))) == {
+        "code": 4020,
+        "message": "not enough money",
+        "data": {"replayed": True},
+    }
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+@pytest.mark.parametrize("theirs", REMOTE, ids=lambda theirs: str(theirs.code))
+async def test_a_refusal_of_another_server_undoes_a_transaction(theirs: ErrorObject, app: App) -> None:
+    refusals: list[RpcError | None] = [remote_error(theirs), None]
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> int:
+        if refused := refusals.pop(0):
+            raise refused
+        return 1
+
+    refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "no"})
+    assert result(await app.handle(call("put", key="k"))) == 1
