@@ -85,6 +85,25 @@ async def test_a_plain_function_blocks_at_its_commit_point_and_runs_in_a_thread_
     assert result(app.handle_sync(call("put", {"fail": False}, key="c"))) == "MainThread"
 
 
+@pytest.mark.parametrize("key", [None, "k"])
+async def test_a_thread_that_raises_stop_iteration_is_answered(key: str | None) -> None:
+    """A future cannot carry that exception: asyncio's own to_thread waits for ever."""
+    app = make_app()
+    app.command(name="put", blocking=True)(lambda: next(iter(())))
+    async with asyncio.timeout(5):
+        assert error(await app.handle(call("put", key=key)))["code"] == -32603
+    await app.aclose()
+
+
+async def test_a_reconcile_function_in_a_thread_that_raises_stop_iteration_is_answered() -> None:
+    app = make_app()
+    app.command(name="put", on_crash="reconcile", reconcile=lambda n: next(iter(())), blocking=True)(lambda n: n)
+    await vanished(app, "reconcile")
+    async with asyncio.timeout(5):
+        assert error(await app.handle(call("put", {"n": 1}, key="k")))["data"]["ran"] == "unknown"
+    await app.aclose()
+
+
 def test_a_commit_point_of_something_else_is_not_ours() -> None:
     class Database:
         def commit_point(self) -> None: ...

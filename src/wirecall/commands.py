@@ -69,6 +69,7 @@ from wirecall.runs import (
     Note,
     Noted,
     Run,
+    in_thread,
     is_waiting,
     not_noted,
     settled,
@@ -393,7 +394,7 @@ class Commands:
 
     def _asked(self, run: Run) -> Any:
         if run.method.blocking and not run.alone:
-            return asyncio.to_thread(run.method.reconcile, run.context)
+            return in_thread(partial(run.method.reconcile, run.context))
         return run.method.reconcile(run.context)
 
     async def _suspended(self, run: Run, pause: InputRequired) -> BaseException:

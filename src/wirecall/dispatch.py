@@ -43,7 +43,7 @@ from wirecall.lanes import resume, run_batch
 from wirecall.logs import called, failed, logger
 from wirecall.methods import Context, Execution, InputRequired, Method, Registry, correlation_of
 from wirecall.policy import ANONYMOUS, Policy, fingerprint
-from wirecall.runs import Call, Note, Noted, is_waiting, settled
+from wirecall.runs import Call, Note, Noted, in_thread, is_waiting, settled
 
 Reply: TypeAlias = Answer | None  # None: nobody is owed one
 Pending: TypeAlias = Coroutine[Any, Any, Reply]
@@ -302,7 +302,7 @@ class Dispatcher:
         args, keywords = method.signature.bind_all(context.params, context)
         call = partial(method.function, *args, **keywords)
         if method.blocking and not frame.alone:
-            call = partial(asyncio.to_thread, call)
+            call = partial(in_thread, call)
         if context._shape is not None:
             call = partial(_shape, context._shape, call)
         if context.idempotency_key is None:

@@ -131,6 +131,18 @@ def _is_on_loop() -> bool:
     return True
 
 
+def in_thread(call: Call) -> Awaitable[Any]:
+    """Call a function that blocks in a thread beside the loop."""
+    return asyncio.to_thread(_without_stop, call)
+
+
+def _without_stop(call: Call) -> Any:
+    try:
+        return call()
+    except StopIteration as error:  # a future does not take it, and who awaits that would wait for ever
+        raise RuntimeError("the function raised StopIteration") from error
+
+
 async def settled(result: Any) -> Any:
     """What a function returned, once nothing in it has to be awaited any more."""
     while hasattr(result, "__await__"):
