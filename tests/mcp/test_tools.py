@@ -340,6 +340,24 @@ async def test_what_json_cannot_carry_is_a_failure(revision: str) -> None:
     assert answer.get("result", {}).get("isError") or answer["error"]["code"] == -32603
 
 
+@every_revision
+async def test_a_command_whose_result_json_cannot_carry_was_done_all_the_same(revision: str) -> None:
+    """As over JSON-RPC: the effect has happened, so a retry hears that, and neither runs it again nor doubts it."""
+    app, effects = make_app(), list[int]()
+
+    @app.command
+    async def put() -> float:
+        effects.append(1)
+        return float("nan")
+
+    async with over_http(app, revision) as client:
+        first = await client.tool("put", meta={KEY: "k"})
+        assert first["_meta"]["io.wirecall/error"] == {"code": -32603, "data": {"ran": "yes"}}
+        again = await client.tool_error("put", meta={KEY: "k"})
+        assert (again["code"], again["data"]["ran"]) == (41010, "yes")
+    assert effects == [1]
+
+
 async def test_a_success_does_not_say_that_it_is_an_error() -> None:
     app = make_app()
     app.query(name="give")(returning(str, "x"))
