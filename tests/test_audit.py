@@ -140,6 +140,9 @@ async def test_the_chain_goes_on_after_a_restart(trail: Path) -> None:
         (lambda found: [found[0], found[2]], [(2, "removed")]),
         (lambda found: [found[1], found[0], found[2]], [(1, "removed"), (2, "removed"), (3, "removed")]),
         (lambda found: [found[0], found[1].replace(b'"k1"', b'"k9"'), found[2]], [(2, "edited")]),
+        # Behind the hash, where it is not hashed: readers of JSON take the last of two members.
+        (lambda found: [found[0], found[1][:-2] + b',"outcome":"error"}\n', found[2]], [(2, "edited")]),
+        (lambda found: [found[0], found[1][:-1] + b" \n", found[2]], [(2, "edited")]),
         (lambda found: [found[0], b"garbage\n", found[1], found[2]], [(2, "not a line")]),
         (lambda found: [found[0], found[1][:40]], [(2, "torn")]),
         (lambda found: found[1:], [(1, "removed")]),

@@ -129,7 +129,7 @@ def verify(path: str | Path) -> Report:
             before, own = claimed
             if before != previous:
                 problems.append((number, "does not follow the line before it: a line was removed, added or moved"))
-            if own != _hash(line):
+            if not _is_intact(line, own):
                 problems.append((number, "was edited: its hash does not fit"))
             previous = own
     return Report(number, previous, problems)
@@ -151,8 +151,11 @@ def _chain(entry: Entry, previous: str) -> tuple[bytes, str]:
     return b'%b%b%b"}\n' % (body, _HASH_MEMBER, own.encode()), own
 
 
-def _hash(line: bytes) -> str:
-    return hashlib.sha256(line[: line.rfind(_HASH_MEMBER)]).hexdigest()
+def _is_intact(line: bytes, own: str) -> bool:
+    """Whether a line is what `_chain` has made. What stands behind the hash is not in it, so nothing may stand there."""
+    body = line[: line.rfind(_HASH_MEMBER)]
+    end = b'%b%b"}' % (_HASH_MEMBER, own.encode())
+    return line.removesuffix(b"\n") == body + end and hashlib.sha256(body).hexdigest() == own
 
 
 def _parse(line: bytes) -> tuple[str, str] | None:
