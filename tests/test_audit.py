@@ -174,6 +174,31 @@ def test_after_a_torn_line_the_trail_goes_on_and_the_tear_is_reported(trail: Pat
     assert [json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")] == [0, 1]
 
 
+@pytest.mark.parametrize("written", [0, 20])
+def test_after_a_disk_that_was_full_the_chain_goes_on(
+    trail: Path, written: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What could not be written is missing, and the log says so; the lines that were written follow each other."""
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if written:
+            return write(file, data[:written])
+        raise OSError(28, "No space left on device")
+
+    audit = Audit(str(trail))
+    audit.append(entry(0))
+    monkeypatch.setattr(os, "write", full)
+    audit.append(entry(1))
+    monkeypatch.undo()
+    audit.append(entry(2))
+    audit.append(entry(3))
+    audit.close()
+    assert "has no line for put k1" in caplog.text
+    assert [text for _, text in verify(trail).problems] == ["not a line of an audit trail, or torn"] * bool(written)
+    assert [json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")] == [0, 2, 3]
+
+
 def append_many(path: str, first: int) -> None:
     audit = Audit(path)
     for n in range(first, first + 50):

@@ -8,8 +8,8 @@ The rules of the file:
 1. Every line carries the hash of the line before it and its own, so that a line that was edited, removed or put elsewhere
    is found by `verify`. Whoever can rewrite the whole file can forge the whole chain: keep the newest hash elsewhere too.
 2. Many processes may append to one file. A lock on the file orders them, and each continues the chain where it stands.
-3. A line is one write at the end of the file. A process that is killed in the middle leaves a torn line, which `verify`
-   reports, and the next line begins on a new one.
+3. A line is one write at the end of the file. A process that is killed in the middle, or a disk that is full, leaves a torn
+   line, which `verify` reports, and the next line begins on a new one.
 4. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
 """
 
@@ -100,9 +100,12 @@ class Audit:
         torn = False
         if size != self._seen:
             self._last, torn = _end_of(file, size)
-        line, self._last = _chain(entry, self._last)
+        line, own = _chain(entry, self._last)
         data = b"\n" * torn + line
-        self._seen = size + os.write(file, data)
+        self._seen = -1  # unless all of it is written, the next line looks for the end
+        if os.write(file, data) < len(data):
+            raise OSError("only a part of it could be written")
+        self._seen, self._last = size + len(data), own
 
 
 class Report(Struct, frozen=True):
