@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.calls import batch, call, make_app, result
 from wirecall import App, DomainError, UsageError, jsonrpc
@@ -197,6 +198,46 @@ def test_after_a_disk_that_was_full_the_chain_goes_on(
     assert "has no line for put k1" in caplog.text
     assert [text for _, text in verify(trail).problems] == ["not a line of an audit trail, or torn"] * bool(written)
     assert [json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_trail_that_is_moved_away_is_followed_by_a_new_one(
+    trail: Path, is_moved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the lines would go to a file that nobody finds."""
+    audit, old = Audit(str(trail)), trail.with_suffix(".1")
+    audit.append(entry(0))
+    trail.rename(old) if is_moved else trail.unlink()
+    audit.append(entry(1))
+    audit.append(entry(2))
+    audit.close()
+    assert [line["id"] for line in lines(trail)] == [1, 2]
+    assert verify(trail).ok
+    assert not is_moved or verify(old).lines == 1
+    assert "was moved or removed" in caplog.text
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_trail_that_was_cut_shows_the_gap(trail: Path, kept: int, caplog: pytest.LogCaptureFixture) -> None:
+    audit = Audit(str(trail))
+    for n in range(3):
+        audit.append(entry(n))
+    os.truncate(trail, len(b"".join(trail.read_bytes().splitlines(keepends=True)[:kept])))
+    audit.append(entry(3))
+    audit.append(entry(4))
+    audit.close()
+    report = verify(trail)
+    assert [number for number, text in report.problems if "removed" in text] == [kept + 1]
+    assert len(report.problems) == 1
+    assert "was cut" in caplog.text
+
+
+def test_the_end_of_a_trail_is_found_behind_a_line_of_any_length(trail: Path) -> None:
+    for n in range(3):
+        audit = Audit(str(trail))
+        audit.append(structs.replace(entry(n), caller="x" * 1_000_000 * n))
+        audit.close()
+    assert verify(trail).ok
 
 
 def append_many(path: str, first: int) -> None:

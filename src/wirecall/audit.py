@@ -10,7 +10,9 @@ The rules of the file:
 2. Many processes may append to one file. A lock on the file orders them, and each continues the chain where it stands.
 3. A line is one write at the end of the file. A process that is killed in the middle, or a disk that is full, leaves a torn
    line, which `verify` reports, and the next line begins on a new one.
-4. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
+4. A file that was moved away is left alone, and a new trail begins under the name. One that was cut is not: the next line
+   follows what was written, so that `verify` reports the gap.
+5. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
 """
 
 import contextlib
@@ -30,7 +32,7 @@ from wirecall.logs import logger
 from wirecall.methods import Context
 
 FIRST = "0" * 64
-TAIL = 65_536  # more than any line has
+TAIL = 65_536  # more than most lines have
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -90,6 +92,10 @@ class Audit:
             self._file = None
 
     def _open(self) -> int:
+        if self._file is not None and not _is_at(self.path, self._file):
+            logger.warning("the audit trail %s was moved or removed: a new one begins", self.path)
+            self.close()
+            self._seen = -1
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -99,7 +105,11 @@ class Audit:
         size = os.fstat(file).st_size
         torn = False
         if size != self._seen:
-            self._last, torn = _end_of(file, size)
+            last, torn = _end_of(file, size)
+            if size < self._seen:
+                logger.error("the audit trail %s was cut: %d bytes are missing", self.path, self._seen - size)
+            else:
+                self._last = last
         line, own = _chain(entry, self._last)
         data = b"\n" * torn + line
         self._seen = -1  # unless all of it is written, the next line looks for the end
@@ -171,13 +181,24 @@ def _parse(line: bytes) -> tuple[str, str] | None:
 
 def _end_of(file: int, size: int) -> tuple[str, bool]:
     """The hash of the last whole line, and whether a torn one stands behind it."""
-    tail = os.pread(file, TAIL, max(0, size - TAIL))
-    torn = bool(tail) and not tail.endswith(b"\n")
-    for line in reversed(tail.splitlines()):
-        links = _parse(line)
-        if links is not None:
-            return links[1], torn
-    return FIRST, torn
+    length = TAIL
+    while True:
+        tail = os.pread(file, length, max(0, size - length))
+        torn = bool(tail) and not tail.endswith(b"\n")
+        for line in reversed(tail.splitlines()):
+            links = _parse(line)
+            if links is not None:
+                return links[1], torn
+        if length >= size:
+            return FIRST, torn
+        length *= 8
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
