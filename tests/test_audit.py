@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.calls import batch, call, make_app, result
-from wirecall import App, DomainError, UsageError, jsonrpc
+from tests.calls import batch, call, error, make_app, result
+from tests.mcp.asgi import KEY, R5, speak
+from wirecall import App, Context, DomainError, UsageError, jsonrpc
 from wirecall.audit import Audit, Entry, verify
 
 
@@ -124,6 +125,40 @@ async def test_a_command_whose_caller_left_is_noted_when_it_ends(trail: Path) ->
             await caller
         go.set()
     assert [(line["outcome"], line["replayed"]) for line in lines(trail)] == [("ok", False)]
+
+
+async def test_a_command_that_was_stopped_before_its_commit_point_is_no_error_of_its_own(trail: Path) -> None:
+    app, begun = make_app(audit=f"file:{trail}"), asyncio.Event()
+
+    async def wait(ctx: Context) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+        await ctx.commit_point()
+
+    app.command(name="put")(wait)
+    app.command(name="hurry", timeout=0.01)(wait)
+    async with app:
+        assert error(await app.handle(call("hurry", key="k")))["code"] == 50410
+        begun.clear()
+        caller = asyncio.create_task(app.handle(call("put", key="k")))
+        await begun.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    assert [(line["outcome"], line["code"]) for line in lines(trail)] == [("cancelled", None)] * 2
+
+
+async def test_a_command_that_asks_its_caller_is_no_error(trail: Path) -> None:
+    app = make_app(audit=f"file:{trail}")
+
+    @app.command
+    async def put(ctx: Context) -> str:
+        return str((await ctx.elicit("who?", {"type": "object", "properties": {}})).action)
+
+    async with app, speak("http", app, R5, capabilities={"elicitation": {}}) as client:
+        asked = await client.tool("put", meta={KEY: "k"})
+        assert asked["resultType"] == "input_required"
+    assert [(line["outcome"], line["code"]) for line in lines(trail)] == [("input required", None)]
 
 
 async def test_the_chain_goes_on_after_a_restart(trail: Path) -> None:

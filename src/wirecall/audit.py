@@ -15,6 +15,7 @@ The rules of the file:
 5. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -29,7 +30,7 @@ from msgspec import Struct
 
 from wirecall.errors import InternalError, RpcError
 from wirecall.logs import logger
-from wirecall.methods import Context
+from wirecall.methods import Context, InputRequired
 
 FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have
@@ -44,7 +45,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     key: str | None
     digest: str  # of the arguments, as the ledger's fingerprint
     id: Any
-    outcome: str  # "ok" or "error"
+    outcome: str  # ok, error; cancelled: its caller left, or its time was over; input required: its caller was asked
     code: int | None
     replayed: bool
     duration_ms: float
@@ -61,7 +62,7 @@ class Audit:
 
     def note(self, context: Context, digest: bytes, started: float, error: BaseException | None) -> None:
         """A line about a call that has just ended; `started` is by `time.perf_counter`."""
-        code = None if error is None else error.code if isinstance(error, RpcError) else InternalError.CODE
+        outcome, code = _ended(error)
         self.append(
             Entry(
                 time=time.time(),
@@ -70,7 +71,7 @@ class Audit:
                 key=context.idempotency_key,
                 digest=digest.hex(),
                 id=context.correlation_id,
-                outcome="ok" if error is None else "error",
+                outcome=outcome,
                 code=code,
                 replayed=context.replayed,
                 duration_ms=round((time.perf_counter() - started) * 1000, 3),
@@ -116,6 +117,17 @@ class Audit:
         if os.write(file, data) < len(data):
             raise OSError("only a part of it could be written")
         self._seen, self._last = size + len(data), own
+
+
+def _ended(error: BaseException | None) -> tuple[str, int | None]:
+    """How a call ended, in a word, and with which code."""
+    if error is None:
+        return "ok", None
+    if isinstance(error, InputRequired):
+        return "input required", None
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled", None
+    return "error", error.code if isinstance(error, RpcError) else InternalError.CODE
 
 
 class Report(Struct, frozen=True):
