@@ -390,6 +390,26 @@ async def test_stopping_waits_for_an_outcome_that_is_not_recorded_yet(monkeypatc
     assert record.state is State.DONE
 
 
+async def test_an_outcome_is_recorded_however_short_its_retention_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is gone by then; that it was done is not."""
+    app, failures, recorded = make_app(), [LedgerDown("away")] * 5, asyncio.Event()
+    app.command(name="put", retention=0.001)(lambda: 1)
+    ledger = await app.ledger()
+    complete = ledger.complete
+
+    async def flaky(*args: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        recorded.set()
+        return await complete(*args)
+
+    monkeypatch.setattr(ledger, "complete", flaky)
+    assert result(await app.handle(call("put", key="k"))) == 1
+    async with asyncio.timeout(10):
+        await recorded.wait()
+    await app.aclose()
+
+
 async def test_an_unrecorded_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
 

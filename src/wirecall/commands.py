@@ -43,6 +43,7 @@ from wirecall.errors import (
     UsageError,
 )
 from wirecall.ledger.base import (
+    UNKNOWN_KEPT,
     Claim,
     CommitUnknown,
     Ledger,
@@ -525,18 +526,18 @@ class Commands:
             else:
                 await _give_back(ledger, record.token, record.attempts)
 
-        await self._persist(take_back, claim.retention)
+        await self._persist(take_back)
         await self._nap(UNCLAIM_AGAIN)
-        await self._persist(take_back, claim.retention)
+        await self._persist(take_back)
 
     async def _record_late(self, run: Run, kept: Outcome) -> None:
         ledger, token, retention = run.ledger, run.token, run.method.terms.retention
         assert ledger is not None and token is not None
-        await self._persist(lambda: ledger.complete(token, kept, retention), retention)
+        await self._persist(lambda: ledger.complete(token, kept, retention))
 
-    async def _persist(self, action: Callable[[], Awaitable[Any]], patience: float) -> None:
-        """Try until it works; when the app stops, as long as it is given."""
-        delay = FIRST_POLL
+    async def _persist(self, action: Callable[[], Awaitable[Any]]) -> None:
+        """Try until it works, for as long as the record may still be there; when the app stops, as long as it is given."""
+        patience, delay = UNKNOWN_KEPT, FIRST_POLL
         while patience > 0:
             try:
                 await action()
