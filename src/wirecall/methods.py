@@ -417,7 +417,11 @@ def _check(method: Method, reserved: bool) -> None:
             "a coroutine function runs on the event loop, blocking=True is for plain functions",
             "drop blocking=True, or make the function a plain one",
         ),
-        (method.timeout is not None and not method.timeout > 0, "a timeout is a number of seconds above 0", "timeout=5"),
+        (
+            method.timeout is not None and not _is_amount(method.timeout),
+            "a timeout is a number of seconds above 0",
+            "timeout=5",
+        ),
         (
             method.timeout is not None and not (method.is_async or method.blocking),
             "a plain function cannot be interrupted",
@@ -455,13 +459,25 @@ def _check(method: Method, reserved: bool) -> None:
             f'drop key="{method.key}", or make it a command',
         ),
         *(
-            (not getattr(method.terms, field) > 0, f"{field} must be above 0", f"{field}={getattr(Terms(), field)}")
+            (
+                not _is_amount(getattr(method.terms, field)),
+                f"{field} must be a number above 0",
+                f"{field}={getattr(Terms(), field)}",
+            )
             for field in ("retention", "lease", "wait", "max_stored_result")
         ),
     )
     for wrong, why, fix in faults:
         if wrong:
             raise UsageError(f"{method.name or method.function!r} cannot be registered.", why, fix)
+
+
+def _is_amount(value: Any) -> bool:
+    """A number above 0 that a store can hold: what is none must not be found out by the first command."""
+    try:
+        return type(value) in (int, float) and float(value) > 0
+    except OverflowError:
+        return False
 
 
 def _documented(function: Callable[..., Any]) -> str:
