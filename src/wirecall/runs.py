@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavailable
@@ -89,7 +90,7 @@ class Run:
             return Passed()
         if self._loop is None:
             return _stepped(self._write_commit_point())
-        if _is_on_loop():
+        if _running_loop() is not None:
             self.committed = True
             return self._write_commit_point()
         asyncio.run_coroutine_threadsafe(self._write_commit_point(), self._loop).result()
@@ -123,12 +124,11 @@ def _stepped(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
     raise CannotWait
 
 
-def _is_on_loop() -> bool:
+def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
-        asyncio.get_running_loop()
+        return asyncio.get_running_loop()
     except RuntimeError:  # a thread beside it
-        return False
-    return True
+        return None
 
 
 def in_thread(call: Call) -> Awaitable[Any]:
@@ -203,9 +203,19 @@ class Flight:
         return future
 
     def land(self, outcome: Outcome | None) -> None:
+        """Tell all who wait. Some may wait in the loop of another thread, which sleeps until it is woken."""
+        here = _running_loop() if self._waiting else None
         for future in self._waiting:
-            if not future.done():
-                future.set_result(outcome)
+            if future.get_loop() is here:
+                _tell(future, outcome)
+                continue
+            with suppress(RuntimeError):  # its loop is closed, and nobody waits any more
+                future.get_loop().call_soon_threadsafe(_tell, future, outcome)
+
+
+def _tell(future: "asyncio.Future[Outcome | None]", outcome: Outcome | None) -> None:
+    if not future.done():
+        future.set_result(outcome)
 
 
 class Heartbeats:

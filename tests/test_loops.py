@@ -1,0 +1,54 @@
+"""One app, several event loops: one after another, in threads side by side, and closed too early."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.calls import call, make_app, result
+from wirecall import App
+
+PATIENCE = 10.0
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def app(request: pytest.FixtureRequest, tmp_path: Path) -> App:
+    return make_app(ledger="memory:" if request.param == "memory" else f"sqlite:{tmp_path}/ledger.db")
+
+
+def in_loop(threads: ThreadPoolExecutor, answer: Callable[[], Any]) -> "Future[Any]":
+    """Run a coroutine in an event loop of its own, in a thread of its own."""
+    return threads.submit(lambda: asyncio.run(answer()))
+
+
+def test_a_duplicate_in_another_loop_is_woken_when_the_first_is_done(app: App) -> None:
+    """It used to sleep until its own wait was over, although the answer was there."""
+    begun, joined, go, effects = threading.Event(), threading.Event(), threading.Event(), list[int]()
+
+    @app.command(wait=10 * PATIENCE)
+    async def put() -> int:
+        effects.append(1)
+        begun.set()
+        await asyncio.to_thread(go.wait, PATIENCE)
+        return len(effects)
+
+    async def again() -> bytes | None:
+        asyncio.get_running_loop().call_later(0.05, joined.set)  # by then it waits
+        return await app.handle(call("put", key="k", id=2))
+
+    with ThreadPoolExecutor(2) as threads:
+        first = in_loop(threads, lambda: app.handle(call("put", key="k")))
+        assert begun.wait(PATIENCE)
+        second = in_loop(threads, again)
+        assert joined.wait(PATIENCE)
+        started = time.monotonic()
+        go.set()
+        assert (result(first.result(PATIENCE)), result(second.result(PATIENCE))) == (1, 1)
+        assert time.monotonic() - started < PATIENCE
+    assert effects == [1]
+    asyncio.run(app.aclose())
