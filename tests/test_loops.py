@@ -12,6 +12,7 @@ import pytest
 
 from tests.calls import call, make_app, result
 from wirecall import App
+from wirecall.ledger.base import RecordId
 
 PATIENCE = 10.0
 
@@ -51,4 +52,39 @@ def test_a_duplicate_in_another_loop_is_woken_when_the_first_is_done(app: App) -
         assert (result(first.result(PATIENCE)), result(second.result(PATIENCE))) == (1, 1)
         assert time.monotonic() - started < PATIENCE
     assert effects == [1]
+    asyncio.run(app.aclose())
+
+
+def test_a_run_keeps_its_lease_while_another_loop_has_runs_too(app: App) -> None:
+    """A second loop used to take the heartbeats over, and forgot those of the first."""
+    begun, go = threading.Event(), threading.Event()
+
+    @app.command(lease=0.3)
+    async def slow() -> int:
+        begun.set()
+        await asyncio.to_thread(go.wait, PATIENCE)
+        return 1
+
+    @app.command(lease=0.3)
+    async def quick() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    async def lease_left() -> float:
+        record = await (await app.ledger()).get(RecordId("", "slow", "k"))
+        assert record is not None
+        return record.lease_left
+
+    with ThreadPoolExecutor(2) as threads:
+        first = in_loop(threads, lambda: app.handle(call("slow", key="k")))
+        assert begun.wait(PATIENCE)
+        in_loop(threads, lambda: app.handle(call("quick", key="k"))).result(PATIENCE)
+        left, falls, rises = in_loop(threads, lease_left).result(PATIENCE), 0, 0
+        deadline = time.monotonic() + PATIENCE
+        while rises < 3 and time.monotonic() < deadline:
+            now = in_loop(threads, lease_left).result(PATIENCE)
+            rises, falls, left = rises + (now > left), falls + (now < left), now
+        go.set()
+        assert result(first.result(PATIENCE)) == 1
+    assert rises == 3, f"renewed {rises} times, and looked at {rises + falls} times"
     asyncio.run(app.aclose())

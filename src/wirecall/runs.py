@@ -27,7 +27,6 @@ class Run:
     """A command under way, as its handler's context sees it."""
 
     __slots__ = (
-        "_loop",
         "alone",
         "attempt",
         "cancelled",
@@ -40,6 +39,7 @@ class Run:
         "forsaken",
         "interruptible",
         "ledger",
+        "loop",
         "marked",
         "method",
         "others",
@@ -65,7 +65,7 @@ class Run:
         self.others = False  # another run of the same command was seen
         self.db: Any = None
         self.ended: asyncio.Future[Any] | None = None  # what its caller awaits
-        self._loop: asyncio.AbstractEventLoop | None = None if alone else asyncio.get_running_loop()
+        self.loop: asyncio.AbstractEventLoop | None = None if alone else asyncio.get_running_loop()
 
     @property
     def downstream_key(self) -> str:
@@ -88,12 +88,12 @@ class Run:
         self.marked = True
         if self.passed or self.db is not None:
             return Passed()
-        if self._loop is None:
+        if self.loop is None:
             return _stepped(self._write_commit_point())
         if _running_loop() is not None:
             self.committed = True
             return self._write_commit_point()
-        asyncio.run_coroutine_threadsafe(self._write_commit_point(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._write_commit_point(), self.loop).result()
         return Passed()
 
     async def _write_commit_point(self) -> None:
@@ -219,24 +219,23 @@ def _tell(future: "asyncio.Future[Outcome | None]", outcome: Outcome | None) -> 
 
 
 class Heartbeats:
-    """Renews the leases of the runs under way, each after a third of it. One timer serves all, since few live that long."""
+    """Renews the leases of the runs under way, each after a third of it. One timer serves all runs of an event loop, since
+    few live that long; threads may have loops of their own."""
 
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         self._spawn = spawn
-        self._due: dict[Run, float] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._due: dict[Run, float] = {}  # by the clock of the loop that the run is in
+        self._timers: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
     def start(self, run: Run) -> None:
-        if run.alone:  # no event loop: the handler cannot wait, so it will not last
+        if run.loop is None:  # the handler cannot wait, so it will not last
             return
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # what another loop has left behind is over
-            self._loop, self._timer = loop, None
-            self._due.clear()
-        self._due[run] = due = loop.time() + run.method.terms.lease / 3
-        if self._timer is None or self._timer.when() > due:
-            self._arm(loop, due)
+        timer = self._timers.get(run.loop)
+        self._due[run] = due = run.loop.time() + run.method.terms.lease / 3
+        if timer is None:
+            self._forget_closed()
+        if timer is None or timer.when() > due:
+            self._arm(run.loop, due)
 
     def stop(self, run: Run) -> None:
         """The timer stays: the next run is likely to come before it, and to cancel one costs more than to let it pass."""
@@ -244,22 +243,30 @@ class Heartbeats:
 
     def rest(self) -> None:
         """No run will come."""
-        if not self._due and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if not self._due and (timer := self._timers.pop(asyncio.get_running_loop(), None)):
+            timer.cancel()
+
+    def _forget_closed(self) -> None:
+        """What a loop that is closed has left behind is over."""
+        for loop in [loop for loop in list(self._timers) if loop.is_closed()]:
+            self._timers.pop(loop, None)
+        for run in [run for run in list(self._due) if run.loop and run.loop.is_closed()]:
+            self._due.pop(run, None)
 
     def _arm(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = loop.call_at(due, self._beat, loop)
+        if timer := self._timers.get(loop):
+            timer.cancel()
+        self._timers[loop] = loop.call_at(due, self._beat, loop)
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        for run in [run for run, due in self._due.items() if due <= loop.time()]:
-            self._due[run] = loop.time() + run.method.terms.lease / 3
-            self._spawn(self._renew(run))
-        self._timer = None
-        if self._due:
-            self._arm(loop, min(self._due.values()))
+        del self._timers[loop]
+        ours = [run for run in list(self._due) if run.loop is loop]
+        for run in ours:
+            if self._due[run] <= loop.time():
+                self._due[run] = loop.time() + run.method.terms.lease / 3
+                self._spawn(self._renew(run))
+        if ours:
+            self._arm(loop, min(self._due[run] for run in ours))
 
     async def _renew(self, run: Run) -> None:
         assert run.ledger is not None and run.token is not None
