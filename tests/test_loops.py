@@ -1,6 +1,7 @@
 """One app, several event loops: one after another, in threads side by side, and closed too early."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -88,3 +89,27 @@ def test_a_run_keeps_its_lease_while_another_loop_has_runs_too(app: App) -> None
         assert result(first.result(PATIENCE)) == 1
     assert rises == 3, f"renewed {rises} times, and looked at {rises + falls} times"
     asyncio.run(app.aclose())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the coroutines that were left behind
+@pytest.mark.parametrize("commits", [True, False])
+def test_an_app_whose_loop_was_closed_in_the_middle_can_be_closed_and_used_again(app: App, commits: bool) -> None:
+    begun = list[int]()
+
+    @app.command(commit_point=not commits)
+    async def put() -> None:
+        begun.append(1)
+        await asyncio.Event().wait()
+
+    app.command(name="other")(lambda: 1)
+    loop = asyncio.new_event_loop()
+    left = loop.create_task(app.handle(call("put", key="k")))
+    while not begun:
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    asyncio.run(app.aclose(0.05))
+    assert result(asyncio.run(app.handle(call("other", key="k")))) == 1
+    asyncio.run(app.aclose())
+    assert not left.done()
+    del left
+    gc.collect()  # here, where what it says about them is expected

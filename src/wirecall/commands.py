@@ -148,15 +148,15 @@ class Commands:
             self._sweeps[1].cancel()
         self._heartbeats.rest()
         for run, task in self._runs.items():
-            if not run.committed:
+            if not run.committed and _is_alive(task):
                 self._cancel(task, run)
-        for nap in self._naps:
+        for nap in filter(_is_alive, self._naps):
             _wake(nap)
-        under_way = [*self._chores, *(flight.ended() for flight in self._flights.values())]
+        under_way = [*filter(_is_alive, self._chores), *(flight.ended() for flight in self._flights.values())]
         if under_way:
             await asyncio.wait(under_way, timeout=grace)
         runs = dict(self._runs)
-        left = [*runs.values(), *self._chores]
+        left = list(filter(_is_alive, [*runs.values(), *self._chores]))
         for task in left:
             task.cancel()
         if left:
@@ -602,6 +602,11 @@ def _raise(error: BaseException) -> None:
 def _wake(sleeper: "asyncio.Future[None] | None") -> None:
     if sleeper is not None and not sleeper.done():
         sleeper.set_result(None)
+
+
+def _is_alive(future: "asyncio.Future[Any]") -> bool:
+    """Whether anything can become of it: a loop that was closed in the middle of its work will do no more."""
+    return not future.get_loop().is_closed()
 
 
 class _Undecided(Exception):
