@@ -6,14 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.calls import call, make_app, result
+from tests.calls import call, make_app, read, result
 from wirecall import App
 from wirecall.ledger.base import RecordId
+from wirecall.runs import Flight
 
 PATIENCE = 10.0
 
@@ -113,3 +115,25 @@ def test_an_app_whose_loop_was_closed_in_the_middle_can_be_closed_and_used_again
     assert not left.done()
     del left
     gc.collect()  # here, where what it says about them is expected
+
+
+def test_of_two_threads_without_a_loop_one_runs_the_command(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They look whether it is under way at the same moment."""
+    effects, together = list[int](), threading.Barrier(2)
+
+    @app.command
+    def put() -> int:
+        effects.append(1)
+        return 1
+
+    def made(fingerprint: bytes) -> Flight:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(1)
+        return Flight(fingerprint)
+
+    monkeypatch.setattr("wirecall.commands.Flight", made)
+    with ThreadPoolExecutor(2) as threads:
+        answers = [read(answer) for answer in threads.map(lambda id: app.handle_sync(call("put", key="k", id=id)), (1, 2))]
+    assert effects == [1]
+    assert {answer.get("result") or answer["error"]["code"] for answer in answers} <= {1, 40910}
+    asyncio.run(app.aclose())

@@ -189,7 +189,8 @@ class Commands:
 
     async def _found(self, run: Run) -> Outcome | None:
         """The outcome of another run of this command; None if it is ours to run."""
-        while flight := self._flights.get(run.claim.id):
+        mine = Flight(run.claim.fingerprint)  # one step, since other threads may be at it too
+        while (flight := self._flights.setdefault(run.claim.id, mine)) is not mine:
             run.others = True
             if run.alone:
                 raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
@@ -197,7 +198,6 @@ class Commands:
             if outcome is not None:
                 return outcome
         run.others = False
-        flight = self._flights[run.claim.id] = Flight(run.claim.fingerprint)
         found: Outcome | None = None
         try:
             ledger = await self._open()
