@@ -14,7 +14,7 @@ import pytest
 
 from tests.calls import call, make_app, read, result
 from wirecall import App
-from wirecall.ledger.base import RecordId
+from wirecall.ledger.base import Outcome, RecordId
 from wirecall.runs import Flight
 
 PATIENCE = 10.0
@@ -137,3 +137,11 @@ def test_of_two_threads_without_a_loop_one_runs_the_command(app: App, monkeypatc
     assert effects == [1]
     assert {answer.get("result") or answer["error"]["code"] for answer in answers} <= {1, 40910}
     asyncio.run(app.aclose())
+
+
+async def test_who_joins_a_flight_that_has_just_landed_has_the_outcome() -> None:
+    """In another thread it may land between the look for it and the wait."""
+    flight, outcome = Flight(b"print"), Outcome("result", b"1", b"digest")
+    flight.land(outcome)
+    async with asyncio.timeout(PATIENCE):
+        assert await flight.join(b"print", 10 * PATIENCE) is outcome

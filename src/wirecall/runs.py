@@ -174,13 +174,14 @@ def not_noted(_: BaseException | None = None) -> None:
 class Flight:
     """The one run of a command in this process, and those who wait for it."""
 
-    __slots__ = ("_fingerprint", "_waiting", "is_granted", "is_refused")
+    __slots__ = ("_fingerprint", "_landed", "_waiting", "is_granted", "is_refused")
 
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
         self.is_granted = False
         self.is_refused = False  # the ledger is away: who waits need not find out one after another
         self._waiting: list[asyncio.Future[Outcome | None]] = []
+        self._landed: tuple[Outcome | None] | None = None
 
     async def join(self, fingerprint: bytes, wait: float) -> Outcome | None:
         """The outcome, or None when the run ended without one."""
@@ -200,10 +201,13 @@ class Flight:
     def ended(self) -> "asyncio.Future[Outcome | None]":
         future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
+        if self._landed is not None:  # in another thread, a moment ago
+            _tell(future, *self._landed)
         return future
 
     def land(self, outcome: Outcome | None) -> None:
         """Tell all who wait. Some may wait in the loop of another thread, which sleeps until it is woken."""
+        self._landed = (outcome,)  # before the others are counted: who comes after that sees it
         here = _running_loop() if self._waiting else None
         for future in self._waiting:
             if future.get_loop() is here:
