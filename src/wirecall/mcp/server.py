@@ -45,6 +45,7 @@ from wirecall.mcp.types import (
     ERROR_META,
     LEVELS,
     PREFIX,
+    RECORDED_META,
     REPLAYED_META,
     CallTool,
     Cancelled,
@@ -426,6 +427,8 @@ class Server:
             if context.replayed:
                 request.outlet.replayed.append(request.id)
                 marks[REPLAYED_META] = True
+            if not context.recorded:
+                marks[RECORDED_META] = False
 
     def _check_waiting(self, interim: bytes, session: Session) -> None:
         """Another call with this key waits for answers: only a client that could give them is asked the same again."""
