@@ -98,7 +98,9 @@ def take_key(params: Raw, position: int | None = None) -> Any:
     if key is not UNSET and (text.count(_QUOTED_KEY) > 1 or b"\\u" in text):
         import json  # late: the one decoder that shows duplicate members
 
-        values = {json.dumps(value) for name, value in json.loads(text, object_pairs_hook=list) if name == KEY}
+        # Integers stay texts: Python refuses to read long ones, and what is wrong with those is told by the binding.
+        members = json.loads(text, object_pairs_hook=list, parse_int=lambda digits: [digits])
+        values = {json.dumps(value) for name, value in members if name == KEY}
         if len(values) > 1:
             raise KeyInvalid(f"params.{KEY}: given twice with different values", ran="no")
     return key
