@@ -27,6 +27,9 @@ KeyRule: TypeAlias = Literal["optional", "required", "ask"]
 
 EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
 
+# Members of the params that may change between an attempt and its retry, besides the key and `_meta`.
+UNCOUNTED = ("idempotencyKey", "inputResponses", "requestState")
+
 
 class Kind(enum.Enum):
     """What a method does to the world."""
@@ -451,6 +454,11 @@ def _check(method: Method, reserved: bool) -> None:
             not method.expose or not {*method.expose} <= {*EVERYWHERE},
             f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them",
             'expose=("rpc",)',
+        ),
+        (
+            method.is_command and any(parameter.name in UNCOUNTED for parameter in method.signature.parameters),
+            f"{', '.join(UNCOUNTED)} may change from retry to retry, so two commands that differ in them would count as one",
+            "give the parameter another name",
         ),
         (method.key not in get_args(KeyRule), f"{method.key!r} is none of {', '.join(get_args(KeyRule))}", 'key="optional"'),
         (

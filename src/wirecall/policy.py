@@ -16,7 +16,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall import frames
 from wirecall.errors import InvalidRequest, KeyInvalid, KeyRequired, UsageError
 from wirecall.frames import Message
-from wirecall.methods import KEY, Context, Method
+from wirecall.methods import KEY, UNCOUNTED, Context, Method
 
 Mode: TypeAlias = Literal["development", "production"]
 
@@ -134,8 +134,7 @@ class _Keyed(Struct):
 _decode_keyed = msgspec.json.Decoder(_Keyed).decode
 _QUOTED_KEY = f'"{KEY}"'.encode()
 
-# Members of the params that may change between an attempt and its retry.
-_NOT_IDENTITY = (KEY, "idempotencyKey", "_meta", "inputResponses", "requestState")
+_NOT_IDENTITY = (KEY, "_meta", *UNCOUNTED)
 
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 
