@@ -479,6 +479,8 @@ class Commands:
                     return await self._transact(ledger, transaction, run, call)
             except TryAgain:
                 run.claim = msgspec.structs.replace(run.claim, nonce=new_nonce())
+            except _Orphaned:
+                await self._bury_holder(ledger, run)
             except BaseException as error:
                 raise _undone(error, run) from error
         raise KeyInProgress("the database kept undoing the transaction", ran="no", retry_after_ms=RETRY_AFTER_MS)
@@ -488,6 +490,8 @@ class Commands:
         if record.fingerprint != run.claim.fingerprint:
             raise KeyConflict(ran="no")
         if not _is_granted(record, run):
+            if record.state is State.RUNNING and record.lease_left == 0:
+                raise _Orphaned
             if record.state is State.RUNNING:
                 raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
             return recorded(record), True
@@ -501,6 +505,18 @@ class Commands:
         run.committed = True  # from here on, only the store knows
         await transaction.complete(stored(outcome, terms.max_stored_result), terms.retention, undo=outcome.kind == "error")
         return outcome, False
+
+    async def _bury_holder(self, ledger: Ledger, run: Run) -> None:
+        """A record that no transaction holds was begun when the method was declared otherwise, and its holder vanished. What
+        may have happened is unknown; what had not begun makes way."""
+        claim = msgspec.structs.replace(run.claim, on_crash="unknown", nonce=new_nonce())
+        try:
+            record = await ledger.claim(claim)
+            if record.state is State.RUNNING and record.nonce == claim.nonce:
+                await ledger.release(record.token)
+        except LedgerDown as error:
+            self._do(self._unclaim(ledger, claim))
+            raise _unavailable(error) from error
 
     # --- chores ------------------------------------------------------------------------------------------------------
 
@@ -607,6 +623,10 @@ def _wake(sleeper: "asyncio.Future[None] | None") -> None:
 def _is_alive(future: "asyncio.Future[Any]") -> bool:
     """Whether anything can become of it: a loop that was closed in the middle of its work will do no more."""
     return not future.get_loop().is_closed()
+
+
+class _Orphaned(Exception):
+    """A transaction found a record whose holder, in another mode, has vanished."""
 
 
 class _Undecided(Exception):

@@ -5,13 +5,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
-from tests.calls import call, error, make_app, result
+from tests.calls import call, error, make_app, read, result
+from tests.contracts import LEASE, claim_of
 from tests.servers import TRANSACTIONAL, Store
 from wirecall import App, Context, DomainError
 from wirecall.errors import RpcError
 from wirecall.frames import ErrorObject
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
+from wirecall.policy import fingerprint
 from wirecall.replies import remote_error
 
 
@@ -192,3 +195,30 @@ async def test_a_refusal_of_another_server_undoes_a_transaction(theirs: ErrorObj
     refused = error(await app.handle(call("put", key="k")))
     assert (refused["code"], refused["data"]) == (-32603, {"ran": "no"})
     assert result(await app.handle(call("put", key="k"))) == 1
+
+
+# --- a method that is declared anew ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+@pytest.mark.parametrize("committed", [True, False])
+async def test_a_transaction_finds_the_record_of_a_holder_that_vanished_before_the_method_became_transactional(
+    committed: bool, app: App, ledger: Ledger, store: Store
+) -> None:
+    """It used to be "in progress" for as long as its retention, although nobody was at it."""
+    effects: list[int] = []
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> int:
+        effects.append(1)
+        return 1
+
+    id = RecordId("", "put", "k")
+    await ledger.claim(claim_of(id, fingerprint=fingerprint(UNSET), committed=committed))
+    assert error(await app.handle(call("put", key="k")))["code"] == 40910  # its lease lives
+    store.age(id, LEASE + 1)
+    for _ in range(2):
+        answer = read(await app.handle(call("put", key="k")))
+        assert answer["error"]["code"] == 50910 if committed else answer["result"] == 1
+    assert len(effects) == (0 if committed else 1)
+    assert await stands(app) is (State.UNKNOWN if committed else State.DONE)
