@@ -222,3 +222,46 @@ async def test_a_transaction_finds_the_record_of_a_holder_that_vanished_before_t
         assert answer["error"]["code"] == 50910 if committed else answer["result"] == 1
     assert len(effects) == (0 if committed else 1)
     assert await stands(app) is (State.UNKNOWN if committed else State.DONE)
+
+
+# --- handlers that end their transaction themselves ------------------------------------------------------------------
+
+
+async def run_sql(db: Any, statement: str) -> Any:
+    cursor = db.execute(statement)
+    return await cursor if asyncio.iscoroutine(cursor) else cursor
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK"])
+async def test_a_handler_that_ends_its_transaction_is_never_said_to_have_done_nothing_if_it_has(
+    statement: str, fails: bool, app: App, store: Store
+) -> None:
+    """Record and effect are apart then. What the caller hears must be true, and nothing may run twice."""
+
+    @app.command(on_crash="transactional")
+    async def prepare(ctx: Context) -> None:
+        await run_sql(ctx.db, "CREATE TABLE IF NOT EXISTS ended (n INTEGER)")
+        await run_sql(ctx.db, "DELETE FROM ended")
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> None:
+        await run_sql(ctx.db, "INSERT INTO ended VALUES (1)")
+        await run_sql(ctx.db, statement)
+        if fails:
+            raise ValueError
+
+    @app.command(on_crash="transactional")
+    async def count(ctx: Context) -> Any:
+        cursor = await run_sql(ctx.db, "SELECT count(*) FROM ended")
+        return (await cursor.fetchone() if store.kind == "postgres" else cursor.fetchone())[0]
+
+    result(await app.handle(call("prepare", key="p")))
+    ran = [error(await app.handle(call("put", key="k")))["data"]["ran"] for _ in range(2)]
+    effects = result(await app.handle(call("count", key="c")))
+    assert effects <= 1
+    if effects:
+        assert "no" not in ran
+    if store.kind == "sqlite" or statement == "ROLLBACK":
+        assert effects == 0
