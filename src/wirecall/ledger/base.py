@@ -24,7 +24,6 @@ The rules of the contract:
 
 import enum
 import os
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -242,8 +241,6 @@ def new_nonce() -> bytes:
     """128 random bits: the owner's half of a token."""
     return os.urandom(16)
 
-
-Opener: TypeAlias = Callable[[str], Awaitable[Ledger]]
 
 _SCHEMES = ("memory", "sqlite", "redis", "rediss", "valkey", "postgresql", "postgres")
 
