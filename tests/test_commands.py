@@ -520,6 +520,19 @@ async def test_a_claim_whose_answer_is_lost_is_taken_back(monkeypatch: pytest.Mo
 # --- an operator's verdict ---------------------------------------------------------------------------------------------
 
 
+async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> None:
+    app = make_app()
+
+    @app.command
+    def put() -> None:
+        raise ValueError
+
+    await app.handle(call("put", key="k"))
+    with pytest.raises(UsageError, match="cannot be replayed"):
+        await app.resolve("put", "k", Done(float("nan")))
+    assert await state_of(app) is State.UNKNOWN
+
+
 @pytest.mark.parametrize("verdict", [Done, NotDone, CannotTell(), "done", True, None])
 async def test_what_is_no_verdict_settles_nothing(verdict: Any) -> None:
     """Else a forgotten pair of brackets would remove the evidence, and the command would run again."""

@@ -515,6 +515,10 @@ class App:
         outcome = None
         if isinstance(verdict, Done):
             outcome = outcome_of("result", self._as_kept(method, declared, verdict.result), id)
+            if outcome.payload is None:
+                raise UsageError(
+                    f"{verdict!r} cannot be replayed.", "its result cannot be written as JSON", "give one that can"
+                )
         retention = (declared.terms if declared else Terms()).retention
         return await (await self.ledger()).resolve(id, outcome, retention)
 
