@@ -158,6 +158,7 @@ async def test_a_command_that_asks_its_caller_is_no_error(trail: Path) -> None:
     async with app, speak("http", app, R5, capabilities={"elicitation": {}}) as client:
         asked = await client.tool("put", meta={KEY: "k"})
         assert asked["resultType"] == "input_required"
+    assert lines(trail)[0]["method"] == "tools/call:put"
     assert [(line["outcome"], line["code"]) for line in lines(trail)] == [("input required", None)]
 
 

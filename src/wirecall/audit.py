@@ -41,7 +41,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     time: float
     caller: str
-    method: str
+    method: str  # as in the ledger: a tool's is tools/call:NAME
     key: str | None
     digest: str  # of the arguments, as the ledger's fingerprint
     id: Any
@@ -67,7 +67,7 @@ class Audit:
             Entry(
                 time=time.time(),
                 caller=context.caller,
-                method=context.method,
+                method=context.record,
                 key=context.idempotency_key,
                 digest=digest.hex(),
                 id=context.correlation_id,
