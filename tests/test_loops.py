@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.calls import call, make_app, read, result
 from wirecall import App
-from wirecall.ledger.base import Outcome, RecordId
+from wirecall.ledger.base import Ledger, Outcome, RecordId, open_ledger
 from wirecall.runs import Flight
 
 PATIENCE = 10.0
@@ -145,3 +146,23 @@ async def test_who_joins_a_flight_that_has_just_landed_has_the_outcome() -> None
     flight.land(outcome)
     async with asyncio.timeout(PATIENCE):
         assert await flight.join(b"print", 10 * PATIENCE) is outcome
+
+
+def test_loops_that_open_the_ledger_at_the_same_moment_share_one(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the records of the first would be forgotten, where the ledger is in memory."""
+    effects, together = list[str](), threading.Barrier(2)
+    app.command(name="put")(lambda who: effects.append(who))
+
+    async def opened(url: str) -> Ledger:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(1)
+        return await open_ledger(url)
+
+    monkeypatch.setattr("wirecall.app.open_ledger", opened)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            calls = [call("put", {"who": who}, key=who) for who in ("ada", "bob")]
+            for answer in [in_loop(threads, partial(app.handle, message)) for message in calls]:
+                result(answer.result(PATIENCE))
+    assert sorted(effects) == ["ada", "bob"]
+    asyncio.run(app.aclose())

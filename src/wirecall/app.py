@@ -532,11 +532,20 @@ class App:
 
     async def ledger(self) -> "Ledger":
         """The app's ledger, opened on first use."""
-        if self._ledger is None:
+        ledger = self._ledger
+        if ledger is None:
             async with self._opening():
-                if self._ledger is None:
-                    self._ledger = await open_ledger(self.ledger_url)
-        return self._ledger
+                ledger = self._ledger or await self._kept(await open_ledger(self.ledger_url))
+        return ledger
+
+    async def _kept(self, opened: "Ledger") -> "Ledger":
+        """All loops share one ledger: who opened another in its own thread, at the same moment, closes that."""
+        kept = self._ledger
+        if kept is None:
+            self._ledger = opened
+            return opened
+        await opened.aclose()
+        return kept
 
     def _opening(self) -> "AbstractAsyncContextManager[None]":
         """One call opens the ledger, and the others of its event loop wait for it."""
