@@ -4,6 +4,8 @@ import asyncio
 import json
 import multiprocessing
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,21 @@ def test_the_end_of_a_trail_is_found_behind_a_line_of_any_length(trail: Path) ->
         audit.append(structs.replace(entry(n), caller="x" * 1_000_000 * n))
         audit.close()
     assert verify(trail).ok
+
+
+def test_many_threads_write_one_chain(trail: Path) -> None:
+    """A lock on the file keeps processes apart, not threads."""
+    audit = Audit(str(trail))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(audit.append, map(entry, range(400))))
+    finally:
+        sys.setswitchinterval(interval)
+    audit.close()
+    report = verify(trail)
+    assert (report.problems, report.lines) == ([], 400)
 
 
 def append_many(path: str, first: int) -> None:

@@ -20,6 +20,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,7 @@ class Audit:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
+        self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
         self._seen = -1  # size of the file after our own last line
         self._last = FIRST
@@ -81,8 +83,7 @@ class Audit:
     def append(self, entry: Entry) -> None:
         """Add a line. What goes wrong is logged, because the command is done already."""
         try:
-            file = self._open()
-            with _locked(file):
+            with self._writing, _locked(file := self._open()):
                 self._write(file, entry)
         except Exception as error:
             logger.error("the audit trail %s has no line for %s %s: %s", self.path, entry.method, entry.key, error)
