@@ -312,6 +312,27 @@ def test_many_processes_write_one_chain(trail: Path) -> None:
     assert sorted(line["id"] for line in lines(trail)) == list(range(200))
 
 
+def test_a_process_and_its_copy_write_one_chain(trail: Path) -> None:
+    """After a fork both have the same open file, and with it the same lock."""
+    audit = Audit(str(trail))
+    audit.append(entry(0))
+    context = multiprocessing.get_context("fork")
+
+    def append_more() -> None:
+        for n in range(1, 101):
+            audit.append(entry(n))
+
+    copies = [context.Process(target=append_more) for _ in range(3)]
+    for copy in copies:
+        copy.start()
+    append_more()
+    for copy in copies:
+        copy.join(60)
+    audit.close()
+    report = verify(trail)
+    assert (report.problems, report.lines) == ([], 401)
+
+
 async def test_a_trail_that_cannot_be_written_costs_a_log_line_not_the_command(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

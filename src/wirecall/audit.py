@@ -57,10 +57,15 @@ class Audit:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
+        self._begin()
+        self._last = FIRST
+
+    def _begin(self) -> None:
+        """At first, and after a fork: what was opened before belongs to the other process, and its lock with it."""
+        self._pid = os.getpid()
         self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
         self._seen = -1  # size of the file after our own last line
-        self._last = FIRST
 
     def note(self, context: Context, digest: bytes, started: float, error: BaseException | None) -> None:
         """A line about a call that has just ended; `started` is by `time.perf_counter`."""
@@ -82,6 +87,8 @@ class Audit:
 
     def append(self, entry: Entry) -> None:
         """Add a line. What goes wrong is logged, because the command is done already."""
+        if self._pid != os.getpid():
+            self._begin()
         try:
             with self._writing, _locked(file := self._open()):
                 self._write(file, entry)
