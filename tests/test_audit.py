@@ -1,6 +1,7 @@
 """The audit trail (T6): a line per command, and no edit that goes unnoticed."""
 
 import asyncio
+import fcntl
 import json
 import multiprocessing
 import os
@@ -275,6 +276,22 @@ def test_the_end_of_a_trail_is_found_behind_a_line_of_any_length(trail: Path) ->
         audit = Audit(str(trail))
         audit.append(structs.replace(entry(n), caller="x" * 1_000_000 * n))
         audit.close()
+    assert verify(trail).ok
+
+
+def test_a_lock_that_another_program_keeps_costs_a_line_and_not_the_server(
+    trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("wirecall.audit.PATIENCE", 0.05)
+    audit = Audit(str(trail))
+    audit.append(entry(0))
+    with trail.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        audit.append(entry(1))
+    audit.append(entry(2))
+    audit.close()
+    assert "has no line for put k1: another process has had its lock" in caplog.text
+    assert [line["id"] for line in lines(trail)] == [0, 2]
     assert verify(trail).ok
 
 

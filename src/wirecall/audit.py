@@ -35,6 +35,7 @@ from wirecall.methods import Context, InputRequired
 
 FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have
+PATIENCE = 1.0  # seconds for the lock; another line is written in some 0.00005
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -223,8 +224,21 @@ def _is_at(path: Path, file: int) -> bool:
 
 @contextlib.contextmanager
 def _locked(file: int) -> Iterator[None]:
-    fcntl.flock(file, fcntl.LOCK_EX)
+    """The lock on the file, for which nobody waits for ever: who has it may have been stopped, or may not be one of us."""
+    give_up_at = time.monotonic() + PATIENCE
+    while not _is_locked(file):
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"another process has had its lock for more than {PATIENCE:g} s")
+        time.sleep(0.0002)
     try:
         yield
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
