@@ -453,7 +453,9 @@ class Commands:
             self._do(self._record_late(run, kept))
         except asyncio.CancelledError:
             self._do(self._record_late(run, kept))
-            raise
+            if run.ended is None or self.closing:
+                raise
+            # In a task of its own, and not by us: the handler's own timeout came in its last moment. It has an outcome.
         return outcome, False
 
     async def _superseded(self, run: Run, outcome: Outcome) -> Ended:

@@ -265,3 +265,42 @@ async def test_a_handler_that_ends_its_transaction_is_never_said_to_have_done_no
         assert "no" not in ran
     if store.kind == "sqlite" or statement == "ROLLBACK":
         assert effects == 0
+
+
+# --- handlers that cancel themselves ---------------------------------------------------------------------------------
+
+
+async def test_a_cancellation_that_a_handler_leaves_behind_costs_nobody_its_outcome(app: App) -> None:
+    """As `asyncio.timeout` does in Python 3.11, if it comes in the same turn as the end of its block."""
+    effects: list[int] = []
+
+    @app.command
+    async def put() -> int:
+        effects.append(1)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return 1
+
+    async with asyncio.timeout(10):
+        assert result(await app.handle(call("put", key="k"))) == 1
+        assert result(await app.handle(call("put", key="k"))) == 1
+    assert effects == [1]
+    assert await stands(app) is State.DONE
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_handler_that_cancels_itself_is_an_unexpected_error(waits: bool, app: App) -> None:
+    @app.command
+    async def put() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if waits:
+            task.cancel()
+            await asyncio.sleep(10)
+        raise asyncio.CancelledError
+
+    async with asyncio.timeout(10):
+        refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "unknown"})
+    assert error(await app.handle(call("put", key="k")))["code"] == 50910
