@@ -1,16 +1,21 @@
 """The audit trail (T6): a line per command, and no edit that goes unnoticed."""
 
 import asyncio
+import fcntl
 import json
 import multiprocessing
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from tests.calls import batch, call, make_app, result
-from wirecall import App, DomainError, UsageError, jsonrpc
+from tests.calls import batch, call, error, make_app, result
+from tests.mcp.asgi import KEY, R5, speak
+from wirecall import App, Context, DomainError, UsageError, jsonrpc
 from wirecall.audit import Audit, Entry, verify
 
 
@@ -125,6 +130,41 @@ async def test_a_command_whose_caller_left_is_noted_when_it_ends(trail: Path) ->
     assert [(line["outcome"], line["replayed"]) for line in lines(trail)] == [("ok", False)]
 
 
+async def test_a_command_that_was_stopped_before_its_commit_point_is_no_error_of_its_own(trail: Path) -> None:
+    app, begun = make_app(audit=f"file:{trail}"), asyncio.Event()
+
+    async def wait(ctx: Context) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+        await ctx.commit_point()
+
+    app.command(name="put")(wait)
+    app.command(name="hurry", timeout=0.01)(wait)
+    async with app:
+        assert error(await app.handle(call("hurry", key="k")))["code"] == 50410
+        begun.clear()
+        caller = asyncio.create_task(app.handle(call("put", key="k")))
+        await begun.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    assert [(line["outcome"], line["code"]) for line in lines(trail)] == [("cancelled", None)] * 2
+
+
+async def test_a_command_that_asks_its_caller_is_no_error(trail: Path) -> None:
+    app = make_app(audit=f"file:{trail}")
+
+    @app.command
+    async def put(ctx: Context) -> str:
+        return str((await ctx.elicit("who?", {"type": "object", "properties": {}})).action)
+
+    async with app, speak("http", app, R5, capabilities={"elicitation": {}}) as client:
+        asked = await client.tool("put", meta={KEY: "k"})
+        assert asked["resultType"] == "input_required"
+    assert lines(trail)[0]["method"] == "tools/call:put"
+    assert [(line["outcome"], line["code"]) for line in lines(trail)] == [("input required", None)]
+
+
 async def test_the_chain_goes_on_after_a_restart(trail: Path) -> None:
     for n in range(3):
         async with audited(trail) as app:
@@ -140,6 +180,9 @@ async def test_the_chain_goes_on_after_a_restart(trail: Path) -> None:
         (lambda found: [found[0], found[2]], [(2, "removed")]),
         (lambda found: [found[1], found[0], found[2]], [(1, "removed"), (2, "removed"), (3, "removed")]),
         (lambda found: [found[0], found[1].replace(b'"k1"', b'"k9"'), found[2]], [(2, "edited")]),
+        # Behind the hash, where it is not hashed: readers of JSON take the last of two members.
+        (lambda found: [found[0], found[1][:-2] + b',"outcome":"error"}\n', found[2]], [(2, "edited")]),
+        (lambda found: [found[0], found[1][:-1] + b" \n", found[2]], [(2, "edited")]),
         (lambda found: [found[0], b"garbage\n", found[1], found[2]], [(2, "not a line")]),
         (lambda found: [found[0], found[1][:40]], [(2, "torn")]),
         (lambda found: found[1:], [(1, "removed")]),
@@ -171,6 +214,102 @@ def test_after_a_torn_line_the_trail_goes_on_and_the_tear_is_reported(trail: Pat
     assert [json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")] == [0, 1]
 
 
+@pytest.mark.parametrize("written", [0, 20])
+def test_after_a_disk_that_was_full_the_chain_goes_on(
+    trail: Path, written: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What could not be written is missing, and the log says so; the lines that were written follow each other."""
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if written:
+            return write(file, data[:written])
+        raise OSError(28, "No space left on device")
+
+    audit = Audit(str(trail))
+    audit.append(entry(0))
+    monkeypatch.setattr(os, "write", full)
+    audit.append(entry(1))
+    monkeypatch.undo()
+    audit.append(entry(2))
+    audit.append(entry(3))
+    audit.close()
+    assert "has no line for put k1" in caplog.text
+    assert [text for _, text in verify(trail).problems] == ["not a line of an audit trail, or torn"] * bool(written)
+    assert [json.loads(line)["id"] for line in trail.read_bytes().splitlines() if line.endswith(b"}")] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_trail_that_is_moved_away_is_followed_by_a_new_one(
+    trail: Path, is_moved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the lines would go to a file that nobody finds."""
+    audit, old = Audit(str(trail)), trail.with_suffix(".1")
+    audit.append(entry(0))
+    trail.rename(old) if is_moved else trail.unlink()
+    audit.append(entry(1))
+    audit.append(entry(2))
+    audit.close()
+    assert [line["id"] for line in lines(trail)] == [1, 2]
+    assert verify(trail).ok
+    assert not is_moved or verify(old).lines == 1
+    assert "was moved or removed" in caplog.text
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_trail_that_was_cut_shows_the_gap(trail: Path, kept: int, caplog: pytest.LogCaptureFixture) -> None:
+    audit = Audit(str(trail))
+    for n in range(3):
+        audit.append(entry(n))
+    os.truncate(trail, len(b"".join(trail.read_bytes().splitlines(keepends=True)[:kept])))
+    audit.append(entry(3))
+    audit.append(entry(4))
+    audit.close()
+    report = verify(trail)
+    assert [number for number, text in report.problems if "removed" in text] == [kept + 1]
+    assert len(report.problems) == 1
+    assert "was cut" in caplog.text
+
+
+def test_the_end_of_a_trail_is_found_behind_a_line_of_any_length(trail: Path) -> None:
+    for n in range(3):
+        audit = Audit(str(trail))
+        audit.append(structs.replace(entry(n), caller="x" * 1_000_000 * n))
+        audit.close()
+    assert verify(trail).ok
+
+
+def test_a_lock_that_another_program_keeps_costs_a_line_and_not_the_server(
+    trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("wirecall.audit.PATIENCE", 0.05)
+    audit = Audit(str(trail))
+    audit.append(entry(0))
+    with trail.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        audit.append(entry(1))
+    audit.append(entry(2))
+    audit.close()
+    assert "has no line for put k1: another process has had its lock" in caplog.text
+    assert [line["id"] for line in lines(trail)] == [0, 2]
+    assert verify(trail).ok
+
+
+def test_many_threads_write_one_chain(trail: Path) -> None:
+    """A lock on the file keeps processes apart, not threads."""
+    audit = Audit(str(trail))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(audit.append, map(entry, range(400))))
+    finally:
+        sys.setswitchinterval(interval)
+    audit.close()
+    report = verify(trail)
+    assert (report.problems, report.lines) == ([], 400)
+
+
 def append_many(path: str, first: int) -> None:
     audit = Audit(path)
     for n in range(first, first + 50):
@@ -188,6 +327,27 @@ def test_many_processes_write_one_chain(trail: Path) -> None:
     report = verify(trail)
     assert (report.ok, report.lines) == (True, 200)
     assert sorted(line["id"] for line in lines(trail)) == list(range(200))
+
+
+def test_a_process_and_its_copy_write_one_chain(trail: Path) -> None:
+    """After a fork both have the same open file, and with it the same lock."""
+    audit = Audit(str(trail))
+    audit.append(entry(0))
+    context = multiprocessing.get_context("fork")
+
+    def append_more() -> None:
+        for n in range(1, 101):
+            audit.append(entry(n))
+
+    copies = [context.Process(target=append_more) for _ in range(3)]
+    for copy in copies:
+        copy.start()
+    append_more()
+    for copy in copies:
+        copy.join(60)
+    audit.close()
+    report = verify(trail)
+    assert (report.problems, report.lines) == ([], 401)
 
 
 async def test_a_trail_that_cannot_be_written_costs_a_log_line_not_the_command(

@@ -60,10 +60,17 @@ async def test_a_coroutine_without_an_await_is_as_quick_as_a_plain_function() ->
             await asyncio.sleep(0)
         return 3
 
+    def look() -> None:
+        tasks["straight"] = asyncio.current_task()
+
     @app.command
     async def straight(value: int) -> int:
-        tasks["straight"] = asyncio.current_task()
+        look()
         return value
+
+    @app.command
+    async def asking() -> None:
+        tasks["asking"] = asyncio.current_task()
 
     @app.command
     async def waiting(value: int) -> int:
@@ -85,7 +92,8 @@ async def test_a_coroutine_without_an_await_is_as_quick_as_a_plain_function() ->
     assert error(await app.handle(call("failing", key="d")))["code"] == 4020
     assert error(await app.handle(call("failing", key="d")))["data"]["replayed"] is True
     here = asyncio.current_task()
-    assert tasks["straight"] is here and tasks["waiting"] is not here and tasks["inner"] is not here
+    assert result(await app.handle(call("asking", key="e"))) is None
+    assert [tasks[name] is here for name in ("straight", "waiting", "inner", "asking")] == [True, False, False, False]
 
 
 async def test_a_thread_that_returns_a_coroutine_has_it_awaited() -> None:
@@ -121,6 +129,25 @@ async def test_a_plain_function_blocks_at_its_commit_point_and_runs_in_a_thread_
     assert await state_of(app, "a") is None
     assert result(await app.handle(call("put", {"fail": False}, key="b"))) != "MainThread"
     assert result(app.handle_sync(call("put", {"fail": False}, key="c"))) == "MainThread"
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+async def test_a_thread_that_raises_stop_iteration_is_answered(key: str | None) -> None:
+    """A future cannot carry that exception: asyncio's own to_thread waits for ever."""
+    app = make_app()
+    app.command(name="put", blocking=True)(lambda: next(iter(())))
+    async with asyncio.timeout(5):
+        assert error(await app.handle(call("put", key=key)))["code"] == -32603
+    await app.aclose()
+
+
+async def test_a_reconcile_function_in_a_thread_that_raises_stop_iteration_is_answered() -> None:
+    app = make_app()
+    app.command(name="put", on_crash="reconcile", reconcile=lambda n: next(iter(())), blocking=True)(lambda n: n)
+    await vanished(app, "reconcile")
+    async with asyncio.timeout(5):
+        assert error(await app.handle(call("put", {"n": 1}, key="k")))["data"]["ran"] == "unknown"
+    await app.aclose()
 
 
 def test_a_commit_point_of_something_else_is_not_ours() -> None:
@@ -409,6 +436,26 @@ async def test_stopping_waits_for_an_outcome_that_is_not_recorded_yet(monkeypatc
     assert record.state is State.DONE
 
 
+async def test_an_outcome_is_recorded_however_short_its_retention_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is gone by then; that it was done is not."""
+    app, failures, recorded = make_app(), [LedgerDown("away")] * 5, asyncio.Event()
+    app.command(name="put", retention=0.001)(lambda: 1)
+    ledger = await app.ledger()
+    complete = ledger.complete
+
+    async def flaky(*args: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        recorded.set()
+        return await complete(*args)
+
+    monkeypatch.setattr(ledger, "complete", flaky)
+    assert result(await app.handle(call("put", key="k"))) == 1
+    async with asyncio.timeout(10):
+        await recorded.wait()
+    await app.aclose()
+
+
 async def test_an_unrecorded_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app()
 
@@ -514,3 +561,34 @@ async def test_a_claim_whose_answer_is_lost_is_taken_back(monkeypatch: pytest.Mo
     result(await app.handle(call("put", key="k")))
     assert ran == [1]
     await app.aclose()
+
+
+# --- an operator's verdict ---------------------------------------------------------------------------------------------
+
+
+async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> None:
+    app = make_app()
+
+    @app.command
+    def put() -> None:
+        raise ValueError
+
+    await app.handle(call("put", key="k"))
+    with pytest.raises(UsageError, match="cannot be replayed"):
+        await app.resolve("put", "k", Done(float("nan")))
+    assert await state_of(app) is State.UNKNOWN
+
+
+@pytest.mark.parametrize("verdict", [Done, NotDone, CannotTell(), "done", True, None])
+async def test_what_is_no_verdict_settles_nothing(verdict: Any) -> None:
+    """Else a forgotten pair of brackets would remove the evidence, and the command would run again."""
+    app = make_app()
+
+    @app.command
+    def put() -> None:
+        raise ValueError
+
+    await app.handle(call("put", key="k"))
+    with pytest.raises(UsageError, match="is no verdict"):
+        await app.resolve("put", "k", verdict)
+    assert await state_of(app) is State.UNKNOWN

@@ -92,3 +92,11 @@ def test_every_field_of_limits_is_explained() -> None:
 
     page = (ROOT / "docs" / "operating.md").read_text()
     assert all(f"| `{field}` |" in page for field in Limits.__struct_fields__)
+
+
+def test_every_term_of_a_command_is_explained() -> None:
+    from wirecall.methods import Terms
+
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert all(f"| `{field}` |" in page for field in Terms.__struct_fields__ if field != "reconcile")
+    assert "reconcile=" in page

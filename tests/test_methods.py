@@ -67,9 +67,15 @@ def plain() -> None: ...
         ("query", nothing, {"timeout": float("nan")}, "above 0"),
         ("query", plain, {"timeout": 1}, "cannot be interrupted"),
         ("command", plain, {"on_crash": "reconcile"}, "needs a function"),
-        ("command", plain, {"lease": 0}, "lease must be above 0"),
-        ("command", plain, {"retention": -1}, "retention must be above 0"),
+        ("command", plain, {"lease": 0}, "lease must be a number above 0"),
+        ("command", plain, {"retention": -1}, "retention must be a number above 0"),
+        ("command", plain, {"retention": 10**400}, "retention must be a number above 0"),
+        ("command", plain, {"lease": "30"}, "lease must be a number above 0"),
+        ("command", plain, {"lease": True}, "lease must be a number above 0"),
+        ("command", plain, {"wait": None}, "wait must be a number above 0"),
+        ("query", nothing, {"timeout": "5"}, "above 0"),
         ("command", plain, {"on_crash": "transactional"}, "memory"),
+        ("command", lambda requestState: 1, {"name": "put"}, "would count as one"),  # noqa: N803
     ],
 )
 def test_a_contradiction_is_an_error_at_registration(kind: str, function: Any, declared: dict[str, Any], why: str) -> None:

@@ -149,6 +149,32 @@ def test_the_same_key_twice_is_one_key() -> None:
     assert result(app.handle_sync(data)) == 1
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        '{"idempotency_key":"a","idempotency_key":"b"}',
+        '{"idempotency_key":"a","idempotency\\u005fkey":"b"}',
+        '{"idempotency_key":1,"idempotency_key":"1"}',
+        '{"idempotency_key":null,"idempotency_key":"a"}',
+        '{"idempotency_key":"a","idempotency_key":["a"]}',
+    ],
+)
+def test_two_keys_in_one_place_are_refused(params: str) -> None:
+    app, ran = make_app(), list[int]()
+    app.command(name="put")(lambda: ran.append(1))
+    refused = error(app.handle_sync(f'{{"jsonrpc":"2.0","method":"put","params":{params},"id":1}}'))
+    assert (refused["code"], refused["data"]["type"], ran) == (-32602, "idempotency_key_invalid", [])
+
+
+def test_a_number_that_python_cannot_read_is_the_caller_s_mistake() -> None:
+    """Also beside a key and an escape, where the members are looked at one by one."""
+    app, ran = make_app(), list[int]()
+    app.command(name="put")(lambda n, s: ran.append(1))
+    params = f'{{"n":{"9" * 5000},"s":"\\u0041","idempotency_key":"k"}}'
+    refused = error(app.handle_sync(f'{{"jsonrpc":"2.0","method":"put","params":{params},"id":1}}'))
+    assert (refused["code"], ran) == (-32602, [])
+
+
 def test_a_key_is_a_command_s_affair() -> None:
     app = make_app()
     app.query(name="look")(lambda: 1)

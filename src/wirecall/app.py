@@ -309,11 +309,20 @@ class App(Declarations):
 
     async def ledger(self) -> "Ledger":
         """The app's ledger, opened on first use."""
-        if self._ledger is None:
+        ledger = self._ledger
+        if ledger is None:
             async with self._opening():
-                if self._ledger is None:
-                    self._ledger = await open_ledger(self.ledger_url)
-        return self._ledger
+                ledger = self._ledger or await self._kept(await open_ledger(self.ledger_url))
+        return ledger
+
+    async def _kept(self, opened: "Ledger") -> "Ledger":
+        """All loops share one ledger: who opened another in its own thread, at the same moment, closes that."""
+        kept = self._ledger
+        if kept is None:
+            self._ledger = opened
+            return opened
+        await opened.aclose()
+        return kept
 
     def _opening(self) -> "AbstractAsyncContextManager[None]":
         """One call opens the ledger, and the others of its event loop wait for it."""
@@ -333,11 +342,21 @@ class App(Declarations):
         from wirecall.ledger.base import RecordId
         from wirecall.outcomes import outcome_of
 
+        if not isinstance(verdict, (Done, NotDone)):
+            raise UsageError(
+                f"{verdict!r} is no verdict about a command.",
+                "to take it for one of the two would replay a result that nobody gave, or run the command again",
+                "Done(result) if it took effect, NotDone() if it did not",
+            )
         id = RecordId(caller, method, key)
         declared = self.registry.get(method) or self.registry.tools.get(method.removeprefix("tools/call:"))
         outcome = None
         if isinstance(verdict, Done):
             outcome = outcome_of("result", self._as_kept(method, declared, verdict.result), id)
+            if outcome.payload is None:
+                raise UsageError(
+                    f"{verdict!r} cannot be replayed.", "its result cannot be written as JSON", "give one that can"
+                )
         retention = (declared.terms if declared else Terms()).retention
         return await (await self.ledger()).resolve(id, outcome, retention)
 

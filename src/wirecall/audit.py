@@ -8,15 +8,19 @@ The rules of the file:
 1. Every line carries the hash of the line before it and its own, so that a line that was edited, removed or put elsewhere
    is found by `verify`. Whoever can rewrite the whole file can forge the whole chain: keep the newest hash elsewhere too.
 2. Many processes may append to one file. A lock on the file orders them, and each continues the chain where it stands.
-3. A line is one write at the end of the file. A process that is killed in the middle leaves a torn line, which `verify`
-   reports, and the next line begins on a new one.
-4. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
+3. A line is one write at the end of the file. A process that is killed in the middle, or a disk that is full, leaves a torn
+   line, which `verify` reports, and the next line begins on a new one.
+4. A file that was moved away is left alone, and a new trail begins under the name. One that was cut is not: the next line
+   follows what was written, so that `verify` reports the gap.
+5. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +31,11 @@ from msgspec import Struct
 
 from wirecall.errors import InternalError, RpcError
 from wirecall.logs import logger
-from wirecall.methods import Context
+from wirecall.methods import Context, InputRequired
 
 FIRST = "0" * 64
-TAIL = 65_536  # more than any line has
+TAIL = 65_536  # more than most lines have
+PATIENCE = 1.0  # seconds for the lock; another line is written in some 0.00005
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -38,11 +43,11 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     time: float
     caller: str
-    method: str
+    method: str  # as in the ledger: a tool's is tools/call:NAME
     key: str | None
     digest: str  # of the arguments, as the ledger's fingerprint
     id: Any
-    outcome: str  # "ok" or "error"
+    outcome: str  # ok, error; cancelled: its caller left, or its time was over; input required: its caller was asked
     code: int | None
     replayed: bool
     duration_ms: float
@@ -53,22 +58,28 @@ class Audit:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
+        self._begin()
+        self._last = FIRST
+
+    def _begin(self) -> None:
+        """At first, and after a fork: what was opened before belongs to the other process, and its lock with it."""
+        self._pid = os.getpid()
+        self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
         self._seen = -1  # size of the file after our own last line
-        self._last = FIRST
 
     def note(self, context: Context, digest: bytes, started: float, error: BaseException | None) -> None:
         """A line about a call that has just ended; `started` is by `time.perf_counter`."""
-        code = None if error is None else error.code if isinstance(error, RpcError) else InternalError.CODE
+        outcome, code = _ended(error)
         self.append(
             Entry(
                 time=time.time(),
                 caller=context.caller,
-                method=context.method,
+                method=context.record,
                 key=context.idempotency_key,
                 digest=digest.hex(),
                 id=context.correlation_id,
-                outcome="ok" if error is None else "error",
+                outcome=outcome,
                 code=code,
                 replayed=context.replayed,
                 duration_ms=round((time.perf_counter() - started) * 1000, 3),
@@ -77,9 +88,10 @@ class Audit:
 
     def append(self, entry: Entry) -> None:
         """Add a line. What goes wrong is logged, because the command is done already."""
+        if self._pid != os.getpid():
+            self._begin()
         try:
-            file = self._open()
-            with _locked(file):
+            with self._writing, _locked(file := self._open()):
                 self._write(file, entry)
         except Exception as error:
             logger.error("the audit trail %s has no line for %s %s: %s", self.path, entry.method, entry.key, error)
@@ -90,6 +102,10 @@ class Audit:
             self._file = None
 
     def _open(self) -> int:
+        if self._file is not None and not _is_at(self.path, self._file):
+            logger.warning("the audit trail %s was moved or removed: a new one begins", self.path)
+            self.close()
+            self._seen = -1
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -99,10 +115,28 @@ class Audit:
         size = os.fstat(file).st_size
         torn = False
         if size != self._seen:
-            self._last, torn = _end_of(file, size)
-        line, self._last = _chain(entry, self._last)
+            last, torn = _end_of(file, size)
+            if size < self._seen:
+                logger.error("the audit trail %s was cut: %d bytes are missing", self.path, self._seen - size)
+            else:
+                self._last = last
+        line, own = _chain(entry, self._last)
         data = b"\n" * torn + line
-        self._seen = size + os.write(file, data)
+        self._seen = -1  # unless all of it is written, the next line looks for the end
+        if os.write(file, data) < len(data):
+            raise OSError("only a part of it could be written")
+        self._seen, self._last = size + len(data), own
+
+
+def _ended(error: BaseException | None) -> tuple[str, int | None]:
+    """How a call ended, in a word, and with which code."""
+    if error is None:
+        return "ok", None
+    if isinstance(error, InputRequired):
+        return "input required", None
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled", None
+    return "error", error.code if isinstance(error, RpcError) else InternalError.CODE
 
 
 class Report(Struct, frozen=True):
@@ -129,7 +163,7 @@ def verify(path: str | Path) -> Report:
             before, own = claimed
             if before != previous:
                 problems.append((number, "does not follow the line before it: a line was removed, added or moved"))
-            if own != _hash(line):
+            if not _is_intact(line, own):
                 problems.append((number, "was edited: its hash does not fit"))
             previous = own
     return Report(number, previous, problems)
@@ -151,8 +185,11 @@ def _chain(entry: Entry, previous: str) -> tuple[bytes, str]:
     return b'%b%b%b"}\n' % (body, _HASH_MEMBER, own.encode()), own
 
 
-def _hash(line: bytes) -> str:
-    return hashlib.sha256(line[: line.rfind(_HASH_MEMBER)]).hexdigest()
+def _is_intact(line: bytes, own: str) -> bool:
+    """Whether a line is what `_chain` has made. What stands behind the hash is not in it, so nothing may stand there."""
+    body = line[: line.rfind(_HASH_MEMBER)]
+    end = b'%b%b"}' % (_HASH_MEMBER, own.encode())
+    return line.removesuffix(b"\n") == body + end and hashlib.sha256(body).hexdigest() == own
 
 
 def _parse(line: bytes) -> tuple[str, str] | None:
@@ -165,19 +202,43 @@ def _parse(line: bytes) -> tuple[str, str] | None:
 
 def _end_of(file: int, size: int) -> tuple[str, bool]:
     """The hash of the last whole line, and whether a torn one stands behind it."""
-    tail = os.pread(file, TAIL, max(0, size - TAIL))
-    torn = bool(tail) and not tail.endswith(b"\n")
-    for line in reversed(tail.splitlines()):
-        links = _parse(line)
-        if links is not None:
-            return links[1], torn
-    return FIRST, torn
+    length = TAIL
+    while True:
+        tail = os.pread(file, length, max(0, size - length))
+        torn = bool(tail) and not tail.endswith(b"\n")
+        for line in reversed(tail.splitlines()):
+            links = _parse(line)
+            if links is not None:
+                return links[1], torn
+        if length >= size:
+            return FIRST, torn
+        length *= 8
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
 def _locked(file: int) -> Iterator[None]:
-    fcntl.flock(file, fcntl.LOCK_EX)
+    """The lock on the file, for which nobody waits for ever: who has it may have been stopped, or may not be one of us."""
+    give_up_at = time.monotonic() + PATIENCE
+    while not _is_locked(file):
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"another process has had its lock for more than {PATIENCE:g} s")
+        time.sleep(0.0002)
     try:
         yield
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _is_locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -44,6 +44,7 @@ from wirecall.errors import (
     UsageError,
 )
 from wirecall.ledger.base import (
+    UNKNOWN_KEPT,
     Claim,
     CommitUnknown,
     Ledger,
@@ -70,6 +71,7 @@ from wirecall.runs import (
     Note,
     Noted,
     Run,
+    in_thread,
     is_waiting,
     not_noted,
     settled,
@@ -147,15 +149,15 @@ class Commands:
             self._sweeps[1].cancel()
         self._heartbeats.rest()
         for run, task in self._runs.items():
-            if not run.committed:
+            if not run.committed and _is_alive(task):
                 self._cancel(task, run)
-        for nap in self._naps:
+        for nap in filter(_is_alive, self._naps):
             _wake(nap)
-        under_way = [*self._chores, *(flight.ended() for flight in self._flights.values())]
+        under_way = [*filter(_is_alive, self._chores), *(flight.ended() for flight in self._flights.values())]
         if under_way:
             await asyncio.wait(under_way, timeout=grace)
         runs = dict(self._runs)
-        left = [*runs.values(), *self._chores]
+        left = list(filter(_is_alive, [*runs.values(), *self._chores]))
         for task in left:
             task.cancel()
         if left:
@@ -188,7 +190,8 @@ class Commands:
 
     async def _found(self, run: Run) -> Outcome | None:
         """The outcome of another run of this command; None if it is ours to run."""
-        while flight := self._flights.get(run.claim.id):
+        mine = Flight(run.claim.fingerprint)  # one step, since other threads may be at it too
+        while (flight := self._flights.setdefault(run.claim.id, mine)) is not mine:
             run.others = True
             if run.alone:
                 raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
@@ -196,7 +199,6 @@ class Commands:
             if outcome is not None:
                 return outcome
         run.others = False
-        flight = self._flights[run.claim.id] = Flight(run.claim.fingerprint)
         found: Outcome | None = None
         try:
             ledger = await self._open(run)
@@ -395,7 +397,7 @@ class Commands:
 
     def _asked(self, run: Run) -> Any:
         if run.method.blocking and not run.alone:
-            return asyncio.to_thread(run.method.reconcile, run.context)
+            return in_thread(partial(run.method.reconcile, run.context))
         return run.method.reconcile(run.context)
 
     async def _suspended(self, run: Run, pause: InputRequired) -> BaseException:
@@ -419,7 +421,7 @@ class Commands:
     async def _stopped(self, run: Run, error: BaseException) -> BaseException:
         """The handler ended without an outcome: what that leaves in the ledger, and what the caller is told."""
         assert run.ledger is not None and run.token is not None
-        if isinstance(error, REFUSALS) and not run.marked:
+        if _is_refusal(error) and not run.marked:
             run.committed = False
         if not run.committed:
             transition = _give_back(run.ledger, run.token, run.attempt)
@@ -453,7 +455,9 @@ class Commands:
             self._do(self._record_late(run, kept))
         except asyncio.CancelledError:
             self._do(self._record_late(run, kept))
-            raise
+            if run.ended is None or self.closing:
+                raise
+            # In a task of its own, and not by us: the handler's own timeout came in its last moment. It has an outcome.
         return outcome, False
 
     async def _superseded(self, run: Run, outcome: Outcome) -> Ended:
@@ -481,6 +485,8 @@ class Commands:
                     return await self._transact(ledger, transaction, run, call)
             except TryAgain:
                 run.claim = msgspec.structs.replace(run.claim, nonce=new_nonce())
+            except _Orphaned:
+                await self._bury_holder(ledger, run)
             except BaseException as error:
                 raise _undone(error, run) from error
         raise KeyInProgress("the database kept undoing the transaction", ran="no", retry_after_ms=RETRY_AFTER_MS)
@@ -490,6 +496,8 @@ class Commands:
         if record.fingerprint != run.claim.fingerprint:
             raise KeyConflict(ran="no")
         if not _is_granted(record, run):
+            if record.state is State.RUNNING and record.lease_left == 0:
+                raise _Orphaned
             if record.state is State.RUNNING:
                 raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
             return recorded(record), True
@@ -503,6 +511,18 @@ class Commands:
         run.committed = True  # from here on, only the store knows
         await transaction.complete(stored(outcome, terms.max_stored_result), terms.retention, undo=outcome.kind == "error")
         return outcome, False
+
+    async def _bury_holder(self, ledger: Ledger, run: Run) -> None:
+        """A record that no transaction holds was begun when the method was declared otherwise, and its holder vanished. What
+        may have happened is unknown; what had not begun makes way."""
+        claim = msgspec.structs.replace(run.claim, on_crash="unknown", nonce=new_nonce())
+        try:
+            record = await ledger.claim(claim)
+            if record.state is State.RUNNING and record.nonce == claim.nonce:
+                await ledger.release(record.token)
+        except LedgerDown as error:
+            self._do(self._unclaim(ledger, claim))
+            raise _unavailable(error) from error
 
     # --- chores ------------------------------------------------------------------------------------------------------
 
@@ -528,18 +548,18 @@ class Commands:
             else:
                 await _give_back(ledger, record.token, record.attempts)
 
-        await self._persist(take_back, claim.retention)
+        await self._persist(take_back)
         await self._nap(UNCLAIM_AGAIN)
-        await self._persist(take_back, claim.retention)
+        await self._persist(take_back)
 
     async def _record_late(self, run: Run, kept: Outcome) -> None:
         ledger, token, retention = run.ledger, run.token, run.method.terms.retention
         assert ledger is not None and token is not None
-        await self._persist(lambda: ledger.complete(token, kept, retention), retention)
+        await self._persist(lambda: ledger.complete(token, kept, retention))
 
-    async def _persist(self, action: Callable[[], Awaitable[Any]], patience: float) -> None:
-        """Try until it works; when the app stops, as long as it is given."""
-        delay = FIRST_POLL
+    async def _persist(self, action: Callable[[], Awaitable[Any]]) -> None:
+        """Try until it works, for as long as the record may still be there; when the app stops, as long as it is given."""
+        patience, delay = UNKNOWN_KEPT, FIRST_POLL
         while patience > 0:
             try:
                 await action()
@@ -610,12 +630,26 @@ def _wake(sleeper: "asyncio.Future[None] | None") -> None:
         sleeper.set_result(None)
 
 
+def _is_alive(future: "asyncio.Future[Any]") -> bool:
+    """Whether anything can become of it: a loop that was closed in the middle of its work will do no more."""
+    return not future.get_loop().is_closed()
+
+
+class _Orphaned(Exception):
+    """A transaction found a record whose holder, in another mode, has vanished."""
+
+
 class _Undecided(Exception):
     """A reconcile function does not know."""
 
 
 def _is_granted(record: Record, run: Run) -> bool:
     return record.state is State.RUNNING and record.nonce == run.claim.nonce
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a handler says that it did nothing. An error of a server that it called says so about that server alone."""
+    return isinstance(error, REFUSALS) and not error.is_remote
 
 
 def _unavailable(error: LedgerDown | UsageError) -> LedgerUnavailable:
@@ -631,7 +665,7 @@ def _told(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a handler that ended without an outcome."""
     if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and run.cancelled):
         return error  # we stopped it, in contrast to a handler that raised such a thing by itself
-    if isinstance(error, KeyboardInterrupt) or (isinstance(error, REFUSALS) and not run.committed):
+    if isinstance(error, KeyboardInterrupt) or (_is_refusal(error) and not run.committed):
         return error
     if run.alone and is_waiting(error):
         return CannotWait()
@@ -645,7 +679,8 @@ def _told(error: BaseException, run: Run) -> BaseException:
 
 def _undone(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a transaction that was not committed, as far as anybody knows."""
-    if isinstance(error, InputRequired) or (isinstance(error, RpcError) and not isinstance(error, InternalError)):
+    is_ours = isinstance(error, RpcError) and not isinstance(error, InternalError) and not error.is_remote
+    if isinstance(error, InputRequired) or is_ours:
         return error
     if isinstance(error, Locked):
         return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)

@@ -43,7 +43,7 @@ from wirecall.lanes import resume, run_batch
 from wirecall.logs import called, failed, logger
 from wirecall.methods import Context, Execution, InputRequired, Method, Registry, correlation_of
 from wirecall.policy import ANONYMOUS, Policy, fingerprint
-from wirecall.runs import Call, Note, Noted, is_waiting, settled
+from wirecall.runs import Call, Note, Noted, in_thread, is_waiting, settled
 
 Reply: TypeAlias = Answer | None  # None: nobody is owed one
 Pending: TypeAlias = Coroutine[Any, Any, Reply]
@@ -302,7 +302,7 @@ class Dispatcher:
         args, keywords = method.signature.bind_all(context.params, context)
         call = partial(method.function, *args, **keywords)
         if method.blocking and not frame.alone:
-            call = partial(asyncio.to_thread, call)
+            call = partial(in_thread, call)
         if context._shape is not None:
             call = partial(_shape, context._shape, call)
         if context.idempotency_key is None:
@@ -425,11 +425,28 @@ class Dispatcher:
 def _shape(shape: Callable[[Any], Any], call: Call) -> Any:
     """A call whose value is made what the caller gets, before it is recorded."""
     result = call()
-    return _shape_later(shape, result) if hasattr(result, "__await__") else shape(result)
+    return _shape_later(shape, result) if hasattr(result, "__await__") else _shape_now(shape, result)
 
 
 async def _shape_later(shape: Callable[[Any], Any], result: Any) -> Any:
-    return shape(await settled(result))
+    return _shape_now(shape, await settled(result))
+
+
+def _shape_now(shape: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return shape(value)
+    except EncodeError as error:  # the handler has not failed: what it did is done, and recorded as that
+        return _Unwritable(error)
+
+
+class _Unwritable:
+    """In place of a result that JSON cannot carry: who encodes it hears why."""
+
+    def __init__(self, error: EncodeError) -> None:
+        self._error = error
+
+    def model_dump(self, mode: str) -> Any:
+        raise self._error
 
 
 def _sealed(result: Any, id: Id) -> Success:

@@ -130,6 +130,8 @@ class BadAnswer(CallFailed):
 class RpcError(WirecallError):
     """An error that reaches the caller: `code`, `message` and, when not None, `data`."""
 
+    is_remote = False  # it comes from elsewhere, and tells of a call there
+
     def __init__(self, code: int, message: str, data: Any = None) -> None:
         kinds: tuple[Any, Any] = (code, message)
         if not (isinstance(kinds[0], int) and isinstance(kinds[1], str)):
@@ -173,6 +175,7 @@ def rebuilt(kind: type[RpcError], code: int, message: str, data: Any) -> RpcErro
     """An error that was pickled or has travelled, whatever its class takes to be made."""
     error = kind.__new__(kind)
     RpcError.__init__(error, code, message, data)
+    error.is_remote = True
     return error
 
 

@@ -27,6 +27,9 @@ KeyRule: TypeAlias = Literal["optional", "required", "ask"]
 
 EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
 
+# Members of the params that may change between an attempt and its retry, besides the key and `_meta`.
+UNCOUNTED = ("idempotencyKey", "inputResponses", "requestState")
+
 _IS_COROUTINE = 0x80  # inspect.CO_COROUTINE
 
 
@@ -423,7 +426,11 @@ def _check(method: Method, reserved: bool) -> None:
             "a coroutine function runs on the event loop, blocking=True is for plain functions",
             "drop blocking=True, or make the function a plain one",
         ),
-        (method.timeout is not None and not method.timeout > 0, "a timeout is a number of seconds above 0", "timeout=5"),
+        (
+            method.timeout is not None and not _is_amount(method.timeout),
+            "a timeout is a number of seconds above 0",
+            "timeout=5",
+        ),
         (
             method.timeout is not None and not (method.is_async or method.blocking),
             "a plain function cannot be interrupted",
@@ -454,6 +461,11 @@ def _check(method: Method, reserved: bool) -> None:
             f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them",
             'expose=("rpc",)',
         ),
+        (
+            method.is_command and any(parameter.name in UNCOUNTED for parameter in method.signature.parameters),
+            f"{', '.join(UNCOUNTED)} may change from retry to retry, so two commands that differ in them would count as one",
+            "give the parameter another name",
+        ),
         (method.key not in get_args(KeyRule), f"{method.key!r} is none of {', '.join(get_args(KeyRule))}", 'key="optional"'),
         (
             not method.is_command and method.key != "optional",
@@ -461,13 +473,25 @@ def _check(method: Method, reserved: bool) -> None:
             f'drop key="{method.key}", or make it a command',
         ),
         *(
-            (not getattr(method.terms, field) > 0, f"{field} must be above 0", f"{field}={getattr(Terms(), field)}")
+            (
+                not _is_amount(getattr(method.terms, field)),
+                f"{field} must be a number above 0",
+                f"{field}={getattr(Terms(), field)}",
+            )
             for field in ("retention", "lease", "wait", "max_stored_result")
         ),
     )
     for wrong, why, fix in faults:
         if wrong:
             raise UsageError(f"{method.name or method.function!r} cannot be registered.", why, fix)
+
+
+def _is_amount(value: Any) -> bool:
+    """A number above 0 that a store can hold: what is none must not be found out by the first command."""
+    try:
+        return type(value) in (int, float) and float(value) > 0
+    except OverflowError:
+        return False
 
 
 def _documented(function: Callable[..., Any]) -> str:
@@ -485,11 +509,12 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _straight(function: Callable[..., Any]) -> types.CodeType | None:
-    """The code of a coroutine function without an `await`: like a plain function, it is never interrupted."""
+    """The code of a coroutine function without an `await`: like a plain function, it is never interrupted, and needs no task
+    of its own unless it asks for one."""
     from opcode import opmap  # late, as above
 
     code = getattr(function, "__code__", None)
-    if not isinstance(code, types.CodeType) or not code.co_flags & _IS_COROUTINE:
+    if not isinstance(code, types.CodeType) or not code.co_flags & _IS_COROUTINE or _mentions(code, "current_task"):
         return None
     instructions = code.co_code[::2]  # what stands between them is their arguments
     return None if opmap.get("SEND", 0) in instructions else code  # every kind of waiting is one that sends

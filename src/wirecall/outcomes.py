@@ -24,12 +24,15 @@ class Sealed(Struct, frozen=True, gc=False):
 
 
 def outcome_of(kind: Literal["result", "error"], value: Any, id: RecordId) -> Outcome:
-    """An outcome as bytes; of a result that cannot be encoded only the fact remains, since the effect has happened."""
+    """An outcome as bytes. Of a result that cannot be encoded only the fact remains, since the effect has happened; of an
+    error its code and its message: it is still an error, and what a transaction did is undone."""
     try:
         payload = encode(failure(None, value).error if kind == "error" else value)
     except EncodeError as error:
         failed(id.method, id.key, error)
-        return Outcome("result", None, b"")  # whatever it was, it happened
+        if kind == "result":
+            return Outcome("result", None, b"")
+        payload = encode(ErrorObject(value.code, value.message.encode(errors="replace").decode()))
     return Outcome(kind, payload, hashlib.sha256(payload).digest())
 
 

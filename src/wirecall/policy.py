@@ -16,7 +16,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall import frames
 from wirecall.errors import InvalidRequest, KeyInvalid, KeyRequired, UsageError
 from wirecall.frames import Message
-from wirecall.methods import KEY, Context, Method
+from wirecall.methods import KEY, UNCOUNTED, Context, Method
 
 Mode: TypeAlias = Literal["development", "production"]
 
@@ -98,7 +98,9 @@ def take_key(params: Raw, position: int | None = None) -> Any:
     if key is not UNSET and (text.count(_QUOTED_KEY) > 1 or b"\\u" in text):
         import json  # late: the one decoder that shows duplicate members
 
-        values = {json.dumps(value) for name, value in json.loads(text, object_pairs_hook=list) if name == KEY}
+        # Integers stay texts: Python refuses to read long ones, and what is wrong with those is told by the binding.
+        members = json.loads(text, object_pairs_hook=list, parse_int=lambda digits: [digits])
+        values = {json.dumps(value) for name, value in members if name == KEY}
         if len(values) > 1:
             raise KeyInvalid(f"params.{KEY}: given twice with different values", ran="no")
     return key
@@ -132,8 +134,7 @@ class _Keyed(Struct):
 _decode_keyed = msgspec.json.Decoder(_Keyed).decode
 _QUOTED_KEY = f'"{KEY}"'.encode()
 
-# Members of the params that may change between an attempt and its retry.
-_NOT_IDENTITY = (KEY, "idempotencyKey", "_meta", "inputResponses", "requestState")
+_NOT_IDENTITY = (KEY, "_meta", *UNCOUNTED)
 
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 

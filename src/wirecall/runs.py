@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavailable
@@ -43,6 +44,7 @@ class Run:
         "marked",
         "method",
         "others",
+        "passed",
         "token",
     )
 
@@ -57,6 +59,7 @@ class Run:
         self.fence = 0
         self.committed = False  # from here on, it may have happened
         self.marked = False  # the handler has called ctx.commit_point()
+        self.passed = False  # the ledger knows that the run is committed
         self.interruptible = False  # the handler runs, and no transition is under way
         self.cancelled = False
         self.forsaken = False  # its caller left while the claim was on its way
@@ -76,18 +79,19 @@ class Run:
         self.token = record.token
         self.attempt = record.attempts
         self.fence = record.fence
-        self.committed = self.claim.committed
+        self.committed = self.passed = self.claim.committed
 
     def commit_point(self) -> Awaitable[None]:
-        """From the moment of the call the run counts as committed here; the awaitable writes that to the ledger."""
-        if self.marked or self.db is not None:
-            return Passed()
+        """From the moment of the call the run counts as committed here; the awaitable writes that to the ledger.
+
+        Called again, it writes again until the ledger has taken it: a handler that tries once more must not slip past.
+        """
         self.marked = True
-        if self.committed:  # the method has passed it on entry, and the ledger knows
+        if self.passed or self.db is not None:
             return Passed()
         if self.loop is None:
             return _stepped(self._write_commit_point())
-        if _is_on_loop():
+        if _running_loop() is not None:
             self.committed = True
             return self._write_commit_point()
         asyncio.run_coroutine_threadsafe(self._write_commit_point(), self.loop).result()
@@ -96,14 +100,15 @@ class Run:
     async def _write_commit_point(self) -> None:
         """Unless the ledger says that it is written, the handler goes no further, so nothing was done."""
         assert self.ledger is not None and self.token is not None
-        self.committed = not self.cancelled
+        self.committed = self.passed or not self.cancelled
         try:
             if not self.cancelled and await self.ledger.commit_point(self.token, self.method.terms.lease):
+                self.passed = True
                 return
         except LedgerDown:
-            self.committed = False
+            self.committed = self.passed
             raise
-        self.committed = False
+        self.committed = self.passed
         raise LostLease(f"{self.claim.id}: the lease was over before the commit point")
 
 
@@ -120,12 +125,23 @@ def _stepped(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
     raise CannotWait
 
 
-def _is_on_loop() -> bool:
+def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
-        asyncio.get_running_loop()
+        return asyncio.get_running_loop()
     except RuntimeError:  # a thread beside it
-        return False
-    return True
+        return None
+
+
+def in_thread(call: Call) -> Awaitable[Any]:
+    """Call a function that blocks in a thread beside the loop."""
+    return asyncio.to_thread(_without_stop, call)
+
+
+def _without_stop(call: Call) -> Any:
+    try:
+        return call()
+    except StopIteration as error:  # a future does not take it, and who awaits that would wait for ever
+        raise RuntimeError("the function raised StopIteration") from error
 
 
 async def settled(result: Any) -> Any:
@@ -159,13 +175,14 @@ def not_noted(_: BaseException | None = None) -> None:
 class Flight:
     """The one run of a command in this process, and those who wait for it."""
 
-    __slots__ = ("_fingerprint", "_waiting", "is_granted", "is_refused")
+    __slots__ = ("_fingerprint", "_landed", "_waiting", "is_granted", "is_refused")
 
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
         self.is_granted = False
         self.is_refused = False  # the ledger is away: who waits need not find out one after another
         self._waiting: list[asyncio.Future[Outcome | None]] = []
+        self._landed: tuple[Outcome | None] | None = None
 
     async def join(self, fingerprint: bytes, wait: float) -> Outcome | None:
         """The outcome, or None when the run ended without one."""
@@ -185,33 +202,45 @@ class Flight:
     def ended(self) -> "asyncio.Future[Outcome | None]":
         future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
+        if self._landed is not None:  # in another thread, a moment ago
+            _tell(future, *self._landed)
         return future
 
     def land(self, outcome: Outcome | None) -> None:
+        """Tell all who wait. Some may wait in the loop of another thread, which sleeps until it is woken."""
+        self._landed = (outcome,)  # before the others are counted: who comes after that sees it
+        here = _running_loop() if self._waiting else None
         for future in self._waiting:
-            if not future.done():
-                future.set_result(outcome)
+            if future.get_loop() is here:
+                _tell(future, outcome)
+                continue
+            with suppress(RuntimeError):  # its loop is closed, and nobody waits any more
+                future.get_loop().call_soon_threadsafe(_tell, future, outcome)
+
+
+def _tell(future: "asyncio.Future[Outcome | None]", outcome: Outcome | None) -> None:
+    if not future.done():
+        future.set_result(outcome)
 
 
 class Heartbeats:
-    """Renews the leases of the runs under way, each after a third of it. One timer serves all, since few live that long."""
+    """Renews the leases of the runs under way, each after a third of it. One timer serves all runs of an event loop, since
+    few live that long; threads may have loops of their own."""
 
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         self._spawn = spawn
-        self._due: dict[Run, float] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._due: dict[Run, float] = {}  # by the clock of the loop that the run is in
+        self._timers: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
     def start(self, run: Run) -> None:
-        loop = run.loop
-        if loop is None:  # the handler cannot wait, so it will not last
+        if run.loop is None:  # the handler cannot wait, so it will not last
             return
-        if loop is not self._loop:  # what another loop has left behind is over
-            self._loop, self._timer = loop, None
-            self._due.clear()
-        self._due[run] = due = loop.time() + run.method.terms.lease / 3
-        if self._timer is None or self._timer.when() > due:
-            self._arm(loop, due)
+        timer = self._timers.get(run.loop)
+        self._due[run] = due = run.loop.time() + run.method.terms.lease / 3
+        if timer is None:
+            self._forget_closed()
+        if timer is None or timer.when() > due:
+            self._arm(run.loop, due)
 
     def stop(self, run: Run) -> None:
         """The timer stays: the next run is likely to come before it, and to cancel one costs more than to let it pass."""
@@ -219,22 +248,30 @@ class Heartbeats:
 
     def rest(self) -> None:
         """No run will come."""
-        if not self._due and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if not self._due and (timer := self._timers.pop(asyncio.get_running_loop(), None)):
+            timer.cancel()
+
+    def _forget_closed(self) -> None:
+        """What a loop that is closed has left behind is over."""
+        for loop in [loop for loop in list(self._timers) if loop.is_closed()]:
+            self._timers.pop(loop, None)
+        for run in [run for run in list(self._due) if run.loop and run.loop.is_closed()]:
+            self._due.pop(run, None)
 
     def _arm(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = loop.call_at(due, self._beat, loop)
+        if timer := self._timers.get(loop):
+            timer.cancel()
+        self._timers[loop] = loop.call_at(due, self._beat, loop)
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        for run in [run for run, due in self._due.items() if due <= loop.time()]:
-            self._due[run] = loop.time() + run.method.terms.lease / 3
-            self._spawn(self._renew(run))
-        self._timer = None
-        if self._due:
-            self._arm(loop, min(self._due.values()))
+        del self._timers[loop]
+        ours = [run for run in list(self._due) if run.loop is loop]
+        for run in ours:
+            if self._due[run] <= loop.time():
+                self._due[run] = loop.time() + run.method.terms.lease / 3
+                self._spawn(self._renew(run))
+        if ours:
+            self._arm(loop, min(self._due[run] for run in ours))
 
     async def _renew(self, run: Run) -> None:
         assert run.ledger is not None and run.token is not None

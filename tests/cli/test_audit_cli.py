@@ -87,6 +87,13 @@ def test_the_end_of_a_long_trail_is_shown() -> None:
     assert lines[-1] == "2023-11-14 22:13:20.500+00:00  ok           charge  k999  ada  1.5 ms"
 
 
+def test_a_caller_s_name_is_shown_and_not_obeyed() -> None:
+    audit = Audit("audit.jsonl")
+    audit.append(entry("a", caller="\x1b[2Jada"))
+    audit.close()
+    assert "\\x1b[2Jada" in invoke("audit", "tail", "audit.jsonl").stdout
+
+
 def test_replays_errors_and_torn_lines_are_told_apart() -> None:
     audit = Audit("audit.jsonl")
     audit.append(entry("a", replayed=True))

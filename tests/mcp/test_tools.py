@@ -12,6 +12,7 @@ from msgspec import Struct
 from tests.calls import make_app
 from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R1, R2, R3, R4, R5, REPLAYED, REVISIONS, over_http, speak
 from wirecall import App, Context, DomainError, Limits, ToolAnnotations, ToolError, UsageError
+from wirecall.ledger.base import LedgerDown
 from wirecall.mcp import Embedded, Image, ResourceLink, Text, ToolResult
 
 every_revision = pytest.mark.parametrize("revision", REVISIONS)
@@ -338,6 +339,43 @@ async def test_what_json_cannot_carry_is_a_failure(revision: str) -> None:
     async with over_http(failing(), revision) as client:
         answer = await client.call("tools/call", {"name": "nan"})
     assert answer.get("result", {}).get("isError") or answer["error"]["code"] == -32603
+
+
+@every_revision
+async def test_a_command_whose_result_json_cannot_carry_was_done_all_the_same(revision: str) -> None:
+    """As over JSON-RPC: the effect has happened, so a retry hears that, and neither runs it again nor doubts it."""
+    app, effects = make_app(), list[int]()
+
+    @app.command
+    async def put() -> float:
+        effects.append(1)
+        return float("nan")
+
+    async with over_http(app, revision) as client:
+        first = await client.tool("put", meta={KEY: "k"})
+        assert first["_meta"]["io.wirecall/error"] == {"code": -32603, "data": {"ran": "yes"}}
+        again = await client.tool_error("put", meta={KEY: "k"})
+        assert (again["code"], again["data"]["ran"]) == (41010, "yes")
+    assert effects == [1]
+
+
+@every_revision
+async def test_a_result_that_is_not_recorded_yet_says_so(revision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger was lost after the effect: the caller gets the truth, and is told that a retry may not yet."""
+    app, failures = make_app(), [LedgerDown("away")]
+    app.command(name="put")(lambda: 1)
+    ledger = await app.ledger()
+    complete = ledger.complete
+
+    async def flaky(*args: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return await complete(*args)
+
+    monkeypatch.setattr(ledger, "complete", flaky)
+    async with over_http(app, revision) as client:
+        assert (await client.tool("put", meta={KEY: "k"}))["_meta"]["io.wirecall/recorded"] is False
+        assert "io.wirecall/recorded" not in (await client.tool("put", meta={KEY: "l"})).get("_meta", {})
 
 
 async def test_a_success_does_not_say_that_it_is_an_error() -> None:

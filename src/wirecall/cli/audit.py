@@ -164,7 +164,7 @@ def _sentence(entry: dict[str, Any]) -> str:
     when = datetime.fromtimestamp(float(entry.get("time", 0)), UTC).isoformat(" ", "milliseconds")
     outcome = "replayed" if entry.get("replayed") else str(entry.get("outcome"))
     code = f" {entry['code']}" if entry.get("code") is not None else ""
-    names = "  ".join(str(entry.get(name) or "-") for name in ("method", "key", "caller"))
+    names = "  ".join(printable(str(entry.get(name) or "-")) for name in ("method", "key", "caller"))
     return f"{when}  {outcome + code:<12} {names}  {entry.get('duration_ms')} ms"
 
 

@@ -23,7 +23,6 @@ The rules of the contract:
 """
 
 import enum
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -239,8 +238,6 @@ class Transaction(Protocol):
         """Record the outcome and commit; `undo` drops the handler's writes (a domain error) but keeps the record."""
         ...
 
-
-Opener: TypeAlias = Callable[[str], Awaitable[Ledger]]
 
 _SCHEMES = ("memory", "sqlite", "redis", "rediss", "valkey", "postgresql", "postgres")
 

@@ -197,6 +197,8 @@ class PostgresTransaction:
 
     def _told(self, error: Exception) -> WirecallError | None:
         """What to say of an exception that undid everything; None if it is its handler's own affair, or came too late."""
+        if not self._settled and self._xid and self._connection.pgconn.transaction_status == TransactionStatus.IDLE:
+            return CommitUnknown(str(misused(self._claim.id)))  # by COMMIT, perhaps
         if self._settled or isinstance(error, WirecallError):
             return None
         if isinstance(error, psycopg.Error) and not is_alive(self._connection):

@@ -36,7 +36,7 @@ from wirecall.mcp.peer import Id, Session, check_capability
 from wirecall.mcp.requests import Request, params_of
 from wirecall.mcp.revisions import STATELESS, Revision
 from wirecall.mcp.states import INPUT_REQUIRED
-from wirecall.mcp.types import ERROR_META, REPLAYED_META, CallTool, Params
+from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Params
 from wirecall.methods import Method
 from wirecall.policy import agreed_key, take_key
 from wirecall.runs import RETRY_AFTER_MS
@@ -84,6 +84,8 @@ class Tools:
             if context.replayed:
                 request.outlet.replayed.append(request.id)
                 marks[REPLAYED_META] = True
+            if not context.recorded:
+                marks[RECORDED_META] = False
 
     # --- the short way -----------------------------------------------------------------------------------------------
 

@@ -155,6 +155,7 @@ class Roots(Struct, frozen=True):
 PREFIX = "io.modelcontextprotocol/"
 KEY_META = "io.wirecall/idempotency-key"
 REPLAYED_META = "io.wirecall/replayed"
+RECORDED_META = "io.wirecall/recorded"  # false: it was done, and the ledger will hear of it later
 ERROR_META = "io.wirecall/error"
 
 # Under `capabilities.experimental`: the server honours KEY_META. Of the calls of a tool with one key, one runs.

@@ -1,0 +1,306 @@
+"""Handlers that do what nobody expects, over every ledger: still no effect is doubled, and no answer is untrue."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from msgspec import UNSET
+
+from tests.calls import call, error, make_app, read, result
+from tests.contracts import LEASE, claim_of
+from tests.servers import TRANSACTIONAL, Store
+from wirecall import App, Context, DomainError
+from wirecall.errors import RpcError
+from wirecall.frames import ErrorObject
+from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
+from wirecall.policy import fingerprint
+from wirecall.replies import remote_error
+
+
+@pytest.fixture
+async def app(store: Store) -> AsyncIterator[App]:
+    async with make_app(ledger=store.url) as app:
+        yield app
+
+
+async def stands(app: App, key: str = "k", method: str = "put") -> State | None:
+    record = await (await app.ledger()).get(RecordId("", method, key))
+    return None if record is None else record.state
+
+
+def fails_once(ledger: Ledger, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of these transitions does not reach the store."""
+    transition, failures = getattr(ledger, name), [LedgerDown("away")]
+
+    async def flaky(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await transition(*args)
+
+    monkeypatch.setattr(ledger, name, flaky)
+
+
+# --- the commit point ------------------------------------------------------------------------------------------------
+
+
+async def test_a_commit_point_that_is_tried_again_is_written_again(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second try must not pass because there was a first: then a crash after the effect would look like "nothing"."""
+    effects: list[int] = []
+
+    @app.command
+    async def put(ctx: Context) -> None:
+        try:
+            await ctx.commit_point()
+        except LedgerDown:
+            await ctx.commit_point()
+        effects.append(1)
+        raise ValueError
+
+    fails_once(await app.ledger(), "commit_point", monkeypatch)
+    assert error(await app.handle(call("put", key="k")))["data"]["ran"] == "unknown"
+    assert error(await app.handle(call("put", key="k")))["code"] == 50910
+    assert effects == [1]
+
+
+async def test_a_commit_point_that_was_refused_stays_refused(app: App, store: Store) -> None:
+    effects: list[int] = []
+
+    @app.command
+    async def put(ctx: Context) -> None:
+        store.age(RecordId("", "put", "k"), 31)
+        for _ in range(3):
+            try:
+                await ctx.commit_point()
+            except Exception:  # a handler that tries everything
+                continue
+            effects.append(1)
+        await ctx.commit_point()
+
+    assert error(await app.handle(call("put", key="k")))["code"] == 40910
+    assert effects == []
+
+
+async def test_two_commit_points_at_once_both_wait_for_the_ledger(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, passed = list[str](), list[bool]()
+
+    @app.command
+    async def put(ctx: Context) -> int:
+        async def reach() -> None:
+            await ctx.commit_point()
+            passed.append(bool(written))
+
+        await asyncio.gather(reach(), reach())
+        return 1
+
+    ledger = await app.ledger()
+    commit_point = ledger.commit_point
+
+    async def slow(*args: Any) -> bool:
+        is_written = await commit_point(*args)
+        await asyncio.sleep(0)
+        written.append("written")
+        return is_written
+
+    monkeypatch.setattr(ledger, "commit_point", slow)
+    assert result(await app.handle(call("put", key="k"))) == 1
+    assert passed == [True, True]
+
+
+# --- errors that cannot be written -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        (DomainError(4020, "no", {"why": object()}), "no"),
+        (DomainError(4020, "no", float("nan")), "no"),
+        (DomainError(4020, "no \udcff", None), "no ?"),
+    ],
+)
+async def test_an_error_that_cannot_be_written_is_still_an_error(refusal: DomainError, told: str, app: App) -> None:
+    @app.command
+    async def put() -> None:
+        raise refusal
+
+    assert error(await app.handle(call("put", key="k"))) == {"code": 4020, "message": told}
+    assert error(await app.handle(call("put", key="k"))) == {"code": 4020, "message": told, "data": {"replayed": True}}
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+async def test_an_error_that_cannot_be_written_undoes_the_transaction(app: App) -> None:
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> None:
+        made = ctx.db.execute("CREATE TABLE made (n INTEGER)")
+        if asyncio.iscoroutine(made):
+            await made
+        raise DomainError(4020, "no", {"why": object()})
+
+    for key in ("a", "b"):  # the second would find the table of the first
+        assert error(await app.handle(call("put", key=key))) == {"code": 4020, "message": "no"}
+
+
+# --- errors of other servers -----------------------------------------------------------------------------------------
+
+REMOTE = [
+    ErrorObject(-32602, "Invalid params"),
+    ErrorObject(-32601, "Method not found"),
+    ErrorObject(42910, "Busy", {"type": "busy", "ran": "no"}),
+    ErrorObject(50310, "The ledger is unavailable", {"type": "ledger_unavailable", "ran": "no"}),
+    ErrorObject(40910, "In progress", {"type": "idempotency_key_in_progress", "ran": "unknown"}),
+    ErrorObject(50910, "Unknown", {"type": "outcome_unknown", "ran": "unknown", "record": "theirs"}),
+]
+
+
+@pytest.mark.parametrize("theirs", REMOTE, ids=lambda theirs: str(theirs.code))
+async def test_a_refusal_of_another_server_says_nothing_about_this_command(theirs: ErrorObject, app: App) -> None:
+    """The handler did something, then called a server that refused: "nothing ran" is true there, and not here."""
+    effects: list[int] = []
+
+    @app.command
+    async def put() -> None:
+        effects.append(1)
+        raise remote_error(theirs)
+
+    refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "unknown"})
+    assert error(await app.handle(call("put", key="k")))["data"]["record"] == "put/k"
+    assert effects == [1]
+
+
+async def test_a_domain_error_of_another_server_is_the_command_s_answer(app: App) -> None:
+    @app.command
+    async def put() -> None:
+        raise remote_error(ErrorObject(4020, "not enough money"))
+
+    await app.handle(call("put", key="k"))
+    assert error(await app.handle(call("put", key="k"))) == {
+        "code": 4020,
+        "message": "not enough money",
+        "data": {"replayed": True},
+    }
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+@pytest.mark.parametrize("theirs", REMOTE, ids=lambda theirs: str(theirs.code))
+async def test_a_refusal_of_another_server_undoes_a_transaction(theirs: ErrorObject, app: App) -> None:
+    refusals: list[RpcError | None] = [remote_error(theirs), None]
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> int:
+        if refused := refusals.pop(0):
+            raise refused
+        return 1
+
+    refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "no"})
+    assert result(await app.handle(call("put", key="k"))) == 1
+
+
+# --- a method that is declared anew ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+@pytest.mark.parametrize("committed", [True, False])
+async def test_a_transaction_finds_the_record_of_a_holder_that_vanished_before_the_method_became_transactional(
+    committed: bool, app: App, ledger: Ledger, store: Store
+) -> None:
+    """It used to be "in progress" for as long as its retention, although nobody was at it."""
+    effects: list[int] = []
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> int:
+        effects.append(1)
+        return 1
+
+    id = RecordId("", "put", "k")
+    await ledger.claim(claim_of(id, fingerprint=fingerprint(UNSET), committed=committed))
+    assert error(await app.handle(call("put", key="k")))["code"] == 40910  # its lease lives
+    store.age(id, LEASE + 1)
+    for _ in range(2):
+        answer = read(await app.handle(call("put", key="k")))
+        assert answer["error"]["code"] == 50910 if committed else answer["result"] == 1
+    assert len(effects) == (0 if committed else 1)
+    assert await stands(app) is (State.UNKNOWN if committed else State.DONE)
+
+
+# --- handlers that end their transaction themselves ------------------------------------------------------------------
+
+
+async def run_sql(db: Any, statement: str) -> Any:
+    cursor = db.execute(statement)
+    return await cursor if asyncio.iscoroutine(cursor) else cursor
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK"])
+async def test_a_handler_that_ends_its_transaction_is_never_said_to_have_done_nothing_if_it_has(
+    statement: str, fails: bool, app: App, store: Store
+) -> None:
+    """Record and effect are apart then. What the caller hears must be true, and nothing may run twice."""
+
+    @app.command(on_crash="transactional")
+    async def prepare(ctx: Context) -> None:
+        await run_sql(ctx.db, "CREATE TABLE IF NOT EXISTS ended (n INTEGER)")
+        await run_sql(ctx.db, "DELETE FROM ended")
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> None:
+        await run_sql(ctx.db, "INSERT INTO ended VALUES (1)")
+        await run_sql(ctx.db, statement)
+        if fails:
+            raise ValueError
+
+    @app.command(on_crash="transactional")
+    async def count(ctx: Context) -> Any:
+        cursor = await run_sql(ctx.db, "SELECT count(*) FROM ended")
+        return (await cursor.fetchone() if store.kind == "postgres" else cursor.fetchone())[0]
+
+    result(await app.handle(call("prepare", key="p")))
+    ran = [error(await app.handle(call("put", key="k")))["data"]["ran"] for _ in range(2)]
+    effects = result(await app.handle(call("count", key="c")))
+    assert effects <= 1
+    if effects:
+        assert "no" not in ran
+    if store.kind == "sqlite" or statement == "ROLLBACK":
+        assert effects == 0
+
+
+# --- handlers that cancel themselves ---------------------------------------------------------------------------------
+
+
+async def test_a_cancellation_that_a_handler_leaves_behind_costs_nobody_its_outcome(app: App) -> None:
+    """As `asyncio.timeout` does in Python 3.11, if it comes in the same turn as the end of its block."""
+    effects: list[int] = []
+
+    @app.command
+    async def put() -> int:
+        effects.append(1)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return 1
+
+    async with asyncio.timeout(10):
+        assert result(await app.handle(call("put", key="k"))) == 1
+        assert result(await app.handle(call("put", key="k"))) == 1
+    assert effects == [1]
+    assert await stands(app) is State.DONE
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_handler_that_cancels_itself_is_an_unexpected_error(waits: bool, app: App) -> None:
+    @app.command
+    async def put() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if waits:
+            task.cancel()
+            await asyncio.sleep(10)
+        raise asyncio.CancelledError
+
+    async with asyncio.timeout(10):
+        refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "unknown"})
+    assert error(await app.handle(call("put", key="k")))["code"] == 50910

@@ -1,0 +1,168 @@
+"""One app, several event loops: one after another, in threads side by side, and closed too early."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.calls import call, make_app, read, result
+from wirecall import App
+from wirecall.ledger.base import Ledger, Outcome, RecordId, open_ledger
+from wirecall.runs import Flight
+
+PATIENCE = 10.0
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def app(request: pytest.FixtureRequest, tmp_path: Path) -> App:
+    return make_app(ledger="memory:" if request.param == "memory" else f"sqlite:{tmp_path}/ledger.db")
+
+
+def in_loop(threads: ThreadPoolExecutor, answer: Callable[[], Any]) -> "Future[Any]":
+    """Run a coroutine in an event loop of its own, in a thread of its own."""
+    return threads.submit(lambda: asyncio.run(answer()))
+
+
+def test_a_duplicate_in_another_loop_is_woken_when_the_first_is_done(app: App) -> None:
+    """It used to sleep until its own wait was over, although the answer was there."""
+    begun, joined, go, effects = threading.Event(), threading.Event(), threading.Event(), list[int]()
+
+    @app.command(wait=10 * PATIENCE)
+    async def put() -> int:
+        effects.append(1)
+        begun.set()
+        await asyncio.to_thread(go.wait, PATIENCE)
+        return len(effects)
+
+    async def again() -> bytes | None:
+        asyncio.get_running_loop().call_later(0.05, joined.set)  # by then it waits
+        return await app.handle(call("put", key="k", id=2))
+
+    with ThreadPoolExecutor(2) as threads:
+        first = in_loop(threads, lambda: app.handle(call("put", key="k")))
+        assert begun.wait(PATIENCE)
+        second = in_loop(threads, again)
+        assert joined.wait(PATIENCE)
+        started = time.monotonic()
+        go.set()
+        assert (result(first.result(PATIENCE)), result(second.result(PATIENCE))) == (1, 1)
+        assert time.monotonic() - started < PATIENCE
+    assert effects == [1]
+    asyncio.run(app.aclose())
+
+
+def test_a_run_keeps_its_lease_while_another_loop_has_runs_too(app: App) -> None:
+    """A second loop used to take the heartbeats over, and forgot those of the first."""
+    begun, go = threading.Event(), threading.Event()
+
+    @app.command(lease=0.3)
+    async def slow() -> int:
+        begun.set()
+        await asyncio.to_thread(go.wait, PATIENCE)
+        return 1
+
+    @app.command(lease=0.3)
+    async def quick() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    async def lease_left() -> float:
+        record = await (await app.ledger()).get(RecordId("", "slow", "k"))
+        assert record is not None
+        return record.lease_left
+
+    with ThreadPoolExecutor(2) as threads:
+        first = in_loop(threads, lambda: app.handle(call("slow", key="k")))
+        assert begun.wait(PATIENCE)
+        in_loop(threads, lambda: app.handle(call("quick", key="k"))).result(PATIENCE)
+        left, falls, rises = in_loop(threads, lease_left).result(PATIENCE), 0, 0
+        deadline = time.monotonic() + PATIENCE
+        while rises < 3 and time.monotonic() < deadline:
+            now = in_loop(threads, lease_left).result(PATIENCE)
+            rises, falls, left = rises + (now > left), falls + (now < left), now
+        go.set()
+        assert result(first.result(PATIENCE)) == 1
+    assert rises == 3, f"renewed {rises} times, and looked at {rises + falls} times"
+    asyncio.run(app.aclose())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the coroutines that were left behind
+@pytest.mark.parametrize("commits", [True, False])
+def test_an_app_whose_loop_was_closed_in_the_middle_can_be_closed_and_used_again(app: App, commits: bool) -> None:
+    begun = list[int]()
+
+    @app.command(commit_point=not commits)
+    async def put() -> None:
+        begun.append(1)
+        await asyncio.Event().wait()
+
+    app.command(name="other")(lambda: 1)
+    loop = asyncio.new_event_loop()
+    left = loop.create_task(app.handle(call("put", key="k")))
+    while not begun:
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    asyncio.run(app.aclose(0.05))
+    assert result(asyncio.run(app.handle(call("other", key="k")))) == 1
+    asyncio.run(app.aclose())
+    assert not left.done()
+    del left
+    gc.collect()  # here, where what it says about them is expected
+
+
+def test_of_two_threads_without_a_loop_one_runs_the_command(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They look whether it is under way at the same moment."""
+    effects, together = list[int](), threading.Barrier(2)
+
+    @app.command
+    def put() -> int:
+        effects.append(1)
+        return 1
+
+    def made(fingerprint: bytes) -> Flight:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(1)
+        return Flight(fingerprint)
+
+    monkeypatch.setattr("wirecall.commands.Flight", made)
+    with ThreadPoolExecutor(2) as threads:
+        answers = [read(answer) for answer in threads.map(lambda id: app.handle_sync(call("put", key="k", id=id)), (1, 2))]
+    assert effects == [1]
+    assert {answer.get("result") or answer["error"]["code"] for answer in answers} <= {1, 40910}
+    asyncio.run(app.aclose())
+
+
+async def test_who_joins_a_flight_that_has_just_landed_has_the_outcome() -> None:
+    """In another thread it may land between the look for it and the wait."""
+    flight, outcome = Flight(b"print"), Outcome("result", b"1", b"digest")
+    flight.land(outcome)
+    async with asyncio.timeout(PATIENCE):
+        assert await flight.join(b"print", 10 * PATIENCE) is outcome
+
+
+def test_loops_that_open_the_ledger_at_the_same_moment_share_one(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the records of the first would be forgotten, where the ledger is in memory."""
+    effects, together = list[str](), threading.Barrier(2)
+    app.command(name="put")(lambda who: effects.append(who))
+
+    async def opened(url: str) -> Ledger:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(1)
+        return await open_ledger(url)
+
+    monkeypatch.setattr("wirecall.app.open_ledger", opened)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            calls = [call("put", {"who": who}, key=who) for who in ("ada", "bob")]
+            for answer in [in_loop(threads, partial(app.handle, message)) for message in calls]:
+                result(answer.result(PATIENCE))
+    assert sorted(effects) == ["ada", "bob"]
+    asyncio.run(app.aclose())

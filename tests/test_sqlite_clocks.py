@@ -1,0 +1,140 @@
+"""Clocks, boots and places of an SQLite ledger: what people set, restart or mount decides no lease."""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts import claim_of, granted, outcome_of, present
+from wirecall import UsageError
+from wirecall.ledger import sqlite_file, sqlite_rows
+from wirecall.ledger.base import LedgerDown, State, open_ledger
+from wirecall.ledger.sqlite import SqliteLedger
+
+
+class Clock:
+    """Two clocks: one that people set, and one that they cannot."""
+
+    def __init__(self) -> None:
+        self.wall_time, self.since_boot = 1.8e9, 5000.0
+
+    def wall(self) -> float:
+        return self.wall_time
+
+    def boot(self) -> float:
+        return self.since_boot
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+async def opened(path: Path, clock: Clock) -> SqliteLedger:
+    ledger = SqliteLedger(path, clock=clock.boot, wall=clock.wall)
+    await ledger.open()
+    return ledger
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0, 10 * 365 * 86_400.0, -10 * 365 * 86_400.0])
+async def test_setting_the_wall_clock_ends_no_lease(jump: float, path: Path) -> None:
+    clock = Clock()
+    ledger = await opened(path, clock)
+    record = await granted(ledger)
+    clock.wall_time += jump
+    assert (await ledger.claim(claim_of())).nonce == record.nonce
+    assert await ledger.sweep() == 0, "the holder is alive"
+    assert (await present(ledger)).lease_left > 0
+    assert await ledger.commit_point(record.token, 30)
+    assert await ledger.complete(record.token, outcome_of(), 1000)
+    assert (await ledger.claim(claim_of())).state is State.DONE
+    await ledger.aclose()
+
+
+async def test_a_lease_that_is_over_is_over_though_the_wall_clock_stands_still(path: Path) -> None:
+    clock = Clock()
+    ledger = await opened(path, clock)
+    record = await granted(ledger)
+    clock.since_boot += 31
+    assert not await ledger.commit_point(record.token, 30)
+    assert (await ledger.claim(claim_of())).state is State.UNKNOWN
+    await ledger.aclose()
+
+
+@pytest.mark.parametrize("since_boot", [10.0, 5000.0, 1e6])
+async def test_a_holder_of_another_boot_is_gone(since_boot: float, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says, which began anew: the machine was restarted, so nobody holds anything."""
+    clock = Clock()
+    before = await opened(path, clock)
+    record = await granted(before)
+    await before.aclose()
+    monkeypatch.setattr(sqlite_rows, "_boot_id", lambda: b"another boot....")
+    clock.since_boot = since_boot
+    after = await opened(path, clock)
+    assert (await present(after)).lease_left == 0
+    assert not await after.commit_point(record.token, 30)
+    assert (await after.claim(claim_of())).state is State.UNKNOWN
+    await after.aclose()
+
+
+async def test_where_no_boot_is_told_a_clock_that_began_anew_shows_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_rows, "_boot_id", lambda: b"")
+    clock = Clock()
+    before = await opened(path, clock)
+    await granted(before)
+    await before.aclose()
+    clock.since_boot = 10
+    after = await opened(path, clock)
+    assert (await after.claim(claim_of())).state is State.UNKNOWN
+    await after.aclose()
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    ledger = await open_ledger(f"sqlite:{tmp_path}/a/b/ledger.db")
+    assert stat.S_IMODE(os.stat(tmp_path / "a" / "b").st_mode) == 0o700
+    await ledger.aclose()
+
+
+async def test_a_relative_path_means_the_folder_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    ledger = await open_ledger("sqlite:ledger.db")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    await granted(ledger)
+    await ledger.aclose()
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["ledger.db"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("sqlite:", "names no file"),
+        ("sqlite:/", "names no file"),
+        ("sqlite::memory:", "names no file"),
+        ("sqlite:folder/", "names no file"),
+        ("sqlite://host/ledger.db", "names a host"),
+    ],
+)
+async def test_a_url_without_a_file_is_told(url: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what) as caught:
+        await open_ledger(url)
+    assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs"])
+async def test_a_network_file_system_is_refused(kind: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mounts(self: Path, *args: Any, **options: Any) -> str:
+        assert str(self) == "/proc/self/mounts"
+        return f"/dev/root / ext4 rw 0 0\nserver:/share {path.parent} {kind} rw 0 0\n"
+
+    monkeypatch.setattr(Path, "read_text", mounts)
+    with pytest.raises(LedgerDown, match=f"network file system .{kind}."):
+        sqlite_file.open_file(str(path), ())
+    monkeypatch.undo()
+    assert not path.exists()
