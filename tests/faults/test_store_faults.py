@@ -815,7 +815,7 @@ async def fail() -> None:
     raise DomainError(4020, "not enough money")
 
 
-@pytest.mark.parametrize("own_server", ["postgres"], indirect=True)
+@pytest.mark.parametrize("own_server", [Postgres], indirect=True)
 @pytest.mark.parametrize("afterwards", AFTERWARDS)
 async def test_a_server_killed_while_a_handler_runs_has_committed_nothing(own_server: Postgres, afterwards: str) -> None:
     """COMMIT was not sent, so nobody need be asked: the answer is definite, and it is there at once."""

@@ -136,7 +136,6 @@ async def saying(info: dict[str, str] | None) -> AsyncIterator[str]:
         ({"redis_version": "6.0.16"}, "it is version 6.0.16"),
         ({"redis_version": "5.0.7"}, "it is version 5.0.7"),
         ({"role": "slave"}, "it is a replica"),
-        ({"redis_mode": "cluster"}, "it is a node of a cluster"),
     ],
 )
 async def test_a_server_that_cannot_be_a_ledger_is_refused(said: dict[str, str], why: str) -> None:
