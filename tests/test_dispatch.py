@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET, Raw
 
 from tests.calls import batch, call, error, make_app, read, result
-from wirecall import App, Context, DomainError, Limits, RpcError, jsonrpc
+from wirecall import App, Context, DomainError, Limits, RpcError, UsageError, jsonrpc
 from wirecall.errors import InvalidParams
 
 
@@ -297,6 +297,19 @@ async def test_a_replay_passes_the_middleware_again() -> None:
     assert result(await app.handle(call("put", key="k"))) == "secret"
     allowed = False
     assert error(await app.handle(call("put", key="k")))["code"] == 40300
+
+
+@pytest.mark.parametrize("as_text", [bytes, bytes.decode, memoryview])
+async def test_a_key_beside_an_array_is_refused_and_nothing_runs(as_text: Callable[[bytes], Any]) -> None:
+    """Every entry would have it: of two commands the second would be a repetition of the first."""
+    app, effects = make_app(), list[int]()
+    app.command(name="put")(lambda n: effects.append(n))
+    for message in (batch(call("put", {"n": 1})), b"\n " + batch(call("put", {"n": 1}, id=1), call("put", {"n": 2}, id=2))):
+        with pytest.raises(UsageError, match=r"single call[\s\S]*why: [\s\S]*fix: .*idempotency_key"):
+            await app.handle(as_text(message), key="k")
+    assert effects == []
+    assert result(await app.handle(call("put", {"n": 3}), key="k")) is None
+    assert effects == [3]
 
 
 async def test_a_middleware_that_breaks_costs_its_own_entry(caplog: pytest.LogCaptureFixture) -> None:

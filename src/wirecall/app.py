@@ -138,7 +138,8 @@ class App(Declarations):
         """Answer one message of plain JSON-RPC: bytes in, bytes or nothing out.
 
         `caller` is who sent it, as far as known; commands are told apart by caller. A list given as `replayed` receives the
-        ids of the answers that came from the ledger. `key` is the idempotency key of a single call, if it came beside it.
+        ids of the answers that came from the ledger. `key` is the idempotency key of a single call, if it came beside it;
+        for an array it is a `UsageError`, and nothing runs.
         """
         reply: Any = (self._dispatcher or self._build()).handle(data, caller, False, replayed, key)
         answer: bytes | None = await reply if type(reply) is CoroutineType else reply
