@@ -7,6 +7,7 @@
 """
 
 import os
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -87,6 +88,7 @@ class App(Declarations):
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
+        self._building = threading.Lock()
         self._ledger: Ledger | None = None
         self._locked: tuple[AbstractEventLoop, Lock] | None = None
         self._add_discover()
@@ -268,6 +270,13 @@ class App(Declarations):
         return self._dispatcher or self._build()
 
     def _build(self) -> "Dispatcher":
+        """One for all threads: two dispatchers would not know of each other's commands under way."""
+        with self._building:
+            if self._dispatcher is None:
+                self._dispatcher = self._new_dispatcher()
+            return self._dispatcher
+
+    def _new_dispatcher(self) -> "Dispatcher":
         # Late: an app is made in many programs that never serve a call, and `import wirecall` stays light.
         from wirecall.audit import Audit
         from wirecall.commands import Commands
@@ -275,7 +284,7 @@ class App(Declarations):
 
         self._audit = Audit(self._audit_path) if self._audit_path else None
         note = self._audit.note if self._audit else None
-        self._dispatcher = Dispatcher(
+        return Dispatcher(
             self.registry,
             Policy(self.mode, self.limits),
             Commands(self.ledger, note),
@@ -284,7 +293,6 @@ class App(Declarations):
             execution=self._execution,
             strict=self._strict,
         )
-        return self._dispatcher
 
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish what is under way, within `grace` seconds, and close the ledger."""
