@@ -299,10 +299,12 @@ class App(Declarations):
         dispatcher = self._dispatcher
         if dispatcher is not None:
             await dispatcher.aclose(grace)  # from here on it refuses commands, and queries go on
+        if self._dispatcher is not dispatcher:
+            return  # another `aclose` was faster: what is open now belongs to the calls after it
         ledger, self._ledger = self._ledger, None
+        audit, self._audit = self._audit, None
         if ledger is not None:
             await ledger.aclose()
-        audit, self._audit = self._audit, None
         if audit is not None:
             audit.close()
         if self._dispatcher is dispatcher:
