@@ -72,6 +72,7 @@ from wirecall.runs import (
     Noted,
     Run,
     in_thread,
+    is_closing,
     is_waiting,
     not_noted,
     settled,
@@ -663,7 +664,7 @@ def _stopping(run: Run) -> LedgerUnavailable:
 
 def _told(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a handler that ended without an outcome."""
-    if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and run.cancelled):
+    if is_closing(error) or (isinstance(error, asyncio.CancelledError) and run.cancelled):
         return error  # we stopped it, in contrast to a handler that raised such a thing by itself
     if isinstance(error, KeyboardInterrupt) or (_is_refusal(error) and not run.committed):
         return error

@@ -44,7 +44,7 @@ from wirecall.lanes import resume, run_batch
 from wirecall.logs import called, failed, logger
 from wirecall.methods import Context, Execution, InputRequired, Method, Registry, correlation_of
 from wirecall.policy import ANONYMOUS, Policy, fingerprint
-from wirecall.runs import Call, Note, Noted, in_thread, is_waiting, settled
+from wirecall.runs import Call, Note, Noted, in_thread, is_closing, is_waiting, settled
 
 Reply: TypeAlias = Answer | None  # None: nobody is owed one
 Pending: TypeAlias = Coroutine[Any, Any, Reply]
@@ -194,7 +194,7 @@ class Dispatcher:
         """What a failed call is answered with. What is not a call's failure goes on up."""
         if isinstance(error, RpcError):
             return error
-        if isinstance(error, (KeyboardInterrupt, GeneratorExit, CannotWait)) or _is_cancelled(error):
+        if isinstance(error, (KeyboardInterrupt, CannotWait)) or is_closing(error) or _is_cancelled(error):
             raise error
         failed(name, correlation_id, error)
         return InternalError()

@@ -143,8 +143,8 @@ def in_thread(call: Call) -> Awaitable[Any]:
 def _without_stop(call: Call) -> Any:
     try:
         return call()
-    except StopIteration as error:  # a future does not take it, and who awaits that would wait for ever
-        raise RuntimeError("the function raised StopIteration") from error
+    except (StopIteration, GeneratorExit) as error:  # of a future, the one is refused, and the other closes who awaits it
+        raise RuntimeError(f"the function raised {type(error).__name__}") from error
 
 
 async def settled(result: Any) -> Any:
@@ -157,6 +157,16 @@ async def settled(result: Any) -> Any:
 def is_waiting(error: BaseException) -> bool:
     """Whether a handler failed because it needs an event loop and there is none."""
     return isinstance(error, RuntimeError) and str(error) == "no running event loop"
+
+
+def is_closing(error: BaseException) -> bool:
+    """Whether the coroutine that caught an exception is being closed, in contrast to a handler that raised GeneratorExit.
+
+    Python closes the coroutine that is awaited first, and then raises a new GeneratorExit in the one that awaits it. So that
+    one comes from no frame below; a handler's own does.
+    """
+    trace = error.__traceback__
+    return isinstance(error, GeneratorExit) and (trace is None or trace.tb_next is None)
 
 
 class Noted:
