@@ -686,6 +686,7 @@ def _undone(error: BaseException, run: Run) -> BaseException:
     if isinstance(error, Locked):
         return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
     if isinstance(error, CommitUnknown):
+        run.committed = True  # whoever waits no longer must not be told "no"
         return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
     if isinstance(error, LedgerDown):
         return _unavailable(error)

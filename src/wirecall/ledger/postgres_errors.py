@@ -19,7 +19,7 @@ def down(error: psycopg.Error) -> LedgerDown:
     return LedgerDown(f"PostgreSQL {what}: {error.diag.message_primary or ' '.join(str(error).split())}")
 
 
-def undone(error: Exception) -> TryAgain | None:
+def undone(error: BaseException) -> TryAgain | None:
     """Whether an exception, or what led to it, says that the server took the transaction back."""
     if _sqlstates(error).isdisjoint(UNDONE):
         return None
