@@ -50,6 +50,7 @@ from wirecall.ledger.base import (
     Ledger,
     LedgerDown,
     Locked,
+    NotCommitted,
     Outcome,
     Record,
     RecordId,
@@ -690,4 +691,6 @@ def _undone(error: BaseException, run: Run) -> BaseException:
         return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
     if isinstance(error, LedgerDown):
         return _unavailable(error)
+    if isinstance(error, NotCommitted):
+        run.committed = False
     return _told(error, run)

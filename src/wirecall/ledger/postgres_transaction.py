@@ -25,7 +25,7 @@ from psycopg.pq import TransactionStatus
 
 from wirecall.errors import UsageError, WirecallError
 from wirecall.ledger.base import Claim, CommitUnknown, LedgerDown, Locked, Outcome, Record, State, TryAgain
-from wirecall.ledger.postgres_errors import ENDED, down, is_lost, misused, undone
+from wirecall.ledger.postgres_errors import ENDED, FAILED, down, is_lost, misused, refused, undone
 from wirecall.ledger.postgres_pool import Connection, Pool, is_alive, rows_of, watched
 from wirecall.ledger.postgres_rows import SQL, Completion, Row, array, completion_of, encode, id_of, record_of, running
 from wirecall.logs import logger
@@ -145,8 +145,7 @@ class PostgresTransaction:
             if error.sqlstate in ENDED:
                 raise misused(self._claim.id) from error
             if not is_lost(error):
-                self._settled = False
-                raise
+                raise (await self._refused(error)) from error
             await (self._settle(error) if self._is_sent else self._give_up(error))
 
     async def _commit(self, completion: Completion, undo: bool) -> None:
@@ -160,6 +159,18 @@ class PostgresTransaction:
                 await connection.execute(SQL["finish"], params, prepare=False)
                 self._is_sent = True
                 await connection.execute("COMMIT", prepare=False)
+
+    async def _refused(self, error: psycopg.Error) -> WirecallError:
+        """The server said no. So nothing was done, if nobody but us had tried to commit."""
+        is_undone = await (self._undo(TransactionStatus.INERROR) if error.sqlstate == FAILED else self._is_aborted())
+        return refused(error) if is_undone else CommitUnknown(str(misused(self._claim.id)))
+
+    async def _is_aborted(self) -> bool:
+        """Asked once the savepoint was released, and so the handler had left the transaction open."""
+        if self._connection.pgconn.transaction_status in OPEN:
+            await self._rollback()
+        rows = await rows_of(self._connection, SQL["fate"], {"xid": self._xid})
+        return rows == [("aborted",)]
 
     async def _give_up(self, error: psycopg.Error) -> NoReturn:
         """Nothing was committed. We ask all the same, once: a session that has not noticed its end would hold the record."""
