@@ -617,6 +617,18 @@ async def test_a_call_can_be_closed_from_outside(name: str, key: str | None) -> 
         await app.aclose()
 
 
+async def test_a_batch_can_be_closed_from_outside() -> None:
+    """It used to wait for its workers, which a coroutine that is being closed may not."""
+    app, stage = staged()
+    pending: Any = app.handle(entries("query:a", "command:b", "query:c", "command:d"))  # d waits for b
+    pending.send(None)
+    await stage.has_begun("c").wait()
+    pending.close()
+    async with asyncio.timeout(10):
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+
+
 # --- what reviewers found ----------------------------------------------------------------------------------------------
 
 
