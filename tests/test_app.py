@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
@@ -83,6 +84,36 @@ async def test_the_ledger_opens_on_first_use_and_closes_with_the_app(tmp_path: A
     async with app:  # an app that was closed opens again
         assert result(await app.handle(call("put", key="k", id=9), replayed=ids)) == 2
     assert ids == [9]
+
+
+async def test_a_late_aclose_leaves_the_next_life_of_the_app_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to close whatever ledger was open when it was done, and the records of the new calls were gone with it."""
+    monkeypatch.setattr("wirecall.commands.LAST_WORDS", 0.01)
+    app, effects = make_app(), list[int]()
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    @app.command
+    async def stubborn() -> None:
+        begun.set()
+        while not go.is_set():
+            with suppress(asyncio.CancelledError):
+                await go.wait()
+
+    app.command(name="put")(lambda: effects.append(1))
+    async with asyncio.timeout(10):
+        old = asyncio.create_task(app.handle(call("stubborn", key="k")))
+        await begun.wait()
+        patient = asyncio.create_task(app.aclose(10))
+        await asyncio.sleep(0)
+        await app.aclose(0)
+        assert result(await app.handle(call("put", key="k"))) is None
+        ledger = await app.ledger()
+        go.set()
+        await asyncio.gather(patient, old)
+        assert await app.ledger() is ledger
+        assert result(await app.handle(call("put", key="k"))) is None
+        await app.aclose()
+    assert effects == [1]
 
 
 async def test_a_ledger_that_cannot_be_opened_refuses_commands_and_serves_queries(tmp_path: Any) -> None:

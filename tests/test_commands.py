@@ -403,6 +403,51 @@ async def test_a_run_that_fails_before_its_commit_point_keeps_the_evidence_of_an
 # --- stopping ----------------------------------------------------------------------------------------------------------
 
 
+async def test_a_slow_store_has_one_renewal_of_a_lease_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one used to be sent after every third of the lease, whether the last had been answered or not."""
+    app, under_way, most, ended = make_app(), 0, 0, asyncio.Semaphore(0)
+
+    @app.command(lease=0.06)
+    async def put() -> None:
+        for _ in range(3):
+            await ended.acquire()
+
+    async def slow(*_: Any) -> bool:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.1)
+        under_way -= 1
+        ended.release()
+        return True
+
+    monkeypatch.setattr(await app.ledger(), "heartbeat", slow)
+    async with asyncio.timeout(10):
+        result(await app.handle(call("put", key="k")))
+        await app.aclose()
+    assert most == 1
+
+
+async def test_the_shortest_lease_does_not_keep_the_event_loop_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, beats, enough = make_app(), list[float](), asyncio.Event()
+
+    @app.command(lease=1e-6)
+    async def put() -> None:
+        await enough.wait()
+
+    async def renew(*_: Any) -> bool:
+        beats.append(asyncio.get_running_loop().time())
+        if len(beats) == 10:
+            enough.set()
+        return True
+
+    monkeypatch.setattr(await app.ledger(), "heartbeat", renew)
+    async with asyncio.timeout(10):
+        result(await app.handle(call("put", key="k")))
+        await app.aclose()
+    assert (beats[9] - beats[0]) / 9 > 0.008
+
+
 async def test_nothing_begins_after_the_app_has_stopped() -> None:
     app, ran = make_app(), list[int]()
     app.command(name="put", wait=5)(lambda n: ran.append(n))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET, Raw
 
 from tests.calls import batch, call, error, make_app, read, result
-from wirecall import App, Context, DomainError, Limits, RpcError, jsonrpc
+from wirecall import App, Context, DomainError, Limits, RpcError, UsageError, jsonrpc
 from wirecall.errors import InvalidParams
 
 
@@ -299,6 +299,19 @@ async def test_a_replay_passes_the_middleware_again() -> None:
     assert error(await app.handle(call("put", key="k")))["code"] == 40300
 
 
+@pytest.mark.parametrize("as_text", [bytes, bytes.decode, memoryview])
+async def test_a_key_beside_an_array_is_refused_and_nothing_runs(as_text: Callable[[bytes], Any]) -> None:
+    """Every entry would have it: of two commands the second would be a repetition of the first."""
+    app, effects = make_app(), list[int]()
+    app.command(name="put")(lambda n: effects.append(n))
+    for message in (batch(call("put", {"n": 1})), b"\n " + batch(call("put", {"n": 1}, id=1), call("put", {"n": 2}, id=2))):
+        with pytest.raises(UsageError, match=r"single call[\s\S]*why: [\s\S]*fix: .*idempotency_key"):
+            await app.handle(as_text(message), key="k")
+    assert effects == []
+    assert result(await app.handle(call("put", {"n": 3}), key="k")) is None
+    assert effects == [3]
+
+
 async def test_a_middleware_that_breaks_costs_its_own_entry(caplog: pytest.LogCaptureFixture) -> None:
     app = make_app()
 
@@ -532,6 +545,88 @@ async def test_a_single_call_is_cancelled_with_its_caller() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def leaving(app: App) -> list[str]:
+    """Methods that raise GeneratorExit by themselves, in every form; their names."""
+
+    def at_once() -> None:
+        raise GeneratorExit
+
+    async def begun() -> None:
+        raise GeneratorExit
+
+    async def later() -> None:
+        await asyncio.sleep(0)
+        raise GeneratorExit
+
+    forms: dict[str, Any] = {"at_once": at_once, "begun": begun, "later": later, "returned": lambda: later()}
+    for name, form in forms.items():
+        app.query(name=f"query_{name}")(form)
+        app.command(name=f"command_{name}")(form)
+    app.query(name="query_thread", blocking=True)(at_once)
+    app.command(name="command_thread", blocking=True)(at_once)
+    return [name for name in app.registry.methods if not name.startswith("rpc.")]
+
+
+@pytest.mark.parametrize("logged", [False, True])
+async def test_a_handler_that_raises_generator_exit_has_failed_like_any_other(
+    logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It used to escape from `handle`, as if the coroutine were being closed."""
+    if logged:
+        caplog.set_level("INFO", "wirecall")
+    app = make_app()
+    names = leaving(app)
+    app.query(name="fine")(lambda: 1)
+    async with asyncio.timeout(10):
+        for name in names:
+            keys = [None, "k"] if name.startswith("command") else [None]
+            for message in [call(name, key=key) for key in keys]:
+                assert error(await app.handle(message))["code"] == -32603, name
+            answers = read(await app.handle(batch(call("fine"), call(name, id=2), call("fine", id=3))))
+            assert [answer.get("result") for answer in answers] == [1, None, 1]
+        for name in ("query_at_once", "query_begun", "command_at_once", "command_begun"):
+            assert error(app.handle_sync(call(name)))["code"] == -32603
+        assert error(await app.handle(call("command_later", key="k")))["data"]["type"] == "outcome_unknown"
+        await app.aclose()
+
+
+@pytest.mark.parametrize(("name", "key"), [("query", None), ("command", None), ("command", "k")])
+async def test_a_call_can_be_closed_from_outside(name: str, key: str | None) -> None:
+    app, go, closed = make_app(), asyncio.Event(), list[str]()
+
+    async def wait() -> int:
+        try:
+            await go.wait()
+        except GeneratorExit:
+            closed.append("closed")
+            raise
+        return 1
+
+    app.query(name="query")(wait)
+    app.command(name="command")(wait)
+    await app.ledger()
+    pending: Any = app.handle(call(name, key=key))
+    pending.send(None)
+    pending.close()
+    assert closed == ([] if key else ["closed"])  # with a key, its effect does not depend on who waits for it
+    go.set()
+    async with asyncio.timeout(10):
+        assert result(await app.handle(call(name, key=key))) == 1
+        await app.aclose()
+
+
+async def test_a_batch_can_be_closed_from_outside() -> None:
+    """It used to wait for its workers, which a coroutine that is being closed may not."""
+    app, stage = staged()
+    pending: Any = app.handle(entries("query:a", "command:b", "query:c", "command:d"))  # d waits for b
+    pending.send(None)
+    await stage.has_begun("c").wait()
+    pending.close()
+    async with asyncio.timeout(10):
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
 
 
 # --- what reviewers found ----------------------------------------------------------------------------------------------

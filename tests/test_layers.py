@@ -40,10 +40,10 @@ LAYERS = [
     {"client"},
     {"__init__", "testing"},
     # the command line
-    {"cli.exits", "cli.schemas", "cli.completion"},
+    {"cli.exits", "cli.schemas", "cli.settings", "cli.completion"},
     {"cli.failures", "cli.output"},
     {"cli.running", "cli.durations", "cli.targets", "cli.offers", "cli.arguments", "cli.new"},
-    {"cli.audit", "cli.clients", "cli.connecting", "cli.ledgers", "cli.lines", "cli.overrides", "cli.settings", "cli.wires"},
+    {"cli.audit", "cli.clients", "cli.connecting", "cli.ledgers", "cli.lines", "cli.overrides", "cli.wires"},
     {
         "cli.call",
         "cli.config",

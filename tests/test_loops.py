@@ -15,6 +15,7 @@ import pytest
 
 from tests.calls import call, make_app, read, result
 from wirecall import App
+from wirecall.commands import Commands
 from wirecall.ledger.base import Ledger, Outcome, RecordId, open_ledger
 from wirecall.runs import Flight
 
@@ -137,6 +138,25 @@ def test_of_two_threads_without_a_loop_one_runs_the_command(app: App, monkeypatc
         answers = [read(answer) for answer in threads.map(lambda id: app.handle_sync(call("put", key="k", id=id)), (1, 2))]
     assert effects == [1]
     assert {answer.get("result") or answer["error"]["code"] for answer in answers} <= {1, 40910}
+    asyncio.run(app.aclose())
+
+
+def test_the_first_two_calls_of_an_app_meet_in_one_dispatcher(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each used to make one if they came at the same moment, and then none knew what was under way in the other."""
+    made, together = list[Commands](), threading.Barrier(2)
+    app.command(name="put")(lambda: 1)
+
+    def slow(*args: Any) -> Commands:
+        made.append(Commands(*args))
+        with suppress(threading.BrokenBarrierError):
+            together.wait(1)
+        return made[-1]
+
+    monkeypatch.setattr("wirecall.commands.Commands", slow)
+    with ThreadPoolExecutor(2) as threads:
+        answers = threads.map(lambda key: app.handle_sync(call("put", key=key)), ("a", "b"))
+        assert [result(answer) for answer in answers] == [1, 1]
+    assert len(made) == 1
     asyncio.run(app.aclose())
 
 

@@ -7,6 +7,7 @@
 """
 
 import os
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -87,6 +88,7 @@ class App(Declarations):
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
+        self._building = threading.Lock()
         self._ledger: Ledger | None = None
         self._locked: tuple[AbstractEventLoop, Lock] | None = None
         self._add_discover()
@@ -138,7 +140,8 @@ class App(Declarations):
         """Answer one message of plain JSON-RPC: bytes in, bytes or nothing out.
 
         `caller` is who sent it, as far as known; commands are told apart by caller. A list given as `replayed` receives the
-        ids of the answers that came from the ledger. `key` is the idempotency key of a single call, if it came beside it.
+        ids of the answers that came from the ledger. `key` is the idempotency key of a single call, if it came beside it;
+        for an array it is a `UsageError`, and nothing runs.
         """
         reply: Any = (self._dispatcher or self._build()).handle(data, caller, False, replayed, key)
         answer: bytes | None = await reply if type(reply) is CoroutineType else reply
@@ -267,6 +270,13 @@ class App(Declarations):
         return self._dispatcher or self._build()
 
     def _build(self) -> "Dispatcher":
+        """One for all threads: two dispatchers would not know of each other's commands under way."""
+        with self._building:
+            if self._dispatcher is None:
+                self._dispatcher = self._new_dispatcher()
+            return self._dispatcher
+
+    def _new_dispatcher(self) -> "Dispatcher":
         # Late: an app is made in many programs that never serve a call, and `import wirecall` stays light.
         from wirecall.audit import Audit
         from wirecall.commands import Commands
@@ -274,7 +284,7 @@ class App(Declarations):
 
         self._audit = Audit(self._audit_path) if self._audit_path else None
         note = self._audit.note if self._audit else None
-        self._dispatcher = Dispatcher(
+        return Dispatcher(
             self.registry,
             Policy(self.mode, self.limits),
             Commands(self.ledger, note),
@@ -283,17 +293,18 @@ class App(Declarations):
             execution=self._execution,
             strict=self._strict,
         )
-        return self._dispatcher
 
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish what is under way, within `grace` seconds, and close the ledger."""
         dispatcher = self._dispatcher
         if dispatcher is not None:
             await dispatcher.aclose(grace)  # from here on it refuses commands, and queries go on
+        if self._dispatcher is not dispatcher:
+            return  # another `aclose` was faster: what is open now belongs to the calls after it
         ledger, self._ledger = self._ledger, None
+        audit, self._audit = self._audit, None
         if ledger is not None:
             await ledger.aclose()
-        audit, self._audit = self._audit, None
         if audit is not None:
             audit.close()
         if self._dispatcher is dispatcher:

@@ -50,6 +50,7 @@ from wirecall.ledger.base import (
     Ledger,
     LedgerDown,
     Locked,
+    NotCommitted,
     Outcome,
     Record,
     RecordId,
@@ -72,6 +73,7 @@ from wirecall.runs import (
     Noted,
     Run,
     in_thread,
+    is_closing,
     is_waiting,
     not_noted,
     settled,
@@ -663,7 +665,7 @@ def _stopping(run: Run) -> LedgerUnavailable:
 
 def _told(error: BaseException, run: Run) -> BaseException:
     """What a caller hears of a handler that ended without an outcome."""
-    if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and run.cancelled):
+    if is_closing(error) or (isinstance(error, asyncio.CancelledError) and run.cancelled):
         return error  # we stopped it, in contrast to a handler that raised such a thing by itself
     if isinstance(error, KeyboardInterrupt) or (_is_refusal(error) and not run.committed):
         return error
@@ -685,7 +687,10 @@ def _undone(error: BaseException, run: Run) -> BaseException:
     if isinstance(error, Locked):
         return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
     if isinstance(error, CommitUnknown):
+        run.committed = True  # whoever waits no longer must not be told "no"
         return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
     if isinstance(error, LedgerDown):
         return _unavailable(error)
+    if isinstance(error, NotCommitted):
+        run.committed = False
     return _told(error, run)

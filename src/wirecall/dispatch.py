@@ -36,6 +36,7 @@ from wirecall.errors import (
     InvalidParams,
     MethodNotFound,
     RpcError,
+    UsageError,
 )
 from wirecall.frames import Answer, Data, Failure, Id, Invalid, Message, Success, failure
 from wirecall.jsonrpc import make_batch, make_reply
@@ -43,7 +44,7 @@ from wirecall.lanes import resume, run_batch
 from wirecall.logs import called, failed, logger
 from wirecall.methods import Context, Execution, InputRequired, Method, Registry, correlation_of
 from wirecall.policy import ANONYMOUS, Policy, fingerprint
-from wirecall.runs import Call, Note, Noted, in_thread, is_waiting, settled
+from wirecall.runs import Call, Note, Noted, in_thread, is_closing, is_waiting, settled
 
 Reply: TypeAlias = Answer | None  # None: nobody is owed one
 Pending: TypeAlias = Coroutine[Any, Any, Reply]
@@ -108,11 +109,13 @@ class Dispatcher:
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         """Bytes in, bytes or nothing out: at once where nobody has to wait, else as a coroutine.
 
-        `alone` says that there is no event loop, so that nothing may wait.
+        `alone` says that there is no event loop, so that nothing may wait. `key` is that of a single call.
         """
         limits = self._policy.limits
         read: Any = frames.read(data, self._strict, limits.bytes_in, limits.depth, limits.batch)
         is_batch = type(read) is list
+        if key is not None and is_batch:
+            raise _key_for_many()
         busy = self._in_flight + self._commands.left
         if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
             return self._refuse(read if is_batch else [read], is_batch)
@@ -191,7 +194,7 @@ class Dispatcher:
         """What a failed call is answered with. What is not a call's failure goes on up."""
         if isinstance(error, RpcError):
             return error
-        if isinstance(error, (KeyboardInterrupt, GeneratorExit, CannotWait)) or _is_cancelled(error):
+        if isinstance(error, (KeyboardInterrupt, CannotWait)) or is_closing(error) or _is_cancelled(error):
             raise error
         failed(name, correlation_id, error)
         return InternalError()
@@ -451,6 +454,14 @@ class _Unwritable:
 
 def _sealed(result: Any, id: Id) -> Success:
     return Success(result if type(result) in _CONSTANT else Raw(frames.encode(result)), id)
+
+
+def _key_for_many() -> UsageError:
+    return UsageError(
+        "handle(array, key=...): a key beside a message is that of a single call.",
+        "with one key for all, every entry would be taken for a repetition of the first, or refused",
+        "give each entry its own: params.idempotency_key",
+    )
 
 
 def _guard(middleware: Sequence[Middleware], innermost: Next) -> Next:

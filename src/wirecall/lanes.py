@@ -34,9 +34,14 @@ async def run_batch(
         await run.work()
         while run.workers:
             await asyncio.wait(run.workers)
-    finally:
-        if run.workers or run.aside:
-            await run.stop()
+    except GeneratorExit:  # closed from outside: nothing can be waited for any more
+        run.cut()
+        raise
+    except BaseException:
+        await run.stop()
+        raise
+    if run.aside:
+        await run.stop()
     for worker in run.ended:
         worker.result()  # an outcome is never an exception: what is raised here ends the whole batch
     return run.outcomes
@@ -105,14 +110,19 @@ class _Batch(Generic[E, T]):
         self.workers.discard(worker)
         self.ended.append(worker)
 
-    async def stop(self) -> None:
-        """The batch is cancelled: begin nothing more, leave no task and no coroutine behind."""
+    def cut(self) -> None:
+        """Begin nothing more, and tell what is under way to end."""
         self._free = 0
         deque(self._rest, maxlen=0)
         while self.aside:
             self.aside.popleft()[1].close()
         for worker in self.workers:
-            worker.cancel()
+            if not worker.get_loop().is_closed():
+                worker.cancel()
+
+    async def stop(self) -> None:
+        """The batch is cancelled: leave no task and no coroutine behind."""
+        self.cut()
         while self.workers:
             await asyncio.wait(self.workers)
 

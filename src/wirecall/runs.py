@@ -17,6 +17,9 @@ from wirecall.process import running_loop
 # What a caller who must come back is told.
 RETRY_AFTER_MS = 1000
 
+# Seconds between two renewals of a lease, at least: no event loop keeps a shorter one alive, and it should not try.
+LEAST_BEAT = 0.01
+
 # Calls the handler: gives what it returned, or something to await for it.
 Call = Callable[[], Any]
 
@@ -140,8 +143,8 @@ def in_thread(call: Call) -> Awaitable[Any]:
 def _without_stop(call: Call) -> Any:
     try:
         return call()
-    except StopIteration as error:  # a future does not take it, and who awaits that would wait for ever
-        raise RuntimeError("the function raised StopIteration") from error
+    except (StopIteration, GeneratorExit) as error:  # of a future, the one is refused, and the other closes who awaits it
+        raise RuntimeError(f"the function raised {type(error).__name__}") from error
 
 
 async def settled(result: Any) -> Any:
@@ -154,6 +157,16 @@ async def settled(result: Any) -> Any:
 def is_waiting(error: BaseException) -> bool:
     """Whether a handler failed because it needs an event loop and there is none."""
     return isinstance(error, RuntimeError) and str(error) == "no running event loop"
+
+
+def is_closing(error: BaseException) -> bool:
+    """Whether the coroutine that caught an exception is being closed, in contrast to a handler that raised GeneratorExit.
+
+    Python closes the coroutine that is awaited first, and then raises a new GeneratorExit in the one that awaits it. So that
+    one comes from no frame below; a handler's own does.
+    """
+    trace = error.__traceback__
+    return isinstance(error, GeneratorExit) and (trace is None or trace.tb_next is None)
 
 
 class Noted:
@@ -225,22 +238,18 @@ def _tell(future: "asyncio.Future[Outcome | None]", outcome: Outcome | None) -> 
 
 class Heartbeats:
     """Renews the leases of the runs under way, each after a third of it. One timer serves all runs of an event loop, since
-    few live that long; threads may have loops of their own."""
+    few live that long; threads may have loops of their own. A renewal waits for the one before it: a store that is slow
+    already is not asked for more."""
 
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
         self._spawn = spawn
-        self._due: dict[Run, float] = {}  # by the clock of the loop that the run is in
+        self._due: dict[Run, float | None] = {}  # by the clock of the loop that the run is in; None: it is being renewed
         self._timers: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
     def start(self, run: Run) -> None:
         if run.loop is None:  # the handler cannot wait, so it will not last
             return
-        timer = self._timers.get(run.loop)
-        self._due[run] = due = run.loop.time() + run.method.terms.lease / 3
-        if timer is None:
-            self._forget_closed()
-        if timer is None or timer.when() > due:
-            self._arm(run.loop, due)
+        self._plan(run, run.loop, run.loop.time())
 
     def stop(self, run: Run) -> None:
         """The timer stays: the next run is likely to come before it, and to cancel one costs more than to let it pass."""
@@ -250,6 +259,14 @@ class Heartbeats:
         """No run will come."""
         if not self._due and (timer := self._timers.pop(asyncio.get_running_loop(), None)):
             timer.cancel()
+
+    def _plan(self, run: Run, loop: asyncio.AbstractEventLoop, renewed: float) -> None:
+        timer = self._timers.get(loop)
+        self._due[run] = due = renewed + max(run.method.terms.lease / 3, LEAST_BEAT)
+        if timer is None:
+            self._forget_closed()
+        if timer is None or timer.when() > due:
+            self._arm(loop, due)
 
     def _forget_closed(self) -> None:
         """What a loop that is closed has left behind is over."""
@@ -265,18 +282,22 @@ class Heartbeats:
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         del self._timers[loop]
-        ours = [run for run in list(self._due) if run.loop is loop]
-        for run in ours:
-            if self._due[run] <= loop.time():
-                self._due[run] = loop.time() + run.method.terms.lease / 3
-                self._spawn(self._renew(run))
-        if ours:
-            self._arm(loop, min(self._due[run] for run in ours))
+        now = loop.time()
+        ours = [(run, due) for run, due in list(self._due.items()) if run.loop is loop and due is not None]
+        for run, due in ours:
+            if due <= now:
+                self._due[run] = None
+                self._spawn(self._renew(run, loop, now))
+        if later := [due for _, due in ours if due > now]:
+            self._arm(loop, min(later))
 
-    async def _renew(self, run: Run) -> None:
+    async def _renew(self, run: Run, loop: asyncio.AbstractEventLoop, begun: float) -> None:
         assert run.ledger is not None and run.token is not None
         try:
             if not await run.ledger.heartbeat(run.token, run.method.terms.lease):
                 self._due.pop(run, None)  # another has it now
         except LedgerDown as error:
             logger.warning("%s: no heartbeat: %s", run.claim.id, error)
+        finally:
+            if run in self._due and not loop.is_closed():
+                self._plan(run, loop, begun)  # from its begin, as the store may have counted the lease from there

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -265,6 +266,132 @@ async def test_a_handler_that_ends_its_transaction_is_never_said_to_have_done_no
         assert "no" not in ran
     if store.kind == "sqlite" or statement == "ROLLBACK":
         assert effects == 0
+
+
+ENDINGS = {
+    "begins another": ["COMMIT", "BEGIN"],
+    "writes in another": ["COMMIT", "BEGIN", "INSERT INTO ended VALUES (2)"],
+    "chains": ["COMMIT AND CHAIN"],
+    "fails in another": ["COMMIT", "BEGIN", "oops"],
+    "names it alike": ["COMMIT", "BEGIN", "SAVEPOINT wirecall", "oops"],
+    "commits another": ["ROLLBACK", "INSERT INTO ended VALUES (1)", "BEGIN"],
+}
+
+
+@pytest.mark.parametrize("store", ["postgres"], indirect=True)
+@pytest.mark.parametrize("leaves", ["raises", "times out"])
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_a_handler_that_commits_and_begins_anew_is_not_said_to_have_done_nothing(
+    ending: str, leaves: str, app: App
+) -> None:
+    """A transaction was open when it failed, so that was undone, and taken for the one that had been committed."""
+    effects: list[int] = []
+
+    @app.command(on_crash="transactional")
+    async def prepare(ctx: Context) -> None:
+        await run_sql(ctx.db, "CREATE TABLE IF NOT EXISTS ended (n INTEGER)")
+        await run_sql(ctx.db, "DELETE FROM ended")
+
+    @app.command(on_crash="transactional", timeout=None if leaves == "raises" else 0.5)
+    async def put(ctx: Context) -> None:
+        effects.append(1)
+        await run_sql(ctx.db, "INSERT INTO ended VALUES (1)")
+        for statement in ENDINGS[ending]:
+            try:
+                await run_sql(ctx.db, statement)
+            except Exception:
+                assert statement == "oops"
+        if leaves == "times out":
+            await asyncio.Event().wait()
+        raise ValueError
+
+    @app.command(on_crash="transactional")
+    async def count(ctx: Context) -> Any:
+        return (await (await run_sql(ctx.db, "SELECT count(*) FROM ended")).fetchone())[0]
+
+    async with asyncio.timeout(30):
+        result(await app.handle(call("prepare", key="p")))
+        assert error(await app.handle(call("put", key="k")))["data"]["ran"] == "unknown"
+        assert result(await app.handle(call("count", key="c"))) == 1
+    assert effects == [1]
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+@pytest.mark.parametrize("statement", ["SELECT 1", "oops"])
+async def test_a_handler_that_fails_in_its_own_transaction_has_done_nothing(statement: str, app: App) -> None:
+    failures = [ValueError()]
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> int:
+        await run_sql(ctx.db, "CREATE TABLE made (n INTEGER)")
+        if failures:
+            with suppress(Exception):
+                await run_sql(ctx.db, statement)
+            raise failures.pop()
+        await run_sql(ctx.db, "DROP TABLE made")
+        return 1
+
+    assert error(await app.handle(call("put", key="k")))["data"]["ran"] == "no"
+    assert result(await app.handle(call("put", key="k"))) == 1
+
+
+# What a handler may do so that its transaction cannot be committed although it returns, by ledger. SQLite takes back a
+# statement that failed, and nothing else; and it commits for nobody but us, so that after a ROLLBACK there is nothing.
+DEFERRED = [
+    "CREATE TABLE owner (n INTEGER PRIMARY KEY)",
+    "CREATE TABLE owned (n INTEGER REFERENCES owner (n) DEFERRABLE INITIALLY DEFERRED)",
+    "INSERT INTO owned VALUES (7)",
+]
+SPOILT = [
+    ("sqlite", ["ROLLBACK"]),
+    ("sqlite", ["COMMIT"]),
+    ("sqlite", ["ROLLBACK", "BEGIN"]),
+    ("sqlite", DEFERRED),
+    ("postgres", ["oops"]),
+    ("postgres", ["SAVEPOINT mine", "oops"]),
+    ("postgres", DEFERRED),
+]
+
+
+@pytest.mark.parametrize(("store", "statements"), SPOILT, indirect=["store"])
+async def test_a_transaction_that_cannot_be_committed_is_said_to_have_done_nothing(statements: list[str], app: App) -> None:
+    """The caller used to hear "unknown", although all of it was undone for certain."""
+    spoils = [statements]
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> int:
+        await run_sql(ctx.db, "CREATE TABLE made (n INTEGER)")
+        for statement in spoils.pop() if spoils else ["DROP TABLE made"]:
+            with suppress(Exception):
+                await run_sql(ctx.db, statement)
+        return 1
+
+    refused = error(await app.handle(call("put", key="k")))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "no"})
+    assert await stands(app) is None
+    assert result(await app.handle(call("put", key="k"))) == 1
+
+
+@pytest.mark.parametrize("store", ["postgres"], indirect=True)
+@pytest.mark.parametrize(
+    "statements", [["COMMIT", "BEGIN", "oops"], ["ROLLBACK", "INSERT INTO ended VALUES (1)", "BEGIN", "oops"]]
+)
+async def test_a_handler_that_returns_after_a_commit_of_its_own_is_not_said_to_have_done_nothing(
+    statements: list[str], app: App
+) -> None:
+    @app.command(on_crash="transactional")
+    async def prepare(ctx: Context) -> None:
+        await run_sql(ctx.db, "CREATE TABLE IF NOT EXISTS ended (n INTEGER)")
+
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> None:
+        await run_sql(ctx.db, "INSERT INTO ended VALUES (1)")
+        for statement in statements:
+            with suppress(Exception):
+                await run_sql(ctx.db, statement)
+
+    result(await app.handle(call("prepare", key="p")))
+    assert error(await app.handle(call("put", key="k")))["data"]["ran"] == "unknown"
 
 
 # --- handlers that cancel themselves ---------------------------------------------------------------------------------

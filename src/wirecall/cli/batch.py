@@ -101,10 +101,12 @@ def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, as_js
 
 async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way, totals: Totals) -> None:
     app = app_of(target, ledger)
-    if app is not None and ledger:
-        from wirecall.cli.ledgers import ready
+    if app is not None:
+        from wirecall.cli.ledgers import check_ledger, ready
 
-        await ready(app)
+        check_ledger(app.ledger_url)
+        if ledger:
+            await ready(app)
     stdout, lines = sys.stdout, Lines(source)
     is_mcp = way.protocol_to(target) == "mcp"
     with progress(_count(source), "Calls", hidden=source.isatty()) as advance:

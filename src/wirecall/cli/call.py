@@ -127,20 +127,8 @@ def _confirm(offer: Offer, wanted: Wanted) -> None:
 
 def _warn(out: Output, wanted: Wanted) -> None:
     if wanted.key and not wanted.is_kept:
-        kept = f"--ledger {_stated_ledger() or 'sqlite:PATH'} keeps it."
+        kept = "--ledger sqlite:PATH keeps it, or [ledger] url = ... in wirecall.toml."
         out.note(f"This app's ledger is in memory: it forgets the key when this command ends. {kept}", "warning")
-
-
-def _stated_ledger() -> str | None:
-    """That of wirecall.toml, which is the server's: who calls without one may mean it, or not."""
-    from wirecall.cli.ledgers import shown
-    from wirecall.config import ConfigError, load_config
-
-    try:
-        url = load_config().get("ledger.url")
-    except ConfigError:  # for who serves to mend
-        return None
-    return shown(url) if url else None
 
 
 def _key(offer: Offer, wanted: Wanted, params: Any) -> str | None:
@@ -219,7 +207,9 @@ def _resolving(entry: Any, wanted: Wanted, target: Target) -> str:
     """The command line that settles a record, for who has its ledger."""
     data = entry.error.data if isinstance(entry.error.data, dict) else {}
     method = str(data.get("record", "")).removesuffix(entry.key).rstrip("/") or wanted.name
-    where = wanted.ledger or (target.text if target.kind == "file" else "")
+    from wirecall.cli.settings import serve_settings
+
+    where = wanted.ledger or (target.text if target.kind == "file" and "ledger" not in serve_settings() else "")
     return " ".join(filter(None, ("wirecall ledger resolve", where, method, entry.key, "--done, or --not-done")))
 
 

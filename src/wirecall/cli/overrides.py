@@ -1,4 +1,5 @@
-"""What the command line says about an app in a file, over what the file says: its ledger and its limits."""
+"""What the command line and wirecall.toml say about an app in a file, over what the file says: its ledger, its limits, its
+audit trail. Verbs that call such an app find it as `serve` would serve it: a key means the same in both."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,10 +46,14 @@ def _number(name: str, text: str) -> float:
         ) from None
 
 
-def app_of(target: Target, ledger: str | None) -> App | None:
-    """The app in a file, with its ledger as it was said; None for a server elsewhere, whose ledger is its own."""
+def app_of(target: Target, ledger: str | None = None) -> App | None:
+    """The app in a file, as it would be served; None for a server elsewhere, whose ledger is its own."""
     if target.kind == "file":
-        return configured(target.app(), ledger=ledger)
+        from wirecall.cli.settings import serve_settings
+
+        stated = serve_settings()
+        chosen = ledger or stated.get("ledger")
+        return configured(target.app(), ledger=chosen, audit=stated.get("audit"), limits=stated.get("limits"))
     if ledger is not None:
         raise Failure("--ledger is for an app in a file.", f"{target.text} has a ledger of its own", "drop --ledger")
     return None

@@ -13,6 +13,7 @@ from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, failure_of
 from wirecall.cli.lines import Lines
 from wirecall.cli.output import Input
+from wirecall.cli.overrides import app_of
 from wirecall.cli.running import run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import ConnectionLost
@@ -32,8 +33,8 @@ def command(target: Target, messages: BinaryIO, way: Way) -> int | None:
     \b
     echo '{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}' | wirecall send examples/hello.py
     """
-    if target.kind == "file":
-        run(_to_app(target.app(), messages))
+    if app := app_of(target):
+        run(_to_app(app, messages))
     elif target.kind == "url":
         return run(_to_address(address(target, way.protocol_to(target)), messages, way))
     else:

@@ -1,4 +1,4 @@
-"""What `serve` and `dev` take from wirecall.toml and the environment, under the names of their options."""
+"""What wirecall.toml and the environment say of an app in a file, and of serving it; named as the options of `serve`."""
 
 from typing import Any
 

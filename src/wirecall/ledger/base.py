@@ -51,6 +51,10 @@ class TryAgain(WirecallError):
     """The store undid the whole transaction in favour of another one; nothing of it is left."""
 
 
+class NotCommitted(UsageError):
+    """A transaction could not be committed because of what its handler did; nothing of it is left."""
+
+
 # The structs below hold texts, bytes and numbers, so they are in no cycle, and the garbage collector need not look at them
 # (gc=False): 2 % of a command, where the ledger is in memory.
 
@@ -235,7 +239,10 @@ class Transaction(Protocol):
     db: Any
 
     async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
-        """Record the outcome and commit; `undo` drops the handler's writes (a domain error) but keeps the record."""
+        """Record the outcome and commit; `undo` drops the handler's writes (a domain error) but keeps the record.
+
+        `NotCommitted` says that this cannot be, and that nothing was done; an error that says nothing leaves that open.
+        """
         ...
 
 

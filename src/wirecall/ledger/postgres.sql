@@ -351,6 +351,12 @@ WHERE l.caller = %(caller)s AND l.method = %(method)s AND l.key = %(key)s
 -- name: finish
 SELECT wirecall.finish(%(items)s::json)
 
+-- name: is ours
+SELECT pg_current_xact_id_if_assigned() = %(xid)s::xid8
+
+-- name: fate
+SELECT pg_xact_status(%(xid)s::xid8)
+
 -- name: settle
 -- What became of a transaction whose commit nobody confirmed: its status, and whether a row with its nonce is there. The row
 -- proves the commit. The status alone does not: after a crash or a failover its number may be given to another transaction.

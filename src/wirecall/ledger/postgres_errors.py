@@ -3,9 +3,10 @@
 import psycopg
 
 from wirecall.errors import UsageError
-from wirecall.ledger.base import LedgerDown, RecordId, TryAgain
+from wirecall.ledger.base import LedgerDown, NotCommitted, RecordId, TryAgain
 
 UNDONE = ("40001", "40P01")  # serialization failure, deadlock: the server took the transaction back
+FAILED = "25P02"  # the transaction goes no further, because of an error before
 ENDED = ("3B001", "25P01", "WC001")  # no such savepoint, no transaction, no record
 
 
@@ -19,7 +20,7 @@ def down(error: psycopg.Error) -> LedgerDown:
     return LedgerDown(f"PostgreSQL {what}: {error.diag.message_primary or ' '.join(str(error).split())}")
 
 
-def undone(error: Exception) -> TryAgain | None:
+def undone(error: BaseException) -> TryAgain | None:
     """Whether an exception, or what led to it, says that the server took the transaction back."""
     if _sqlstates(error).isdisjoint(UNDONE):
         return None
@@ -32,6 +33,15 @@ def _sqlstates(error: BaseException | None) -> set[str]:
         found.add(getattr(error, "sqlstate", None) or "")
         error = error and (error.__cause__ or error.__context__)
     return found
+
+
+def refused(error: psycopg.Error) -> TryAgain | NotCommitted:
+    """What it means that the server would not commit, and undid everything instead."""
+    return undone(error) or NotCommitted(
+        "What the handler did cannot be committed, so all of it was undone.",
+        "a statement of it had failed" if error.sqlstate == FAILED else str(error.diag.message_primary),
+        "let PostgreSQL's errors pass; `async with ctx.db.transaction()` is a part that may fail",
+    )
 
 
 def misused(id: RecordId) -> UsageError:

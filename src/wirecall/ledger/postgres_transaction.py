@@ -9,7 +9,9 @@ The rules of the file:
 3. A transaction that is lost before we sent its COMMIT has done nothing, whatever became of the server. It is not repeated
    either: its handler may have been too slow, and may have done something elsewhere.
 4. One whose commit was sent and not confirmed is neither repeated nor reported before the server said what became of it.
-5. The connection is given back when nothing is under way on it any more, wanted or not.
+5. A handler may end the transaction in SQL, and begin another. Before a failure counts as nothing done, the server says that
+   what it undoes is the transaction that we began.
+6. The connection is given back when nothing is under way on it any more, wanted or not.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from psycopg.pq import TransactionStatus
 
 from wirecall.errors import UsageError, WirecallError
 from wirecall.ledger.base import Claim, CommitUnknown, LedgerDown, Locked, Outcome, Record, State, TryAgain
-from wirecall.ledger.postgres_errors import ENDED, down, is_lost, misused, undone
+from wirecall.ledger.postgres_errors import ENDED, FAILED, down, is_lost, misused, refused, undone
 from wirecall.ledger.postgres_pool import Connection, Pool, is_alive, rows_of, watched
 from wirecall.ledger.postgres_rows import SQL, Completion, Row, array, completion_of, encode, id_of, record_of, running
 from wirecall.logs import logger
@@ -49,8 +51,8 @@ async def opened(pool: Pool, claim: Claim, wait: float) -> "AsyncIterator[Postgr
     transaction = await _begun(pool, claim, wait)
     try:
         yield transaction
-    except Exception as error:
-        if told := transaction._told(error):
+    except (Exception, asyncio.CancelledError) as error:
+        if told := await transaction._told(error):
             raise told from error
         raise
     finally:
@@ -95,6 +97,7 @@ class PostgresTransaction:
     async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
         """Record the outcome and commit; whoever waits may be cancelled, the commit is not."""
         self.db._connection = None
+        self._settled = True  # from here on, a cancellation has no say
         self._work = self._pool.spawn(self._finish(completion_of(self.record.token, outcome, retention), undo))
         await asyncio.shield(self._work)
 
@@ -136,15 +139,13 @@ class PostgresTransaction:
         return record
 
     async def _finish(self, completion: Completion, undo: bool) -> None:
-        self._settled = True
         try:
             await self._commit(completion, undo)
         except psycopg.Error as error:
             if error.sqlstate in ENDED:
                 raise misused(self._claim.id) from error
             if not is_lost(error):
-                self._settled = False
-                raise
+                raise (await self._refused(error)) from error
             await (self._settle(error) if self._is_sent else self._give_up(error))
 
     async def _commit(self, completion: Completion, undo: bool) -> None:
@@ -158,6 +159,18 @@ class PostgresTransaction:
                 await connection.execute(SQL["finish"], params, prepare=False)
                 self._is_sent = True
                 await connection.execute("COMMIT", prepare=False)
+
+    async def _refused(self, error: psycopg.Error) -> WirecallError:
+        """The server said no. So nothing was done, if nobody but us had tried to commit."""
+        is_undone = await (self._undo(TransactionStatus.INERROR) if error.sqlstate == FAILED else self._is_aborted())
+        return refused(error) if is_undone else CommitUnknown(str(misused(self._claim.id)))
+
+    async def _is_aborted(self) -> bool:
+        """Asked once the savepoint was released, and so the handler had left the transaction open."""
+        if self._connection.pgconn.transaction_status in OPEN:
+            await self._rollback()
+        rows = await rows_of(self._connection, SQL["fate"], {"xid": self._xid})
+        return rows == [("aborted",)]
 
     async def _give_up(self, error: psycopg.Error) -> NoReturn:
         """Nothing was committed. We ask all the same, once: a session that has not noticed its end would hold the record."""
@@ -195,15 +208,41 @@ class PostgresTransaction:
         params = id_of(self._claim.id) | {"nonce": self._claim.nonce, "xid": self._xid, "pid": self._pid}
         return await self._pool.aside(SQL["settle"], params)
 
-    def _told(self, error: Exception) -> WirecallError | None:
+    async def _told(self, error: BaseException) -> WirecallError | None:
         """What to say of an exception that undid everything; None if it is its handler's own affair, or came too late."""
-        if not self._settled and self._xid and self._connection.pgconn.transaction_status == TransactionStatus.IDLE:
+        if self._settled:
+            return None
+        if self._xid and not await self._is_ours():
             return CommitUnknown(str(misused(self._claim.id)))  # by COMMIT, perhaps
-        if self._settled or isinstance(error, WirecallError):
+        if isinstance(error, WirecallError | asyncio.CancelledError):
             return None
         if isinstance(error, psycopg.Error) and not is_alive(self._connection):
             return down(error)
         return undone(error)
+
+    async def _is_ours(self) -> bool:
+        """Whether what is open is the transaction that we began; it is undone by that. Of a dead session: rule 3."""
+        if not is_alive(self._connection):
+            return True
+        status = self._connection.pgconn.transaction_status
+        if status not in OPEN:
+            return status != TransactionStatus.IDLE
+        self._work = self._pool.spawn(self._undo(status))
+        return await asyncio.shield(self._work)
+
+    async def _undo(self, status: int) -> bool:
+        connection = self._connection
+        try:
+            with watched(connection):
+                async with connection.pipeline():
+                    if status == TransactionStatus.INERROR:  # it answers no question before that
+                        await connection.execute("ROLLBACK TO SAVEPOINT wirecall", prepare=False)
+                    cursor = await connection.execute(SQL["is ours"], {"xid": self._xid}, prepare=False)
+                    await connection.execute("ROLLBACK", prepare=False)
+            row = await cursor.fetchone()
+            return row is not None and bool(row[0])
+        except psycopg.Error:
+            return not is_alive(connection)
 
     async def _end(self) -> None:
         self.db._connection = None

@@ -19,12 +19,13 @@ from typing import Any, Literal, TypeAlias
 import apsw
 
 from wirecall import process
-from wirecall.errors import UsageError, WirecallError
+from wirecall.errors import WirecallError
 from wirecall.ledger.base import (
     Claim,
     CommitUnknown,
     LedgerDown,
     Locked,
+    NotCommitted,
     Outcome,
     Record,
 )
@@ -452,7 +453,7 @@ class Writer:
             if undo and db.in_transaction:
                 db.execute(SQL["undo_handler"])
             if not db.in_transaction or not complete(db.cursor(), self._fences):
-                raise UsageError(
+                raise NotCommitted(  # for certain: until now, the hook has refused every commit
                     "The transaction ended inside the handler, so all of it was undone.",
                     "the handler ended it, or went on after SQLite had to, for example because the disk was full",
                     "leave BEGIN, COMMIT and ROLLBACK to wirecall, and let SQLite's errors pass; savepoints are free to use",
@@ -469,7 +470,7 @@ class Writer:
         except apsw.IOError as error:  # its frames may be in the WAL, and a crash before the next commit would find them
             raise CommitUnknown(f"The ledger {self._path} failed in the middle of a commit: {error}") from error
         except (apsw.ConstraintError, apsw.BusyError) as error:  # a deferred foreign key; a blob that was left open
-            raise UsageError("What the handler did cannot be committed, so all of it was undone.", str(error)) from error
+            raise NotCommitted("What the handler did cannot be committed, so all of it was undone.", str(error)) from error
         finally:
             transaction.may_commit = False
 
@@ -555,7 +556,7 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
 
     async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
         if self.db is None or self.is_dropped:
-            raise UsageError("There is no transaction to complete.", "the record was there already, or it is over")
+            raise NotCommitted("There is no transaction to complete.", "the record was there already, or it is over")
         complete = partial(self._writer.table.complete, self.record.token, outcome, retention)
         await self._writer.ask(Job("complete", partial(self._writer.complete, self, complete, undo)))
 
