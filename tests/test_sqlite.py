@@ -17,7 +17,7 @@ from wirecall.ledger import sqlite_file, sqlite_rows, sqlite_writer
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import SqliteLedger
 from wirecall.ledger.sqlite_rows import Fences
-from wirecall.ledger.sqlite_writer import Job, Writer, skip
+from wirecall.ledger.sqlite_writer import Job, Writer, nothing, skip
 from wirecall.process import new_nonce
 
 
@@ -126,6 +126,20 @@ async def test_who_cannot_wait_is_told_before_anything_runs(path: Path) -> None:
 
 def test_a_loop_that_does_not_tell_what_is_ready_may_have_something() -> None:
     assert not sqlite_writer.is_last(object())  # type: ignore[arg-type]
+
+
+async def test_a_claim_that_is_given_up_before_it_went_out_leaves_nothing(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    """The one that takes it back may be done before the claim has its turn: by then the connection is free again."""
+    given_up = ledger.claim(claim("given up"))
+    asyncio.get_running_loop().call_soon(lambda: None)
+    assert asyncio.isfuture(given_up.send(None)), "it waits for the end of this turn"
+    given_up.close()
+    writer_of(ledger)._ask_and_wait(Job("nothing", nothing))
+    with writer_of(ledger)._lent:
+        pass
+    await asyncio.sleep(0)
+    assert at_once == [False]
+    assert await ledger.get(RecordId("", "put", "given up")) is None
 
 
 async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedger, at_once: list[bool]) -> None:

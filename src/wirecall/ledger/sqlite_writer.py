@@ -72,6 +72,10 @@ class Job:
     def is_over(self) -> bool:
         return self.result is not None or self.error is not None
 
+    def cancel(self) -> None:
+        """Nobody wants it any more. What is done is done; what is still on its way, or not even sent, does nothing."""
+        self.work, self.try_first, self.look = skip, None, None
+
     def answer(self) -> Any:
         """What came of it, for who has waited in person."""
         if self.error is not None:
