@@ -357,6 +357,48 @@ def test_what_happens_further_up_is_noticed_when_the_names_are_due(
     place.close()
 
 
+@pytest.mark.parametrize("what", ["file", "wal", "link"])
+async def test_where_the_path_is_a_link_its_file_and_wal_are_watched_where_they_are(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite follows the link, and puts the WAL beside the file. The folder of the link knows nothing of either."""
+    monkeypatch.setattr(sqlite_file.Place, "SETTLED", -60.0)  # any time of a folder would do
+    link, file = tmp_path / "ledger.db", tmp_path / "elsewhere" / "file.db"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    ledger = SqliteLedger(link)
+    for key in ("one", "two"):
+        await ledger.claim(claim(key))
+    gone = {"file": file, "wal": Path(f"{file}-wal"), "link": link}[what]
+    moved = gone.rename(gone.with_name("moved"))
+    with pytest.raises(LedgerDown, match="removed or replaced"):
+        await ledger.claim(claim("three"))
+    moved.rename(gone)
+    assert (await ledger.claim(claim("three"))).state is State.RUNNING, "it was brought back"
+    await ledger.aclose()
+
+
+def test_a_file_that_is_gone_before_it_was_looked_at_is_not_taken_for_one_that_is_there(path: Path) -> None:
+    place = sqlite_file.Place(str(path))
+    with pytest.raises(LedgerDown, match="removed or replaced"):
+        place.check()
+    place.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="a system that does not list what is open")
+async def test_nothing_stays_open_when_a_ledger_is_closed_or_cannot_be_opened(path: Path) -> None:
+    path.with_name("unfit").write_bytes(b"not SQLite " * 100)
+    ledger, unfit = SqliteLedger(path), SqliteLedger(path.with_name("unfit"))
+    await ledger.claim(claim("one"))
+    with pytest.raises(LedgerDown):
+        await unfit.open()
+    await ledger.aclose()
+    await unfit.aclose()
+    numbers = (Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    opened = [number.readlink() for number in numbers if number.is_symlink()]
+    assert not [name for name in opened if name.is_relative_to(path.parent)]
+
+
 def test_where_folders_cannot_be_opened_the_names_are_asked_for(
     path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,7 +417,7 @@ def test_where_folders_cannot_be_opened_the_names_are_asked_for(
 def test_a_file_is_the_same_however_the_kernel_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(b"")
     known = sqlite_file.identity(str(path))
-    assert known is not None and known[0] == path.stat().st_ino and sqlite_file.identity(f"{path}-none") is None
+    assert known == (path.stat().st_ino, path.stat().st_dev) and sqlite_file.identity(f"{path}-none") is None
     monkeypatch.setattr(sqlite_file, "_statx", None)
     assert sqlite_file.identity(str(path)) == known and sqlite_file.identity(f"{path}-none") is None
 
