@@ -265,11 +265,11 @@ async def test_fences_of_a_transaction_that_was_undone_are_another_process_s(led
         raise apsw.FullError("on purpose")
 
     with pytest.raises(LedgerDown, match="no room"):
-        await writer_of(ledger).ask(Job("write", take_and_fail))
+        await writer_of(ledger).ask(Job("sweep", take_and_fail))  # always in a transaction, even if it comes alone
     other = SqliteLedger(path)
-    theirs = (await other.claim(claim("theirs"))).fence
+    theirs = [(await other.claim(claim(f"theirs {n}"))).fence for n in range(5)]
     ours = (await ledger.claim(claim("ours"))).fence
-    assert ours > theirs
+    assert ours > max(theirs)
     await other.aclose()
 
 
@@ -280,6 +280,31 @@ async def test_a_lone_claim_takes_no_fence_of_a_block_that_is_behind(ledger: Sql
         ours = (await ledger.claim(claim(f"ours {turn}"))).fence
         theirs = (await other.claim(claim(f"theirs {turn}"))).fence
         assert ours < theirs < (await ledger.claim(claim(f"ours again {turn}"))).fence
+    await other.aclose()
+
+
+@pytest.mark.parametrize("fence", ["good", "of a block that is used up", "of a block that is behind"])
+@pytest.mark.parametrize("is_done", [False, True])
+async def test_a_lone_claim_changes_no_record_that_is_there(
+    ledger: SqliteLedger, path: Path, at_once: list[bool], is_done: bool, fence: str
+) -> None:
+    """Whoever made it, and whether its holder is still at work: a duplicate hears of it."""
+    other = SqliteLedger(path)
+    token = (await other.claim(claim("one"))).token
+    assert not is_done or await other.complete(token, DONE, 60)
+    if fence == "good":
+        await ledger.claim(claim("another"))  # takes a block
+    elif fence == "of a block that is used up":
+        writer_of(ledger)._fences.forget()
+    before = await other.get(token.id)
+    await asyncio.sleep(0.01)  # what woke the loop up is over,
+    with writer_of(ledger)._lent:  # and the thread has lent its connection
+        at_once.clear()
+    again = await ledger.claim(claim("one"))
+    assert at_once == [False], "it was tried, and found to be no first claim"
+    assert (again.token, again.outcome) == (token, DONE if is_done else None)
+    after = await other.get(token.id)
+    assert before is not None and after is not None and after.token == before.token and after.state is before.state
     await other.aclose()
 
 
