@@ -147,6 +147,45 @@ async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedge
     assert at_once == []
 
 
+async def test_a_row_that_cannot_be_read_is_the_trouble_of_one(ledger: SqliteLedger, path: Path) -> None:
+    token = (await ledger.claim(claim("damaged"))).token
+    assert await ledger.complete(token, DONE, 60)
+    other = apsw.Connection(str(path))
+    other.execute("PRAGMA ignore_check_constraints = 1")
+    other.execute("UPDATE wirecall_commands SET state = 'doubtful' WHERE key = 'damaged'")
+    other.close()
+    together = (ledger.claim(claim(key)) for key in ("damaged", "the file is open", "new"))
+    damaged, old, new = await asyncio.wait_for(asyncio.gather(*together, return_exceptions=True), 10)
+    assert isinstance(damaged, LedgerDown) and "doubtful" in str(damaged)
+    assert [getattr(each, "state", None) for each in (old, new)] == [State.RUNNING] * 2
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_ctrl_c_in_the_middle_leaves_nobody_waiting(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """A loop that it has stopped may be run again."""
+    keys, stopped = ["one"] if is_alone else ["one", "two"], list[BaseException]()
+    send_collected = Writer._send_collected
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def watched(writer: Writer, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            send_collected(writer, loop)
+        except KeyboardInterrupt as error:
+            stopped.append(error)
+
+    monkeypatch.setattr(sqlite_rows.Table, "claim_first" if is_alone else "answer", interrupt)
+    monkeypatch.setattr(sqlite_rows.Table, "answer" if is_alone else "claim_first", lambda *_: None)
+    monkeypatch.setattr(Writer, "_send_collected", watched)
+    tasks = [asyncio.create_task(ledger.claim(claim(key))) for key in keys]
+    asyncio.get_running_loop().call_soon(lambda: None)  # so that the first of them is not written on the spot
+    records = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+    assert [record.state for record in records] == [State.RUNNING] * len(keys) and len(stopped) == 1
+
+
 async def test_a_disk_that_is_slow_keeps_no_loop_waiting(ledger: SqliteLedger, at_once: list[bool]) -> None:
     writer_of(ledger)._last = 2.1 * sqlite_writer.QUICK
     await ledger.claim(claim("after a slow one"))

@@ -210,11 +210,16 @@ class Writer:
         assert job.look is not None
         try:
             job.result = job.look(reader)
-        except (apsw.Error, UnicodeEncodeError) as error:
+        except Exception as error:  # such as a damaged row: the trouble of this one, and of nobody else
             job.error = as_down(self._path, error)
 
     def _send_collected(self, loop: asyncio.AbstractEventLoop) -> None:
-        jobs = self._unanswered(self._collected.pop(loop))
+        collected = self._collected.pop(loop)
+        try:
+            jobs = self._unanswered(collected)
+        except BaseException:  # Ctrl-C; the loop may go on after it, and nobody must wait in vain
+            self.send(collected)
+            raise
         if len(jobs) == 1 and jobs[0].kind == "write" and self._commit_at_once(jobs[0]):
             jobs[0].settle()
         elif jobs:
