@@ -442,6 +442,18 @@ async def test_where_the_path_is_a_link_its_file_and_wal_are_watched_where_they_
     await ledger.aclose()
 
 
+def test_a_folder_that_does_not_answer_any_more_is_not_relied_on(
+    place: sqlite_file.Place, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> os.stat_result:
+        raise OSError("on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", refuse)
+        place.check()
+    assert asked == ["ledger.db", "ledger.db-wal"]
+
+
 def test_a_file_that_is_gone_before_it_was_looked_at_is_not_taken_for_one_that_is_there(path: Path) -> None:
     place = sqlite_file.Place(str(path))
     with pytest.raises(LedgerDown, match="removed or replaced"):

@@ -44,9 +44,9 @@ PAGES_IN_WAL = 1000  # from here on it is folded into the file, as SQLite itself
 class Job:
     """Something for the writer to do, and the future of who waits for it, if anybody does.
 
-    `work` is called inside a transaction; or, where it comes alone, outside of one, and each of its statements is one. A
-    claim would not be right then, so it has a `try_first`, which may find that it cannot do it. It also has a `look`, which
-    may find the answer by reading: then nobody waits for who writes.
+    `work` is called inside a transaction; or, if it is a "write" that comes alone, outside of one, and each of its
+    statements is one. A claim would not be right then, so it has a `try_first`, which may find that it cannot do it. It also
+    has a `look`, which may find the answer by reading: then nobody waits for who writes.
     """
 
     __slots__ = ("asked_at", "error", "future", "kind", "look", "loop", "result", "try_first", "work")
