@@ -118,10 +118,16 @@ async def test_who_cannot_wait_is_told_before_anything_runs(path: Path) -> None:
 
     async with app:
         assert result(await app.handle(call("put", {"value": 1}, key="one"))) == 1
-        writer_of(await app.ledger())._pace = writer_of(await app.ledger())._last = 0.0  # type: ignore[arg-type]
+        writer = writer_of(await app.ledger())  # type: ignore[arg-type]
+        writer._pace = writer._last = 0.0
         with pytest.raises(CannotWait):  # a loop runs in this thread, and it is not its turn
             app.handle_sync(call("put", {"value": 2}, key="two"))
-    assert effects == [1]
+        assert effects == [1]
+        writer._ask_and_wait(Job("nothing", nothing))  # the thread takes the claim back before the loop has its turn,
+        with writer._lent:  # and lends its connection again
+            pass
+        assert result(await asyncio.wait_for(app.handle(call("put", {"value": 2}, key="two")), 10)) == 2
+    assert effects == [1, 2]
 
 
 def test_a_loop_that_does_not_tell_what_is_ready_may_have_something() -> None:
