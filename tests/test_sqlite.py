@@ -17,7 +17,7 @@ from wirecall.ledger import sqlite_file, sqlite_rows, sqlite_writer
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import SqliteLedger
 from wirecall.ledger.sqlite_rows import Fences
-from wirecall.ledger.sqlite_writer import Job, Writer, skip
+from wirecall.ledger.sqlite_writer import Job, Writer, nothing, skip
 from wirecall.process import new_nonce
 
 
@@ -60,11 +60,9 @@ async def test_where_nothing_else_is_ready_it_is_written_on_the_spot_but_twice_i
     """A command that waits for nothing else needs two: its claim and its completion."""
     for turn in range(2):
         await asyncio.sleep(0)
-        be_quick(ledger)
         with pytest.raises(StopIteration) as finished:
             ledger.claim(claim(f"first in turn {turn}")).send(None)
         assert finished.value.value.state is State.RUNNING
-        be_quick(ledger)
         with pytest.raises(StopIteration) as completed:
             ledger.complete(finished.value.value.token, DONE, 60).send(None)
         assert completed.value.value is True
@@ -120,14 +118,34 @@ async def test_who_cannot_wait_is_told_before_anything_runs(path: Path) -> None:
 
     async with app:
         assert result(await app.handle(call("put", {"value": 1}, key="one"))) == 1
-        writer_of(await app.ledger())._pace = writer_of(await app.ledger())._last = 0.0  # type: ignore[arg-type]
+        writer = writer_of(await app.ledger())  # type: ignore[arg-type]
+        writer._pace = writer._last = 0.0
         with pytest.raises(CannotWait):  # a loop runs in this thread, and it is not its turn
             app.handle_sync(call("put", {"value": 2}, key="two"))
-    assert effects == [1]
+        assert effects == [1]
+        writer._ask_and_wait(Job("nothing", nothing))  # the thread takes the claim back before the loop has its turn,
+        with writer._lent:  # and lends its connection again
+            pass
+        assert result(await asyncio.wait_for(app.handle(call("put", {"value": 2}, key="two")), 10)) == 2
+    assert effects == [1, 2]
 
 
 def test_a_loop_that_does_not_tell_what_is_ready_may_have_something() -> None:
     assert not sqlite_writer.is_last(object())  # type: ignore[arg-type]
+
+
+async def test_a_claim_that_is_given_up_before_it_went_out_leaves_nothing(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    """The one that takes it back may be done before the claim has its turn: by then the connection is free again."""
+    given_up = ledger.claim(claim("given up"))
+    asyncio.get_running_loop().call_soon(lambda: None)
+    assert asyncio.isfuture(given_up.send(None)), "it waits for the end of this turn"
+    given_up.close()
+    writer_of(ledger)._ask_and_wait(Job("nothing", nothing))
+    with writer_of(ledger)._lent:
+        pass
+    await asyncio.sleep(0)
+    assert at_once == [False]
+    assert await ledger.get(RecordId("", "put", "given up")) is None
 
 
 async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedger, at_once: list[bool]) -> None:
@@ -135,10 +153,49 @@ async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedge
     assert at_once == []
 
 
+async def test_a_row_that_cannot_be_read_is_the_trouble_of_one(ledger: SqliteLedger, path: Path) -> None:
+    token = (await ledger.claim(claim("damaged"))).token
+    assert await ledger.complete(token, DONE, 60)
+    other = apsw.Connection(str(path))
+    other.execute("PRAGMA ignore_check_constraints = 1")
+    other.execute("UPDATE wirecall_commands SET state = 'doubtful' WHERE key = 'damaged'")
+    other.close()
+    together = (ledger.claim(claim(key)) for key in ("damaged", "the file is open", "new"))
+    damaged, old, new = await asyncio.wait_for(asyncio.gather(*together, return_exceptions=True), 10)
+    assert isinstance(damaged, LedgerDown) and "doubtful" in str(damaged)
+    assert [getattr(each, "state", None) for each in (old, new)] == [State.RUNNING] * 2
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_ctrl_c_in_the_middle_leaves_nobody_waiting(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    """A loop that it has stopped may be run again."""
+    keys, stopped = ["one"] if is_alone else ["one", "two"], list[BaseException]()
+    send_collected = Writer._send_collected
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def watched(writer: Writer, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            send_collected(writer, loop)
+        except KeyboardInterrupt as error:
+            stopped.append(error)
+
+    monkeypatch.setattr(sqlite_rows.Table, "claim_first" if is_alone else "answer", interrupt)
+    monkeypatch.setattr(sqlite_rows.Table, "answer" if is_alone else "claim_first", lambda *_: None)
+    monkeypatch.setattr(Writer, "_send_collected", watched)
+    tasks = [asyncio.create_task(ledger.claim(claim(key))) for key in keys]
+    asyncio.get_running_loop().call_soon(lambda: None)  # so that the first of them is not written on the spot
+    records = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+    assert [record.state for record in records] == [State.RUNNING] * len(keys) and len(stopped) == 1
+
+
 async def test_a_disk_that_is_slow_keeps_no_loop_waiting(ledger: SqliteLedger, at_once: list[bool]) -> None:
-    writer_of(ledger)._last = 0.01
+    writer_of(ledger)._last = 2.1 * sqlite_writer.QUICK
     await ledger.claim(claim("after a slow one"))
-    writer_of(ledger)._pace = 0.01
+    writer_of(ledger)._pace = 1.1 * sqlite_writer.QUICK
     await ledger.claim(claim("where many were slow"))
     assert at_once == [False, False]
 
@@ -253,11 +310,11 @@ async def test_fences_of_a_transaction_that_was_undone_are_another_process_s(led
         raise apsw.FullError("on purpose")
 
     with pytest.raises(LedgerDown, match="no room"):
-        await writer_of(ledger).ask(Job("write", take_and_fail))
+        await writer_of(ledger).ask(Job("sweep", take_and_fail))  # always in a transaction, even if it comes alone
     other = SqliteLedger(path)
-    theirs = (await other.claim(claim("theirs"))).fence
+    theirs = [(await other.claim(claim(f"theirs {n}"))).fence for n in range(5)]
     ours = (await ledger.claim(claim("ours"))).fence
-    assert ours > theirs
+    assert ours > max(theirs)
     await other.aclose()
 
 
@@ -268,6 +325,31 @@ async def test_a_lone_claim_takes_no_fence_of_a_block_that_is_behind(ledger: Sql
         ours = (await ledger.claim(claim(f"ours {turn}"))).fence
         theirs = (await other.claim(claim(f"theirs {turn}"))).fence
         assert ours < theirs < (await ledger.claim(claim(f"ours again {turn}"))).fence
+    await other.aclose()
+
+
+@pytest.mark.parametrize("fence", ["good", "of a block that is used up", "of a block that is behind"])
+@pytest.mark.parametrize("is_done", [False, True])
+async def test_a_lone_claim_changes_no_record_that_is_there(
+    ledger: SqliteLedger, path: Path, at_once: list[bool], is_done: bool, fence: str
+) -> None:
+    """Whoever made it, and whether its holder is still at work: a duplicate hears of it."""
+    other = SqliteLedger(path)
+    token = (await other.claim(claim("one"))).token
+    assert not is_done or await other.complete(token, DONE, 60)
+    if fence == "good":
+        await ledger.claim(claim("another"))  # takes a block
+    elif fence == "of a block that is used up":
+        writer_of(ledger)._fences.forget()
+    before = await other.get(token.id)
+    await asyncio.sleep(0.01)  # what woke the loop up is over,
+    with writer_of(ledger)._lent:  # and the thread has lent its connection
+        at_once.clear()
+    again = await ledger.claim(claim("one"))
+    assert at_once == [False], "it was tried, and found to be no first claim"
+    assert (again.token, again.outcome) == (token, DONE if is_done else None)
+    after = await other.get(token.id)
+    assert before is not None and after is not None and after.token == before.token and after.state is before.state
     await other.aclose()
 
 
@@ -345,6 +427,60 @@ def test_what_happens_further_up_is_noticed_when_the_names_are_due(
     place.close()
 
 
+@pytest.mark.parametrize("what", ["file", "wal", "link"])
+async def test_where_the_path_is_a_link_its_file_and_wal_are_watched_where_they_are(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite follows the link, and puts the WAL beside the file. The folder of the link knows nothing of either."""
+    monkeypatch.setattr(sqlite_file.Place, "SETTLED", -60.0)  # any time of a folder would do
+    link, file = tmp_path / "ledger.db", tmp_path / "elsewhere" / "file.db"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    ledger = SqliteLedger(link)
+    for key in ("one", "two"):
+        await ledger.claim(claim(key))
+    gone = {"file": file, "wal": Path(f"{file}-wal"), "link": link}[what]
+    moved = gone.rename(gone.with_name("moved"))
+    with pytest.raises(LedgerDown, match="removed or replaced"):
+        await ledger.claim(claim("three"))
+    moved.rename(gone)
+    assert (await ledger.claim(claim("three"))).state is State.RUNNING, "it was brought back"
+    await ledger.aclose()
+
+
+def test_a_folder_that_does_not_answer_any_more_is_not_relied_on(
+    place: sqlite_file.Place, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> os.stat_result:
+        raise OSError("on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", refuse)
+        place.check()
+    assert asked == ["ledger.db", "ledger.db-wal"]
+
+
+def test_a_file_that_is_gone_before_it_was_looked_at_is_not_taken_for_one_that_is_there(path: Path) -> None:
+    place = sqlite_file.Place(str(path))
+    with pytest.raises(LedgerDown, match="removed or replaced"):
+        place.check()
+    place.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="a system that does not list what is open")
+async def test_nothing_stays_open_when_a_ledger_is_closed_or_cannot_be_opened(path: Path) -> None:
+    path.with_name("unfit").write_bytes(b"not SQLite " * 100)
+    ledger, unfit = SqliteLedger(path), SqliteLedger(path.with_name("unfit"))
+    await ledger.claim(claim("one"))
+    with pytest.raises(LedgerDown):
+        await unfit.open()
+    await ledger.aclose()
+    await unfit.aclose()
+    numbers = (Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    opened = [number.readlink() for number in numbers if number.is_symlink()]
+    assert not [name for name in opened if name.is_relative_to(path.parent)]
+
+
 def test_where_folders_cannot_be_opened_the_names_are_asked_for(
     path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +499,7 @@ def test_where_folders_cannot_be_opened_the_names_are_asked_for(
 def test_a_file_is_the_same_however_the_kernel_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(b"")
     known = sqlite_file.identity(str(path))
-    assert known is not None and known[0] == path.stat().st_ino and sqlite_file.identity(f"{path}-none") is None
+    assert known == (path.stat().st_ino, path.stat().st_dev) and sqlite_file.identity(f"{path}-none") is None
     monkeypatch.setattr(sqlite_file, "_statx", None)
     assert sqlite_file.identity(str(path)) == known and sqlite_file.identity(f"{path}-none") is None
 
@@ -377,11 +513,6 @@ def claim(key: str) -> Claim:
     )
 
 
-def be_quick(ledger: SqliteLedger) -> None:
-    """However slow the disk of the test is."""
-    writer_of(ledger)._pace = writer_of(ledger)._last = 0.0
-
-
 def writer_of(ledger: SqliteLedger) -> Writer:
     assert ledger._writer is not None
     return ledger._writer
@@ -393,12 +524,12 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def ledger(path: Path) -> AsyncIterator[SqliteLedger]:
+async def ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SqliteLedger]:
+    monkeypatch.setattr(sqlite_writer, "QUICK", 60.0)  # however slow the disk of the test is
     ledger = SqliteLedger(path)
     await ledger.claim(claim("the file is open"))
     with writer_of(ledger)._lent:  # the thread answers first, and lends its connection then
         pass
-    be_quick(ledger)
     yield ledger
     await ledger.aclose()
 
@@ -411,8 +542,6 @@ def at_once(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> list[bool]
 
     def watched(writer: Writer, job: Job) -> bool:
         written.append(commit_at_once(writer, job))
-        if written[-1]:
-            writer._pace = writer._last = 0.0
         return written[-1]
 
     monkeypatch.setattr(Writer, "_commit_at_once", watched)

@@ -27,7 +27,7 @@ from tests.contracts import (
     same,
 )
 from tests.servers import DURABLE, KINDS, MEMORIES, Server, Store, make_store, open_memory
-from wirecall.ledger import memory
+from wirecall.ledger import memory, sqlite_writer
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
     TOMBSTONE_FACTOR,
@@ -44,7 +44,7 @@ from wirecall.process import new_nonce
 
 Change = Callable[[Ledger, Token], Awaitable[bool]]
 
-durable_only = pytest.mark.parametrize("store", [*DURABLE, "cluster"], indirect=True)
+durable_only = pytest.mark.parametrize("store", [*DURABLE, "cluster", "sqlite at once"], indirect=True)
 
 # Every transition that a token allows, and the states in which it does.
 CHANGES: dict[str, Change] = {
@@ -60,11 +60,14 @@ ALLOWED = {name: {State.RUNNING} for name in CHANGES} | {"complete": {State.RUNN
 REFUSED = [(name, state) for name in CHANGES for state in State if state not in ALLOWED[name]]
 
 
-@pytest.fixture(params=[*KINDS, "cluster"])
+@pytest.fixture(params=[*KINDS, "cluster", "sqlite at once"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """Here, Redis counts twice: a server alone, and a cluster of three."""
+    """Here, Redis counts twice: a server alone, and a cluster of three. So does SQLite: a disk that has not shown yet how
+    quick it is, so that the thread writes everything; and one where the event loop writes what comes alone."""
+    kind, _, how = request.param.partition(" ")
+    monkeypatch.setattr(sqlite_writer, "QUICK", 60.0 if how else 0.0)
     monkeypatch.setattr(memory, "open_url", open_memory)
-    yield make_store(request.param, tmp_path, request.getfixturevalue)
+    yield make_store(kind, tmp_path, request.getfixturevalue)
     MEMORIES.clear()
 
 

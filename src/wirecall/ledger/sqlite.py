@@ -41,7 +41,7 @@ from wirecall.ledger.base import (
 )
 from wirecall.ledger.sqlite_file import as_down
 from wirecall.ledger.sqlite_rows import Row, Table, all_rows, clock_from_boot, parts, with_token
-from wirecall.ledger.sqlite_writer import HandlerTransaction, Job, Writer, nothing, skip
+from wirecall.ledger.sqlite_writer import HandlerTransaction, Job, Writer, nothing
 
 # After a fork the child must neither use nor close the parent's connections; kept here, they are not collected.
 _from_before_fork: list["Writer"] = []
@@ -99,8 +99,8 @@ class SqliteLedger:
         try:
             granted: Record = await writer.ask(job, on_the_spot=not claim.alone)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
-            job.work = skip  # it may not be on its way yet; and if it is done already,
-            writer.send([Job("write", partial(self._table.unclaim, claim))])
+            job.cancel()  # it may not be on its way yet; and if it is done already, it is undone
+            writer.send([Job("write", partial(table.unclaim, claim))])
             raise
         return granted
 

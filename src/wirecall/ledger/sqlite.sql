@@ -1,4 +1,4 @@
--- The SQL of the SQLite ledger. `sqlite.py` takes every statement by the name above it, up to the next name.
+-- The SQL of the SQLite ledger. `sqlite_file.py` takes every statement by the name above it, up to the next name.
 --
 -- The file may be the user's own, so all names begin with wirecall_, and nothing needs an SQLite newer than 3.9 to be
 -- read: no STRICT. RETURNING is avoided too: it costs five times the statement it is attached to.

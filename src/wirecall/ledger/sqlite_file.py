@@ -7,7 +7,6 @@ import random
 import struct
 import sys
 import time
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -82,9 +81,13 @@ def _file_system(folder: str) -> str:
 
 def connect(path: str, create: int = 0, patience: "Patience | None" = None) -> apsw.Connection:
     db = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE | create)
-    db.set_busy_handler(patience or Patience())
-    db.pragma("synchronous", "full")  # a commit is on the disk, not only with the kernel
-    db.pragma("fullfsync", True)  # the same on macOS
+    try:
+        db.set_busy_handler(patience or Patience())
+        db.pragma("synchronous", "full")  # a commit is on the disk, not only with the kernel
+        db.pragma("fullfsync", True)  # the same on macOS
+    except BaseException:
+        db.close()  # its error is kept for who asks next, and the connection with it
+        raise
     return db
 
 
@@ -174,9 +177,9 @@ class Place:
 
     One that was removed or replaced would take our writes, and nobody would ever read them; so this is asked before every
     commit. To ask by name is slow after the last one has blocked, 20 us for two, because it touches so much. A folder has
-    a time that changes with the names in it: while that stands still, so do they. Two things remain: a change within the
-    same tick of the clock, so a time is not relied on before it is old (`SETTLED`); and a change further up, so the names
-    are asked for every second all the same.
+    a time that changes with the names in it: while that stands still, so do they. Three things remain: a change within the
+    same tick of the clock, so a time is not relied on before it is old (`SETTLED`); a change further up, so the names are
+    asked for every second all the same; and a path that is a link, whose file and WAL are in a folder of their own.
     """
 
     SETTLED = 1.0  # seconds
@@ -184,26 +187,30 @@ class Place:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._names = os.fsencode(path), os.fsencode(path + "-wal")
+        self._names = os.fsencode(path), os.fsencode(os.path.realpath(path) + "-wal")
         self._file, self._wal = map(identity, self._names)
         self._known = -1  # the time of the folder when the names were right
         self._ask_at = 0.0
-        self._folder: int | None = None
-        with suppress(OSError):  # not every system opens folders
-            self._folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_CLOEXEC)
+        self._folder = None if os.path.islink(path) else _opened(os.path.dirname(path))
 
     def check(self) -> None:
-        now = time.monotonic()
-        changed = -1 if self._folder is None else os.fstat(self._folder).st_ctime_ns
+        now, changed = time.monotonic(), self._changed()
         if changed != self._known or now >= self._ask_at or changed == -1:
             self._check_names()
             self._ask_at = now + self.AGAIN
             self._known = changed if 0 <= changed < time.time_ns() - self.SETTLED * 1e9 else -1
 
+    def _changed(self) -> int:
+        """The time of the folder, -1 where it does not tell."""
+        try:
+            return -1 if self._folder is None else os.fstat(self._folder).st_ctime_ns
+        except OSError:  # its disk is gone; the names will tell
+            return -1
+
     def _check_names(self) -> None:
         file, wal = map(identity, self._names)
         self._wal = self._wal or wal  # it is made by the first who needs it, and stays as long as anybody has the file open
-        if file != self._file or wal != self._wal:
+        if file is None or file != self._file or wal != self._wal:
             raise down(
                 f"The ledger {self._path} was removed or replaced while it was open.",
                 "what is written now would be lost, and with it the knowledge of what was done",
@@ -216,7 +223,14 @@ class Place:
             os.close(folder)
 
 
-def identity(path: str | bytes) -> tuple[int, ...] | None:
+def _opened(folder: str) -> int | None:
+    try:
+        return os.open(folder, os.O_RDONLY)
+    except OSError:  # not every system opens folders, and not every folder may be read
+        return None
+
+
+def identity(path: str | bytes) -> tuple[int, int] | None:
     """Which file a path names.
 
     `stat` reads the times too. Once somebody has read them, Linux (6.18 here) gives the next write a finer one, at the
@@ -224,12 +238,13 @@ def identity(path: str | bytes) -> tuple[int, ...] | None:
     """
     found = _Statx()
     if _statx is not None and _statx(_HERE, os.fsencode(path), 0, _STATX_INO, found) == 0:
-        return _NUMBER_AND_DEVICE.unpack_from(found)
+        number, *device = _NUMBER_AND_DEVICE.unpack_from(found)
+        return number, os.makedev(*device)
     try:
         told = os.stat(path)
     except OSError:
         return None
-    return told.st_ino, os.major(told.st_dev), os.minor(told.st_dev)
+    return told.st_ino, told.st_dev
 
 
 _statx = getattr(ctypes.CDLL(None), "statx", None) if sys.platform == "linux" else None

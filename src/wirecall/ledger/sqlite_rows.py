@@ -1,4 +1,5 @@
-"""The rows of an SQLite ledger, and what the transitions do to them, inside a transaction that somebody else has begun."""
+"""The rows of an SQLite ledger, and what the transitions do to them. Who calls them has begun a transaction, or has none:
+see `Table`."""
 
 import time
 import uuid
@@ -63,8 +64,9 @@ class Fences:
     """Numbers that only grow, over all processes: who gives one has the write lock of the file.
 
     They are taken in blocks, since to take one is to write a page. The rest of a block is good for as long as nobody else
-    has taken one after it, and that is looked up once in a transaction (`begin`). If a transaction is undone, so may be the
-    taking of its block, and then another process gets the same numbers: so the rest of it is forgotten (`forget`).
+    has taken one after it: that is looked up once in a transaction (`begin`), or by the statement that needs it (`take`). If
+    a transaction is undone, so may be the taking of its block, and then another process gets the same numbers: so the rest
+    of it is forgotten (`forget`).
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,10 @@ def take_fences(db: apsw.Cursor, count: int) -> int:
 
 
 class Table:
-    """What the transitions do to the rows. Who calls them has begun a transaction, and will commit it.
+    """What the transitions do to the rows.
+
+    `claim`, `unclaim` and `sweep` are right inside a transaction only. `claim_first`, `change` and `complete` may come
+    outside of one: each of their statements is a compare-and-set by itself, and at most one of them changes anything.
 
     `db` is a cursor that is used again and again: a new one for every statement costs as much as a short statement itself.
     """

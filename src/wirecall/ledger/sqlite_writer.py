@@ -45,9 +45,9 @@ PAGES_IN_WAL = 1000  # from here on it is folded into the file, as SQLite itself
 class Job:
     """Something for the writer to do, and the future of who waits for it, if anybody does.
 
-    `work` is called inside a transaction; or, where it comes alone, outside of one, and each of its statements is one. A
-    claim would not be right then, so it has a `try_first`, which may find that it cannot do it. It also has a `look`, which
-    may find the answer by reading: then nobody waits for who writes.
+    `work` is called inside a transaction; or, if it is a "write" that comes alone, outside of one, and each of its
+    statements is one. A claim would not be right then, so it has a `try_first`, which may find that it cannot do it. It also
+    has a `look`, which may find the answer by reading: then nobody waits for who writes.
     """
 
     __slots__ = ("asked_at", "error", "future", "kind", "look", "loop", "result", "try_first", "work")
@@ -72,6 +72,10 @@ class Job:
     @property
     def is_over(self) -> bool:
         return self.result is not None or self.error is not None
+
+    def cancel(self) -> None:
+        """Nobody wants it any more. What is done is done; what is still on its way, or not even sent, does nothing."""
+        self.work, self.try_first, self.look = skip, None, None
 
     def answer(self) -> Any:
         """What came of it, for who has waited in person."""
@@ -207,11 +211,16 @@ class Writer:
         assert job.look is not None
         try:
             job.result = job.look(reader)
-        except (apsw.Error, UnicodeEncodeError) as error:
+        except Exception as error:  # such as a damaged row: the trouble of this one, and of nobody else
             job.error = as_down(self._path, error)
 
     def _send_collected(self, loop: asyncio.AbstractEventLoop) -> None:
-        jobs = self._unanswered(self._collected.pop(loop))
+        collected = self._collected.pop(loop)
+        try:
+            jobs = self._unanswered(collected)
+        except BaseException:  # Ctrl-C; the loop may go on after it, and nobody must wait in vain
+            self.send(collected)
+            raise
         if len(jobs) == 1 and jobs[0].kind == "write" and self._commit_at_once(jobs[0]):
             jobs[0].settle()
         elif jobs:

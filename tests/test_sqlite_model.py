@@ -1,0 +1,109 @@
+"""The model of `test_ledger_model` around the statements of the SQLite ledger, each of which comes alone: outside of any
+transaction, and in turns by two processes, so that the fences of the one are always behind those of the other.
+
+Then every guard of every statement is taken out, one at a time, and the model has to find that out.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import apsw
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.test_ledger_model import QUIET, Attempt, World
+from wirecall.ledger import sqlite_rows
+from wirecall.ledger.base import Claim, Record
+from wirecall.ledger.sqlite import SqliteLedger
+from wirecall.ledger.sqlite_file import SQL
+from wirecall.ledger.sqlite_rows import Fences
+from wirecall.ledger.sqlite_writer import Job
+
+
+class Alone:
+    """In place of the writer: does what comes alone at once, and the rest in a transaction."""
+
+    def __init__(self) -> None:
+        db = apsw.Connection(":memory:")
+        db.execute(SQL["schema"])
+        self.reader = db.cursor()
+        self.reading = threading.Lock()
+        self._processes = cycle([Fences(), Fences()])
+
+    async def ask(self, job: Job, *, on_the_spot: bool = True) -> Any:
+        fences = next(self._processes)
+        result = (job.try_first or job.work)(self.reader, fences) if job.kind == "write" else None
+        if result is None:
+            with self.reader.connection:
+                fences.begin()
+                result = job.work(self.reader, fences)
+        return result
+
+
+class AloneLedger(SqliteLedger):
+    def __init__(self, **clocks: Callable[[], float]) -> None:
+        super().__init__("in memory", **clocks)
+        self._alone = Alone()
+
+    def _running(self) -> Any:
+        return self._alone
+
+
+class AloneWorld(World):
+    make_ledger = AloneLedger  # type: ignore[assignment]
+
+    def begin(self, claim: Claim, record: Record, before: Record | None) -> Attempt:
+        self.fences = dict.fromkeys(self.fences, max(self.fences.values()))  # in this store they grow over all records
+        return super().begin(claim, record, before)
+
+
+def test_statements_that_come_alone_let_a_command_take_effect_once() -> None:
+    run_state_machine_as_test(AloneWorld, settings=settings(QUIET, max_examples=100))
+
+
+# --- and the model notices -------------------------------------------------------------------------------------------
+
+Mutant = dict[str, list[tuple[str, str]]]  # by statement: what is put in place of what
+
+FENCE = ("fence = :fence", ":fence IS NOT NULL")
+NONCE = ("nonce = :nonce", ":nonce IS NOT NULL")
+RUNNING = ("AND state = 'running'", "")
+COMPLETED = ("AND state IN ('running', 'unknown')", "")
+LEASE = ("AND lease_until > :clock AND boot = :boot", "")
+
+
+def mutants() -> Iterator[tuple[str, Mutant]]:
+    for name in ("heartbeat", "suspend", "release", "abandon", "lapse"):
+        for guard in (FENCE, NONCE, RUNNING):
+            yield f"{name} without {guard[0]}", {name: [guard]}
+    for guard in (FENCE, NONCE, LEASE):
+        yield f"commit_point without {guard[0]}", {"commit_point": [guard]}
+    yield "commit_point in any state", {"commit_point": [RUNNING, LEASE]}  # only what is running has a lease
+    for name in ("complete", "complete_late"):
+        for guard in (FENCE, NONCE, RUNNING if name == "complete" else COMPLETED):
+            yield f"{name} without {guard[0]}", {name: [guard]}
+    for name in ("resolve_done", "resolve_absent"):
+        yield f"{name} in any state", {name: [("AND state = 'unknown'", "")]}
+    yield "a first claim with any fence", {"put_first": [("(SELECT fence FROM wirecall_meta) = ?", "? IS NOT NULL")]}
+    yield "a first claim of anything", {"put_first": [("INSERT INTO", "REPLACE INTO"), ("ON CONFLICT DO NOTHING", "")]}
+    yield "a sweep at any time", {"due": [("started_at + retention <= :wall AND expires_at <= :wall", ":wall > 0")]}
+
+
+MUTANTS = dict(mutants())
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_model_notices_a_missing_guard(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for statement, changes in MUTANTS[name].items():
+        text = SQL[statement]
+        for before, after in changes:
+            assert before in text
+            text = text.replace(before, after)
+        monkeypatch.setitem(SQL, statement, text)
+    monkeypatch.setattr(sqlite_rows, "_PUT_FIRST", SQL["put_first"])
+    monkeypatch.setattr(sqlite_rows, "_COMPLETE", SQL["complete"])
+    with pytest.raises((AssertionError, apsw.ConstraintError)):  # the table has guards of its own
+        run_state_machine_as_test(AloneWorld, settings=settings(QUIET, max_examples=1000, phases=[Phase.generate]))
