@@ -124,7 +124,7 @@ class Writer:
         self._waiting: deque[Job] = deque()  # taken from the queue, not done yet
         self._lent = threading.Lock()  # free while the thread has nothing to do; who holds it may use the connection
         self._lent.acquire()
-        self._pace = self._last = 1.0  # seconds that a commit took of late, and the last one
+        self._pace, self._last = 0.001, 1.0  # seconds that a commit took of late, and the last one; slow until shown quick
         self._pages = 0  # in the WAL
         self._fences = Fences()
         self._open: HandlerTransaction | None = None  # a handler's transaction, which has the write lock
