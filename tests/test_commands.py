@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -94,6 +95,53 @@ async def test_a_coroutine_without_an_await_is_as_quick_as_a_plain_function() ->
     here = asyncio.current_task()
     assert result(await app.handle(call("asking", key="e"))) is None
     assert [tasks[name] is here for name in ("straight", "waiting", "inner", "asking")] == [True, False, False, False]
+
+
+async def test_every_kind_of_waiting_has_a_task_of_its_own() -> None:
+    """Known by Python's instructions, which each version chooses anew: since 3.12, a comprehension is in its function."""
+    app, tasks = make_app(), dict[str, Any]()
+
+    class Waits:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def __aenter__(self) -> None:
+            tasks[self.name] = asyncio.current_task()
+            await asyncio.sleep(0)
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def __aiter__(self) -> AsyncIterator[int]:
+            async with self:
+                yield 1
+
+    @app.command(name="with")
+    async def enters() -> None:
+        async with Waits("with"):
+            pass
+
+    @app.command(name="for")
+    async def loops() -> None:
+        async for _ in Waits("for"):
+            pass
+
+    @app.command
+    async def comprehension() -> list[int]:
+        return [n async for n in Waits("comprehension")]
+
+    @app.command(name="finally")
+    async def ends() -> None:
+        try:
+            return
+        finally:
+            await Waits("finally").__aenter__()
+
+    names = ["with", "for", "comprehension", "finally"]
+    for name in names:
+        read(await app.handle(call(name, key="k")))
+    assert list(tasks) == names
+    assert len({asyncio.current_task(), *tasks.values()}) == 5
 
 
 async def test_a_thread_that_returns_a_coroutine_has_it_awaited() -> None:

@@ -668,7 +668,7 @@ def test_a_raw_result_is_written_on_one_line() -> None:
     assert error(app.handle_sync(call("unset")))["code"] == -32603
 
 
-@pytest.mark.parametrize("levels", [100, 400, 700, 5000])
+@pytest.mark.parametrize("levels", [100, 400, 700, 5000, 100_000])
 def test_deep_results_with_null_are_sent_or_refused_and_nothing_is_raised(levels: int) -> None:
     app = make_app()
 
@@ -680,7 +680,10 @@ def test_deep_results_with_null_are_sent_or_refused_and_nothing_is_raised(levels
         return value
 
     answer = read(app.handle_sync(call("deep")))
-    assert ("result" in answer) if levels <= 700 else answer["error"]["code"] == -32603
+    if "result" in answer:
+        assert levels <= 5000  # Python 3.13 has a stack for C of its own, and 10,000 levels in it
+    else:
+        assert levels > 700 and answer["error"]["code"] == -32603
 
 
 async def test_a_cancelled_batch_begins_nothing_more_whatever_a_handler_makes_of_it() -> None:

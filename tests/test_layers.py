@@ -10,6 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
+    {"tasks"},
     {"errors", "lanes", "logs", "process"} | {"mcp.revisions", "mcp.types", "mcp.sealed"} | {"transports.lines"},
     {"frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}

@@ -78,6 +78,7 @@ from wirecall.runs import (
     not_noted,
     settled,
 )
+from wirecall.tasks import start
 
 # How often a duplicate looks whether the first, in another process, is done: at once at first, never rarely.
 FIRST_POLL = 0.025
@@ -236,7 +237,7 @@ class Commands:
         """Wait for the task of a command; what interrupts the wait interrupts the command only if it has done nothing."""
         assert run.loop is not None
         run.ended = run.loop.create_future()
-        task = self._runs[run] = run.loop.create_task(self._apart(run, call, noted))
+        task = self._runs[run] = start(run.loop, self._apart(run, call, noted))
         try:
             sealed: Sealed = await run.ended
             return sealed

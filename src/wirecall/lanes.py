@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+from wirecall.tasks import start
+
 T = TypeVar("T")
 E = TypeVar("E")
 Coro = Coroutine[Any, Any, Any]
@@ -101,7 +103,7 @@ class _Batch(Generic[E, T]):
         """The entry at hand waits: let another worker go on with the rest."""
         if self._free > 0:
             self._free -= 1
-            worker = asyncio.get_running_loop().create_task(self.work(), context=self._context.copy())
+            worker = start(asyncio.get_running_loop(), self.work(), self._context.copy())
             self.workers.add(worker)
             worker.add_done_callback(self._leave)
 

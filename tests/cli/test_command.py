@@ -16,6 +16,8 @@ from tests.cli import HELLO, ROOT, SHOP, invoke, wirecall
 from wirecall.cli import VERBS
 from wirecall.cli.exits import TEXTS, Exit
 
+OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0"}  # the Python that needs most packages
+
 
 def test_version_and_help_from_a_shell() -> None:
     assert wirecall("--version").stdout.decode() == f"wirecall {package.__version__}\n"
@@ -159,7 +161,7 @@ def with_needed(lines: list[str], found: set[str]) -> set[str]:
     """The packages of some requirements and all that these require, without extras."""
     for need in map(Requirement, lines):
         name = canonicalize_name(need.name)
-        if name not in found and (need.marker is None or need.marker.evaluate({"extra": ""})):
+        if name not in found and (need.marker is None or need.marker.evaluate({"extra": "", **OLDEST})):
             found.add(name)
             with_needed(metadata.requires(name) or [], found)
     return found

@@ -7,6 +7,7 @@
 """
 
 import difflib
+import errno
 import json
 import math
 import os
@@ -267,9 +268,11 @@ def _read(path: Path) -> str:
 def _resolved(path: Path) -> Path:
     """Who keeps the file elsewhere, behind a link, keeps it there."""
     try:
-        return path.resolve()
-    except (OSError, RuntimeError):  # the latter until Python 3.13
-        raise Failure(f"{path} cannot be read.", "it is a link to itself", "--print, and paste it") from None
+        path.stat()  # to resolve a link to itself is an error until Python 3.12, and none since
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Failure(f"{path} cannot be read.", "it is a link to itself", "--print, and paste it") from None
+    return path.resolve()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

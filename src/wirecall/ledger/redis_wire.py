@@ -25,6 +25,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from wirecall.errors import UsageError
 from wirecall.ledger.base import LedgerDown
+from wirecall.tasks import start
 
 PREFIX = "wirecall:"
 
@@ -67,7 +68,7 @@ class Wire:
         waiting = _Ask(commands, writes, loop.create_future())
         self._waiting.append(waiting)
         if len(self._senders) < self._lanes:
-            sender = loop.create_task(self._send())
+            sender = start(loop, self._send())
             self._senders.add(sender)
             sender.add_done_callback(self._senders.discard)  # one that was cancelled before it began
         return waiting.answer

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeAlias
 from wirecall.lanes import resume
 from wirecall.logs import logger
 from wirecall.policy import Limits
+from wirecall.tasks import start
 from wirecall.transports.descriptors import HIGH, Output, open_input
 from wirecall.transports.lines import Lines
 from wirecall.transports.process import LAST, Stop, protocol_streams, signals, woken_by_signals
@@ -162,7 +163,7 @@ class _Session:
 
     def _lead_on(self) -> "asyncio.Task[None]":
         # Each leader begins with the context variables of the connection, not with those of the call before.
-        leader = self._loop.create_task(self._lead(), context=self._context.copy())
+        leader = start(self._loop, self._lead(), self._context.copy())
         leader.add_done_callback(self._left)
         return leader
 
