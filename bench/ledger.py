@@ -4,10 +4,12 @@
 
 A command is bytes in to bytes out: parse, admit, bind, claim, run, record, answer. Bare is the driver alone: one insert and
 one update, each committed with the same durability, at the same concurrency. Rows take turns within a round, and the best
-round counts.
+round counts, over several starts: where a process happens to lie in memory moves what it does by a fifth.
 """
 
 import asyncio
+import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,11 +30,12 @@ from tests.servers import Postgres, Redis  # noqa: E402  # the servers of the te
 from wirecall import App  # noqa: E402
 
 QUICK = "--quick" in sys.argv
-ROUNDS = 2 if QUICK else 5
+STARTS = 1 if QUICK else 4
+ROUNDS = 2 if QUICK else 3
 COMMANDS = 300 if QUICK else 1500
 FLIGHTS = 64
 
-numbers = count(1)
+numbers = count(time.time_ns())  # a server has the records of the starts before
 Work = Callable[[], Awaitable[Any]]
 
 
@@ -150,7 +153,9 @@ async def bare_postgres(url: str) -> Work:
     pool = AsyncConnectionPool(url, min_size=10, max_size=10, open=False, kwargs={"autocommit": True})
     await pool.open(wait=True)
     async with pool.connection() as db:
-        await db.execute("CREATE TABLE bare (k TEXT PRIMARY KEY, state INT, f BYTEA, n BYTEA, p BYTEA, d BYTEA)")
+        await db.execute(
+            "CREATE TABLE IF NOT EXISTS bare (k TEXT PRIMARY KEY, state INT, f BYTEA, n BYTEA, p BYTEA, d BYTEA)"
+        )
 
     async def work() -> None:
         key = f"bare-{next(numbers)}"
@@ -165,9 +170,9 @@ async def bare_postgres(url: str) -> Work:
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
-async def measure(folder: Path, redis: Redis, postgres: Postgres) -> dict[str, float]:
+async def measure(folder: Path, redis: str, postgres: str) -> dict[str, float]:
     apps = {"sqlite": make_app(f"sqlite:{folder / 'ledger.db'}"), "memory": make_app("memory:")}
-    apps |= {"redis": make_app(redis.url), "postgres": make_app(postgres.url)}
+    apps |= {"redis": make_app(redis), "postgres": make_app(postgres)}
     bare = BareSqlite(folder / "bare.db")
     await replay(apps["sqlite"])()
     # A read is a matter of microseconds: many of them make a round.
@@ -177,9 +182,9 @@ async def measure(folder: Path, redis: Redis, postgres: Postgres) -> dict[str, f
         "sqlite 64 in flight": (command(apps["sqlite"]), FLIGHTS, 4 * COMMANDS),
         "sqlite bare read": (bare.read, 1, 20 * COMMANDS),
         "sqlite replay": (replay(apps["sqlite"]), 1, 4 * COMMANDS),
-        "redis bare": (await bare_redis(redis.url), FLIGHTS, 2 * COMMANDS),
+        "redis bare": (await bare_redis(redis), FLIGHTS, 2 * COMMANDS),
         "redis 64 in flight": (command(apps["redis"]), FLIGHTS, 2 * COMMANDS),
-        "postgres bare": (await bare_postgres(postgres.url), FLIGHTS, COMMANDS),
+        "postgres bare": (await bare_postgres(postgres), FLIGHTS, COMMANDS),
         "postgres 64 in flight": (command(apps["postgres"]), FLIGHTS, COMMANDS),
         "memory 64 in flight": (command(apps["memory"]), FLIGHTS, 4 * COMMANDS),
         "query, memory": (query(apps["memory"]), 1, 20 * COMMANDS),
@@ -191,13 +196,27 @@ async def measure(folder: Path, redis: Redis, postgres: Postgres) -> dict[str, f
     return found
 
 
+def one_start(redis: str, postgres: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(asyncio.run(measure(Path(folder), redis, postgres))))
+
+
+def best_of_starts(redis: str, postgres: str) -> dict[str, float]:
+    command = [sys.executable, *sys.argv, "--of", redis, postgres]
+    printed = [subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout for _ in range(STARTS)]
+    starts = [json.loads(each) for each in printed]
+    return {name: max(start[name] for start in starts) for name in starts[0]}
+
+
 def main() -> int:
+    if "--of" in sys.argv:
+        one_start(*sys.argv[-2:])
+        return 0
     redis, postgres = Redis(), Postgres()
     redis.start()
     postgres.start()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = asyncio.run(measure(Path(folder), redis, postgres))
+        found = best_of_starts(redis.url, postgres.url)
     finally:
         redis.close()
         postgres.close()

@@ -56,8 +56,11 @@ async def test_a_lone_transition_does_not_change_threads(ledger: SqliteLedger, a
     assert record is not None and record.state is State.DONE
 
 
-async def test_where_nothing_else_is_ready_it_is_written_on_the_spot_but_twice_in_a_turn(ledger: SqliteLedger) -> None:
-    """A command that waits for nothing else needs two: its claim and its completion."""
+async def test_where_nothing_else_is_ready_it_is_written_on_the_spot_but_not_for_ever(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that waits for nothing else needs two commits: its claim and its completion."""
+    monkeypatch.setattr(sqlite_writer, "ON_THE_SPOT", 60.0)
     for turn in range(2):
         await asyncio.sleep(0)
         with pytest.raises(StopIteration) as finished:
@@ -66,6 +69,7 @@ async def test_where_nothing_else_is_ready_it_is_written_on_the_spot_but_twice_i
         with pytest.raises(StopIteration) as completed:
             ledger.complete(finished.value.value.token, DONE, 60).send(None)
         assert completed.value.value is True
+    monkeypatch.setattr(sqlite_writer, "ON_THE_SPOT", 0.0)
     third = ledger.claim(claim("third"))
     assert asyncio.isfuture(third.send(None)), "the loop has other things to do as well"
     third.close()

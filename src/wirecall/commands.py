@@ -358,7 +358,8 @@ class Commands:
         try:
             if run.cancelled and not run.committed:
                 raise asyncio.CancelledError
-            self._heartbeats.start(run)
+            if run.ended is not None:  # else: what is in no task of its own never waits, and is over already
+                self._heartbeats.start(run)
             known = await self._reconciled(run) if run.claim.on_crash == "reconcile" else None
             outcome = known or await self._handled(run, call)
         except InputRequired as pause:

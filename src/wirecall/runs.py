@@ -247,8 +247,7 @@ class Heartbeats:
         self._timers: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
     def start(self, run: Run) -> None:
-        if run.loop is None:  # the handler cannot wait, so it will not last
-            return
+        assert run.loop is not None
         self._plan(run, run.loop, run.loop.time())
 
     def stop(self, run: Run) -> None:

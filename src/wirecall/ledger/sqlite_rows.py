@@ -30,7 +30,6 @@ _STATES = {state.value: state for state in State}
 _INSERT = SQL["put"].replace("REPLACE", "INSERT", 1)
 _PUT_FIRST = SQL["put_first"]
 _COMPLETE = SQL["complete"]
-_NO_OUTCOME = (None, None, None, None)
 
 # How many fences a process takes from the file at once. What it has not given when it ends is lost, and nobody misses it.
 FENCES = 1000
@@ -203,9 +202,13 @@ class Table:
         """The first claim, in the order of `Row` and `Record`: by their names it would take three times as long."""
         id, print, nonce, committed, lease = claim.id, claim.fingerprint, claim.nonce, claim.committed, claim.lease
         wall, ends = self._wall(), self._clock() + lease
-        held = (print, "running", fence, nonce, committed, 1, lease, ends, self._boot)
-        times = (claim.retention, wall + lease + claim.retention, wall)
-        row = (id.caller, id.method, id.key, *held, *times, *_NO_OUTCOME)
+        kept, due = claim.retention, wall + lease + claim.retention
+        # fmt: off
+        row = (
+            id.caller, id.method, id.key, print, "running", fence, nonce, committed, 1,
+            lease, ends, self._boot, kept, due, wall, None, None, None, None,
+        )
+        # fmt: on
         return row, Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
 
     def _taken_over(self, claim: Claim, fence: int, before: Row) -> Row:

@@ -38,7 +38,7 @@ Kind: TypeAlias = Literal["write", "sweep", "begin", "complete", "nothing", "sto
 # Seconds: commits that take no longer, on the average, an event loop may wait for: to hand one to the thread and back costs
 # as much. One that took twice as long may be the first of a disk that has become slow.
 QUICK = 0.0005
-ON_THE_SPOT = 2  # times in a turn: what a command needs that waits for nothing else, its claim and its completion
+ON_THE_SPOT = 0.002  # seconds of a turn: when a loop has waited for the disk for so long, others have their turn first
 PAGES_IN_WAL = 1000  # from here on it is folded into the file, as SQLite itself would do it
 
 
@@ -107,8 +107,8 @@ class Writer:
     turn, on a disk that is quick, is committed by the event loop: the same commit, without two changes of threads, which
     cost more than it. Where nothing else is ready to run, it is the only one for certain, and is committed on the spot: two
     turns of the loop less, 25 us each, since a commit leaves the caches cold. Where the connection is not free, or another
-    process has the lock of the file, the job goes to the thread: a loop waits for its own commits, two in a turn, and for
-    nobody else.
+    process has the lock of the file, the job goes to the thread: a loop waits for its own commits, 2 ms in a turn,
+    and for nobody else.
     """
 
     def __init__(self, path: str, table: Table, *, owner: object) -> None:
@@ -120,7 +120,7 @@ class Writer:
         self._asked: deque[Job] = deque()  # the queue; it is safe to add to it anywhere, even while garbage is collected
         self._bell: SimpleQueue[None] = SimpleQueue()  # rung for the thread whenever there is something to see
         self._collected: dict[asyncio.AbstractEventLoop, list[Job]] = {}  # each touched by the thread of its loop only
-        self._spent: dict[asyncio.AbstractEventLoop, int] = {}  # what was committed on the spot in this turn, the same
+        self._spent: dict[asyncio.AbstractEventLoop, float] = {}  # seconds in this turn, likewise; unless it is over
         self._waiting: deque[Job] = deque()  # taken from the queue, not done yet
         self._lent = threading.Lock()  # free while the thread has nothing to do; who holds it may use the connection
         self._lent.acquire()
@@ -156,7 +156,10 @@ class Writer:
         if not on_the_spot and not self._unanswered([job]):
             return job.answer()
         is_alone = on_the_spot and job.kind == "write" and self._is_alone(loop)
-        if is_alone and (self._commit_at_once(job) or not self._unanswered([job])):
+        if is_alone and self._commit_at_once(job):
+            self._spent[loop] += self._last
+            return job.answer()
+        if is_alone and not self._unanswered([job]):
             return job.answer()
         job.loop, job.future = loop, loop.create_future()
         if is_alone:
@@ -167,13 +170,13 @@ class Writer:
 
     def _is_alone(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether nobody else will ask in this turn of the loop, and it has not waited for the disk too often in it."""
-        spent = self._spent.get(loop, 0)
-        if spent == ON_THE_SPOT or loop in self._collected or not is_last(loop, ours=min(spent, 1)):
+        spent = self._spent.get(loop)
+        if loop in self._collected or not is_last(loop, ours=0 if spent is None else 1):
             return False
-        if not spent:
+        if spent is None:
+            self._spent[loop] = 0.0
             loop.call_soon(self._spent.pop, loop)
-        self._spent[loop] = spent + 1
-        return True
+        return spent is None or spent < ON_THE_SPOT
 
     def _collect(self, loop: asyncio.AbstractEventLoop, job: Job) -> None:
         """What the tasks ask for in one turn of the loop goes out together: 8 tasks need 1 commit, not 2."""
