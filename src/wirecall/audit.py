@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from wirecall import process
 from wirecall.errors import InternalError, RpcError
 from wirecall.logs import logger
 from wirecall.methods import Context, InputRequired
@@ -63,7 +64,7 @@ class Audit:
 
     def _begin(self) -> None:
         """At first, and after a fork: what was opened before belongs to the other process, and its lock with it."""
-        self._pid = os.getpid()
+        self._pid = process.pid
         self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
         self._seen = -1  # size of the file after our own last line
@@ -88,7 +89,7 @@ class Audit:
 
     def append(self, entry: Entry) -> None:
         """Add a line. What goes wrong is logged, because the command is done already."""
-        if self._pid != os.getpid():
+        if self._pid != process.pid:
             self._begin()
         try:
             with self._writing, _locked(file := self._open()):

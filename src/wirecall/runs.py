@@ -130,7 +130,7 @@ def _stepped(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
-        return asyncio.get_running_loop()
+        return running_loop()
     except RuntimeError:  # a thread beside it
         return None
 
