@@ -3,7 +3,10 @@
 import json
 from typing import Any
 
+import pytest
+
 from wirecall import App, jsonrpc
+from wirecall.ledger.base import Ledger, LedgerDown
 
 
 def call(method: str, params: Any = None, id: Any = 1, key: str | None = None) -> bytes:
@@ -35,3 +38,15 @@ def error(reply: bytes | None) -> Any:
 
 def make_app(**options: Any) -> App:
     return App("test", **{"mode": "development", "ledger": "memory:", **options})
+
+
+def lose_completions(monkeypatch: pytest.MonkeyPatch, ledger: Ledger, times: int) -> None:
+    """The ledger is away when it should hear how a command ended, so often; then it is there again."""
+    complete, failures = ledger.complete, [LedgerDown("away")] * times
+
+    async def flaky(*args: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return await complete(*args)
+
+    monkeypatch.setattr(ledger, "complete", flaky)

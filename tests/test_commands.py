@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.calls import batch, call, error, make_app, read, result
+from tests.calls import batch, call, error, lose_completions, make_app, read, result
 from wirecall import App, CannotTell, Context, DomainError, Done, NotDone, RpcError, UsageError
 from wirecall.errors import Busy, InternalError, InvalidParams
 from wirecall.ledger.base import Claim, LedgerDown, Record, RecordId, State
@@ -511,17 +511,10 @@ async def test_nothing_begins_after_the_app_has_stopped() -> None:
 
 
 async def test_stopping_waits_for_an_outcome_that_is_not_recorded_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    app, failures = make_app(), [LedgerDown("away")] * 3
+    app = make_app()
     app.command(name="put")(lambda: 1)
     ledger = await app.ledger()
-    complete = ledger.complete
-
-    async def flaky(*args: Any) -> bool:
-        if failures:
-            raise failures.pop()
-        return await complete(*args)
-
-    monkeypatch.setattr(ledger, "complete", flaky)
+    lose_completions(monkeypatch, ledger, 3)
     assert result(await app.handle(call("put", key="k"))) == 1
     await app.aclose(5)
     record = await ledger.get(RecordId("", "put", "k"))
@@ -556,16 +549,7 @@ async def test_an_unrecorded_error_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     def put() -> None:
         raise DomainError(7, "no")
 
-    ledger = await app.ledger()
-    once = [LedgerDown("away")]
-    complete = ledger.complete
-
-    async def flaky(*args: Any) -> bool:
-        if once:
-            raise once.pop()
-        return await complete(*args)
-
-    monkeypatch.setattr(ledger, "complete", flaky)
+    lose_completions(monkeypatch, await app.ledger(), 1)
     assert error(await app.handle(call("put", key="k")))["data"] == {"recorded": False}
     await app.aclose()
 
@@ -659,7 +643,7 @@ async def test_a_claim_whose_answer_is_lost_is_taken_back(monkeypatch: pytest.Mo
 # --- an operator's verdict ---------------------------------------------------------------------------------------------
 
 
-async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> None:
+async def with_an_unknown_outcome() -> App:
     app = make_app()
 
     @app.command
@@ -667,6 +651,11 @@ async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> Non
         raise ValueError
 
     await app.handle(call("put", key="k"))
+    return app
+
+
+async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> None:
+    app = await with_an_unknown_outcome()
     with pytest.raises(UsageError, match="cannot be replayed"):
         await app.resolve("put", "k", Done(float("nan")))
     assert await state_of(app) is State.UNKNOWN
@@ -675,13 +664,7 @@ async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> Non
 @pytest.mark.parametrize("verdict", [Done, NotDone, CannotTell(), "done", True, None])
 async def test_what_is_no_verdict_settles_nothing(verdict: Any) -> None:
     """Else a forgotten pair of brackets would remove the evidence, and the command would run again."""
-    app = make_app()
-
-    @app.command
-    def put() -> None:
-        raise ValueError
-
-    await app.handle(call("put", key="k"))
+    app = await with_an_unknown_outcome()
     with pytest.raises(UsageError, match="is no verdict"):
         await app.resolve("put", "k", verdict)
     assert await state_of(app) is State.UNKNOWN

@@ -9,10 +9,9 @@ import jsonschema
 import pytest
 from msgspec import Struct
 
-from tests.calls import make_app
+from tests.calls import lose_completions, make_app
 from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R1, R2, R3, R4, R5, REPLAYED, REVISIONS, over_http, speak
 from wirecall import App, Context, DomainError, Limits, ToolAnnotations, ToolError, UsageError
-from wirecall.ledger.base import LedgerDown
 from wirecall.mcp import Embedded, Image, ResourceLink, Text, ToolResult
 
 every_revision = pytest.mark.parametrize("revision", REVISIONS)
@@ -362,17 +361,9 @@ async def test_a_command_whose_result_json_cannot_carry_was_done_all_the_same(re
 @every_revision
 async def test_a_result_that_is_not_recorded_yet_says_so(revision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger was lost after the effect: the caller gets the truth, and is told that a retry may not yet."""
-    app, failures = make_app(), [LedgerDown("away")]
+    app = make_app()
     app.command(name="put")(lambda: 1)
-    ledger = await app.ledger()
-    complete = ledger.complete
-
-    async def flaky(*args: Any) -> bool:
-        if failures:
-            raise failures.pop()
-        return await complete(*args)
-
-    monkeypatch.setattr(ledger, "complete", flaky)
+    lose_completions(monkeypatch, await app.ledger(), 1)
     async with over_http(app, revision) as client:
         assert (await client.tool("put", meta={KEY: "k"}))["_meta"]["io.wirecall/recorded"] is False
         assert "io.wirecall/recorded" not in (await client.tool("put", meta={KEY: "l"})).get("_meta", {})
