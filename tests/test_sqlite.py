@@ -7,17 +7,20 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import apsw
 import pytest
 
 from tests.calls import call, error, make_app, result
 from wirecall.errors import CannotWait
-from wirecall.ledger import sqlite_file, sqlite_rows, sqlite_writer
+from wirecall.ledger import sqlite_commits, sqlite_file, sqlite_rows, sqlite_turns
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import SqliteLedger
+from wirecall.ledger.sqlite_commits import Commits
+from wirecall.ledger.sqlite_jobs import Job, nothing, skip
 from wirecall.ledger.sqlite_rows import Fences
-from wirecall.ledger.sqlite_writer import Job, Writer, nothing, skip
+from wirecall.ledger.sqlite_turns import Turns
 from wirecall.process import new_nonce
 
 
@@ -45,7 +48,7 @@ async def test_another_copy_of_sqlite_that_removes_the_wal_is_noticed(tmp_path: 
     assert effects == [1]
 
 
-# --- a transition that comes alone is written by the event loop ---
+# --- transitions are written by the event loop, where nobody has to wait for anything but a quick disk ---
 
 
 async def test_a_lone_transition_does_not_change_threads(ledger: SqliteLedger, at_once: list[bool]) -> None:
@@ -60,7 +63,7 @@ async def test_where_nothing_else_is_ready_it_is_written_on_the_spot_but_not_for
     ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A command that waits for nothing else needs two commits: its claim and its completion."""
-    monkeypatch.setattr(sqlite_writer, "ON_THE_SPOT", 60.0)
+    monkeypatch.setattr(sqlite_turns, "ON_THE_SPOT", 60.0)
     for turn in range(2):
         await asyncio.sleep(0)
         with pytest.raises(StopIteration) as finished:
@@ -69,7 +72,7 @@ async def test_where_nothing_else_is_ready_it_is_written_on_the_spot_but_not_for
         with pytest.raises(StopIteration) as completed:
             ledger.complete(finished.value.value.token, DONE, 60).send(None)
         assert completed.value.value is True
-    monkeypatch.setattr(sqlite_writer, "ON_THE_SPOT", 0.0)
+    monkeypatch.setattr(sqlite_turns, "ON_THE_SPOT", 0.0)
     third = ledger.claim(claim("third"))
     assert asyncio.isfuture(third.send(None)), "the loop has other things to do as well"
     third.close()
@@ -122,20 +125,20 @@ async def test_who_cannot_wait_is_told_before_anything_runs(path: Path) -> None:
 
     async with app:
         assert result(await app.handle(call("put", {"value": 1}, key="one"))) == 1
-        writer = writer_of(await app.ledger())  # type: ignore[arg-type]
-        writer._pace = writer._last = 0.0
+        turns = turns_of(await app.ledger())  # type: ignore[arg-type]
+        turns.writer.commits.pace = turns.writer.commits.last = 0.0
         with pytest.raises(CannotWait):  # a loop runs in this thread, and it is not its turn
             app.handle_sync(call("put", {"value": 2}, key="two"))
         assert effects == [1]
-        writer._ask_and_wait(Job("nothing", nothing))  # the thread takes the claim back before the loop has its turn,
-        with writer._lent:  # and lends its connection again
+        turns._ask_and_wait(Job("nothing", nothing))  # the thread takes the claim back before the loop has its turn,
+        with turns.writer.lent:  # and lends its connection again
             pass
         assert result(await asyncio.wait_for(app.handle(call("put", {"value": 2}, key="two")), 10)) == 2
     assert effects == [1, 2]
 
 
 def test_a_loop_that_does_not_tell_what_is_ready_may_have_something() -> None:
-    assert not sqlite_writer.is_last(object())  # type: ignore[arg-type]
+    assert not sqlite_turns.is_last(object())  # type: ignore[arg-type]
 
 
 async def test_a_claim_that_is_given_up_before_it_went_out_leaves_nothing(ledger: SqliteLedger, at_once: list[bool]) -> None:
@@ -144,17 +147,72 @@ async def test_a_claim_that_is_given_up_before_it_went_out_leaves_nothing(ledger
     asyncio.get_running_loop().call_soon(lambda: None)
     assert asyncio.isfuture(given_up.send(None)), "it waits for the end of this turn"
     given_up.close()
-    writer_of(ledger)._ask_and_wait(Job("nothing", nothing))
-    with writer_of(ledger)._lent:
+    turns_of(ledger)._ask_and_wait(Job("nothing", nothing))
+    with turns_of(ledger).writer.lent:
         pass
     await asyncio.sleep(0)
     assert at_once == [False]
     assert await ledger.get(RecordId("", "put", "given up")) is None
 
 
-async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedger, at_once: list[bool]) -> None:
+async def test_transitions_that_come_together_share_a_commit(
+    ledger: SqliteLedger, at_once: list[bool], sizes: list[int]
+) -> None:
+    records = await asyncio.gather(*(ledger.claim(claim(f"key-{n}")) for n in range(8)))
+    assert all(await asyncio.gather(*(ledger.complete(record.token, DONE, 60) for record in records)))
+    assert at_once == [True, True] and sizes == [8, 8]
+    assert (await ledger.counts())[State.DONE] == 8
+
+
+async def test_a_loop_does_not_write_very_many(
+    ledger: SqliteLedger, at_once: list[bool], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite_turns, "TOGETHER", 7)
     await asyncio.gather(*(ledger.claim(claim(f"key-{n}")) for n in range(8)))
-    assert at_once == []
+    assert at_once == [False] and sizes == [8]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+async def test_a_loop_does_not_write_very_much(ledger: SqliteLedger, at_once: list[bool], count: int) -> None:
+    large = Outcome("result", b"x" * (sqlite_turns.MUCH // count + 1), b"digest")
+    records = await asyncio.gather(*(ledger.claim(claim(f"key-{n}")) for n in range(count)))
+    at_once.clear()
+    assert all(await asyncio.gather(*(ledger.complete(record.token, large, 60) for record in records)))
+    assert at_once == [False] and (await ledger.counts())[State.DONE] == count
+
+
+async def test_a_loop_does_not_write_a_large_question(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    token = (await ledger.claim(claim("asks"))).token
+    assert await ledger.suspend(token, Outcome("result", b"x" * (sqlite_turns.MUCH + 1), b"digest"), 60)
+    assert at_once == [True, False] and (await ledger.counts())[State.WAITING] == 1
+
+
+async def test_among_others_a_duplicate_hears_of_the_record(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    """Of one that was there, and of one that came in the same turn."""
+    first = await ledger.claim(claim("one"))
+    assert await ledger.complete(first.token, DONE, 60)
+    at_once.clear()
+    again, new, twice = await asyncio.gather(*(ledger.claim(claim(key)) for key in ("one", "new", "new")))
+    assert at_once == [True]
+    assert (again.token, again.outcome) == (first.token, DONE)
+    assert new.state is State.RUNNING and twice.token == new.token
+
+
+async def test_a_sweep_is_never_the_loops(ledger: SqliteLedger, at_once: list[bool], sizes: list[int]) -> None:
+    await asyncio.gather(ledger.claim(claim("one")), ledger.sweep(), ledger.claim(claim("two")))
+    assert at_once == [False] and sizes == [1, 1, 1]
+
+
+async def test_what_the_disk_refuses_to_one_it_gives_to_the_others(ledger: SqliteLedger, at_once: list[bool]) -> None:
+    def refuse(*_: object) -> None:
+        raise apsw.FullError("on purpose")
+
+    asked = ledger.claim(claim("one")), turns_of(ledger).ask(Job("write", refuse)), ledger.claim(claim("two"))
+    one, refused, two = await asyncio.gather(*asked, return_exceptions=True)
+    assert at_once == [False], "the thread finds out whose fault it is"
+    assert isinstance(refused, LedgerDown) and "no room" in str(refused)
+    assert [getattr(each, "state", None) for each in (one, two)] == [State.RUNNING] * 2
+    assert one.fence < two.fence
 
 
 async def test_a_row_that_cannot_be_read_is_the_trouble_of_one(ledger: SqliteLedger, path: Path) -> None:
@@ -170,26 +228,31 @@ async def test_a_row_that_cannot_be_read_is_the_trouble_of_one(ledger: SqliteLed
     assert [getattr(each, "state", None) for each in (old, new)] == [State.RUNNING] * 2
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "where", "quick"),
+    [(["one"], "claim_first", 60.0), (["one", "two"], "claim", 60.0), (["one", "two"], "answer", 0.0)],
+)
 async def test_ctrl_c_in_the_middle_leaves_nobody_waiting(
-    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, keys: list[str], where: str, quick: float
 ) -> None:
-    """A loop that it has stopped may be run again."""
-    keys, stopped = ["one"] if is_alone else ["one", "two"], list[BaseException]()
-    send_collected = Writer._send_collected
+    """A loop that it has stopped may be run again. Alone, among others, and while reading on a slow disk."""
+    stopped, undisturbed = list[BaseException](), getattr(sqlite_rows.Table, where)
+    send_collected = Turns._send_collected
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(*args: object) -> Any:
+        if not stopped:
+            raise KeyboardInterrupt
+        return undisturbed(*args)
 
-    def watched(writer: Writer, loop: asyncio.AbstractEventLoop) -> None:
+    def watched(turns: Turns, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            send_collected(writer, loop)
+            send_collected(turns, loop)
         except KeyboardInterrupt as error:
             stopped.append(error)
 
-    monkeypatch.setattr(sqlite_rows.Table, "claim_first" if is_alone else "answer", interrupt)
-    monkeypatch.setattr(sqlite_rows.Table, "answer" if is_alone else "claim_first", lambda *_: None)
-    monkeypatch.setattr(Writer, "_send_collected", watched)
+    monkeypatch.setattr(sqlite_commits, "QUICK", quick)
+    monkeypatch.setattr(sqlite_rows.Table, where, interrupt)
+    monkeypatch.setattr(Turns, "_send_collected", watched)
     tasks = [asyncio.create_task(ledger.claim(claim(key))) for key in keys]
     asyncio.get_running_loop().call_soon(lambda: None)  # so that the first of them is not written on the spot
     records = await asyncio.wait_for(asyncio.gather(*tasks), 10)
@@ -197,26 +260,27 @@ async def test_ctrl_c_in_the_middle_leaves_nobody_waiting(
 
 
 async def test_a_disk_that_is_slow_keeps_no_loop_waiting(ledger: SqliteLedger, at_once: list[bool]) -> None:
-    writer_of(ledger)._last = 2.1 * sqlite_writer.QUICK
+    turns_of(ledger).writer.commits.last = 2.1 * sqlite_commits.QUICK
     await ledger.claim(claim("after a slow one"))
-    writer_of(ledger)._pace = 1.1 * sqlite_writer.QUICK
+    turns_of(ledger).writer.commits.pace = 1.1 * sqlite_commits.QUICK
     await ledger.claim(claim("where many were slow"))
     assert at_once == [False, False]
 
 
+@pytest.mark.parametrize("count", [1, 2])
 async def test_the_lock_of_another_process_keeps_no_loop_waiting(
-    ledger: SqliteLedger, at_once: list[bool], path: Path
+    ledger: SqliteLedger, at_once: list[bool], path: Path, count: int
 ) -> None:
     other = apsw.Connection(str(path))
     other.execute("BEGIN IMMEDIATE")
-    claimed = asyncio.create_task(ledger.claim(claim("locked")))
+    claimed = asyncio.gather(*(ledger.claim(claim(f"locked {n}")) for n in range(count)))
     longest, seen = 0.0, time.monotonic()
     for _ in range(100):
         await asyncio.sleep(0.001)
         longest, seen = max(longest, time.monotonic() - seen), time.monotonic()
     assert at_once == [False] and not claimed.done() and longest < sqlite_file.PATIENCE / 5
     other.execute("ROLLBACK")
-    assert (await claimed).state is State.RUNNING
+    assert [record.state for record in await claimed] == [State.RUNNING] * count
     other.close()
 
 
@@ -227,7 +291,7 @@ async def test_a_lone_transition_does_not_overtake(ledger: SqliteLedger, at_once
         assert at_once == [False] and not waiting.done()
         await transaction.complete(DONE, 60, undo=False)
     assert (await waiting).state is State.RUNNING
-    writer_of(ledger)._asked.append(Job("write", skip))  # it is not on its way yet, since no bell was rung
+    turns_of(ledger).writer._asked.append(Job("write", skip))  # it is not on its way yet, since no bell was rung
     assert (await ledger.claim(claim("later"))).state is State.RUNNING
     assert at_once == [False, False]
 
@@ -237,13 +301,13 @@ async def test_a_lone_transition_that_the_disk_refuses_leaves_nothing(ledger: Sq
         raise apsw.FullError("on purpose")
 
     with pytest.raises(LedgerDown, match="no room"):
-        await writer_of(ledger).ask(Job("write", refuse))
+        await turns_of(ledger).ask(Job("write", refuse))
     assert (await ledger.claim(claim("next"))).state is State.RUNNING
     assert at_once == [True, True] and sum((await ledger.counts()).values()) == 2
 
 
 async def test_the_wal_is_folded_into_the_file(ledger: SqliteLedger, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_writer, "PAGES_IN_WAL", 20)
+    monkeypatch.setattr(sqlite_commits, "PAGES_IN_WAL", 20)
     for n in range(100):
         await ledger.claim(claim(f"key-{n}"))
     assert Path(f"{path}-wal").stat().st_size < 60 * 4096, "it begins anew where it was folded"
@@ -254,9 +318,9 @@ async def test_the_wal_is_folded_into_the_file(ledger: SqliteLedger, path: Path,
 
 async def test_an_outcome_is_one_page(ledger: SqliteLedger) -> None:
     token = (await ledger.claim(claim("one"))).token
-    before = writer_of(ledger)._pages
+    before = turns_of(ledger).writer.commits.pages
     assert await ledger.complete(token, DONE, 60)
-    assert writer_of(ledger)._pages - before == 1, "no index has changed"
+    assert turns_of(ledger).writer.commits.pages - before == 1, "no index has changed"
 
 
 async def test_an_outcome_with_another_retention_is_kept_for_that(path: Path) -> None:
@@ -300,7 +364,7 @@ async def test_fences_grow_whoever_gives_them(ledger: SqliteLedger, path: Path) 
 
 async def test_fences_are_taken_from_the_file_now_and_then(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_rows, "FENCES", 3)
-    writer_of(ledger)._fences.forget()
+    turns_of(ledger).writer.commits.fences.forget()
     fences = [(await ledger.claim(claim(f"key-{n}"))).fence for n in range(8)]
     assert fences == list(range(fences[0], fences[0] + 8))
 
@@ -314,7 +378,7 @@ async def test_fences_of_a_transaction_that_was_undone_are_another_process_s(led
         raise apsw.FullError("on purpose")
 
     with pytest.raises(LedgerDown, match="no room"):
-        await writer_of(ledger).ask(Job("sweep", take_and_fail))  # always in a transaction, even if it comes alone
+        await turns_of(ledger).ask(Job("sweep", take_and_fail))  # always in a transaction, even if it comes alone
     other = SqliteLedger(path)
     theirs = [(await other.claim(claim(f"theirs {n}"))).fence for n in range(5)]
     ours = (await ledger.claim(claim("ours"))).fence
@@ -344,10 +408,10 @@ async def test_a_lone_claim_changes_no_record_that_is_there(
     if fence == "good":
         await ledger.claim(claim("another"))  # takes a block
     elif fence == "of a block that is used up":
-        writer_of(ledger)._fences.forget()
+        turns_of(ledger).writer.commits.fences.forget()
     before = await other.get(token.id)
     await asyncio.sleep(0.01)  # what woke the loop up is over,
-    with writer_of(ledger)._lent:  # and the thread has lent its connection
+    with turns_of(ledger).writer.lent:  # and the thread has lent its connection
         at_once.clear()
     again = await ledger.claim(claim("one"))
     assert at_once == [False], "it was tried, and found to be no first claim"
@@ -517,9 +581,9 @@ def claim(key: str) -> Claim:
     )
 
 
-def writer_of(ledger: SqliteLedger) -> Writer:
-    assert ledger._writer is not None
-    return ledger._writer
+def turns_of(ledger: SqliteLedger) -> Turns:
+    assert ledger._turns is not None
+    return ledger._turns
 
 
 @pytest.fixture
@@ -529,24 +593,40 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SqliteLedger]:
-    monkeypatch.setattr(sqlite_writer, "QUICK", 60.0)  # however slow the disk of the test is
+    monkeypatch.setattr(sqlite_commits, "QUICK", 60.0)  # however slow the disk of the test is
     ledger = SqliteLedger(path)
     await ledger.claim(claim("the file is open"))
-    with writer_of(ledger)._lent:  # the thread answers first, and lends its connection then
+    with turns_of(ledger).writer.lent:  # the thread answers first, and lends its connection then
         pass
     yield ledger
     await ledger.aclose()
 
 
 @pytest.fixture
+def sizes(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many jobs were in each transaction, in their order."""
+    seen: list[int] = []
+    together = Commits.together
+
+    def watched(commits: Commits, jobs: list[Job]) -> None:
+        together(commits, jobs)
+        seen.append(len(jobs))
+
+    monkeypatch.setattr(Commits, "together", watched)
+    return seen
+
+
+@pytest.fixture
 def at_once(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each transition that came alone was written at once, in their order."""
+    """Whether what came, alone or together, was written at once, in their order."""
     written: list[bool] = []
-    commit_at_once = Writer._commit_at_once
+    commit_at_once = Turns._commit_at_once
 
-    def watched(writer: Writer, job: Job) -> bool:
-        written.append(commit_at_once(writer, job))
-        return written[-1]
+    def watched(turns: Turns, jobs: list[Job]) -> bool:
+        is_written = commit_at_once(turns, jobs)
+        if any(job.kind == "write" for job in jobs):
+            written.append(is_written)
+        return is_written
 
-    monkeypatch.setattr(Writer, "_commit_at_once", watched)
+    monkeypatch.setattr(Turns, "_commit_at_once", watched)
     return written

@@ -6,6 +6,7 @@ Then every guard of every statement is taken out, one at a time, and the model h
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -19,23 +20,26 @@ from wirecall.ledger import sqlite_rows
 from wirecall.ledger.base import Claim, Record
 from wirecall.ledger.sqlite import SqliteLedger
 from wirecall.ledger.sqlite_file import SQL
-from wirecall.ledger.sqlite_rows import Fences
-from wirecall.ledger.sqlite_writer import Job
+from wirecall.ledger.sqlite_jobs import Job
+from wirecall.ledger.sqlite_rows import Fences, Table
 
 
 class Alone:
     """In place of the writer: does what comes alone at once, and the rest in a transaction."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: Table) -> None:
+        self._table = table
         db = apsw.Connection(":memory:")
         db.execute(SQL["schema"])
+        self.writer = self  # for reading
         self.reader = db.cursor()
         self.reading = threading.Lock()
         self._processes = cycle([Fences(), Fences()])
 
     async def ask(self, job: Job, *, on_the_spot: bool = True) -> Any:
         fences = next(self._processes)
-        result = (job.try_first or job.work)(self.reader, fences) if job.kind == "write" else None
+        alone = job.work if job.claim is None else partial(self._table.claim_first, job.claim)
+        result = alone(self.reader, fences) if job.kind == "write" else None
         if result is None:
             with self.reader.connection:
                 fences.begin()
@@ -46,7 +50,7 @@ class Alone:
 class AloneLedger(SqliteLedger):
     def __init__(self, **clocks: Callable[[], float]) -> None:
         super().__init__("in memory", **clocks)
-        self._alone = Alone()
+        self._alone = Alone(self._table)
 
     def _running(self) -> Any:
         return self._alone

@@ -27,7 +27,7 @@ from tests.contracts import (
     same,
 )
 from tests.servers import DURABLE, KINDS, MEMORIES, Server, Store, make_store, open_memory
-from wirecall.ledger import memory, sqlite_writer
+from wirecall.ledger import memory, sqlite_commits
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
     TOMBSTONE_FACTOR,
@@ -63,9 +63,9 @@ REFUSED = [(name, state) for name in CHANGES for state in State if state not in 
 @pytest.fixture(params=[*KINDS, "cluster", "sqlite at once"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Here, Redis counts twice: a server alone, and a cluster of three. So does SQLite: a disk that has not shown yet how
-    quick it is, so that the thread writes everything; and one where the event loop writes what comes alone."""
+    quick it is, so that the thread writes everything; and one where the event loop writes."""
     kind, _, how = request.param.partition(" ")
-    monkeypatch.setattr(sqlite_writer, "QUICK", 60.0 if how else 0.0)
+    monkeypatch.setattr(sqlite_commits, "QUICK", 60.0 if how else 0.0)
     monkeypatch.setattr(memory, "open_url", open_memory)
     yield make_store(kind, tmp_path, request.getfixturevalue)
     MEMORIES.clear()

@@ -35,7 +35,7 @@ import wirecall.ledger.postgres
 import wirecall.ledger.redis
 import wirecall.ledger.sqlite  # noqa: F401
 from wirecall import App, Context, Done, NotDone, jsonrpc
-from wirecall.ledger import sqlite_writer
+from wirecall.ledger import sqlite_commits
 from wirecall.ledger.base import Claim, Ledger, Outcome, Record, RecordId, Token, Transaction, open_ledger
 from wirecall.methods import OnCrash
 from wirecall.process import new_nonce
@@ -140,7 +140,7 @@ async def _run(order: Order) -> None:
 
 async def _warm_up(ledger: Ledger) -> None:
     """As in a process that has written for a while: the disk is known to be quick, and a block of fences was taken."""
-    sqlite_writer.QUICK = 60.0
+    sqlite_commits.QUICK = 60.0
     id = RecordId("", "warm up", str(os.getpid()))
     first = Claim(id=id, fingerprint=b"", nonce=new_nonce(), lease=LIFETIME, retention=60, on_crash="unknown")
     await ledger.release((await ledger.claim(first)).token)

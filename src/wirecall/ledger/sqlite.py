@@ -4,7 +4,7 @@ The rules of the file:
 
 1. One thread of the process writes (`Writer`). All transitions that wait at a moment go into one transaction and one
    fsync, and nobody is answered before that. Whatever wants the write lock of the file asks this thread for it, so its
-   queue is the order; only while that is empty, a transition that comes alone is written by who asks for it.
+   queue is the order; only while that is empty, an event loop commits what its tasks have asked for (`Turns`).
 2. Readers wait for nobody (WAL): a claim that changes nothing is answered by a read in the calling thread.
 3. Leases are measured by the clock that counts from boot, which people cannot set, and a record tells which boot it means:
    a lease of another boot is over. Retention, and the times people read, are wall time.
@@ -40,11 +40,13 @@ from wirecall.ledger.base import (
     Token,
 )
 from wirecall.ledger.sqlite_file import as_down
+from wirecall.ledger.sqlite_jobs import Job, nothing
 from wirecall.ledger.sqlite_rows import Row, Table, all_rows, clock_from_boot, parts, with_token
-from wirecall.ledger.sqlite_writer import HandlerTransaction, Job, Writer, nothing
+from wirecall.ledger.sqlite_transaction import HandlerTransaction
+from wirecall.ledger.sqlite_turns import Turns
 
 # After a fork the child must neither use nor close the parent's connections; kept here, they are not collected.
-_from_before_fork: list["Writer"] = []
+_from_before_fork: list[Turns] = []
 
 
 async def open_url(url: str) -> "SqliteLedger":
@@ -85,7 +87,7 @@ class SqliteLedger:
     ) -> None:
         self._path = os.path.abspath(path)  # the working directory may change later
         self._table = Table(clock or clock_from_boot(), wall)
-        self._writer: Writer | None = None
+        self._turns: Turns | None = None
         self._starting = threading.Lock()
         self._is_closed = False
 
@@ -94,13 +96,13 @@ class SqliteLedger:
         await self._running().ask(Job("nothing", nothing))
 
     async def claim(self, claim: Claim) -> Record:
-        table, writer = self._table, self._running()
-        job = Job("write", partial(table.claim, claim), partial(table.claim_first, claim), partial(table.answer, claim))
+        turns = self._running()
+        job = Job("write", partial(self._table.claim, claim), claim)
         try:
-            granted: Record = await writer.ask(job, on_the_spot=not claim.alone)
+            granted: Record = await turns.ask(job, on_the_spot=not claim.alone)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
             job.cancel()  # it may not be on its way yet; and if it is done already, it is undone
-            writer.send([Job("write", partial(table.unclaim, claim))])
+            turns.writer.send([Job("write", partial(self._table.unclaim, claim))])
             raise
         return granted
 
@@ -111,7 +113,8 @@ class SqliteLedger:
         return await self._change("commit_point", token, lease=lease)
 
     async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
-        completed: bool = await self._running().ask(Job("write", partial(self._table.complete, token, outcome, retention)))
+        complete = partial(self._table.complete, token, outcome, retention)
+        completed: bool = await self._running().ask(Job("write", complete, size=len(outcome.payload or b"")))
         return completed
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
@@ -154,7 +157,7 @@ class SqliteLedger:
         changed: int = await self._running().ask(Job("sweep", partial(self._table.sweep, limit)))
         return changed
 
-    def transaction(self, claim: Claim, wait: float) -> "HandlerTransaction":
+    def transaction(self, claim: Claim, wait: float) -> HandlerTransaction:
         """The write lock of the file, until the end of the block: all other writes wait for it, so be short.
 
         `db` is an apsw connection. The handler may use savepoints on it, but cannot commit: if it ends the transaction,
@@ -166,17 +169,17 @@ class SqliteLedger:
     async def aclose(self) -> None:
         """Write what waits and close the file; the last process to close it folds the WAL into it."""
         self._is_closed = True
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            await writer.aclose()
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            await turns.aclose()
 
     async def _change(self, name: str, token: Token, **values: Any) -> bool:
         change = partial(self._table.change, name, with_token(token, values))
-        changed: bool = await self._running().ask(Job("write", change))
+        changed: bool = await self._running().ask(Job("write", change, size=len(values.get("payload") or b"")))
         return changed
 
     def _read(self, look: Callable[..., Any], *args: Any) -> Any:
-        writer = self._running()
+        writer = self._running().writer
         reader = writer.reader
         try:
             with writer.reading:  # apsw refuses a connection that two threads use at once
@@ -184,20 +187,20 @@ class SqliteLedger:
         except (apsw.Error, UnicodeEncodeError) as error:
             raise as_down(self._path, error) from error
 
-    def _running(self) -> "Writer":
-        writer = self._writer
-        if writer is None or writer.failure is not None or writer.pid != process.pid:
+    def _running(self) -> Turns:
+        turns = self._turns
+        if turns is None or turns.writer.failure is not None or turns.writer.pid != process.pid:
             return self._start()
-        return writer
+        return turns
 
-    def _start(self) -> "Writer":
+    def _start(self) -> Turns:
         with self._starting:
-            old = self._writer
+            old = self._turns
             if self._is_closed:
                 raise LedgerDown(f"The ledger {self._path} is closed.")
-            if old is not None and old.failure is None:
-                if old.pid == process.pid:
+            if old is not None and old.writer.failure is None:
+                if old.writer.pid == process.pid:
                     return old  # another thread was faster
                 _from_before_fork.append(old)
-            self._writer = Writer(self._path, self._table, owner=self)
-            return self._writer
+            self._turns = Turns(self._path, self._table, owner=self)
+            return self._turns

@@ -88,6 +88,9 @@ SELECT * FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
 -- name: put
 REPLACE INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
+-- name: put_new
+INSERT INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING;
+
 -- name: put_first
 -- A first claim that is a transaction by itself: not where there is a record, nor where another process has taken fences.
 INSERT INTO wirecall_commands

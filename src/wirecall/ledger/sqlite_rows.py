@@ -26,8 +26,7 @@ from wirecall.ledger.sqlite_file import SQL
 
 _STATES = {state.value: state for state in State}
 
-# Like `put`, but where there is a row already it changes nothing and says so.
-_INSERT = SQL["put"].replace("REPLACE", "INSERT", 1)
+_PUT_NEW = SQL["put_new"]
 _PUT_FIRST = SQL["put_first"]
 _COMPLETE = SQL["complete"]
 
@@ -162,14 +161,13 @@ class Table:
         return self.record(self._buried(row)) if verdict == "to_tombstone" else record
 
     def claim(self, claim: Claim, db: apsw.Cursor, fences: Fences) -> Record:
-        """Who comes here has seen no record, as a rule; so it is looked for only where the insert meets one."""
+        """There is no record, as a rule; so it is looked for only where the insert meets one."""
         fence = fences.next(db)
-        try:
-            return self.insert(claim, db, fence)
-        except apsw.ConstraintError:
-            row = self.find(db, claim.id)
-            if row is None:  # it was about something else
-                raise
+        record = self.insert(claim, db, fence)
+        if db.connection.changes():
+            return record
+        row = self.find(db, claim.id)
+        assert row is not None  # this is one transaction
         return self._claim_from(row, claim, db, fence)
 
     def claim_first(self, claim: Claim, db: apsw.Cursor, fences: Fences) -> Record | None:
@@ -194,8 +192,9 @@ class Table:
         return self.record(row)
 
     def insert(self, claim: Claim, db: apsw.Cursor, fence: int) -> Record:
+        """The record of a first claim; it stands in the file unless there was one already."""
         row, record = self._first(claim, fence)
-        db.execute(_INSERT, row)
+        db.execute(_PUT_NEW, row)
         return record
 
     def _first(self, claim: Claim, fence: int) -> tuple[tuple[Any, ...], Record]:
