@@ -93,7 +93,7 @@ def mutants() -> Iterator[tuple[str, Mutant]]:
         yield f"{name} in any state", {name: [("AND state = 'unknown'", "")]}
     yield "a first claim with any fence", {"put_first": [("(SELECT fence FROM wirecall_meta) = ?", "? IS NOT NULL")]}
     yield "a first claim of anything", {"put_first": [("INSERT INTO", "REPLACE INTO"), ("ON CONFLICT DO NOTHING", "")]}
-    yield "a sweep at any time", {"due": [("started_at + retention <= :wall AND expires_at <= :wall", ":wall > 0")]}
+    yield "a sweep at any time", {"due": [("due <= :wall AND expires_at <= :wall", ":wall > 0")]}
 
 
 MUTANTS = dict(mutants())

@@ -25,8 +25,8 @@ CREATE TABLE wirecall_commands (
     lease        REAL    NOT NULL,  -- how long it was when it began
     lease_until  REAL    NOT NULL,  -- by the clock that counts from boot
     boot         BLOB    NOT NULL,  -- which boot that was; empty where the system does not tell
-    retention    REAL    NOT NULL,  -- how long it is kept, at least, counted from started_at
-    expires_at   REAL    NOT NULL,  -- when the sweep looks at it next: this and the two below by the wall clock
+    due          REAL    NOT NULL,  -- until when it is kept, at least: its retention after started_at
+    expires_at   REAL    NOT NULL,  -- when its retention is over, or its lease and that; like the others, by the wall clock
     started_at   REAL    NOT NULL,
     completed_at REAL,
     outcome_kind TEXT    CHECK (outcome_kind IN ('result', 'error')),
@@ -39,12 +39,12 @@ CREATE TABLE wirecall_commands (
         WHEN 'tombstone' THEN outcome_kind IS NOT NULL AND digest IS NOT NULL AND payload IS NULL
         WHEN 'unknown'   THEN coalesce(completed_at, outcome_kind, payload, digest) IS NULL
         ELSE 0 END),
-    PRIMARY KEY (caller, method, key)
+    PRIMARY KEY (due, fence)
 ) WITHOUT ROWID;
 
--- For the sweep: `expires_at` never comes before this, and is seldom long after it. It is the same when a command begins and
--- when it is done, so that a command writes to the index once: a page less in every commit of an outcome.
-CREATE INDEX wirecall_commands_due ON wirecall_commands (started_at + retention);
+-- Commands that come together lie together in the table, and so do those that the sweep finds; only here is each at a place
+-- of its own. A command writes to this index when it begins, and not when it is done.
+CREATE UNIQUE INDEX wirecall_commands_id ON wirecall_commands (caller, method, key);
 
 -- For the operator, who looks for a few among very many. No other command is in it.
 CREATE INDEX wirecall_commands_open ON wirecall_commands (state) WHERE state IN ('unknown', 'waiting');
@@ -103,34 +103,34 @@ DELETE FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
 -- name: heartbeat
 -- From here to `lapse`: what a token allows. Each is one compare-and-set; no row changed means that the token is old.
 UPDATE wirecall_commands
-SET lease = :lease, lease_until = :clock + :lease, boot = :boot, expires_at = :wall + :lease + retention
+SET lease = :lease, lease_until = :clock + :lease, boot = :boot, expires_at = :wall + :lease + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
 -- name: commit_point
 UPDATE wirecall_commands
-SET committed = 1, lease = :lease, lease_until = :clock + :lease, expires_at = :wall + :lease + retention
+SET committed = 1, lease = :lease, lease_until = :clock + :lease, expires_at = :wall + :lease + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running'
     AND lease_until > :clock AND boot = :boot;
 
 -- name: complete
--- The common case, in which the retention stays as it is, and with it the index.
+-- The common case, in which the retention stays as it is, and with it the place in the table.
 UPDATE wirecall_commands
 SET state = 'done', lease_until = 0, expires_at = :wall + :retention, completed_at = :wall,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce
-    AND state = 'running' AND retention = :retention;
+    AND state = 'running' AND due = started_at + :retention;
 
 -- name: complete_late
 -- All others: nobody knew how it ended until now, or the method was declared anew meanwhile.
 UPDATE wirecall_commands
-SET state = 'done', lease_until = 0, retention = :retention, expires_at = :wall + :retention, completed_at = :wall,
+SET state = 'done', lease_until = 0, due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce
     AND state IN ('running', 'unknown');
 
 -- name: suspend
 UPDATE wirecall_commands
-SET state = 'waiting', attempts = 0, lease_until = 0, retention = :retention, expires_at = :wall + :retention,
+SET state = 'waiting', attempts = 0, lease_until = 0, due = started_at + :retention, expires_at = :wall + :retention,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
@@ -140,18 +140,18 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 
 -- name: abandon
 UPDATE wirecall_commands
-SET state = 'unknown', lease_until = 0, retention = :kept, expires_at = :wall + :kept
+SET state = 'unknown', lease_until = 0, due = started_at + :kept, expires_at = :wall + :kept
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
 -- name: lapse
 UPDATE wirecall_commands
-SET lease_until = 0, expires_at = :wall + retention
+SET lease_until = 0, expires_at = :wall + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
 -- name: resolve_done
 -- By an operator, without a token.
 UPDATE wirecall_commands
-SET state = 'done', lease_until = 0, retention = :retention, expires_at = :wall + :retention, completed_at = :wall,
+SET state = 'done', lease_until = 0, due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown';
 
@@ -166,12 +166,12 @@ WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AN
 -- name: unclaim_later
 -- and one that was taken over goes back to how it was found, its lease over.
 UPDATE wirecall_commands
-SET lease_until = 0, expires_at = :wall + retention
+SET lease_until = 0, expires_at = :wall + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts > 1;
 
 -- name: due
 SELECT * FROM wirecall_commands
-WHERE started_at + retention <= :wall AND expires_at <= :wall
+WHERE due <= :wall AND expires_at <= :wall
 LIMIT :limit;
 
 -- name: page

@@ -49,7 +49,7 @@ class Row(NamedTuple):
     lease: float
     lease_until: float
     boot: bytes
-    retention: float
+    due: float
     expires_at: float
     started_at: float
     completed_at: float | None = None
@@ -201,11 +201,11 @@ class Table:
         """The first claim, in the order of `Row` and `Record`: by their names it would take three times as long."""
         id, print, nonce, committed, lease = claim.id, claim.fingerprint, claim.nonce, claim.committed, claim.lease
         wall, ends = self._wall(), self._clock() + lease
-        kept, due = claim.retention, wall + lease + claim.retention
+        due = wall + claim.retention
         # fmt: off
         row = (
             id.caller, id.method, id.key, print, "running", fence, nonce, committed, 1,
-            lease, ends, self._boot, kept, due, wall, None, None, None, None,
+            lease, ends, self._boot, due, due + lease, wall, None, None, None, None,
         )
         # fmt: on
         return row, Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
@@ -224,7 +224,7 @@ class Table:
             lease=claim.lease,
             lease_until=self._clock() + claim.lease,
             boot=self._boot,
-            retention=claim.retention,
+            due=before.started_at + claim.retention,
             expires_at=self._wall() + claim.lease + claim.retention,
             started_at=before.started_at,
         )
@@ -232,12 +232,13 @@ class Table:
     def _unknown(self, row: Row) -> Row:
         """What a WAITING record held was not its outcome, so it goes."""
         blank = row._replace(outcome_kind=None, payload=None, digest=None)
-        kept = UNKNOWN_KEPT
-        return blank._replace(state="unknown", lease_until=0.0, retention=kept, expires_at=self._wall() + kept)
+        due, expires_at = row.started_at + UNKNOWN_KEPT, self._wall() + UNKNOWN_KEPT
+        return blank._replace(state="unknown", lease_until=0.0, due=due, expires_at=expires_at)
 
     def _buried(self, row: Row) -> Row:
-        expires_at, kept = self._wall() + (TOMBSTONE_FACTOR - 1) * row.retention, TOMBSTONE_FACTOR * row.retention
-        return row._replace(state="tombstone", lease_until=0.0, retention=kept, expires_at=expires_at, payload=None)
+        retention = row.due - row.started_at
+        due, expires_at = row.started_at + TOMBSTONE_FACTOR * retention, self._wall() + (TOMBSTONE_FACTOR - 1) * retention
+        return row._replace(state="tombstone", lease_until=0.0, due=due, expires_at=expires_at, payload=None)
 
     def change(self, name: str, values: dict[str, Any], db: apsw.Cursor, _: Fences) -> bool:
         """A transition that is one statement of its own; whether it applied."""
