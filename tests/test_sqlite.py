@@ -137,8 +137,9 @@ async def test_who_cannot_wait_is_told_before_anything_runs(path: Path) -> None:
     assert effects == [1, 2]
 
 
-def test_a_loop_that_does_not_tell_what_is_ready_may_have_something() -> None:
-    assert not sqlite_turns.is_last(object())  # type: ignore[arg-type]
+async def test_a_loop_that_does_not_tell_what_is_ready_may_have_something(ledger: SqliteLedger) -> None:
+    assert turns_of(ledger)._is_alone(asyncio.get_running_loop())
+    assert not turns_of(ledger)._is_alone(object())  # type: ignore[arg-type]
 
 
 async def test_a_claim_that_is_given_up_before_it_went_out_leaves_nothing(ledger: SqliteLedger, at_once: list[bool]) -> None:
@@ -335,7 +336,7 @@ async def test_an_outcome_with_another_retention_is_kept_for_that(path: Path) ->
     await ledger.aclose()
 
 
-@pytest.mark.parametrize(("name", "index"), [("due", "wirecall_commands_due"), ("page_of_few", "wirecall_commands_open")])
+@pytest.mark.parametrize(("name", "index"), [("due", "(due<?)"), ("page_of_few", "wirecall_commands_open")])
 def test_few_among_many_are_found_by_an_index(name: str, index: str) -> None:
     db = apsw.Connection(":memory:")
     db.execute(sqlite_file.SQL["schema"])

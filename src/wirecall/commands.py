@@ -367,14 +367,17 @@ class Commands:
         except BaseException as error:
             raise await self._stopped(run, error) from error
         finally:
-            self._heartbeats.stop(run)
+            if run.ended is not None:
+                self._heartbeats.stop(run)
         return await self._completed(run, outcome)
 
     async def _handled(self, run: Run, call: Call) -> Outcome:
         """Run the handler. Its result and its own errors are outcomes; anything else it raises is not."""
         run.interruptible = True
         try:
-            result = await settled(call())
+            result = call()
+            if hasattr(result, "__await__"):
+                result = await settled(result)
         except FixedError:
             raise
         except RpcError as error:

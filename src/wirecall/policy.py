@@ -134,6 +134,7 @@ class _Keyed(Struct):
 _decode_keyed = msgspec.json.Decoder(_Keyed).decode
 _QUOTED_KEY = f'"{KEY}"'.encode()
 
+_NO_PARAMS = Raw(b"{}")
 _NOT_IDENTITY = (KEY, "_meta", *UNCOUNTED)
 
 _canonical = msgspec.json.Encoder(order="deterministic").encode
@@ -141,19 +142,16 @@ _canonical = msgspec.json.Encoder(order="deterministic").encode
 
 def fingerprint(params: Raw | UnsetType) -> bytes:
     """SHA-256 of the params in canonical form: members sorted, 1 equal to 1.0, integers exact at any size."""
-    value = {} if params is UNSET else _decode_exact(params)
+    given = _NO_PARAMS if params is UNSET else params
+    try:
+        value = _decode_exact(given)
+    except (msgspec.ValidationError, RecursionError):
+        value = frames.decode_any(given)  # which says what is wrong
     if type(value) is dict:
         for name in _NOT_IDENTITY:
             value.pop(name, None)
     digest: bytes = _sha256()(_canonical(value)).digest()
     return digest
-
-
-def _decode_exact(params: Raw) -> Any:
-    try:
-        return _exactly(params)
-    except (msgspec.ValidationError, RecursionError):
-        return frames.decode_any(params)  # which says what is wrong
 
 
 def _exact(text: str) -> float:
@@ -164,7 +162,7 @@ def _exact(text: str) -> float:
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
-_exactly = msgspec.json.Decoder(float_hook=_exact).decode
+_decode_exact = msgspec.json.Decoder(float_hook=_exact).decode
 
 
 @cache

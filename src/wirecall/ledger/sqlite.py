@@ -21,7 +21,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -112,10 +112,9 @@ class SqliteLedger:
     async def commit_point(self, token: Token, lease: float) -> bool:
         return await self._change("commit_point", token, lease=lease)
 
-    async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
+    def complete(self, token: Token, outcome: Outcome, retention: float) -> Coroutine[Any, Any, bool]:
         complete = partial(self._table.complete, token, outcome, retention)
-        completed: bool = await self._running().ask(Job("write", complete, size=len(outcome.payload or b"")))
-        return completed
+        return self._running().ask(Job("write", complete, size=len(outcome.payload or b"")))
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
         return await self._change("suspend", token, retention=retention, **parts(interim))

@@ -25,7 +25,7 @@ class Commits:
     """Every commit is preceded by a look at whether the path still names the file, and is timed."""
 
     def __init__(self, path: str, table: Table, db: apsw.Connection, patience: Patience, long: Callable[[], None]) -> None:
-        self.patience = patience
+        self._patience = patience
         self.place = Place(path)
         self.fences = Fences()
         self.pace, self.last = 0.001, 1.0  # seconds that a commit took of late, and the last one; slow until shown quick
@@ -37,9 +37,21 @@ class Commits:
         self._cursor = db.cursor()
         self._long = long  # called when the WAL has become long
 
-    @property
-    def is_quick(self) -> bool:
-        return self.pace <= QUICK and self.last <= 2 * QUICK
+    def at_once(self, jobs: list[Job]) -> bool:
+        """Commit jobs if nobody has to wait for anything but a quick disk; whether they are over."""
+        if self.pace > QUICK or self.last > 2 * QUICK:
+            return False
+        self._patience.is_over = True
+        try:
+            if len(jobs) == 1:
+                self._alone(jobs[0])
+                return jobs[0].is_over
+            self.together(jobs)
+            return True
+        except Exception:  # another process is writing, or the disk is full; the thread can wait, and try them one by one
+            return False
+        finally:
+            self._patience.is_over = False
 
     def together(self, jobs: list[Job]) -> None:
         """Group commit: one transaction, one fsync. Where it fails, nothing of it has happened."""
@@ -56,7 +68,16 @@ class Commits:
             raise
         self._committed(began)
 
-    def alone(self, job: Job) -> None:
+    def fold(self) -> None:
+        """Here and not in a commit, as SQLite would: it takes many times as long, and nobody need wait for it."""
+        with suppress(apsw.Error):  # the next commit sees to it again
+            self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+
+    def close(self) -> None:
+        self._db.close()
+        self.place.close()
+
+    def _alone(self, job: Job) -> None:
         """Outside of any transaction. It is not over afterwards if it needs one, or if another process is writing."""
         try:
             self.place.check()
@@ -70,15 +91,6 @@ class Commits:
             pass
         except Exception as error:
             job.error = as_down(self._path, error)
-
-    def fold(self) -> None:
-        """Here and not in a commit, as SQLite would: it takes many times as long, and nobody need wait for it."""
-        with suppress(apsw.Error):  # the next commit sees to it again
-            self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
-
-    def close(self) -> None:
-        self._db.close()
-        self.place.close()
 
     def _attempt(self, job: Job) -> None:
         try:

@@ -189,23 +189,20 @@ class Place:
         self._path = path
         self._names = os.fsencode(path), os.fsencode(os.path.realpath(path) + "-wal")
         self._file, self._wal = map(identity, self._names)
-        self._known = -1  # the time of the folder when the names were right
+        self._known = -1  # the time of the folder when the names were right; -1 where it does not tell
         self._ask_at = 0.0
         self._folder = None if os.path.islink(path) else _opened(os.path.dirname(path))
 
     def check(self) -> None:
-        now, changed = time.monotonic(), self._changed()
+        try:
+            changed = -1 if self._folder is None else os.fstat(self._folder).st_ctime_ns
+        except OSError:  # its disk is gone; the names will tell
+            changed = -1
+        now = time.monotonic()
         if changed != self._known or now >= self._ask_at or changed == -1:
             self._check_names()
             self._ask_at = now + self.AGAIN
             self._known = changed if 0 <= changed < time.time_ns() - self.SETTLED * 1e9 else -1
-
-    def _changed(self) -> int:
-        """The time of the folder, -1 where it does not tell."""
-        try:
-            return -1 if self._folder is None else os.fstat(self._folder).st_ctime_ns
-        except OSError:  # its disk is gone; the names will tell
-            return -1
 
     def _check_names(self) -> None:
         file, wal = map(identity, self._names)

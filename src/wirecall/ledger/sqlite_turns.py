@@ -65,9 +65,12 @@ class Turns:
             self.writer.join()
 
     def _is_alone(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether nobody else will ask in this turn of the loop, and it has not waited for the disk too often in it."""
-        spent = self._spent.get(loop)
-        if loop in self._collected or not is_last(loop, ours=0 if spent is None else 1):
+        """Whether nobody else will ask in this turn of the loop, and it has not waited for the disk too often in it.
+
+        What ends the turn is ready to run in any case. Loops that do not tell what else is may have something.
+        """
+        spent, ready = self._spent.get(loop), getattr(loop, "_ready", None)
+        if loop in self._collected or ready is None or len(ready) != (spent is not None):
             return False
         if spent is None:
             self._spent[loop] = 0.0
@@ -139,29 +142,11 @@ class Turns:
         if not _are_light(jobs) or not writer.lent.acquire(blocking=False):
             return False
         try:
-            if writer.has_work or writer.pid != process.pid or not writer.commits.is_quick:
-                return False  # they came first; after a fork, the connection is the parent's
-            writer.commits.patience.is_over = True
-            return self._commit(jobs)
+            if writer.has_work or writer.pid != process.pid:  # they came first; after a fork, the connection is the parent's
+                return False
+            return writer.commits.at_once(jobs)
         finally:
-            writer.commits.patience.is_over = False
             writer.lent.release()
-
-    def _commit(self, jobs: list[Job]) -> bool:
-        if len(jobs) == 1:
-            self.writer.commits.alone(jobs[0])
-            return jobs[0].is_over
-        try:
-            self.writer.commits.together(jobs)
-        except Exception:  # another process is writing, or the disk is full; the thread can wait, and try them one by one
-            return False
-        return True
-
-
-def is_last(loop: asyncio.AbstractEventLoop, ours: int = 0) -> bool:
-    """Whether nothing but `ours` is ready to run in this turn of the loop. Loops that do not tell may have something."""
-    ready = getattr(loop, "_ready", None)
-    return ready is not None and len(ready) == ours
 
 
 def _are_light(jobs: list[Job]) -> bool:
