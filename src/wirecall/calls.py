@@ -37,7 +37,7 @@ from wirecall.errors import (
 )
 from wirecall.jsonrpc import make_batch
 from wirecall.links import Link
-from wirecall.methods import KEY
+from wirecall.params import KEY
 from wirecall.policy import check_key
 from wirecall.retries import Clock, RealClock, Retry, asked_pause, may_help, mint_key
 
