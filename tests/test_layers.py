@@ -16,7 +16,7 @@ LAYERS = [
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
     | {"transports.descriptors", "transports.http_workers", "transports.listeners", "transports.memory"}
     | {"transports.process", "transports.sse", "transports.waiting"},
-    {"context"},
+    {"context", "options"},
     {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.sqlite_file", "ledger.sqlite_jobs"}
     | {"ledger.postgres_errors", "ledger.postgres_rows", "ledger.redis_checks", "ledger.redis_scripts", "ledger.redis_wire"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
@@ -24,7 +24,7 @@ LAYERS = [
     {"policy", "runs", "openrpc", "tracing", "audit", "batches"}
     | {"ledger.postgres_pool", "ledger.redis_net", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.other_workers", "mcp.peer", "mcp.sse_pipe"},
-    {"commands", "config", "coalescing", "declarations", "links"}
+    {"commands", "config", "coalescing", "declarations", "delivery", "kinds", "links"}
     | {"ledger.redis", "ledger.sqlite_commits", "ledger.sqlite_lock"}
     | {"ledger.postgres_lanes", "ledger.postgres_schema", "ledger.postgres_transaction"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
