@@ -10,12 +10,13 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
-    {"tasks"},
+    {"functions", "tasks", "terms"},
     {"errors", "lanes", "logs", "process"} | {"mcp.revisions", "mcp.types", "mcp.sealed"} | {"transports.lines"},
-    {"frames", "params", "ledger.base", "retries"}
+    {"contradictions", "frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}
     | {"transports.descriptors", "transports.http_workers", "transports.listeners", "transports.memory"}
     | {"transports.process", "transports.sse", "transports.waiting"},
+    {"context", "options"},
     {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.sqlite_file", "ledger.sqlite_jobs"}
     | {"ledger.postgres_errors", "ledger.postgres_rows", "ledger.redis_checks", "ledger.redis_scripts", "ledger.redis_wire"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
@@ -23,7 +24,7 @@ LAYERS = [
     {"policy", "runs", "openrpc", "tracing", "audit", "batches"}
     | {"ledger.postgres_pool", "ledger.redis_net", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.other_workers", "mcp.peer", "mcp.sse_pipe"},
-    {"commands", "config", "coalescing", "declarations", "links"}
+    {"commands", "config", "coalescing", "declarations", "delivery", "kinds", "links"}
     | {"ledger.redis", "ledger.sqlite_commits", "ledger.sqlite_lock"}
     | {"ledger.postgres_lanes", "ledger.postgres_schema", "ledger.postgres_transaction"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
@@ -65,6 +66,7 @@ PACKAGES = {"ledger.__init__", "transports.__init__"}
 
 # Modules that may use the event loop. Protocol code may not: it imports no asyncio, no socket and no clock.
 PURE = {"errors", "frames", "jsonrpc", "params", "methods", "policy", "openrpc", "ledger.base"}
+PURE |= {"context", "contradictions", "functions", "terms"}
 PURE |= {"mcp.revisions", "mcp.types", "mcp.catalog", "mcp.gate", "mcp.headers"}
 PURE |= {"transports.lines"}
 PURE |= {"mcp.answers", "mcp.calls", "mcp.pages", "mcp.requests", "mcp.states", "mcp.tools"}

@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
 from wirecall.app import App
+from wirecall.context import Context
 from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
-from wirecall.methods import CannotTell, Context, Done, Kind, NotDone, ToolAnnotations
 from wirecall.policy import Limits
+from wirecall.terms import CannotTell, Done, Kind, NotDone, ToolAnnotations
 
 if TYPE_CHECKING:
     from wirecall.client import connect, connect_sync

@@ -16,8 +16,9 @@ from wirecall.declarations import Declarations
 from wirecall.errors import CannotWait, UsageError
 from wirecall.frames import Data, Id
 from wirecall.ledger.base import check_url, open_ledger
-from wirecall.methods import Done, Execution, Kind, Method, NotDone, Terms
+from wirecall.methods import Method
 from wirecall.policy import ANONYMOUS, Limits, Mode, Policy
+from wirecall.terms import Done, Execution, Kind, NotDone, Terms
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Lock

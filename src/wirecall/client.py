@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 from urllib.parse import urlsplit
 
 from wirecall.app import App
-from wirecall.calls import MAX_BYTES, TIMEOUT, Client, Options
+from wirecall.calls import Client
 from wirecall.errors import UsageError
 from wirecall.links import HttpLink, LineLink, Link, MemoryLink
+from wirecall.options import MAX_BYTES, TIMEOUT, Options
 from wirecall.retries import Clock, RealClock, Retry
 from wirecall.sync import SyncClient
 from wirecall.transports.child import Child, Stderr

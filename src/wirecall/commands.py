@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from wirecall.context import Context, InputRequired
 from wirecall.errors import (
     Busy,
     CannotWait,
@@ -60,7 +61,7 @@ from wirecall.ledger.base import (
     TryAgain,
 )
 from wirecall.logs import failed, logger
-from wirecall.methods import CannotTell, Context, Done, InputRequired, Method, NotDone
+from wirecall.methods import Method
 from wirecall.outcomes import Sealed, answer, outcome_of, recorded, stored, unknown
 from wirecall.process import new_nonce
 from wirecall.runs import (
@@ -79,6 +80,7 @@ from wirecall.runs import (
     settled,
 )
 from wirecall.tasks import start
+from wirecall.terms import CannotTell, Done, NotDone
 
 # How often a duplicate looks whether the first, in another process, is done: at once at first, never rarely.
 FIRST_POLL = 0.025

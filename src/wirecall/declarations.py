@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from wirecall.errors import UsageError
-from wirecall.methods import EVERYWHERE, Execution, Exposed, KeyRule, Kind, Method, OnCrash, Registry, Terms, ToolAnnotations
+from wirecall.methods import Method, Registry
+from wirecall.terms import EVERYWHERE, Execution, Exposed, KeyRule, Kind, OnCrash, Terms, ToolAnnotations
 
 if TYPE_CHECKING:
     from wirecall.mcp.catalog import Catalog

@@ -27,6 +27,7 @@ from msgspec import UNSET, Raw
 
 from wirecall import frames
 from wirecall.commands import Commands
+from wirecall.context import Context, InputRequired, correlation_of
 from wirecall.errors import (
     Busy,
     CannotWait,
@@ -42,9 +43,10 @@ from wirecall.frames import Answer, Data, Failure, Id, Invalid, Message, Success
 from wirecall.jsonrpc import make_batch, make_reply
 from wirecall.lanes import resume, run_batch
 from wirecall.logs import called, failed, logger
-from wirecall.methods import Context, Execution, InputRequired, Method, Registry, correlation_of
+from wirecall.methods import Method, Registry
 from wirecall.policy import ANONYMOUS, Policy, fingerprint
 from wirecall.runs import Call, Note, Noted, in_thread, is_closing, is_waiting, settled
+from wirecall.terms import Execution
 
 Reply: TypeAlias = Answer | None  # None: nobody is owed one
 Pending: TypeAlias = Coroutine[Any, Any, Reply]

@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from wirecall.methods import KEY, Method, Registry
+from wirecall.methods import Method, Registry
+from wirecall.params import KEY
 
 VERSION = "1.3.2"
 

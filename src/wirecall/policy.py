@@ -14,9 +14,12 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall import frames
+from wirecall.context import Context
 from wirecall.errors import InvalidRequest, KeyInvalid, KeyRequired, UsageError
 from wirecall.frames import Message
-from wirecall.methods import KEY, UNCOUNTED, Context, Method
+from wirecall.methods import Method
+from wirecall.params import KEY
+from wirecall.terms import UNCOUNTED
 
 Mode: TypeAlias = Literal["development", "production"]
 

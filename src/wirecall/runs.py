@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from wirecall.context import Context, Passed
 from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavailable
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, Token
 from wirecall.logs import logger
-from wirecall.methods import Context, Method, Passed
+from wirecall.methods import Method
 from wirecall.process import running_loop
 
 # What a caller who must come back is told.

@@ -23,8 +23,8 @@ from tests.servers import TRANSACTIONAL, Postgres, Server, Store
 from wirecall import App, Context, DomainError
 from wirecall.ledger import memory, postgres_transaction
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, RecordId, State
-from wirecall.methods import CannotTell, Done, NotDone
 from wirecall.policy import fingerprint
+from wirecall.terms import CannotTell, Done, NotDone
 
 NewApp = Callable[..., App]
 

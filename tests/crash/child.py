@@ -37,8 +37,8 @@ import wirecall.ledger.sqlite  # noqa: F401
 from wirecall import App, Context, Done, NotDone, jsonrpc
 from wirecall.ledger import sqlite_commits
 from wirecall.ledger.base import Claim, Ledger, Outcome, Record, RecordId, Token, Transaction, open_ledger
-from wirecall.methods import OnCrash
 from wirecall.process import new_nonce
+from wirecall.terms import OnCrash
 
 Step: TypeAlias = Literal[
     "before_claim",

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw
 
+from wirecall.context import Context, InputRequired
 from wirecall.dispatch import Dispatcher
 from wirecall.errors import InvalidParams, RpcError
 from wirecall.frames import encode
@@ -17,7 +18,7 @@ from wirecall.mcp.catalog import Catalog, completed, from_texts, known_messages,
 from wirecall.mcp.requests import Request
 from wirecall.mcp.states import INPUT_REQUIRED, States
 from wirecall.mcp.types import Complete, Resumed
-from wirecall.methods import Context, InputRequired, Method
+from wirecall.methods import Method
 
 
 class Calls:

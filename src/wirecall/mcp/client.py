@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar, cast, overload
 from msgspec import Raw
 
 from wirecall.batches import Batch, Entry
-from wirecall.calls import Options
 from wirecall.errors import Declined, NotSent, UsageError, WirecallError
 from wirecall.links import Pipe
 from wirecall.mcp import offers
@@ -35,6 +34,7 @@ from wirecall.mcp.offers import Called, Completion, Prompt, Prompted, Resource, 
 from wirecall.mcp.rounds import Extra
 from wirecall.mcp.sse_pipe import SsePipe
 from wirecall.mcp.types import LEVELS, PREFIX, Embedded, Level
+from wirecall.options import Options
 from wirecall.params import KEY
 from wirecall.retries import mint_key
 from wirecall.transports.child import Child

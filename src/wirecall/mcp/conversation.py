@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from wirecall.batches import Arrays, Entry, Exchange
-from wirecall.calls import Client, Options, decoded
+from wirecall.calls import Client, decoded
 from wirecall.errors import (
     BadAnswer,
     CallFailed,
@@ -41,6 +41,7 @@ from wirecall.mcp.listening import Listening
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.rounds import Extra, asked_by
 from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
+from wirecall.options import Options
 from wirecall.replies import Arrived
 from wirecall.retries import may_help
 

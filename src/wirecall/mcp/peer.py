@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from wirecall.context import InputRequired
 from wirecall.errors import BadInput, Gone, NotCapable, RpcError, UsageError
 from wirecall.frames import decode_any, encode
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled, block
-from wirecall.methods import InputRequired
 
 Id = int | str
 

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from wirecall.context import Context
 from wirecall.errors import BadInput
 from wirecall.frames import encode
 from wirecall.mcp.peer import Call
 from wirecall.mcp.sealed import BrokenSeal, Seals
 from wirecall.mcp.types import Resumed
-from wirecall.methods import Context
 from wirecall.policy import fingerprint
 
 STATE_LIFETIME = 3600.0  # a person may take this long to answer a question

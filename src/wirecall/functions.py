@@ -1,0 +1,45 @@
+"""What a function tells about itself before it is ever called: its text, and how it will run."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+_IS_COROUTINE = 0x80  # inspect.CO_COROUTINE
+
+
+def documented(function: Callable[..., Any]) -> str:
+    """The docstring, as a reader who sees only it would like it."""
+    import inspect  # late: `import wirecall` stays light
+
+    return inspect.cleandoc(getattr(function, "__doc__", None) or "")
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    import inspect  # late: `import wirecall` stays light
+
+    target = getattr(function, "func", function)  # functools.partial
+    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
+
+
+def straight(function: Callable[..., Any]) -> types.CodeType | None:
+    """The code of a coroutine function without an `await`: like a plain function, it is never interrupted, and needs no task
+    of its own unless it asks for one."""
+    from opcode import opmap  # late, as above
+
+    code = code_of(function)
+    if code is None or not code.co_flags & _IS_COROUTINE or mentions(code, "current_task"):
+        return None
+    instructions = code.co_code[::2]  # what stands between them is their arguments
+    return None if opmap.get("SEND", 0) in instructions else code  # every kind of waiting is one that sends
+
+
+def code_of(function: Callable[..., Any]) -> types.CodeType | None:
+    """What was written in Python; None for a builtin, a partial, an object that is called."""
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
+
+
+def mentions(code: types.CodeType, name: str) -> bool:
+    """Whether a name is read in the code, or in a function inside it."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return name in code.co_names or any(mentions(const, name) for const in inner)
