@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavailable
-from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, Token
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, State, Token
 from wirecall.logs import logger
 from wirecall.methods import Context, Method, Passed
 from wirecall.process import running_loop
@@ -76,6 +76,10 @@ class Run:
         id = self.claim.id
         text = "\0".join((id.caller, id.method, id.key)).encode()
         return hmac.new(b"wirecall downstream key", text, hashlib.sha256).hexdigest()[:32]
+
+    def holds(self, record: Record) -> bool:
+        """Whether the ledger granted the record to this run."""
+        return record.state is State.RUNNING and record.nonce == self.claim.nonce
 
     def granted(self, ledger: Ledger, record: Record) -> None:
         self.ledger = ledger
