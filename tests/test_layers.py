@@ -17,26 +17,28 @@ LAYERS = [
     | {"transports.descriptors", "transports.http_workers", "transports.listeners", "transports.memory"}
     | {"transports.process", "transports.sse", "transports.waiting"},
     {"context", "options"},
-    {"jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.sqlite_file", "ledger.sqlite_jobs"}
+    {"chores", "jsonrpc", "methods", "outcomes", "replies", "ledger.memory", "ledger.sqlite_file", "ledger.sqlite_jobs"}
     | {"ledger.postgres_errors", "ledger.postgres_rows", "ledger.redis_checks", "ledger.redis_scripts", "ledger.redis_wire"}
     | {"mcp.headers", "mcp.hub", "mcp.listening"}
     | {"transports.child", "transports.http_client"},
     {"policy", "runs", "openrpc", "tracing", "audit", "batches"}
     | {"ledger.postgres_pool", "ledger.redis_net", "ledger.sqlite_rows"}
     | {"mcp.catalog", "mcp.inbox", "mcp.offers", "mcp.other_workers", "mcp.peer", "mcp.sse_pipe"},
-    {"commands", "config", "coalescing", "declarations", "delivery", "kinds", "links"}
+    {"endings", "handlers", "config", "coalescing", "declarations", "delivery", "kinds", "links"}
     | {"ledger.redis", "ledger.sqlite_commits", "ledger.sqlite_lock"}
     | {"ledger.postgres_lanes", "ledger.postgres_schema", "ledger.postgres_transaction"}
     | {"mcp.client_headers", "mcp.gate", "mcp.pages", "mcp.rounds", "mcp.states"}
     | {"transports.http_request", "transports.stdio"},
-    {"dispatch", "calls", "ledger.postgres", "ledger.sqlite_writer"}
+    {"claims", "leases", "transactions", "calls", "ledger.postgres", "ledger.sqlite_writer"}
     | {"mcp.answers", "mcp.line_link", "mcp.lists", "mcp.requests", "mcp.streams"}
     | {"transports.http_guard", "transports.rpc_http"},
-    {"sync", "ledger.sqlite_turns"}
-    | {"mcp.calls", "mcp.conversation", "mcp.http_link", "mcp.http_rules", "mcp.sessions", "mcp.subscriptions"}
+    {"commands", "sync", "ledger.sqlite_turns"}
+    | {"mcp.conversation", "mcp.http_link", "mcp.http_rules", "mcp.sessions", "mcp.subscriptions"}
     | {"transports.http_server"},
-    {"mcp.client", "mcp.tools", "ledger.sqlite_transaction"} | {"transports.http_fronts"},
-    {"mcp.server", "ledger.sqlite"} | {"transports.run_http"},
+    {"dispatch", "ledger.sqlite_transaction"} | {"mcp.client"} | {"transports.http_fronts"},
+    {"ledger.sqlite"} | {"mcp.calls"} | {"transports.run_http"},
+    {"mcp.tools"},
+    {"mcp.server"},
     {"mcp.http_handshake", "mcp.http_stateless", "mcp.lines"},
     {"mcp.http"},
     {"app"},

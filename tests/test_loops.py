@@ -133,7 +133,7 @@ def test_of_two_threads_without_a_loop_one_runs_the_command(app: App, monkeypatc
             together.wait(1)
         return Flight(fingerprint)
 
-    monkeypatch.setattr("wirecall.commands.Flight", made)
+    monkeypatch.setattr("wirecall.claims.Flight", made)
     with ThreadPoolExecutor(2) as threads:
         answers = [read(answer) for answer in threads.map(lambda id: app.handle_sync(call("put", key="k", id=id)), (1, 2))]
     assert effects == [1]

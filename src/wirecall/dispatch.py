@@ -5,7 +5,7 @@
     3 guard    middleware              once per entry, alike for single calls, batch entries and notifications
     4 bind     methods' signature      raw params -> arguments
     5 claim    commands.execute        commands with a key: run, wait, replay or refuse
-    6 invoke   Dispatcher._in_time     run the function; for commands with a key, Commands._handled
+    6 invoke   Dispatcher._in_time     run the function; for commands with a key, handlers.handled
     7 reply    Dispatcher._seal        answers -> bytes or nothing, in input order
 
 `Dispatcher.handle` is the whole line. `_begin` starts one entry: a plain query, which needs no context and waits for nobody,

@@ -15,6 +15,8 @@ from wirecall.frames import ErrorObject, encode, failure
 from wirecall.ledger.base import Outcome, Record, RecordId, State
 from wirecall.logs import failed
 
+Ended = tuple[Outcome, bool]  # an outcome, and whether another run left it
+
 
 class Sealed(Struct, frozen=True, gc=False):
     """A result as bytes, and whether it comes from the ledger."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from wirecall.context import Context, Passed
 from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavailable
-from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, Token
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, State, Token
 from wirecall.logs import logger
 from wirecall.methods import Method
 from wirecall.process import running_loop
@@ -77,6 +77,10 @@ class Run:
         id = self.claim.id
         text = "\0".join((id.caller, id.method, id.key)).encode()
         return hmac.new(b"wirecall downstream key", text, hashlib.sha256).hexdigest()[:32]
+
+    def holds(self, record: Record) -> bool:
+        """Whether the ledger granted the record to this run."""
+        return record.state is State.RUNNING and record.nonce == self.claim.nonce
 
     def granted(self, ledger: Ledger, record: Record) -> None:
         self.ledger = ledger

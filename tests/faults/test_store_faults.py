@@ -417,7 +417,7 @@ async def test_a_lost_claim_is_taken_back_even_if_the_store_stays_away_for_longe
 async def test_a_claim_that_arrives_after_its_clean_up_is_taken_back_too(
     front: Front, effects: Effects, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wirecall.commands.UNCLAIM_AGAIN", 1.0)
+    monkeypatch.setattr("wirecall.chores.UNCLAIM_AGAIN", 1.0)
     async with make_shop(impatient(front, monkeypatch), effects) as app, make_shop(front.store.url, effects) as safe:
         await caller.call(app, "charge", "first")
         late = front.proxy.delay(front.pattern("claim"), times=front.sendings("claim"))

@@ -1,0 +1,174 @@
+"""Words of the tests of commands: an app whose one command charges somebody, bytes in and bytes out, over every ledger.
+
+A second app on the same ledger counts as another process. A holder that vanished is a claim made directly in the ledger,
+whose record is then aged.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import apsw
+import psycopg
+import pytest
+from msgspec import Raw
+
+from tests.calls import call
+from tests.contracts import LEASE, claim_of
+from tests.servers import TRANSACTIONAL, Store
+from wirecall import App, Context
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, RecordId, State
+from wirecall.policy import fingerprint
+
+NewApp = Callable[..., App]
+
+ID = RecordId("", "charge", "k")
+PARAMS = {"cents": 5}
+PRINT = fingerprint(Raw(b'{"cents":5}'))
+
+CONFLICT = {"type": "idempotency_key_conflict", "ran": "no"}
+DEADLINE = 50410
+
+transactional = pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+
+
+class World:
+    """What commands do to the world: handlers that count their effects, and wait where they are told to."""
+
+    def __init__(self) -> None:
+        self.effects: list[int] = []
+        self.seen: list[Context] = []
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.gate = asyncio.Event()
+
+    def act(self, cents: int) -> Any:
+        self.effects.append(cents)
+        return {"charged": cents, "number": len(self.effects)}
+
+    async def charge(self, cents: int, ctx: Context) -> Any:
+        self.seen.append(ctx)
+        return self.act(cents)
+
+    async def held_after(self, cents: int, ctx: Context) -> Any:
+        """The effect, then a wait: it never names its commit point, so it has passed it on entry."""
+        answer = await self.charge(cents, ctx)
+        self.begun.set()
+        await self.gate.wait()
+        self.ended.set()
+        return answer
+
+    async def held_before(self, cents: int, ctx: Context) -> Any:
+        """A wait, the commit point, the effect."""
+        self.begun.set()
+        await self.gate.wait()
+        await ctx.commit_point()
+        return await self.charge(cents, ctx)
+
+    async def held_between(self, cents: int, ctx: Context) -> Any:
+        """The commit point, the effect, a wait."""
+        await ctx.commit_point()
+        return await self.held_after(cents, ctx)
+
+
+def charge(id: Any = 1, *, cents: Any = 5, key: str = "k") -> bytes:
+    return call("charge", {"cents": cents}, id=id, key=key)
+
+
+async def vanish(ledger: Ledger, store: Store, **fields: Any) -> Record:
+    """A holder that claimed the command and was never heard of again; its lease is over."""
+    record = await ledger.claim(claim_of(ID, fingerprint=PRINT, **fields))
+    store.age(ID, LEASE + 1)
+    aged = await ledger.get(ID)
+    assert aged is not None and aged.token == record.token and aged.lease_left == 0
+    return aged
+
+
+async def stands(ledger: Ledger, id: RecordId = ID) -> State | None:
+    record = await ledger.get(id)
+    return None if record is None else record.state
+
+
+def is_unknown(refused: Any, record: Record) -> None:
+    """50910 with all that is known."""
+    assert refused == {
+        "code": 50910,
+        "message": refused["message"],
+        "data": {
+            "type": "outcome_unknown",
+            "ran": "unknown",
+            "record": "charge/k",
+            "started_at": pytest.approx(record.started_at, abs=1e-3),
+            "attempts": record.attempts,
+        },
+    }
+
+
+def is_in_progress(refused: Any) -> None:
+    data = refused["data"]
+    assert refused["code"] == 40910
+    assert data == {"type": "idempotency_key_in_progress", "ran": "unknown", "retry_after_ms": data["retry_after_ms"]}
+    assert data["retry_after_ms"] > 0
+
+
+async def watch(app: App, method: str) -> "asyncio.Queue[Any]":
+    """What the calls of a method of the app's ledger gave, as they come."""
+    ledger = await app.ledger()
+    inner, given = getattr(ledger, method), asyncio.Queue[Any]()
+
+    async def watched(*args: Any, **options: Any) -> Any:
+        answer = await inner(*args, **options)
+        given.put_nowait(answer)
+        return answer
+
+    setattr(ledger, method, watched)
+    return given
+
+
+async def lose_claim(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next claim takes effect, and its answer is lost."""
+    handle = await app.ledger()
+    claim = handle.claim
+
+    async def lost(wanted: Claim) -> Record:
+        monkeypatch.setattr(handle, "claim", claim)
+        await claim(wanted)
+        raise LedgerDown("the answer was lost")
+
+    monkeypatch.setattr(handle, "claim", lost)
+
+
+class Effects:
+    """A table of the handler's own, in the database of the ledger."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._ask("CREATE TABLE IF NOT EXISTS effects (cents INTEGER)")
+        self._ask("DELETE FROM effects")
+
+    @staticmethod
+    async def add(ctx: Context, cents: int) -> int:
+        """The effect, through the open transaction; gives the number of effects there are by then."""
+        if hasattr(ctx.db, "pragma"):
+            ctx.db.execute("INSERT INTO effects VALUES (?)", (cents,))
+            return cast(int, ctx.db.execute("SELECT count(*) FROM effects").get)
+        await ctx.db.execute("INSERT INTO effects VALUES (%s)", (cents,))
+        cursor = await ctx.db.execute("SELECT count(*) FROM effects")
+        return cast(int, (await cursor.fetchone())[0])
+
+    @property
+    def all(self) -> list[int]:
+        """What others see: that is, what was committed."""
+        return sorted(cents for (cents,) in self._ask("SELECT cents FROM effects"))
+
+    def _ask(self, statement: str) -> list[Any]:
+        if self._store.kind == "sqlite":
+            db = apsw.Connection(self._store.url.removeprefix("sqlite:"))
+            try:
+                db.set_busy_timeout(5000)
+                return db.execute(statement).fetchall()
+            finally:
+                db.close()
+        with psycopg.connect(self._store.url, autocommit=True) as connection:
+            cursor = connection.execute(statement.encode())
+            return cursor.fetchall() if cursor.description else []

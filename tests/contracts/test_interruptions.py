@@ -1,0 +1,159 @@
+"""Deadlines, callers that hang up, and an app that stops, around the commit point (P5); every ledger."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from tests.calls import batch, call, error, result
+from tests.contracts.charges import DEADLINE, ID, PARAMS, NewApp, World, charge, stands
+from wirecall import App
+from wirecall.ledger.base import Ledger, State
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_deadline_before_the_commit_point_did_nothing(app: App, ledger: Ledger, world: World) -> None:
+    app.command(name="charge", timeout=0.3)(world.held_before)
+    await app.ledger()
+    refused = error(await app.handle(charge()))
+    assert world.begun.is_set()
+    assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "no"})
+    assert await ledger.get(ID) is None
+    world.gate.set()
+    assert result(await app.handle(charge()))["number"] == 1
+
+
+@pytest.mark.parametrize("handler", ["held_between", "held_after"])
+async def test_a_deadline_after_the_commit_point_lets_the_handler_finish(
+    handler: str, app: App, ledger: Ledger, world: World
+) -> None:
+    """The caller is told that it may have run; the outcome is recorded, and a retry gets it."""
+    app.command(name="charge", timeout=0.3)(getattr(world, handler))
+    refused = error(await app.handle(charge(1)))
+    assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
+    assert await stands(ledger) is State.RUNNING
+    replayed: list[Any] = []
+    retry = asyncio.create_task(app.handle(charge(2), replayed=replayed))
+    await asyncio.sleep(0)
+    world.gate.set()
+    assert result(await retry)["number"] == 1
+    assert replayed == [2]
+    assert await stands(ledger) is State.DONE
+    assert world.effects == [5]
+
+
+async def test_a_deadline_of_a_duplicate_says_nothing_about_the_first(new_app: NewApp, world: World) -> None:
+    """The first runs elsewhere: "no" would invite its caller to send it under another key."""
+    here, there = new_app(), new_app()
+    here.command(name="charge")(world.held_after)
+    there.command(name="charge", timeout=0.3)(world.charge)
+    await there.ledger()
+    first = asyncio.create_task(here.handle(charge()))
+    await world.begun.wait()
+    refused = error(await there.handle(charge()))
+    assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
+    world.gate.set()
+    assert result(await first)["number"] == 1
+
+
+async def test_a_deadline_of_a_duplicate_in_the_same_process_counts_as_well(app: App, world: World) -> None:
+    app.command(name="charge", timeout=0.3)(world.held_after)
+    for _ in range(2):
+        refused = error(await app.handle(charge()))
+        assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
+    world.gate.set()
+    assert result(await app.handle(charge()))["number"] == 1
+
+
+# --- callers that hang up --------------------------------------------------------------------------------------------
+
+
+async def test_a_caller_that_hangs_up_before_the_commit_point_stops_the_handler(
+    app: App, ledger: Ledger, world: World
+) -> None:
+    app.command(name="charge")(world.held_before)
+    first = asyncio.create_task(app.handle(charge()))
+    await world.begun.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert await ledger.get(ID) is None
+    world.gate.set()
+    assert result(await app.handle(charge()))["number"] == 1
+    assert world.effects == [5]
+
+
+@pytest.mark.parametrize("handler", ["held_between", "held_after"])
+async def test_a_caller_that_hangs_up_after_the_commit_point_loses_nothing(
+    handler: str, app: App, ledger: Ledger, world: World
+) -> None:
+    """P5: the handler is shielded, finishes, and its outcome is recorded."""
+    app.command(name="charge")(getattr(world, handler))
+    first = asyncio.create_task(app.handle(charge(1)))
+    await world.begun.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert not world.ended.is_set()
+    world.gate.set()
+    replayed: list[Any] = []
+    assert result(await app.handle(charge(2), replayed=replayed))["number"] == 1
+    assert replayed == [2]
+    assert await stands(ledger) is State.DONE
+    assert world.effects == [5]
+
+
+async def test_a_caller_that_hangs_up_on_a_batch(app: App, ledger: Ledger, world: World) -> None:
+    """The entry past its commit point is finished, the one behind it in the lane never begins."""
+    app.command(name="charge")(world.held_after)
+    task = asyncio.create_task(app.handle(batch(charge(1), charge(2, key="next"))))
+    await world.begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    world.gate.set()
+    assert result(await app.handle(charge(3)))["number"] == 1
+    assert await ledger.get(structs.replace(ID, key="next")) is None
+    assert world.effects == [5]
+
+
+async def test_a_caller_that_hangs_up_at_any_step_leaves_one_effect(app: App, ledger: Ledger, world: World) -> None:
+    """P5: cut at every turn of the event loop, then sent again; the retry need not wait for what the cut left behind."""
+    app.command(name="charge", wait=1)(world.held_between)
+    world.gate.set()
+    for steps in range(25):
+        key = f"k{steps}"
+        before = len(world.effects)
+        task = asyncio.create_task(app.handle(charge(key=key)))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert result(await app.handle(charge(key=key)))["charged"] == 5
+        assert len(world.effects) == before + 1
+        assert await stands(ledger, structs.replace(ID, key=key)) is State.DONE
+
+
+# --- an app that stops -----------------------------------------------------------------------------------------------
+
+
+async def test_closing_an_app_finishes_what_may_have_happened_and_releases_the_rest(
+    new_app: NewApp, ledger: Ledger, world: World
+) -> None:
+    app, other = new_app(), World()
+    app.command(name="charge")(world.held_after)
+    app.command(name="refund")(other.held_before)
+    committed = asyncio.create_task(app.handle(charge()))
+    uncommitted = asyncio.create_task(app.handle(call("refund", PARAMS, key="k")))
+    await asyncio.gather(world.begun.wait(), other.begun.wait())
+    closing = asyncio.create_task(app.aclose())
+    refused = error(await uncommitted)
+    assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (50310, "ledger_unavailable", "no")
+    assert not closing.done()
+    world.gate.set()
+    assert result(await committed)["number"] == 1
+    await closing
+    assert await stands(ledger) is State.DONE
+    assert await stands(ledger, structs.replace(ID, method="refund")) is None

@@ -1,0 +1,100 @@
+"""Results that are not kept: too large, too old, or not to be encoded (P9); every ledger."""
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from tests.calls import error, result
+from tests.contracts.charges import ID, World, charge, stands
+from tests.servers import Store
+from wirecall import App, DomainError
+from wirecall.ledger.base import Ledger, Record, State
+
+
+def is_not_retained(refused: Any, digest: bytes, record: Record | None) -> None:
+    assert record is not None
+    assert refused == {
+        "code": 41010,
+        "message": refused["message"],
+        "data": {
+            "type": "result_not_retained",
+            "ran": "yes",
+            "digest": digest.hex(),
+            "completed_at": pytest.approx(record.completed_at, abs=1e-3),
+        },
+    }
+
+
+async def test_a_result_too_large_to_keep_is_answered_once_and_then_named_by_its_digest(
+    app: App, ledger: Ledger, world: World
+) -> None:
+    @app.command(name="charge", max_stored_result=100)
+    async def handler(cents: int) -> str:
+        world.act(cents)
+        return "x" * 99
+
+    assert result(await app.handle(charge())) == "x" * 99
+    digest = hashlib.sha256(b'"' + b"x" * 99 + b'"').digest()
+    is_not_retained(error(await app.handle(charge())), digest, await ledger.get(ID))
+    assert world.effects == [5]
+
+
+async def test_a_result_of_exactly_the_limit_is_kept(app: App, world: World) -> None:
+    @app.command(name="charge", max_stored_result=100)
+    async def handler(cents: int) -> str:
+        world.act(cents)
+        return "x" * 98
+
+    for _ in range(2):
+        assert result(await app.handle(charge())) == "x" * 98
+    assert world.effects == [5]
+
+
+async def test_after_the_retention_only_the_fact_is_left(app: App, ledger: Ledger, store: Store, world: World) -> None:
+    """P9: a TTL per method."""
+    app.command(name="charge", retention=100)(world.charge)
+    reply = await app.handle(charge())
+    store.age(ID, 90)
+    assert await app.handle(charge()) == reply
+    store.age(ID, 11)
+    digest = hashlib.sha256(b'{"charged":5,"number":1}').digest()
+    for _ in range(2):
+        is_not_retained(error(await app.handle(charge())), digest, await ledger.get(ID))
+    assert await stands(ledger) is State.TOMBSTONE
+    assert world.effects == [5]
+
+
+async def test_a_recorded_error_is_not_retained_either(app: App, store: Store) -> None:
+    @app.command(name="charge", retention=100)
+    async def handler(cents: int) -> None:
+        raise DomainError(4020, "no")
+
+    await app.handle(charge())
+    store.age(ID, 101)
+    assert error(await app.handle(charge()))["data"]["type"] == "result_not_retained"
+
+
+async def test_after_eight_retentions_the_key_is_forgotten(app: App, ledger: Ledger, store: Store, world: World) -> None:
+    app.command(name="charge", retention=100)(world.charge)
+    await app.handle(charge())
+    store.age(ID, 101)
+    await app.handle(charge())
+    store.age(ID, 701)
+    assert await ledger.sweep() == 1
+    assert result(await app.handle(charge()))["number"] == 2
+
+
+async def test_a_result_that_cannot_be_encoded_was_done_all_the_same(app: App, ledger: Ledger, world: World) -> None:
+    @app.command(name="charge")
+    async def handler(cents: int) -> Any:
+        world.act(cents)
+        return {"fine": 1, "not": object()}
+
+    refused = error(await app.handle(charge()))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "yes"})
+    refused = error(await app.handle(charge()))
+    assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (41010, "result_not_retained", "yes")
+    assert set(refused["data"]) == {"type", "ran", "digest", "completed_at"}
+    assert await stands(ledger) is State.DONE
+    assert world.effects == [5]

@@ -1,0 +1,220 @@
+"""`on_crash="transactional"`: effect and record are committed together (B1), over every store that has transactions."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from tests.calls import error, read, result
+from tests.contracts import answers_again, claim_of
+from tests.contracts.charges import (
+    CONFLICT,
+    DEADLINE,
+    ID,
+    PRINT,
+    Effects,
+    World,
+    charge,
+    is_in_progress,
+    is_unknown,
+    stands,
+    transactional,
+)
+from tests.servers import Postgres, Server, Store
+from wirecall import App, Context, DomainError
+from wirecall.ledger.base import Ledger, State
+
+
+@transactional
+async def test_effect_and_record_commit_together(app: App, effects: Effects, ledger: Ledger) -> None:
+    """B1: and until the commit, nobody sees either."""
+    seen: list[Any] = []
+
+    @app.command(name="charge", on_crash="transactional")
+    async def handler(cents: int, ctx: Context) -> Any:
+        number = await effects.add(ctx, cents)
+        seen.append((effects.all, await ledger.get(ID)))
+        return {"number": number}
+
+    replayed: list[Any] = []
+    for id in (1, 2, 3):
+        assert result(await app.handle(charge(id), replayed=replayed)) == {"number": 1}
+    assert seen == [([], None)]
+    assert replayed == [2, 3]
+    assert effects.all == [5]
+    assert await stands(ledger) is State.DONE
+
+
+@transactional
+async def test_a_domain_error_undoes_the_effect_and_is_recorded(app: App, effects: Effects, ledger: Ledger) -> None:
+    """B1, P5."""
+
+    @app.command(name="charge", on_crash="transactional")
+    async def handler(cents: int, ctx: Context) -> Any:
+        await effects.add(ctx, cents)
+        raise DomainError(4020, "not enough money", {"cents": cents})
+
+    assert error(await app.handle(charge()))["data"] == {"cents": 5}
+    assert error(await app.handle(charge()))["data"] == {"cents": 5, "replayed": True}
+    assert effects.all == []
+    assert await stands(ledger) is State.DONE
+
+
+@transactional
+async def test_a_handler_that_fails_leaves_nothing(app: App, effects: Effects, ledger: Ledger) -> None:
+    """B1: no effect, no record; a retry runs."""
+    attempts: list[int] = []
+
+    @app.command(name="charge", on_crash="transactional")
+    async def handler(cents: int, ctx: Context) -> Any:
+        attempts.append(cents)
+        number = await effects.add(ctx, cents)
+        if len(attempts) == 1:
+            raise RuntimeError("secret")
+        return {"number": number}
+
+    refused = error(await app.handle(charge()))
+    assert (refused["code"], refused["data"]) == (-32603, {"ran": "no"})
+    assert effects.all == []
+    assert await ledger.get(ID) is None
+    assert result(await app.handle(charge())) == {"number": 1}
+    assert effects.all == [5]
+
+
+@transactional
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+async def test_a_transaction_that_is_interrupted_leaves_nothing(
+    how: str, app: App, effects: Effects, ledger: Ledger, world: World
+) -> None:
+    """B1: until the commit, everything can be undone."""
+
+    @app.command(name="charge", on_crash="transactional", timeout=0.3 if how == "deadline" else None)
+    async def handler(cents: int, ctx: Context) -> Any:
+        number = await effects.add(ctx, cents)
+        world.begun.set()
+        await world.gate.wait()
+        return {"number": number}
+
+    await app.ledger()
+    first = asyncio.create_task(app.handle(charge()))
+    await world.begun.wait()
+    if how == "cancel":
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+    else:
+        refused = error(await first)
+        assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "no"})
+    assert effects.all == []
+    assert await ledger.get(ID) is None
+    world.gate.set()
+    assert result(await app.handle(charge())) == {"number": 1}
+    assert effects.all == [5]
+
+
+@transactional
+async def test_a_transaction_past_a_commit_point_of_its_own_is_finished(
+    app: App, effects: Effects, ledger: Ledger, world: World
+) -> None:
+    """B1: it may have done something elsewhere, so its caller cannot stop it any more."""
+
+    @app.command(name="charge", on_crash="transactional")
+    async def handler(cents: int, ctx: Context) -> Any:
+        await ctx.commit_point()
+        number = await effects.add(ctx, cents)
+        world.begun.set()
+        await world.gate.wait()
+        return {"number": number}
+
+    first = asyncio.create_task(app.handle(charge()))
+    await world.begun.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    world.gate.set()
+    assert result(await app.handle(charge())) == {"number": 1}
+    assert effects.all == [5]
+
+
+@transactional
+async def test_other_params_are_a_conflict_in_a_transaction_too(app: App, effects: Effects) -> None:
+    @app.command(name="charge", on_crash="transactional")
+    async def handler(cents: int, ctx: Context) -> Any:
+        return await effects.add(ctx, cents)
+
+    assert result(await app.handle(charge())) == 1
+    refused = error(await app.handle(charge(cents=6)))
+    assert (refused["code"], refused["data"]) == (42210, CONFLICT)
+    assert effects.all == [5]
+
+
+@transactional
+async def test_what_a_transaction_does_not_keep(app: App, effects: Effects, ledger: Ledger, store: Store) -> None:
+    @app.command(name="charge", on_crash="transactional", retention=100, max_stored_result=100)
+    async def handler(cents: int, ctx: Context) -> Any:
+        await effects.add(ctx, cents)
+        return {1: "small", 2: "x" * 99, 3: object()}[cents]
+
+    for cents in (1, 2, 3):
+        await app.handle(charge(cents=cents, key=str(cents)))
+    assert effects.all == [1, 2, 3]
+    store.age(structs.replace(ID, key="1"), 101)
+    for cents in (1, 2, 3):
+        refused = error(await app.handle(charge(cents=cents, key=str(cents))))
+        assert (refused["code"], refused["data"]["type"], refused["data"]["ran"]) == (41010, "result_not_retained", "yes")
+    assert effects.all == [1, 2, 3]
+
+
+@transactional
+@pytest.mark.parametrize("state", [State.RUNNING, State.UNKNOWN])
+async def test_a_transaction_respects_a_record_that_another_mode_left(
+    state: State, app: App, effects: Effects, ledger: Ledger
+) -> None:
+    """The method was declared otherwise before: what it began is not begun again."""
+
+    @app.command(name="charge", on_crash="transactional", wait=0.1)
+    async def handler(cents: int, ctx: Context) -> Any:
+        return await effects.add(ctx, cents)
+
+    record = await ledger.claim(claim_of(ID, fingerprint=PRINT))
+    if state is State.RUNNING:
+        is_in_progress(error(await app.handle(charge())))
+    else:
+        assert await ledger.abandon(record.token)
+        is_unknown(error(await app.handle(charge())), record)
+    assert effects.all == []
+    assert await stands(ledger) is state
+
+
+@pytest.mark.parametrize("store", ["postgres"], indirect=True)
+@pytest.mark.parametrize("when", ["before the effect", "after the effect"])
+async def test_a_server_that_dies_in_a_transaction_leaves_nothing_or_everything(
+    when: str, app: App, effects: Effects, postgres_server: Postgres
+) -> None:
+    """B1: exactly one effect in the end, whatever the first answer was."""
+    deaths = [when]
+
+    @app.command(name="charge", on_crash="transactional")
+    async def handler(cents: int, ctx: Context) -> Any:
+        if deaths == ["before the effect"]:
+            deaths.clear()
+            restart(postgres_server)
+        number = await effects.add(ctx, cents)
+        if deaths:
+            deaths.clear()
+            restart(postgres_server)
+        return {"number": number}
+
+    first = read(await app.handle(charge()))
+    if "error" in first:
+        assert (first["error"]["code"], first["error"]["data"]["ran"]) == (50310, "no")
+        assert effects.all == []
+        await answers_again(await app.ledger())
+    assert result(await app.handle(charge())) == {"number": 1}
+    assert effects.all == [5]
+
+
+def restart(server: Server) -> None:
+    server.kill()
+    server.start()

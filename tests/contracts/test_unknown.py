@@ -1,0 +1,89 @@
+"""`on_crash="unknown"`: a holder that vanished leaves an outcome nobody knows, until somebody does (B2); every ledger."""
+
+import asyncio
+from typing import Any
+
+from tests.calls import error, result
+from tests.contracts import LEASE, claim_of, outcome_of
+from tests.contracts.charges import ID, PRINT, NewApp, World, charge, is_unknown, stands, vanish
+from tests.servers import Store
+from wirecall import App
+from wirecall.ledger.base import Ledger, RecordId, State
+from wirecall.terms import Done, NotDone
+
+
+async def test_a_holder_that_vanished_leaves_an_unknown_outcome(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
+    """B2: said aloud, every time, and nothing runs a second time."""
+    app.command(world.charge)
+    record = await vanish(ledger, store)
+    for _ in range(3):
+        is_unknown(error(await app.handle(charge())), record)
+    assert await stands(ledger) is State.UNKNOWN
+    assert world.effects == []
+
+
+async def test_the_record_of_an_unknown_outcome_is_named_in_full(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
+    app.command(world.charge)
+    id = RecordId("alice", "charge", "order/7")
+    await ledger.claim(claim_of(id, fingerprint=PRINT))
+    store.age(id, LEASE + 1)
+    refused = error(await app.handle(charge(key="order/7"), caller="alice"))
+    assert refused["data"]["record"] == "alice/charge/order/7"
+
+
+async def test_a_holder_that_vanished_before_its_commit_point_did_nothing(
+    app: App, ledger: Ledger, store: Store, world: World
+) -> None:
+    app.command(world.charge)
+    await vanish(ledger, store, committed=False)
+    assert result(await app.handle(charge()))["number"] == 1
+
+
+async def test_a_late_truth_makes_an_unknown_outcome_definite(app: App, ledger: Ledger, store: Store, world: World) -> None:
+    """B2: the old holder comes back."""
+    app.command(world.charge)
+    record = await vanish(ledger, store)
+    is_unknown(error(await app.handle(charge())), record)
+    assert await ledger.complete(record.token, outcome_of(b'{"late":true}'), 1000)
+    replayed: list[Any] = []
+    assert result(await app.handle(charge(7), replayed=replayed)) == {"late": True}
+    assert replayed == [7]
+    assert world.effects == []
+
+
+async def test_a_paused_holder_comes_back_with_the_truth(
+    new_app: NewApp, ledger: Ledger, store: Store, world: World
+) -> None:
+    """B2: its caller gets the true answer, the retry in between was told that nobody knows, the next one gets it too."""
+    here, there = new_app(), new_app()
+    here.command(name="charge")(world.held_after)
+    there.command(name="charge")(world.charge)
+    first = asyncio.create_task(here.handle(charge()))
+    await world.begun.wait()
+    store.age(ID, LEASE + 1)
+    assert error(await there.handle(charge()))["data"]["type"] == "outcome_unknown"
+    world.gate.set()
+    assert result(await first)["number"] == 1
+    assert result(await there.handle(charge()))["number"] == 1
+    assert world.effects == [5]
+
+
+async def test_an_operator_says_that_it_was_done(app: App, ledger: Ledger, store: Store, world: World) -> None:
+    app.command(world.charge)
+    await vanish(ledger, store)
+    await app.handle(charge())
+    assert await app.resolve("charge", "k", Done({"charged": 5}))
+    assert result(await app.handle(charge())) == {"charged": 5}
+    assert world.effects == []
+
+
+async def test_an_operator_says_that_it_was_not_done(app: App, ledger: Ledger, store: Store, world: World) -> None:
+    app.command(world.charge)
+    await vanish(ledger, store)
+    await app.handle(charge())
+    assert await app.resolve("charge", "k", NotDone())
+    assert result(await app.handle(charge()))["number"] == 1
