@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.calls import call, make_app, read, result
+from tests.calls import call, error, make_app, read, result
 from wirecall import App
 from wirecall.commands import Commands
 from wirecall.ledger.base import Ledger, Outcome, RecordId, open_ledger
@@ -93,6 +93,45 @@ def test_a_run_keeps_its_lease_while_another_loop_has_runs_too(app: App) -> None
         assert result(first.result(PATIENCE)) == 1
     assert rises == 3, f"renewed {rises} times, and looked at {rises + falls} times"
     asyncio.run(app.aclose())
+
+
+def test_an_app_is_closed_from_another_loop_while_one_serves(app: App) -> None:
+    """What has done nothing is released there, its caller told, and nobody waits for the end of the grace."""
+    begun = threading.Event()
+
+    @app.command(commit_point=True)
+    async def put() -> None:
+        begun.set()
+        await asyncio.sleep(PATIENCE)
+
+    async def serve() -> bytes | None:
+        asyncio.get_running_loop().set_debug(True)  # it refuses what another thread does to its tasks
+        return await app.handle(call("put", key="k"))
+
+    with ThreadPoolExecutor(1) as threads:
+        served = in_loop(threads, serve)
+        assert begun.wait(PATIENCE)
+        started = time.monotonic()
+        asyncio.run(app.aclose(grace=10 * PATIENCE))
+        told = error(served.result(PATIENCE))
+        assert (told["code"], told["data"]["ran"]) == (50310, "no") and time.monotonic() - started < PATIENCE
+
+
+def test_every_loop_plans_one_sweep(app: App) -> None:
+    """Whichever of them goes on running: two that took turns used to plan one for every turn."""
+    app.command(name="put")(lambda: 1)
+    loops = [asyncio.new_event_loop(), asyncio.new_event_loop()]
+    asked = [timers(loop) for loop in loops]
+    for n in range(6):
+        assert result(loops[n % 2].run_until_complete(app.handle(call("put", key=f"k{n}")))) == 1
+    assert [timers(loop) - before for loop, before in zip(loops, asked, strict=True)] == [1, 1]
+    loops[1].close()
+    loops[0].run_until_complete(app.aclose())
+    loops[0].close()
+
+
+def timers(loop: asyncio.AbstractEventLoop) -> int:
+    return len(loop._scheduled)  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the coroutines that were left behind

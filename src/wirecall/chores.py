@@ -16,6 +16,7 @@ from typing import Any
 
 from wirecall.ledger.base import UNKNOWN_KEPT, Claim, Ledger, LedgerDown, State, Token
 from wirecall.logs import logger
+from wirecall.tasks import at_home, end, is_alive
 
 # Seconds until a ledger that is away is asked again: at once at first, and never rarely.
 FIRST_PAUSE = 0.025
@@ -35,7 +36,7 @@ class Chores:
         self.closing = False  # the app stops: nothing new is begun
         self._tasks: set[asyncio.Task[Any]] = set()
         self._naps: set[asyncio.Future[None]] = set()
-        self._sweeps: tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle] | None = None
+        self._sweeps: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
     def do(self, chore: Any) -> None:
         """Begin a coroutine that nobody waits for."""
@@ -48,17 +49,17 @@ class Chores:
         task.add_done_callback(self._tasks.discard)
 
     def under_way(self) -> "list[asyncio.Task[Any]]":
-        return list(filter(is_alive, self._tasks))
+        return list(filter(is_alive, list(self._tasks)))  # other threads may add to them
 
     def stop(self) -> None:
         self.closing = True
-        if self._sweeps is not None:
-            self._sweeps[1].cancel()
+        for timer in list(self._sweeps.values()):
+            timer.cancel()  # it only marks it, in whatever loop it is
 
     def wake(self) -> None:
         """Whoever sleeps goes on at once."""
-        for nap in filter(is_alive, self._naps):
-            _end(nap)
+        for nap in list(self._naps):
+            at_home(nap, end, nap)
 
     # --- what a lost ledger left undone ------------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Chores:
         """Sleep, but not while the app stops."""
         loop = asyncio.get_running_loop()
         nap: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_later(0 if self.closing else delay, _end, nap)
+        timer = loop.call_later(0 if self.closing else delay, end, nap)
         self._naps.add(nap)
         try:
             await nap
@@ -110,10 +111,18 @@ class Chores:
     # --- sweeps ------------------------------------------------------------------------------------------------------
 
     def plan_sweep(self, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> None:
-        """Sweep about once a minute, at a random moment, so that many processes do not sweep together."""
-        if not self.closing and (self._sweeps is None or self._sweeps[0] is not loop):
+        """Sweep about once a minute, at a random moment, so that many processes do not sweep together.
+
+        Every loop plans its own, since nobody knows which of them will go on running.
+        """
+        if loop not in self._sweeps and not self.closing:
+            self._forget_closed()
             delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
-            self._sweeps = (loop, loop.call_later(delay, lambda: self.do(self._sweep(ledger, loop))))
+            self._sweeps[loop] = loop.call_later(delay, lambda: self.do(self._sweep(ledger, loop)))
+
+    def _forget_closed(self) -> None:
+        for loop in [loop for loop in list(self._sweeps) if loop.is_closed()]:
+            self._sweeps.pop(loop, None)
 
     async def _sweep(self, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -121,20 +130,10 @@ class Chores:
                 continue
         except LedgerDown as error:
             logger.warning("the ledger was not swept: %s", error)
-        self._sweeps = None
+        self._sweeps.pop(loop, None)
         self.plan_sweep(ledger, loop)
 
 
 def give_back(ledger: Ledger, token: Token, attempt: int) -> Awaitable[bool]:
     """Nothing was done in this run. If an earlier one may have done something, the record is its evidence and stays."""
     return ledger.release(token) if attempt == 1 else ledger.lapse(token)
-
-
-def is_alive(future: "asyncio.Future[Any]") -> bool:
-    """Whether anything can become of it: a loop that was closed in the middle of its work will do no more."""
-    return not future.get_loop().is_closed()
-
-
-def _end(nap: "asyncio.Future[None]") -> None:
-    if not nap.done():
-        nap.set_result(None)

@@ -34,7 +34,7 @@ class Claims:
         self._flights: dict[RecordId, Flight] = {}
 
     def under_way(self) -> "list[asyncio.Future[Outcome | None]]":
-        return [flight.ended() for flight in self._flights.values()]
+        return [flight.ended() for flight in list(self._flights.values())]
 
     async def found(self, run: Run) -> Outcome | None:
         """The outcome of another run of this command; None if it is ours to run."""

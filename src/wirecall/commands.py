@@ -14,9 +14,10 @@ The rules of the file:
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
-from wirecall.chores import Chores, is_alive
+from wirecall.chores import Chores
 from wirecall.claims import Claims
 from wirecall.context import Context
 from wirecall.endings import stopping
@@ -28,7 +29,7 @@ from wirecall.methods import Method
 from wirecall.outcomes import Sealed, answer
 from wirecall.process import new_nonce
 from wirecall.runs import Call, Note, Noted, Run, not_noted
-from wirecall.tasks import start
+from wirecall.tasks import at_home, is_alive, start, wait_for_all
 from wirecall.transactions import Transactions
 
 # How long we wait for handlers that do not heed their cancellation.
@@ -167,24 +168,22 @@ class Commands:
         """Stop claiming, release what has done nothing yet, let handlers past their commit point finish within `grace`."""
         self._stop()
         under_way = [*self._chores.under_way(), *self._claims.under_way()]
-        if under_way:
-            await asyncio.wait(under_way, timeout=grace)
+        await wait_for_all(under_way, grace)
         runs = dict(self._runs)
         left = [*filter(is_alive, runs.values()), *self._chores.under_way()]
         for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=LAST_WORDS)
+            at_home(task, task.cancel)
+        await wait_for_all(left, LAST_WORDS)
         for run, task in runs.items():
             if task.done():  # one that was cancelled before it began could not tell its caller
-                self._ended(run, error=stopping(run))
+                at_home(task, partial(self._ended, run, error=stopping(run)))
 
     def _stop(self) -> None:
         self._chores.stop()
         self._leases.rest()
-        for run, task in self._runs.items():
+        for run, task in list(self._runs.items()):
             if not run.committed and is_alive(task):
-                _cancel(task, run)
+                at_home(task, _cancel, task, run)
         self._chores.wake()
 
 
