@@ -80,7 +80,7 @@ class Commands:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise DeadlineExceeded(ran="unknown" if run.committed or run.others else "no") from None
+            raise DeadlineExceeded(ran="unknown" if run.goes_on or run.others else "no") from None
 
     async def _serve(self, run: Run, call: Call) -> Sealed:
         context = run.context
@@ -111,7 +111,7 @@ class Commands:
             sealed: Sealed = await run.ended
             return sealed
         except asyncio.CancelledError:
-            if not run.committed and not task.done():
+            if not run.goes_on and not task.done():
                 _cancel(task, run)
                 await asyncio.wait([task], timeout=LAST_WORDS)
             if not task.done():
@@ -182,7 +182,7 @@ class Commands:
         self._chores.stop()
         self._leases.rest()
         for run, task in list(self._runs.items()):
-            if not run.committed and is_alive(task):
+            if not run.goes_on and is_alive(task):
                 at_home(task, _cancel, task, run)
         self._chores.wake()
 

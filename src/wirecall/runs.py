@@ -73,6 +73,11 @@ class Run:
         self.loop: asyncio.AbstractEventLoop | None = None if alone else running_loop()
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it is finished although nobody waits for it: it may have done something; in a transaction, elsewhere."""
+        return self.committed or (self.marked and self.db is not None)
+
+    @property
     def downstream_key(self) -> str:
         id = self.claim.id
         text = "\0".join((id.caller, id.method, id.key)).encode()

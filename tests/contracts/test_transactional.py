@@ -114,13 +114,17 @@ async def test_a_transaction_that_is_interrupted_leaves_nothing(
 
 
 @transactional
+@pytest.mark.parametrize("is_late", [True, False])
 async def test_a_transaction_past_a_commit_point_of_its_own_is_finished(
-    app: App, effects: Effects, ledger: Ledger, world: World
+    app: App, effects: Effects, ledger: Ledger, world: World, is_late: bool
 ) -> None:
     """B1: it may have done something elsewhere, so its caller cannot stop it any more."""
 
-    @app.command(name="charge", on_crash="transactional")
+    runs = []
+
+    @app.command(name="charge", on_crash="transactional", timeout=0.2 if is_late else None)
     async def handler(cents: int, ctx: Context) -> Any:
+        runs.append(1)
         await ctx.commit_point()
         number = await effects.add(ctx, cents)
         world.begun.set()
@@ -129,12 +133,15 @@ async def test_a_transaction_past_a_commit_point_of_its_own_is_finished(
 
     first = asyncio.create_task(app.handle(charge()))
     await world.begun.wait()
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
+    if is_late:
+        assert error(await first)["data"]["ran"] == "unknown"
+    else:
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
     world.gate.set()
     assert result(await app.handle(charge())) == {"number": 1}
-    assert effects.all == [5]
+    assert effects.all == [5] and len(runs) == 1
 
 
 @transactional
