@@ -220,3 +220,17 @@ async def test_a_driver_that_is_missing_is_told_with_the_line_that_installs_it(m
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UsageError, match=r'pip install "wirecall\[redis\]"'):
         await App("shop", ledger="redis://localhost").ledger()
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"execution": "seqential"}, 'execution="sequential"'),
+        ({"hosts": "api.example.com"}, r"hosts=\['api.example.com'\]"),
+        ({"origins": "https://example.com"}, r"origins=\['https://example.com'\]"),
+    ],
+)
+def test_an_option_that_would_be_misread_is_refused(options: dict[str, Any], fix: str) -> None:
+    """A mistyped execution would let commands run side by side; a text is a sequence too."""
+    with pytest.raises(UsageError, match=fix):
+        App("x", **options)

@@ -30,9 +30,10 @@ TOO_LARGE = ("make ",)
 def quiet() -> Iterator[None]:
     """A page may set up logging; the next test must not hear of it."""
     logger = logging.getLogger("wirecall")
-    handlers = list(logger.handlers)
+    handlers, level = list(logger.handlers), logger.level
     yield
     logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("page", PAGES)

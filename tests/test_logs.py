@@ -100,6 +100,22 @@ def test_a_crash_is_logged_with_its_correlation_id_and_an_unsendable_result_is_n
     assert outcomes == [("x", "error"), ("y", "error")]
 
 
+async def test_a_command_is_named_as_in_the_ledger(log: Collector) -> None:
+    """P8: an id tells one call of one client, and says nothing to who looks for a record."""
+    app = served()
+    app.command(name="odd")(lambda: object())
+    await app.handle(call("c", key="k", id=1), caller="ada")
+    await app.handle(call("odd", key="o", id=1), caller="ada")
+    await app.handle(call("q", id=1))
+    assert log.facts("method", "caller", "idempotency_key") == [
+        ("c", "ada", "k"),
+        ("odd", "ada", "o"),
+        ("odd", "ada", "o"),
+        ("q", None, None),
+    ]
+    assert log.records[1].getMessage() == "odd failed, caller ada, key o"
+
+
 def test_nothing_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that nobody logs pays nothing for it."""
     app = served()

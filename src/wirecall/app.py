@@ -75,12 +75,12 @@ class App(Declarations):
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")
         super().__init__(check_url(self.ledger_url))
         self._middleware = list(middleware)
-        self._execution = execution
+        self._execution = _execution(execution)
         self._strict = strict
         self.instructions = instructions
         self._authenticate = authenticate
-        self._hosts = hosts
-        self._origins = origins
+        self._hosts: Sequence[str] = _names("hosts", hosts)
+        self._origins: Sequence[str] = _names("origins", origins)
         # Made here and not where it is used: workers are copies of this process, and must have the same one.
         known = secret or os.environ.get(SECRET_VARIABLE)
         self._is_shared = known is not None  # there may be other processes that serve the same sessions
@@ -114,8 +114,8 @@ class App(Declarations):
             self.ledger_url = ledger
         self._audit_path = _audit_path(audit) if audit is not None else self._audit_path
         self.limits = limits or self.limits
-        self._hosts = [*self._hosts, *hosts]
-        self._origins = [*self._origins, *origins]
+        self._hosts = [*self._hosts, *_names("hosts", hosts)]
+        self._origins = [*self._origins, *_names("origins", origins)]
 
     def middleware(self, layer: "Middleware") -> "Middleware":
         """Add a callable `(context, next)` around every call; the first one added is the outermost."""
@@ -390,6 +390,19 @@ def _mode(mode: str | None) -> Any:
             'use "development" or "production"',
         )
     return chosen
+
+
+def _execution(execution: Execution | None) -> Execution | None:
+    """A word that is mistyped would be "parallel", and commands in an array would run out of order."""
+    if execution not in (None, *get_args(Execution)):
+        raise UsageError(f"{execution!r} is not a way to run a batch.", fix='use execution="sequential" or "parallel"')
+    return execution
+
+
+def _names(option: str, names: Sequence[str]) -> Sequence[str]:
+    if isinstance(names, str):
+        raise UsageError(f"{option} is a text.", "each of its letters would be a name", f"use {option}=[{names!r}]")
+    return names
 
 
 def _audit_path(url: str | None) -> str | None:

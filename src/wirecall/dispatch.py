@@ -210,6 +210,8 @@ class Dispatcher:
             duration_ms=(time.perf_counter() - started) * 1000,
             outcome="replayed" if context.replayed else word,
             code=code,
+            caller=context.caller or None,
+            idempotency_key=context.idempotency_key,
         )
 
     def _shaped(self, context: Context, result: Any) -> Raw:
@@ -390,6 +392,8 @@ class Dispatcher:
             duration_ms=(time.perf_counter() - started) * 1000,
             outcome=word,
             code=reply.error.code if type(reply) is Failure else None,
+            caller=context and (context.caller or None),
+            idempotency_key=context and context.idempotency_key,
         )
 
     # --- the reply -------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ a failure it does not hide: with no handler set up, Python prints warnings and e
     handler.setFormatter(wirecall.logs.JsonFormatter())
 
 Every record carries its facts as attributes, so that a formatter or a filter need not read sentences: `correlation_id`,
-`method`, `kind`, `position` (in a batch, from 0), `duration_ms`, `outcome` and `code` (of an error). Params and results are
-not logged: they are the user's, and they may be secret.
+`method`, `kind`, `position` (in a batch, from 0), `duration_ms`, `outcome`, `code` (of an error), `caller` and
+`idempotency_key`. Clients count their ids from 1, so an id alone names no command: caller, method and key do, as in the
+ledger. Params and results are not logged: they are the user's, and they may be secret.
 """
 
 import logging
@@ -18,7 +19,7 @@ import msgspec
 
 logger = logging.getLogger("wirecall")
 
-FIELDS = ("correlation_id", "method", "kind", "position", "duration_ms", "outcome", "code")
+FIELDS = ("correlation_id", "method", "kind", "position", "duration_ms", "outcome", "code", "caller", "idempotency_key")
 
 
 def called(**facts: Any) -> None:
@@ -26,10 +27,14 @@ def called(**facts: Any) -> None:
     logger.info("%(method)s %(outcome)s in %(duration_ms).3f ms", facts, extra=facts)
 
 
-def failed(method: str, correlation_id: Any, error: BaseException) -> None:
+def failed(method: str, correlation_id: Any, error: BaseException, *, caller: str = "", key: str | None = None) -> None:
     """A handler raised something that is not an answer, or returned something that cannot be sent."""
-    facts = {"method": method, "correlation_id": correlation_id}
-    logger.error("%(method)s failed, correlation_id %(correlation_id)s", facts, exc_info=error, extra=facts)
+    facts = {"method": method, "correlation_id": correlation_id, "caller": caller or None, "idempotency_key": key}
+    named = [f"{name.removeprefix('idempotency_')} %({name})s" for name in _NAMING if facts[name] is not None]
+    logger.error(", ".join(["%(method)s failed", *named]), facts, exc_info=error, extra=facts)
+
+
+_NAMING = ("correlation_id", "caller", "idempotency_key")
 
 
 class JsonFormatter(logging.Formatter):

@@ -31,7 +31,7 @@ def outcome_of(kind: Literal["result", "error"], value: Any, id: RecordId) -> Ou
     try:
         payload = encode(failure(None, value).error if kind == "error" else value)
     except EncodeError as error:
-        failed(id.method, id.key, error)
+        failed(id.method, None, error, caller=id.caller, key=id.key)
         if kind == "result":
             return Outcome("result", None, b"")
         payload = encode(ErrorObject(value.code, value.message.encode(errors="replace").decode()))

@@ -688,6 +688,20 @@ async def test_a_reader_misses_nothing_however_fast_it_is_told() -> None:
 
 
 @legacy
+async def test_an_answer_that_comes_while_an_event_is_on_its_way_follows_it(revision: str) -> None:
+    """The call ends while its client is still reading what came before."""
+    lab = Lab()
+    async with over_http(lab.app, revision) as client:
+        stream = client.post(client.message("tools/call", {"name": "stream"}, 7))
+        stream.reads.clear()
+        await stream.started()
+        lab.gate.set()
+        await asyncio.wait_for(_quiet(client), PATIENCE)
+        stream.reads.set()
+        assert [message.get("id") for message in await stream.messages()] == [None, None, 7]
+
+
+@legacy
 async def test_a_server_hangs_up_at_2025_11_25_alone(revision: str) -> None:
     """Matrix 2.3: an early end of the connection MAY come there, after `retry`; earlier it SHOULD NOT."""
     lab = Lab()

@@ -833,3 +833,24 @@ async def test_plain_json_rpc_is_served_beside_mcp() -> None:
         async with speak("stdio", app, revision) as client:
             assert (await client.exchange({"jsonrpc": "2.0", "id": "p", "method": "give"}))["result"] == "x"
             assert await client.tool("give")
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@every_way
+async def test_the_message_of_a_refusal_says_what_is_wrong(transport: str, revision: str) -> None:
+    """Most clients show a person, or a model, the message of an error and nothing else of it."""
+    app = make_app()
+    app.query(name="double")(_double)
+    async with speak(transport, app, revision) as client:
+        unknown = await client.error("tools/call", {"name": "nobody"})
+        assert (unknown["code"], unknown["message"]) == (-32602, "Invalid params: there is no tool 'nobody'")
+        assert unknown["data"] == {"reason": "there is no tool 'nobody'"}
+        if revision in (R1, R2, R3):  # later this is a result
+            wrong = await client.error("tools/call", {"name": "double", "arguments": {"n": "2"}})
+            assert wrong["message"].endswith(".n: expected int, got str")
+
+
+def _double(n: int) -> int:
+    return 2 * n

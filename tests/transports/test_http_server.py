@@ -563,3 +563,23 @@ def test_headers_are_a_mapping() -> None:
     headers = Headers([(b"a", b" 1 "), (b"b", b"\xfc"), (b"a", b"2")])
     assert (dict(headers), len(headers), headers.all("A"), headers["B"]) == ({"a": "1, 2", "b": "ü"}, 2, ["1", "2"], "ü")
     assert (headers.get("c"), headers.get("c", "x"), "A" in headers, "ü€" in headers) == (None, "x", True, False)
+
+
+async def test_a_request_that_is_ended_by_the_stop_ends_quietly() -> None:
+    """Servers print a traceback for each that raises. Before the stop a cancellation is somebody's will, and goes on up."""
+    entered = asyncio.Event()
+
+    async def wait(request: Request) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    server = HttpServer({"/wait": wait})
+    for is_stopping in (False, True):
+        entered.clear()
+        asking = asyncio.create_task(ask(server, "/wait"))
+        await asyncio.wait_for(entered.wait(), 10)
+        if is_stopping:
+            server.stop()
+        asking.cancel()
+        await asyncio.wait([asking], timeout=10)
+        assert asking.cancelled() is not is_stopping

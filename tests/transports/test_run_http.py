@@ -252,6 +252,14 @@ async def test_several_workers(server: str) -> None:
         writer.close()
 
 
+def test_nothing_waits_for_an_acknowledgement() -> None:
+    """Small pieces of a stream leave at once, also from a server that does not ask for that: its sockets inherit it."""
+    with closing(bind("127.0.0.1", 0)) as listener, closing(socket.create_connection(listener.getsockname())):
+        listener.settimeout(PATIENCE)
+        with closing(listener.accept()[0]) as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_port_that_is_taken_is_told_in_words() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="use another port="):
         bind("127.0.0.1", taken.getsockname()[1])

@@ -3,7 +3,8 @@
 1. Results are made in the fullest form and encoded once. 2026-07-28 wants a `resultType` and the server's name in every
    one; they are put in front of the bytes, so only a result with a `_meta` of its own is taken apart again.
 2. An id that cannot be told is null in the older revisions and left out in the newer ones.
-3. No reply is longer than `Limits.bytes_out`, be it one answer or an array of them. What does not fit is told so instead.
+3. An error's message has its reason in it: most clients show nothing else, neither to people nor to models.
+4. No reply is longer than `Limits.bytes_out`, be it one answer or an array of them. What does not fit is told so instead.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from wirecall.errors import InternalError, RpcError
+from wirecall.errors import FixedError, InternalError, RpcError
 from wirecall.frames import ErrorObject, encode
 from wirecall.mcp.gate import Incoming
 from wirecall.mcp.peer import Id
@@ -77,9 +78,14 @@ def success(id: Id, result: bytes) -> bytes:
 
 def failure(id: Any, error: RpcError, revision: Revision | None) -> bytes:
     """An error's answer. No revision: none was negotiated yet."""
-    body = encode(ErrorObject(error.code, error.message, UNSET if error.data is None else error.data))
+    body = encode(ErrorObject(error.code, _words(error), UNSET if error.data is None else error.data))
     if id is not None and id is not UNSET:
         return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"error":' + body + b"}"
     if revision is None or revision.value("id of an unreadable message") == "null":
         return b'{"jsonrpc":"2.0","id":null,"error":' + body + b"}"
     return b'{"jsonrpc":"2.0","error":' + body + b"}"
+
+
+def _words(error: RpcError) -> str:
+    reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
+    return f"{error.message}: {reason}" if reason and not error.is_remote else error.message

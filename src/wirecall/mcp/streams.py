@@ -201,7 +201,7 @@ class Channel:
                 after = number
                 self._read = max(self._read, number)
             self._caught_up.set()
-            if self.finished or self._hung_up:
+            if self._count - 1 <= after and (self.finished or self._hung_up):  # more may have come while one was written
                 break
             await self._wait(request, after)
         await request.close_stream()

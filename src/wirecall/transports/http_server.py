@@ -95,7 +95,8 @@ class HttpServer:
             logger.error("%s %s failed", request.method, path, exc_info=error)
             await self._refuse(request, HttpError(500, "Internal error"))
         except asyncio.CancelledError:
-            if not self._was_cut(request):
+            # While it stops, a handler that is ended is no failure: servers would print a traceback for each.
+            if not self._was_cut(request) and not self.stopping.is_set():
                 raise
         finally:
             self._leave(request)
