@@ -226,6 +226,7 @@ async def test_a_driver_that_is_missing_is_told_with_the_line_that_installs_it(m
     ("options", "fix"),
     [
         ({"execution": "seqential"}, 'execution="sequential"'),
+        ({"limits": {"batch": 100}}, "Limits\\(batch=100\\)"),
         ({"hosts": "api.example.com"}, r"hosts=\['api.example.com'\]"),
         ({"origins": "https://example.com"}, r"origins=\['https://example.com'\]"),
     ],

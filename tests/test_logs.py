@@ -104,16 +104,21 @@ async def test_a_command_is_named_as_in_the_ledger(log: Collector) -> None:
     """P8: an id tells one call of one client, and says nothing to who looks for a record."""
     app = served()
     app.command(name="odd")(lambda: object())
+    app.command(name="broken")(lambda: 1 / 0)
     await app.handle(call("c", key="k", id=1), caller="ada")
     await app.handle(call("odd", key="o", id=1), caller="ada")
+    await app.handle(call("broken", key="b", id=1), caller="ada")
     await app.handle(call("q", id=1))
     assert log.facts("method", "caller", "idempotency_key") == [
         ("c", "ada", "k"),
         ("odd", "ada", "o"),
         ("odd", "ada", "o"),
+        ("broken", "ada", "b"),
+        ("broken", "ada", "b"),
         ("q", None, None),
     ]
     assert log.records[1].getMessage() == "odd failed, caller ada, key o"
+    assert log.records[3].getMessage() == "broken failed, correlation_id 1, caller ada, key b"
 
 
 def test_nothing_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:

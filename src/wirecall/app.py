@@ -71,7 +71,7 @@ class App(Declarations):
         self.name = name
         self.version = version
         self.mode = _mode(mode)
-        self.limits = limits or Limits()
+        self.limits = _limits(limits) or Limits()
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")
         super().__init__(check_url(self.ledger_url))
         self._middleware = list(middleware)
@@ -113,7 +113,7 @@ class App(Declarations):
             self._use_ledger(check_url(ledger))
             self.ledger_url = ledger
         self._audit_path = _audit_path(audit) if audit is not None else self._audit_path
-        self.limits = limits or self.limits
+        self.limits = _limits(limits) or self.limits
         self._hosts = [*self._hosts, *_names("hosts", hosts)]
         self._origins = [*self._origins, *_names("origins", origins)]
 
@@ -397,6 +397,12 @@ def _execution(execution: Execution | None) -> Execution | None:
     if execution not in (None, *get_args(Execution)):
         raise UsageError(f"{execution!r} is not a way to run a batch.", fix='use execution="sequential" or "parallel"')
     return execution
+
+
+def _limits(limits: Limits | None) -> Limits | None:
+    if limits is not None and not isinstance(limits, Limits):
+        raise UsageError(f"{limits!r} are no limits.", "their names and values are checked", "use limits=Limits(batch=100)")
+    return limits
 
 
 def _names(option: str, names: Sequence[str]) -> Sequence[str]:

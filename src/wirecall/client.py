@@ -65,6 +65,11 @@ def connect(
     of its methods are commands. `max_bytes` is the largest answer that is read. `revision`, `trust`, `confirm` and whatever
     `more` there is are MCP's. `clock`, `chance` and `wrap` are for tests: see `wirecall.testing`.
     """
+    if not isinstance(target, (str, Sequence, App)):
+        raise UsageError(
+            f"connect({target!r}): there is nothing to connect to.",
+            fix='use a URL, a command line as a list ("python", "server.py"), or an App',
+        )
     if timeout <= 0:
         raise UsageError(f"timeout={timeout!r} has passed already.", fix="use a number above 0")
     options = Options(

@@ -46,7 +46,8 @@ def told(error: BaseException, run: Run) -> BaseException:
         return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
     if isinstance(error, LedgerDown) and not run.committed:  # at the commit point, so the handler went no further
         return unavailable(error)
-    failed(run.method.name, run.context.correlation_id, error)
+    id = run.claim.id
+    failed(run.method.name, run.context.correlation_id, error, caller=id.caller, key=id.key)
     return InternalError(ran="unknown" if run.committed else "no")
 
 

@@ -140,7 +140,12 @@ async def test_nobody_listens() -> None:
 
 @pytest.mark.parametrize(
     ("target", "words"),
-    [("ftp://host/", "is not an address"), ("http://host:nine/", "is not an address"), ([], "is not a command line")],
+    [
+        ("ftp://host/", "is not an address"),
+        ("http://host:nine/", "is not an address"),
+        ([], "is not a command line"),
+        (5, "nothing to connect to"),
+    ],
 )
 async def test_a_target_that_is_none(target: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
