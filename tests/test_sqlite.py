@@ -260,6 +260,31 @@ async def test_ctrl_c_in_the_middle_leaves_nobody_waiting(
     assert [record.state for record in records] == [State.RUNNING] * len(keys) and len(stopped) == 1
 
 
+async def test_ctrl_c_before_the_end_of_a_turn_is_planned_leaves_nobody_waiting(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those who ask later in the same turn, nor those after it; and they are written on the spot as before."""
+    loop = asyncio.get_running_loop()
+    call_soon = loop.call_soon
+
+    def interrupt(*_: object) -> None:
+        monkeypatch.setattr(loop, "call_soon", call_soon)
+        raise KeyboardInterrupt
+
+    for beside in (lambda: None, None):
+        await asyncio.sleep(0)
+        if beside is not None:
+            loop.call_soon(beside)  # so that it waits for the end of this turn
+        monkeypatch.setattr(loop, "call_soon", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.claim(claim("interrupted")).send(None)
+        assert (await asyncio.wait_for(ledger.claim(claim("next")), 10)).state is State.RUNNING
+        await asyncio.sleep(0)
+    turns_of(ledger)._ask_and_wait(Job("nothing", nothing))
+    assert await ledger.get(RecordId("", "put", "interrupted")) is None
+    assert not turns_of(ledger)._collected and not turns_of(ledger)._spent
+
+
 async def test_a_disk_that_is_slow_keeps_no_loop_waiting(ledger: SqliteLedger, at_once: list[bool]) -> None:
     turns_of(ledger).writer.commits.last = 2.1 * sqlite_commits.QUICK
     await ledger.claim(claim("after a slow one"))

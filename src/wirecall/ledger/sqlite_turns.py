@@ -73,8 +73,8 @@ class Turns:
         if loop in self._collected or ready is None or len(ready) != (spent is not None):
             return False
         if spent is None:
+            loop.call_soon(self._spent.pop, loop, None)
             self._spent[loop] = 0.0
-            loop.call_soon(self._spent.pop, loop)
         return spent is None or spent < ON_THE_SPOT
 
     def _commit_on_the_spot(self, loop: asyncio.AbstractEventLoop, job: Job) -> bool:
@@ -88,13 +88,14 @@ class Turns:
         return is_over
 
     def _collect(self, loop: asyncio.AbstractEventLoop, job: Job) -> None:
-        if loop not in self._collected:
-            self._collected[loop] = []
-            loop.call_soon(self._send_collected, loop)
-        self._collected[loop].append(job)
+        jobs = self._collected.get(loop)
+        if jobs is None:
+            loop.call_soon(self._send_collected, loop)  # first: after Ctrl-C in between, others would wait for it in vain
+            jobs = self._collected[loop] = []
+        jobs.append(job)
 
     def _send_collected(self, loop: asyncio.AbstractEventLoop) -> None:
-        jobs = self._collected.pop(loop)
+        jobs = self._collected.pop(loop, [])
         try:
             if self._commit_at_once(jobs):
                 settle(jobs)
