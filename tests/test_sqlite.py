@@ -234,30 +234,47 @@ async def test_a_row_that_cannot_be_read_is_the_trouble_of_one(ledger: SqliteLed
     [(["one"], "claim_first", 60.0), (["one", "two"], "claim", 60.0), (["one", "two"], "answer", 0.0)],
 )
 async def test_ctrl_c_in_the_middle_leaves_nobody_waiting(
-    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, keys: list[str], where: str, quick: float
+    ledger: SqliteLedger,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped: list[BaseException],
+    keys: list[str],
+    where: str,
+    quick: float,
 ) -> None:
-    """A loop that it has stopped may be run again. Alone, among others, and while reading on a slow disk."""
-    stopped, undisturbed = list[BaseException](), getattr(sqlite_rows.Table, where)
-    send_collected = Turns._send_collected
+    """Alone, among others, and while reading on a slow disk."""
+    undisturbed = getattr(sqlite_rows.Table, where)
 
     def interrupt(*args: object) -> Any:
         if not stopped:
             raise KeyboardInterrupt
         return undisturbed(*args)
 
-    def watched(turns: Turns, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            send_collected(turns, loop)
-        except KeyboardInterrupt as error:
-            stopped.append(error)
-
     monkeypatch.setattr(sqlite_commits, "QUICK", quick)
     monkeypatch.setattr(sqlite_rows.Table, where, interrupt)
-    monkeypatch.setattr(Turns, "_send_collected", watched)
     tasks = [asyncio.create_task(ledger.claim(claim(key))) for key in keys]
     asyncio.get_running_loop().call_soon(lambda: None)  # so that the first of them is not written on the spot
     records = await asyncio.wait_for(asyncio.gather(*tasks), 10)
     assert [record.state for record in records] == [State.RUNNING] * len(keys) and len(stopped) == 1
+
+
+@pytest.mark.parametrize("count", [1, 4])
+async def test_ctrl_c_that_is_heard_when_the_disk_is_done_does_nothing_twice(
+    ledger: SqliteLedger, stopped: list[BaseException], count: int
+) -> None:
+    """It comes while the disk is at work, as a rule. A completion that was done again would be told that it is late."""
+    tokens = [(await ledger.claim(claim(f"key-{n}"))).token for n in range(count)]
+    commits = turns_of(ledger).writer.commits
+
+    def interrupt(db: apsw.Connection, name: str, pages: int) -> int:
+        commits._db.set_wal_hook(commits._count_pages)
+        commits._count_pages(db, name, pages)
+        raise KeyboardInterrupt
+
+    commits._db.set_wal_hook(interrupt)
+    tasks = [asyncio.create_task(ledger.complete(token, DONE, 60)) for token in tokens]
+    asyncio.get_running_loop().call_soon(lambda: None)  # so that the first of them is not written on the spot
+    assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [True] * count
+    assert len(stopped) == 1 and (await ledger.counts())[State.DONE] == count
 
 
 async def test_ctrl_c_before_the_end_of_a_turn_is_planned_leaves_nobody_waiting(
@@ -626,6 +643,22 @@ async def ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
         pass
     yield ledger
     await ledger.aclose()
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """What has stopped the loop at the end of a turn: here it goes on, as a loop does that is run again."""
+    seen: list[BaseException] = []
+    send_collected = Turns._send_collected
+
+    def watched(turns: Turns, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            send_collected(turns, loop)
+        except KeyboardInterrupt as error:
+            seen.append(error)
+
+    monkeypatch.setattr(Turns, "_send_collected", watched)
+    return seen
 
 
 @pytest.fixture

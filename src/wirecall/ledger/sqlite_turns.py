@@ -102,7 +102,8 @@ class Turns:
                 return
             left = self._unanswered(jobs)
         except BaseException:  # Ctrl-C; the loop may go on after it, and nobody must wait in vain
-            self.writer.send(jobs)
+            settle(job for job in jobs if job.is_over)
+            self.writer.send([job for job in jobs if not job.is_over])
             raise
         if left:
             self.writer.send(left)
