@@ -18,7 +18,7 @@ from wirecall.ledger import sqlite_commits, sqlite_file, sqlite_rows, sqlite_tur
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import SqliteLedger
 from wirecall.ledger.sqlite_commits import Commits
-from wirecall.ledger.sqlite_jobs import Job, nothing, skip
+from wirecall.ledger.sqlite_jobs import Job, Kind, nothing, skip
 from wirecall.ledger.sqlite_rows import Fences
 from wirecall.ledger.sqlite_turns import Turns
 from wirecall.process import new_nonce
@@ -153,6 +153,26 @@ async def test_a_claim_that_is_given_up_before_it_went_out_leaves_nothing(ledger
         pass
     await asyncio.sleep(0)
     assert at_once == [False]
+    assert await ledger.get(RecordId("", "put", "given up")) is None
+
+
+@pytest.mark.parametrize("next_job", ["write", "sweep"])
+async def test_a_claim_that_is_given_up_is_taken_back_when_the_lock_of_another_process_is_gone(
+    ledger: SqliteLedger, path: Path, monkeypatch: pytest.MonkeyPatch, next_job: Kind
+) -> None:
+    """It stands in the file when its caller leaves. Nobody ran it, and nobody must hear that this is unknown."""
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.01)
+    given_up, turns = ledger.claim(claim("given up")), turns_of(ledger)
+    asyncio.get_running_loop().call_soon(lambda: None)
+    assert asyncio.isfuture(given_up.send(None)), "it waits for the end of this turn"
+    await asyncio.sleep(0)
+    assert await ledger.get(RecordId("", "put", "given up")) is not None
+    other = apsw.Connection(str(path))
+    other.execute("BEGIN IMMEDIATE")
+    given_up.close()
+    turns._ask_and_wait(Job("nothing", nothing))
+    other.close()
+    turns._ask_and_wait(Job(next_job, skip))
     assert await ledger.get(RecordId("", "put", "given up")) is None
 
 

@@ -102,7 +102,7 @@ class SqliteLedger:
             granted: Record = await turns.ask(job, on_the_spot=not claim.alone)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
             job.cancel()  # it may not be on its way yet; and if it is done already, it is undone
-            turns.writer.send([Job("write", partial(self._table.unclaim, claim))])
+            turns.writer.send([Job("unclaim", partial(self._table.unclaim, claim))])
             raise
         return granted
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from wirecall.ledger.base import Claim
 
-Kind: TypeAlias = Literal["write", "sweep", "begin", "complete", "nothing", "stop"]
+Kind: TypeAlias = Literal["write", "unclaim", "sweep", "begin", "complete", "nothing", "stop"]
 
 
 class Job:

@@ -20,10 +20,12 @@ from wirecall.errors import WirecallError
 from wirecall.ledger.base import Claim, LedgerDown
 from wirecall.ledger.sqlite_commits import Commits
 from wirecall.ledger.sqlite_file import PATIENCE, as_down, open_file
-from wirecall.ledger.sqlite_jobs import Job, nothing, settle
+from wirecall.ledger.sqlite_jobs import Job, Kind, nothing, settle
 from wirecall.ledger.sqlite_lock import HandlerLock
 from wirecall.ledger.sqlite_rows import Row, Table
 from wirecall.logs import logger
+
+WRITES: tuple[Kind, ...] = ("write", "unclaim")  # what goes into one transaction
 
 
 class Writer:
@@ -42,6 +44,7 @@ class Writer:
         self._asked: deque[Job] = deque()  # the queue; it is safe to add to it anywhere, even while garbage is collected
         self._bell: SimpleQueue[None] = SimpleQueue()  # rung for the thread whenever there is something to see
         self._waiting: deque[Job] = deque()  # taken from the queue, not done yet
+        self._owed: deque[Job] = deque()  # claims that could not be taken back; tried again before what is asked next
         self._held: HandlerLock | None = None  # a handler has the write lock
         self._is_ready = threading.Event()
         self._reader: apsw.Cursor | None = None
@@ -113,7 +116,7 @@ class Writer:
             job = self._waiting[0]
             if job.kind == "stop":
                 raise LedgerDown(f"The ledger {self._path} is closed.")
-            if job.kind == "write":
+            if job.kind in WRITES:
                 self._commit(self._take_writes())
             elif job.kind == "sweep":
                 self._commit([self._waiting.popleft()])
@@ -127,12 +130,14 @@ class Writer:
             self.lent.release()
             self._bell.get()
             self.lent.acquire()
+        while self._asked and self._owed:
+            self._waiting.append(self._owed.popleft())
         while self._asked:
             self._waiting.append(self._asked.popleft())
 
     def _take_writes(self) -> list[Job]:
         writes = []
-        while self._waiting and self._waiting[0].kind == "write":
+        while self._waiting and self._waiting[0].kind in WRITES:
             writes.append(self._waiting.popleft())
         return writes
 
@@ -151,8 +156,13 @@ class Writer:
                 self._commit([job])
             return
         for job in jobs:
-            job.error = as_down(self._path, error)
+            self._fail(job, as_down(self._path, error))
         self._deliver(jobs)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        job.error = error
+        if job.kind == "unclaim":
+            self._owed.append(job)
 
     def _ask_to_fold(self) -> None:
         self.send([Job("nothing", self.commits.fold)])
@@ -230,7 +240,7 @@ class Writer:
             lock.is_dropped = True
             return
         job = self._waiting.popleft()
-        job.error = lock.too_late() if job.kind == "begin" else as_down(self._path, apsw.BusyError())
+        self._fail(job, lock.too_late() if job.kind == "begin" else as_down(self._path, apsw.BusyError()))
         self._deliver([job])
 
     def _end(self, lock: HandlerLock) -> None:
