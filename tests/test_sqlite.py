@@ -1,6 +1,7 @@
 """What only the SQLite ledger can meet."""
 
 import asyncio
+import gc
 import os
 import sqlite3
 import time
@@ -154,6 +155,28 @@ async def test_a_claim_that_is_given_up_before_it_went_out_leaves_nothing(ledger
     await asyncio.sleep(0)
     assert at_once == [False]
     assert await ledger.get(RecordId("", "put", "given up")) is None
+
+
+async def test_trouble_with_a_claim_that_is_given_up_is_nobodys(
+    ledger: SqliteLedger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stand in the log as an exception that was never retrieved."""
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.01)
+    loop, complaints = asyncio.get_running_loop(), list[Any]()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    given_up = ledger.claim(claim("given up"))
+    loop.call_soon(lambda: None)
+    given_up.send(None)
+    given_up.close()
+    other = apsw.Connection(str(path))
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(LedgerDown, match="locked"):
+        await ledger.claim(claim("beside it"))
+    other.close()
+    turns_of(ledger)._ask_and_wait(Job("nothing", nothing))  # the thread knows its last job until it has another one
+    del given_up
+    gc.collect()
+    assert complaints == []
 
 
 @pytest.mark.parametrize("next_job", ["write", "sweep"])

@@ -37,7 +37,7 @@ class Job:
 
     def cancel(self) -> None:
         """Nobody wants it any more. What is done is done; what is still on its way, or not even sent, does nothing."""
-        self.work, self.claim = skip, None
+        self.work, self.claim, self.future = skip, None, None
 
     def answer(self) -> Any:
         """What came of it, for who has waited in person."""
