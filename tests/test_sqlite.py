@@ -4,7 +4,9 @@ import asyncio
 import gc
 import os
 import sqlite3
+import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,8 +16,9 @@ import apsw
 import pytest
 
 from tests.calls import call, error, make_app, result
+from wirecall import process
 from wirecall.errors import CannotWait
-from wirecall.ledger import sqlite_commits, sqlite_file, sqlite_rows, sqlite_turns
+from wirecall.ledger import sqlite, sqlite_commits, sqlite_file, sqlite_rows, sqlite_turns, sqlite_writer
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import SqliteLedger
 from wirecall.ledger.sqlite_commits import Commits
@@ -505,6 +508,64 @@ async def test_a_lone_claim_changes_no_record_that_is_there(
     after = await other.get(token.id)
     assert before is not None and after is not None and after.token == before.token and after.state is before.state
     await other.aclose()
+
+
+# --- its beginning and its end ---
+
+
+def test_a_ledger_that_is_closed_while_another_thread_opens_it_stays_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else there would be a writer that nobody ends."""
+    begun, go_on, made = threading.Event(), threading.Event(), list[Turns]()
+
+    def make(*args: Any, **kwargs: Any) -> Turns:
+        begun.set()
+        assert go_on.wait(10)
+        made.append(Turns(*args, **kwargs))
+        return made[0]
+
+    def close() -> None:
+        closing.set()
+        asyncio.run(ledger.aclose())
+
+    monkeypatch.setattr(sqlite, "Turns", make)
+    ledger, closing = SqliteLedger(path), threading.Event()
+    threads = [threading.Thread(target=ledger._running), threading.Thread(target=close)]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    assert closing.wait(10)
+    threads[1].join(0.05)  # where it waits for nobody, it is over by now
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert ledger._turns is None
+    made[0].writer._thread.join(10)
+    assert not made[0].writer._thread.is_alive()
+
+
+@pytest.mark.parametrize("how", ["used", "closed", "forgotten"])
+async def test_a_fork_does_not_close_the_connections_of_its_parent(
+    path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """SQLite would believe that it is the last one, and remove a WAL that is another's by then."""
+    ledger = SqliteLedger(path)
+    await ledger.claim(claim("one"))
+    parents = weakref.ref(turns_of(ledger).writer)
+    with monkeypatch.context() as child:
+        child.setattr(process, "pid", process.pid + 1)
+        if how == "used":
+            await ledger.claim(claim("two"))
+        if how != "forgotten":
+            await ledger.aclose()
+        del ledger
+        gc.collect()
+    writer = parents()
+    assert writer is not None
+    sqlite_writer.from_before_fork.remove(writer)
+    writer._stop()
+    assert not writer._thread.is_alive()
 
 
 # --- whether the path still names the file ---

@@ -27,6 +27,9 @@ from wirecall.logs import logger
 
 WRITES: tuple[Kind, ...] = ("write", "unclaim")  # what goes into one transaction
 
+# After a fork the child must neither use nor close the parent's connections; kept here, they are not collected.
+from_before_fork: list["Writer"] = []
+
 
 class Writer:
     """The connections of one process to one file, and the thread that owns all but the one for reading."""
@@ -84,7 +87,9 @@ class Writer:
         self._thread.join()
 
     def _stop(self) -> None:
-        if self.pid == process.pid and self.failure is None:
+        if self.pid != process.pid:
+            from_before_fork.append(self)
+        elif self.failure is None:
             if self._held is not None:  # nobody is left to complete it
                 self._held.is_dropped = True
             self.send([Job("stop", nothing)])
