@@ -324,6 +324,31 @@ async def test_ctrl_c_that_is_heard_when_the_disk_is_done_does_nothing_twice(
     assert len(stopped) == 1 and (await ledger.counts())[State.DONE] == count
 
 
+async def test_ctrl_c_that_is_heard_when_the_connection_is_lent_gives_it_back(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its thread would wait for it for ever, and everybody for the thread."""
+    writer = turns_of(ledger).writer
+    lent = writer.lent
+
+    class Interrupting:
+        release = lent.release
+
+        def acquire(self, blocking: bool = True) -> bool:
+            monkeypatch.setattr(writer, "lent", lent)
+            lent.acquire(blocking)
+            raise KeyboardInterrupt
+
+    def borrow() -> None:
+        assert lent.acquire(timeout=1)
+        lent.release()
+
+    monkeypatch.setattr(writer, "lent", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        turns_of(ledger)._commit_at_once([Job("write", skip)])
+    await asyncio.to_thread(borrow)
+
+
 async def test_ctrl_c_before_the_end_of_a_turn_is_planned_leaves_nobody_waiting(
     ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

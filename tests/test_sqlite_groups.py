@@ -49,7 +49,8 @@ class ThreadlessWriter(Writer):
         db = connect(path, 0, patience)
         db.pragma("synchronous", "off")  # the machine stays up
         self.pid = process.pid
-        self.lent, self.reading = threading.Lock(), threading.Lock()
+        self.lent, self.reading = threading.RLock(), threading.Lock()
+        self.is_at_work = False
         self.commits = Commits(path, table, db, patience, nothing)
         self.stranger = connect(path)
         self._path = path
@@ -60,8 +61,10 @@ class ThreadlessWriter(Writer):
     def send(self, jobs: list[Job]) -> None:
         self.unlock()
         self._waiting.extend(jobs)
+        self.is_at_work = True
         while self._waiting:
             self._commit(self._take_writes() if self._waiting[0].kind in WRITES else [self._waiting.popleft()])
+        self.is_at_work = False
 
     def unlock(self) -> None:
         if self.stranger.in_transaction:
@@ -71,7 +74,6 @@ class ThreadlessWriter(Writer):
         pass
 
     def close(self) -> None:
-        assert not self.lent.locked()
         self.commits.close()
         self.stranger.close()
         self.reader.connection.close()
@@ -297,7 +299,7 @@ def _disturb(asked: Asked, trouble: str, writer: ThreadlessWriter) -> None:
 
     def disturbed(*args: Any) -> Any:
         done, number = work(*args), next(tries)
-        if trouble == "ctrl-c" and writer.lent.locked():
+        if trouble == "ctrl-c" and not writer.is_at_work:
             raise KeyboardInterrupt
         if trouble == "full" or (trouble == "full twice" and number < 3) or (trouble == "full once" and number < 2):
             raise apsw.FullError("on purpose")
@@ -322,7 +324,7 @@ def _in_a_transaction(work: Callable[..., Any]) -> Callable[..., Any]:
 def _interrupted(writer: ThreadlessWriter) -> Callable[[apsw.Connection, str, int], int]:
     def count_pages(db: apsw.Connection, name: str, pages: int) -> int:
         writer.commits._count_pages(db, name, pages)
-        if writer.lent.locked():
+        if not writer.is_at_work:
             raise KeyboardInterrupt
         return apsw.SQLITE_OK
 

@@ -141,14 +141,19 @@ class Turns:
     def _commit_at_once(self, jobs: list[Job]) -> bool:
         """Commit jobs in the calling thread, if nobody has to wait for anything but the disk; whether they are over."""
         writer = self.writer
-        if not _are_light(jobs) or not writer.lent.acquire(blocking=False):
+        if not _are_light(jobs):
             return False
         try:
+            if not writer.lent.acquire(blocking=False):
+                return False
             if writer.has_work or writer.pid != process.pid:  # they came first; after a fork, the connection is the parent's
                 return False
             return writer.commits.at_once(jobs)
-        finally:
-            writer.lent.release()
+        finally:  # Ctrl-C may be heard when we have it and do not know it yet: the thread would wait for it for ever
+            try:  # noqa: SIM105  # a context manager costs 1 us
+                writer.lent.release()
+            except RuntimeError:  # it was not ours
+                pass
 
 
 def _are_light(jobs: list[Job]) -> bool:

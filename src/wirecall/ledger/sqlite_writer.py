@@ -40,13 +40,14 @@ class Writer:
         self.pid = process.pid
         self.failure: WirecallError | None = None  # set: the thread takes no more jobs, and this is why
         self.reading = threading.Lock()
-        self.lent = threading.Lock()  # free while the thread has nothing to do; who holds it may use the connection
-        self.lent.acquire()
+        self.lent = threading.RLock()  # free while the thread has nothing to do; who holds it may use the connection
         self._path = path
         self._table = table
         self._asked: deque[Job] = deque()  # the queue; it is safe to add to it anywhere, even while garbage is collected
         self._bell: SimpleQueue[None] = SimpleQueue()  # rung for the thread whenever there is something to see
-        self._waiting: deque[Job] = deque()  # taken from the queue, not done yet
+        self._waiting = deque(
+            [Job("nothing", nothing)]
+        )  # taken from the queue, not done yet; so nobody is lent what is not open
         self._owed: deque[Job] = deque()  # claims that could not be taken back; tried again before what is asked next
         self._held: HandlerLock | None = None  # a handler has the write lock
         self._is_ready = threading.Event()
@@ -99,6 +100,7 @@ class Writer:
     # --- in the thread ---
 
     def _run(self) -> None:
+        self.lent.acquire()
         try:
             db, reader, patience = open_file(self._path, Row._fields)
             self.commits = Commits(self._path, self._table, db, patience, self._ask_to_fold)
