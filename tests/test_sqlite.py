@@ -324,6 +324,25 @@ async def test_ctrl_c_that_is_heard_when_the_disk_is_done_does_nothing_twice(
     assert len(stopped) == 1 and (await ledger.counts())[State.DONE] == count
 
 
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+async def test_who_is_interrupted_in_the_middle_of_a_claim_leaves_nothing(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, signal: type[BaseException]
+) -> None:
+    """By Ctrl-C, or by a handler of SIGTERM that ends the program: nothing ran."""
+    claim_first = sqlite_rows.Table.claim_first
+
+    def interrupt(*args: Any) -> None:
+        assert claim_first(*args) is not None
+        raise signal
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite_rows.Table, "claim_first", interrupt)
+        with pytest.raises(signal):
+            ledger.claim(claim("interrupted")).send(None)
+    turns_of(ledger)._ask_and_wait(Job("nothing", nothing))
+    assert await ledger.get(RecordId("", "put", "interrupted")) is None
+
+
 async def test_ctrl_c_that_is_heard_when_the_connection_is_lent_gives_it_back(
     ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

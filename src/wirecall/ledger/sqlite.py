@@ -97,7 +97,7 @@ class SqliteLedger:
         job = Job("write", partial(self._table.claim, claim), claim)
         try:
             granted: Record = await turns.ask(job, on_the_spot=not claim.alone)
-        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
             job.cancel()  # it may not be on its way yet; and if it is done already, it is undone
             turns.writer.send([Job("unclaim", partial(self._table.unclaim, claim))])
             raise
