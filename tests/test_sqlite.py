@@ -171,9 +171,9 @@ async def test_trouble_with_a_claim_that_is_given_up_is_nobodys(
     given_up = ledger.claim(claim("given up"))
     loop.call_soon(lambda: None)
     given_up.send(None)
-    given_up.close()
     other = apsw.Connection(str(path))
     other.execute("BEGIN IMMEDIATE")
+    given_up.close()
     with pytest.raises(LedgerDown, match="locked"):
         await ledger.claim(claim("beside it"))
     other.close()
