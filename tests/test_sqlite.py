@@ -18,7 +18,7 @@ import pytest
 
 from tests.calls import call, error, make_app, result
 from wirecall import process
-from wirecall.errors import CannotWait
+from wirecall.errors import CannotWait, UsageError
 from wirecall.ledger import sqlite, sqlite_commits, sqlite_file, sqlite_rows, sqlite_turns, sqlite_writer
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import SqliteLedger
@@ -575,6 +575,18 @@ async def test_a_lone_claim_changes_no_record_that_is_there(
 
 
 # --- its beginning and its end ---
+
+
+async def test_a_file_with_other_columns_is_refused_and_left_alone(path: Path) -> None:
+    """Such as one from before the first release."""
+    old = apsw.Connection(str(path))
+    old.execute(sqlite_file.SQL["schema"].replace("due", "kept_until"))
+    ledger = SqliteLedger(path)
+    with pytest.raises(UsageError, match=r"not those of this wirecall(.|\n)*boot, kept_until,(.|\n)*boot, due,"):
+        await ledger.open()
+    await ledger.aclose()
+    assert old.execute("SELECT count(*) FROM wirecall_commands").get == 0
+    old.close()
 
 
 def test_a_ledger_that_is_closed_while_another_thread_opens_it_stays_closed(
