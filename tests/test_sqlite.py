@@ -1,9 +1,13 @@
 """What only the SQLite ledger can meet."""
 
 import asyncio
+import gc
 import os
+import re
 import sqlite3
+import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,12 +17,13 @@ import apsw
 import pytest
 
 from tests.calls import call, error, make_app, result
-from wirecall.errors import CannotWait
-from wirecall.ledger import sqlite_commits, sqlite_file, sqlite_rows, sqlite_turns
+from wirecall import process
+from wirecall.errors import CannotWait, UsageError
+from wirecall.ledger import sqlite, sqlite_commits, sqlite_file, sqlite_rows, sqlite_turns, sqlite_writer
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import SqliteLedger
 from wirecall.ledger.sqlite_commits import Commits
-from wirecall.ledger.sqlite_jobs import Job, nothing, skip
+from wirecall.ledger.sqlite_jobs import Job, Kind, nothing, skip
 from wirecall.ledger.sqlite_rows import Fences
 from wirecall.ledger.sqlite_turns import Turns
 from wirecall.process import new_nonce
@@ -156,6 +161,48 @@ async def test_a_claim_that_is_given_up_before_it_went_out_leaves_nothing(ledger
     assert await ledger.get(RecordId("", "put", "given up")) is None
 
 
+async def test_trouble_with_a_claim_that_is_given_up_is_nobodys(
+    ledger: SqliteLedger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stand in the log as an exception that was never retrieved."""
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.01)
+    loop, complaints = asyncio.get_running_loop(), list[Any]()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    given_up = ledger.claim(claim("given up"))
+    loop.call_soon(lambda: None)
+    given_up.send(None)
+    other = apsw.Connection(str(path))
+    other.execute("BEGIN IMMEDIATE")
+    given_up.close()
+    with pytest.raises(LedgerDown, match="locked"):
+        await ledger.claim(claim("beside it"))
+    other.close()
+    turns_of(ledger)._ask_and_wait(Job("nothing", nothing))  # the thread knows its last job until it has another one
+    del given_up
+    gc.collect()
+    assert complaints == []
+
+
+@pytest.mark.parametrize("next_job", ["write", "sweep"])
+async def test_a_claim_that_is_given_up_is_taken_back_when_the_lock_of_another_process_is_gone(
+    ledger: SqliteLedger, path: Path, monkeypatch: pytest.MonkeyPatch, next_job: Kind
+) -> None:
+    """It stands in the file when its caller leaves. Nobody ran it, and nobody must hear that this is unknown."""
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.01)
+    given_up, turns = ledger.claim(claim("given up")), turns_of(ledger)
+    asyncio.get_running_loop().call_soon(lambda: None)
+    assert asyncio.isfuture(given_up.send(None)), "it waits for the end of this turn"
+    await asyncio.sleep(0)
+    assert await ledger.get(RecordId("", "put", "given up")) is not None
+    other = apsw.Connection(str(path))
+    other.execute("BEGIN IMMEDIATE")
+    given_up.close()
+    turns._ask_and_wait(Job("nothing", nothing))
+    other.close()
+    turns._ask_and_wait(Job(next_job, skip))
+    assert await ledger.get(RecordId("", "put", "given up")) is None
+
+
 async def test_transitions_that_come_together_share_a_commit(
     ledger: SqliteLedger, at_once: list[bool], sizes: list[int]
 ) -> None:
@@ -234,30 +281,116 @@ async def test_a_row_that_cannot_be_read_is_the_trouble_of_one(ledger: SqliteLed
     [(["one"], "claim_first", 60.0), (["one", "two"], "claim", 60.0), (["one", "two"], "answer", 0.0)],
 )
 async def test_ctrl_c_in_the_middle_leaves_nobody_waiting(
-    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, keys: list[str], where: str, quick: float
+    ledger: SqliteLedger,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped: list[BaseException],
+    keys: list[str],
+    where: str,
+    quick: float,
 ) -> None:
-    """A loop that it has stopped may be run again. Alone, among others, and while reading on a slow disk."""
-    stopped, undisturbed = list[BaseException](), getattr(sqlite_rows.Table, where)
-    send_collected = Turns._send_collected
+    """Alone, among others, and while reading on a slow disk."""
+    undisturbed = getattr(sqlite_rows.Table, where)
 
     def interrupt(*args: object) -> Any:
         if not stopped:
             raise KeyboardInterrupt
         return undisturbed(*args)
 
-    def watched(turns: Turns, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            send_collected(turns, loop)
-        except KeyboardInterrupt as error:
-            stopped.append(error)
-
     monkeypatch.setattr(sqlite_commits, "QUICK", quick)
     monkeypatch.setattr(sqlite_rows.Table, where, interrupt)
-    monkeypatch.setattr(Turns, "_send_collected", watched)
     tasks = [asyncio.create_task(ledger.claim(claim(key))) for key in keys]
     asyncio.get_running_loop().call_soon(lambda: None)  # so that the first of them is not written on the spot
     records = await asyncio.wait_for(asyncio.gather(*tasks), 10)
     assert [record.state for record in records] == [State.RUNNING] * len(keys) and len(stopped) == 1
+
+
+@pytest.mark.parametrize(("signal", "count"), [(KeyboardInterrupt, 1), (KeyboardInterrupt, 4), (TimeoutError, 4)])
+async def test_ctrl_c_that_is_heard_when_the_disk_is_done_does_nothing_twice(
+    ledger: SqliteLedger, stopped: list[BaseException], signal: type[BaseException], count: int
+) -> None:
+    """It comes while the disk is at work, as a rule. A completion that was done again would be told that it is late."""
+    tokens = [(await ledger.claim(claim(f"key-{n}"))).token for n in range(count)]
+    commits = turns_of(ledger).writer.commits
+
+    def interrupt(db: apsw.Connection, name: str, pages: int) -> int:
+        commits._db.set_wal_hook(commits._count_pages)
+        commits._count_pages(db, name, pages)
+        raise signal
+
+    commits._db.set_wal_hook(interrupt)
+    tasks = [asyncio.create_task(ledger.complete(token, DONE, 60)) for token in tokens]
+    asyncio.get_running_loop().call_soon(lambda: None)  # so that the first of them is not written on the spot
+    assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [True] * count
+    assert len(stopped) == (signal is KeyboardInterrupt) and (await ledger.counts())[State.DONE] == count
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
+async def test_who_is_interrupted_in_the_middle_of_a_claim_leaves_nothing(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, signal: type[BaseException]
+) -> None:
+    """By Ctrl-C, or by a handler of SIGTERM that ends the program: nothing ran."""
+    claim_first = sqlite_rows.Table.claim_first
+
+    def interrupt(*args: Any) -> None:
+        assert claim_first(*args) is not None
+        raise signal
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite_rows.Table, "claim_first", interrupt)
+        with pytest.raises(signal):
+            ledger.claim(claim("interrupted")).send(None)
+    turns_of(ledger)._ask_and_wait(Job("nothing", nothing))
+    assert await ledger.get(RecordId("", "put", "interrupted")) is None
+
+
+async def test_ctrl_c_that_is_heard_when_the_connection_is_lent_gives_it_back(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its thread would wait for it for ever, and everybody for the thread."""
+    writer = turns_of(ledger).writer
+    lent = writer.lent
+
+    class Interrupting:
+        release = lent.release
+
+        def acquire(self, blocking: bool = True) -> bool:
+            monkeypatch.setattr(writer, "lent", lent)
+            lent.acquire(blocking)
+            raise KeyboardInterrupt
+
+    def borrow() -> None:
+        assert lent.acquire(timeout=1)
+        lent.release()
+
+    monkeypatch.setattr(writer, "lent", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        turns_of(ledger)._commit_at_once([Job("write", skip)])
+    await asyncio.to_thread(borrow)
+
+
+async def test_ctrl_c_before_the_end_of_a_turn_is_planned_leaves_nobody_waiting(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those who ask later in the same turn, nor those after it; and they are written on the spot as before."""
+    loop = asyncio.get_running_loop()
+    call_soon = loop.call_soon
+
+    def interrupt(*_: object) -> None:
+        monkeypatch.setattr(loop, "call_soon", call_soon)
+        raise KeyboardInterrupt
+
+    for beside in (lambda: None, None):
+        await asyncio.sleep(0)
+        if beside is not None:
+            loop.call_soon(beside)  # so that it waits for the end of this turn
+        monkeypatch.setattr(loop, "call_soon", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.claim(claim("interrupted")).send(None)
+        assert (await asyncio.wait_for(ledger.claim(claim("next")), 10)).state is State.RUNNING
+        await asyncio.sleep(0)
+    turns_of(ledger)._ask_and_wait(Job("nothing", nothing))
+    assert await ledger.get(RecordId("", "put", "interrupted")) is None
+    assert not turns_of(ledger)._collected and not turns_of(ledger)._spent
 
 
 async def test_a_disk_that_is_slow_keeps_no_loop_waiting(ledger: SqliteLedger, at_once: list[bool]) -> None:
@@ -336,13 +469,32 @@ async def test_an_outcome_with_another_retention_is_kept_for_that(path: Path) ->
     await ledger.aclose()
 
 
-@pytest.mark.parametrize(("name", "index"), [("due", "(due<?)"), ("page_of_few", "wirecall_commands_open")])
-def test_few_among_many_are_found_by_an_index(name: str, index: str) -> None:
+PLANS = {
+    "due": "PRIMARY KEY (due<?)",
+    "page": "wirecall_commands_id ((caller,method,key)>(?,?,?))",
+    "page_of_few": "wirecall_commands_open (state=?)",
+    "page_of_many": "wirecall_commands_id ((caller,method,key)>(?,?,?))",
+    "counts": "SCAN",
+}
+OF_RECORDS = [name for name, text in sqlite_file.SQL.items() if re.search("(FROM|UPDATE) wirecall_commands\\b", text)]
+
+
+@pytest.mark.parametrize("name", OF_RECORDS)
+@pytest.mark.parametrize("is_analyzed", [False, True])
+def test_few_among_many_are_found_by_an_index(name: str, is_analyzed: bool) -> None:
+    """Whether or not the user has had SQLite look at the tables in the file."""
     db = apsw.Connection(":memory:")
     db.execute(sqlite_file.SQL["schema"])
+    if is_analyzed:
+        table = sqlite_rows.Table(time.monotonic, time.time)
+        for number in range(1000):
+            table.insert(claim(f"key-{number}"), db.cursor(), number)
+        db.execute("ANALYZE")
     statement = "\n".join(line for line in sqlite_file.SQL[name].splitlines() if not line.startswith("--"))
-    plan = db.execute(f"EXPLAIN QUERY PLAN {statement}", defaultdict[str, None](lambda: None)).fetchall()
-    assert index in str(plan)
+    nobody = (None,) * statement.count("?") or defaultdict[str, None](lambda: None)
+    plan = str(db.execute(f"EXPLAIN QUERY PLAN {statement}", nobody).fetchall())
+    assert PLANS.get(name, "wirecall_commands_id (caller=? AND method=? AND key=?)") in plan
+    assert "SCAN" not in plan or name == "counts"
 
 
 # --- fences ---
@@ -420,6 +572,76 @@ async def test_a_lone_claim_changes_no_record_that_is_there(
     after = await other.get(token.id)
     assert before is not None and after is not None and after.token == before.token and after.state is before.state
     await other.aclose()
+
+
+# --- its beginning and its end ---
+
+
+async def test_a_file_with_other_columns_is_refused_and_left_alone(path: Path) -> None:
+    """Such as one from before the first release."""
+    old = apsw.Connection(str(path))
+    old.execute(sqlite_file.SQL["schema"].replace("due", "kept_until"))
+    ledger = SqliteLedger(path)
+    with pytest.raises(UsageError, match=r"not those of this wirecall(.|\n)*boot, kept_until,(.|\n)*boot, due,"):
+        await ledger.open()
+    await ledger.aclose()
+    assert old.execute("SELECT count(*) FROM wirecall_commands").get == 0
+    old.close()
+
+
+def test_a_ledger_that_is_closed_while_another_thread_opens_it_stays_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else there would be a writer that nobody ends."""
+    begun, go_on, made = threading.Event(), threading.Event(), list[Turns]()
+
+    def make(*args: Any, **kwargs: Any) -> Turns:
+        begun.set()
+        assert go_on.wait(10)
+        made.append(Turns(*args, **kwargs))
+        return made[0]
+
+    def close() -> None:
+        closing.set()
+        asyncio.run(ledger.aclose())
+
+    monkeypatch.setattr(sqlite, "Turns", make)
+    ledger, closing = SqliteLedger(path), threading.Event()
+    threads = [threading.Thread(target=ledger._running), threading.Thread(target=close)]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    assert closing.wait(10)
+    threads[1].join(0.05)  # where it waits for nobody, it is over by now
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert ledger._turns is None
+    made[0].writer._thread.join(10)
+    assert not made[0].writer._thread.is_alive()
+
+
+@pytest.mark.parametrize("how", ["used", "closed", "forgotten"])
+async def test_a_fork_does_not_close_the_connections_of_its_parent(
+    path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """SQLite would believe that it is the last one, and remove a WAL that is another's by then."""
+    ledger = SqliteLedger(path)
+    await ledger.claim(claim("one"))
+    parents = weakref.ref(turns_of(ledger).writer)
+    with monkeypatch.context() as child:
+        child.setattr(process, "pid", process.pid + 1)
+        if how == "used":
+            await ledger.claim(claim("two"))
+        if how != "forgotten":
+            await ledger.aclose()
+        del ledger
+        gc.collect()
+    writer = parents()
+    assert writer is not None
+    sqlite_writer.from_before_fork.remove(writer)
+    writer._stop()
+    assert not writer._thread.is_alive()
 
 
 # --- whether the path still names the file ---
@@ -601,6 +823,22 @@ async def ledger(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S
         pass
     yield ledger
     await ledger.aclose()
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """What has stopped the loop at the end of a turn: here it goes on, as a loop does that is run again."""
+    seen: list[BaseException] = []
+    send_collected = Turns._send_collected
+
+    def watched(turns: Turns, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            send_collected(turns, loop)
+        except KeyboardInterrupt as error:
+            seen.append(error)
+
+    monkeypatch.setattr(Turns, "_send_collected", watched)
+    return seen
 
 
 @pytest.fixture

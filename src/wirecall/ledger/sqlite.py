@@ -45,9 +45,6 @@ from wirecall.ledger.sqlite_rows import Row, Table, all_rows, clock_from_boot, p
 from wirecall.ledger.sqlite_transaction import HandlerTransaction
 from wirecall.ledger.sqlite_turns import Turns
 
-# After a fork the child must neither use nor close the parent's connections; kept here, they are not collected.
-_from_before_fork: list[Turns] = []
-
 
 async def open_url(url: str) -> "SqliteLedger":
     """The ledger in the file of `sqlite:PATH`; its folder is made if need be, with mode 0700."""
@@ -100,9 +97,9 @@ class SqliteLedger:
         job = Job("write", partial(self._table.claim, claim), claim)
         try:
             granted: Record = await turns.ask(job, on_the_spot=not claim.alone)
-        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
             job.cancel()  # it may not be on its way yet; and if it is done already, it is undone
-            turns.writer.send([Job("write", partial(self._table.unclaim, claim))])
+            turns.writer.send([Job("unclaim", partial(self._table.unclaim, claim))])
             raise
         return granted
 
@@ -167,8 +164,9 @@ class SqliteLedger:
 
     async def aclose(self) -> None:
         """Write what waits and close the file; the last process to close it folds the WAL into it."""
-        self._is_closed = True
-        turns, self._turns = self._turns, None
+        with self._starting:
+            self._is_closed = True
+            turns, self._turns = self._turns, None
         if turns is not None:
             await turns.aclose()
 
@@ -197,9 +195,7 @@ class SqliteLedger:
             old = self._turns
             if self._is_closed:
                 raise LedgerDown(f"The ledger {self._path} is closed.")
-            if old is not None and old.writer.failure is None:
-                if old.writer.pid == process.pid:
-                    return old  # another thread was faster
-                _from_before_fork.append(old)
+            if old is not None and old.writer.failure is None and old.writer.pid == process.pid:
+                return old  # another thread was faster
             self._turns = Turns(self._path, self._table, owner=self)
             return self._turns

@@ -4,11 +4,13 @@ It belongs to the writer's thread, which lends it while it has nothing to do; on
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import apsw
 
+from wirecall.ledger.base import LedgerDown
 from wirecall.ledger.sqlite_file import SQL, Patience, Place, as_down
 from wirecall.ledger.sqlite_jobs import Job
 from wirecall.ledger.sqlite_rows import Fences, Table
@@ -30,6 +32,7 @@ class Commits:
         self.fences = Fences()
         self.pace, self.last = 0.001, 1.0  # seconds that a commit took of late, and the last one; slow until shown quick
         self.pages = 0  # in the WAL
+        self._is_committed = False  # the last one that was tried: Ctrl-C is heard when the disk is done
         self._path = path
         self._table = table
         self._db = db
@@ -49,23 +52,27 @@ class Commits:
             self.together(jobs)
             return True
         except Exception:  # another process is writing, or the disk is full; the thread can wait, and try them one by one
-            return False
+            return self._is_committed
         finally:
             self._patience.is_over = False
 
     def together(self, jobs: list[Job]) -> None:
-        """Group commit: one transaction, one fsync. Where it fails, nothing of it has happened."""
+        """Group commit: one transaction, one fsync. Where it fails, nothing of it has happened, and no job is over."""
+        self._is_committed = False
         try:
             self.place.check()
             self._cursor.execute(_BEGIN)
             self.fences.begin()
-            for job in jobs:
-                self._attempt(job)
+            ends = [self._attempt(job) for job in jobs]
             began = time.perf_counter()
             self._cursor.execute(_COMMIT)
         except BaseException:
-            self._undo(jobs)
+            if self._is_committed:
+                _end(jobs, ends)
+            else:
+                self._undo()
             raise
+        _end(jobs, ends)
         self._committed(began)
 
     def fold(self) -> None:
@@ -79,6 +86,7 @@ class Commits:
 
     def _alone(self, job: Job) -> None:
         """Outside of any transaction. It is not over afterwards if it needs one, or if another process is writing."""
+        self._is_committed = False
         try:
             self.place.check()
             began = time.perf_counter()
@@ -91,21 +99,24 @@ class Commits:
             pass
         except Exception as error:
             job.error = as_down(self._path, error)
+        except BaseException:
+            if self._is_committed and job.claim is None:  # else nothing was changed, or it can be claimed again
+                job.result = True
+            raise
 
-    def _attempt(self, job: Job) -> None:
+    def _attempt(self, job: Job) -> tuple[Any, LedgerDown | None]:
+        """What comes of it, once it is committed."""
         try:
-            job.result = job.work(self._cursor, self.fences)
+            return job.work(self._cursor, self.fences), None
         except apsw.ConstraintError as error:  # it undid its own statement, and nothing else
-            job.error = as_down(self._path, error)
+            return None, as_down(self._path, error)
         except apsw.Error:
             raise
         except Exception as error:  # such as a damaged row: the trouble of this one
-            job.error = as_down(self._path, error)
+            return None, as_down(self._path, error)
 
-    def _undo(self, jobs: Iterable[Job]) -> None:
+    def _undo(self) -> None:
         self.fences.forget()
-        for job in jobs:
-            job.result = job.error = None
         with suppress(apsw.Error):
             if self._db.in_transaction:
                 self._db.execute(SQL["rollback"])
@@ -119,4 +130,10 @@ class Commits:
 
     def _count_pages(self, _db: apsw.Connection, _name: str, pages: int) -> int:
         self.pages = pages
+        self._is_committed = True
         return apsw.SQLITE_OK
+
+
+def _end(jobs: list[Job], ends: list[tuple[Any, LedgerDown | None]]) -> None:
+    for job, (result, error) in zip(jobs, ends, strict=True):
+        job.result, job.error = result, error

@@ -166,9 +166,9 @@ def _check_tables(db: apsw.Connection, path: str, expected: tuple[str, ...]) -> 
     columns = tuple(name for (name,) in db.execute(SQL["columns"]))
     if version != VERSION or columns != expected:
         raise UsageError(
-            f"The file {path} has tables with the ledger's names that are not the ledger's.",
-            f"wirecall_commands has the columns {', '.join(columns)}",
-            "rename them, or name another file",
+            f"The file {path} has tables with the ledger's names that are not those of this wirecall.",
+            f"wirecall_commands has the columns {', '.join(columns)}; here they are {', '.join(expected)}",
+            "use the wirecall that made them, or rename them, or name another file",
         )
 
 

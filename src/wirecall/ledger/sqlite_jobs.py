@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from wirecall.ledger.base import Claim
 
-Kind: TypeAlias = Literal["write", "sweep", "begin", "complete", "nothing", "stop"]
+Kind: TypeAlias = Literal["write", "unclaim", "sweep", "begin", "complete", "nothing", "stop"]
 
 
 class Job:
@@ -16,6 +16,7 @@ class Job:
     `work` is called inside a transaction; or, if it is a "write" that comes alone, outside of one, and each of its
     statements is one. What makes a `claim` has two shorter ways: a record that answers it is read, and then nobody waits for
     who writes; and the first claim of a record that comes alone is one statement. Both may find that it is not so.
+    An "unclaim" is a write too; nobody waits for it, and it is tried until it is done.
     """
 
     __slots__ = ("asked_at", "claim", "error", "future", "kind", "loop", "result", "size", "work")
@@ -37,7 +38,7 @@ class Job:
 
     def cancel(self) -> None:
         """Nobody wants it any more. What is done is done; what is still on its way, or not even sent, does nothing."""
-        self.work, self.claim = skip, None
+        self.work, self.claim, self.future = skip, None, None
 
     def answer(self) -> Any:
         """What came of it, for who has waited in person."""

@@ -73,8 +73,8 @@ class Turns:
         if loop in self._collected or ready is None or len(ready) != (spent is not None):
             return False
         if spent is None:
+            loop.call_soon(self._spent.pop, loop, None)
             self._spent[loop] = 0.0
-            loop.call_soon(self._spent.pop, loop)
         return spent is None or spent < ON_THE_SPOT
 
     def _commit_on_the_spot(self, loop: asyncio.AbstractEventLoop, job: Job) -> bool:
@@ -88,20 +88,22 @@ class Turns:
         return is_over
 
     def _collect(self, loop: asyncio.AbstractEventLoop, job: Job) -> None:
-        if loop not in self._collected:
-            self._collected[loop] = []
-            loop.call_soon(self._send_collected, loop)
-        self._collected[loop].append(job)
+        jobs = self._collected.get(loop)
+        if jobs is None:
+            loop.call_soon(self._send_collected, loop)  # first: after Ctrl-C in between, others would wait for it in vain
+            jobs = self._collected[loop] = []
+        jobs.append(job)
 
     def _send_collected(self, loop: asyncio.AbstractEventLoop) -> None:
-        jobs = self._collected.pop(loop)
+        jobs = self._collected.pop(loop, [])
         try:
             if self._commit_at_once(jobs):
                 settle(jobs)
                 return
             left = self._unanswered(jobs)
         except BaseException:  # Ctrl-C; the loop may go on after it, and nobody must wait in vain
-            self.writer.send(jobs)
+            settle(job for job in jobs if job.is_over)
+            self.writer.send([job for job in jobs if not job.is_over])
             raise
         if left:
             self.writer.send(left)
@@ -139,14 +141,19 @@ class Turns:
     def _commit_at_once(self, jobs: list[Job]) -> bool:
         """Commit jobs in the calling thread, if nobody has to wait for anything but the disk; whether they are over."""
         writer = self.writer
-        if not _are_light(jobs) or not writer.lent.acquire(blocking=False):
+        if not _are_light(jobs):
             return False
         try:
+            if not writer.lent.acquire(blocking=False):
+                return False
             if writer.has_work or writer.pid != process.pid:  # they came first; after a fork, the connection is the parent's
                 return False
             return writer.commits.at_once(jobs)
-        finally:
-            writer.lent.release()
+        finally:  # Ctrl-C may be heard when we have it and do not know it yet: the thread would wait for it for ever
+            try:  # noqa: SIM105  # a context manager costs 1 us
+                writer.lent.release()
+            except RuntimeError:  # it was not ours
+                pass
 
 
 def _are_light(jobs: list[Job]) -> bool:

@@ -20,10 +20,15 @@ from wirecall.errors import WirecallError
 from wirecall.ledger.base import Claim, LedgerDown
 from wirecall.ledger.sqlite_commits import Commits
 from wirecall.ledger.sqlite_file import PATIENCE, as_down, open_file
-from wirecall.ledger.sqlite_jobs import Job, nothing, settle
+from wirecall.ledger.sqlite_jobs import Job, Kind, nothing, settle
 from wirecall.ledger.sqlite_lock import HandlerLock
 from wirecall.ledger.sqlite_rows import Row, Table
 from wirecall.logs import logger
+
+WRITES: tuple[Kind, ...] = ("write", "unclaim")  # what goes into one transaction
+
+# After a fork the child must neither use nor close the parent's connections; kept here, they are not collected.
+from_before_fork: list["Writer"] = []
 
 
 class Writer:
@@ -35,13 +40,15 @@ class Writer:
         self.pid = process.pid
         self.failure: WirecallError | None = None  # set: the thread takes no more jobs, and this is why
         self.reading = threading.Lock()
-        self.lent = threading.Lock()  # free while the thread has nothing to do; who holds it may use the connection
-        self.lent.acquire()
+        self.lent = threading.RLock()  # free while the thread has nothing to do; who holds it may use the connection
         self._path = path
         self._table = table
         self._asked: deque[Job] = deque()  # the queue; it is safe to add to it anywhere, even while garbage is collected
         self._bell: SimpleQueue[None] = SimpleQueue()  # rung for the thread whenever there is something to see
-        self._waiting: deque[Job] = deque()  # taken from the queue, not done yet
+        self._waiting = deque(
+            [Job("nothing", nothing)]
+        )  # taken from the queue, not done yet; so nobody is lent what is not open
+        self._owed: deque[Job] = deque()  # claims that could not be taken back; tried again before what is asked next
         self._held: HandlerLock | None = None  # a handler has the write lock
         self._is_ready = threading.Event()
         self._reader: apsw.Cursor | None = None
@@ -81,7 +88,9 @@ class Writer:
         self._thread.join()
 
     def _stop(self) -> None:
-        if self.pid == process.pid and self.failure is None:
+        if self.pid != process.pid:
+            from_before_fork.append(self)
+        elif self.failure is None:
             if self._held is not None:  # nobody is left to complete it
                 self._held.is_dropped = True
             self.send([Job("stop", nothing)])
@@ -91,6 +100,7 @@ class Writer:
     # --- in the thread ---
 
     def _run(self) -> None:
+        self.lent.acquire()
         try:
             db, reader, patience = open_file(self._path, Row._fields)
             self.commits = Commits(self._path, self._table, db, patience, self._ask_to_fold)
@@ -113,7 +123,7 @@ class Writer:
             job = self._waiting[0]
             if job.kind == "stop":
                 raise LedgerDown(f"The ledger {self._path} is closed.")
-            if job.kind == "write":
+            if job.kind in WRITES:
                 self._commit(self._take_writes())
             elif job.kind == "sweep":
                 self._commit([self._waiting.popleft()])
@@ -127,12 +137,14 @@ class Writer:
             self.lent.release()
             self._bell.get()
             self.lent.acquire()
+        while self._asked and self._owed:
+            self._waiting.append(self._owed.popleft())
         while self._asked:
             self._waiting.append(self._asked.popleft())
 
     def _take_writes(self) -> list[Job]:
         writes = []
-        while self._waiting and self._waiting[0].kind == "write":
+        while self._waiting and self._waiting[0].kind in WRITES:
             writes.append(self._waiting.popleft())
         return writes
 
@@ -151,8 +163,13 @@ class Writer:
                 self._commit([job])
             return
         for job in jobs:
-            job.error = as_down(self._path, error)
+            self._fail(job, as_down(self._path, error))
         self._deliver(jobs)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        job.error = error
+        if job.kind == "unclaim":
+            self._owed.append(job)
 
     def _ask_to_fold(self) -> None:
         self.send([Job("nothing", self.commits.fold)])
@@ -230,7 +247,7 @@ class Writer:
             lock.is_dropped = True
             return
         job = self._waiting.popleft()
-        job.error = lock.too_late() if job.kind == "begin" else as_down(self._path, apsw.BusyError())
+        self._fail(job, lock.too_late() if job.kind == "begin" else as_down(self._path, apsw.BusyError()))
         self._deliver([job])
 
     def _end(self, lock: HandlerLock) -> None:
