@@ -70,6 +70,7 @@ def plain() -> None: ...
         ("command", plain, {"lease": 0}, "lease must be a number above 0"),
         ("command", plain, {"retention": -1}, "retention must be a number above 0"),
         ("command", plain, {"retention": 10**400}, "retention must be a number above 0"),
+        ("command", plain, {"lease": 2**63}, "lease must be a number above 0"),
         ("command", plain, {"lease": "30"}, "lease must be a number above 0"),
         ("command", plain, {"lease": True}, "lease must be a number above 0"),
         ("command", plain, {"wait": None}, "wait must be a number above 0"),

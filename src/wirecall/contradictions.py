@@ -113,7 +113,4 @@ def _none_of(value: Any, words: Any) -> str:
 
 def _is_amount(value: Any) -> bool:
     """A number above 0 that a store can hold: what is none must not be found out by the first command."""
-    try:
-        return type(value) in (int, float) and float(value) > 0
-    except OverflowError:
-        return False
+    return (type(value) is int and 0 < value < 2**63) or (type(value) is float and value > 0)

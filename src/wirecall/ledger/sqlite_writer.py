@@ -45,9 +45,8 @@ class Writer:
         self._table = table
         self._asked: deque[Job] = deque()  # the queue; it is safe to add to it anywhere, even while garbage is collected
         self._bell: SimpleQueue[None] = SimpleQueue()  # rung for the thread whenever there is something to see
-        self._waiting = deque(
-            [Job("nothing", nothing)]
-        )  # taken from the queue, not done yet; so nobody is lent what is not open
+        # Taken from the queue, not done yet. There is something from the start, so that nobody is lent what is not open.
+        self._waiting: deque[Job] = deque([Job("nothing", nothing)])
         self._owed: deque[Job] = deque()  # claims that could not be taken back; tried again before what is asked next
         self._held: HandlerLock | None = None  # a handler has the write lock
         self._is_ready = threading.Event()
