@@ -235,3 +235,25 @@ def test_an_option_that_would_be_misread_is_refused(options: dict[str, Any], fix
     """A mistyped execution would let commands run side by side; a text is a sequence too."""
     with pytest.raises(UsageError, match=fix):
         App("x", **options)
+
+
+@pytest.mark.parametrize(
+    ("ledger", "kind", "is_told"),
+    [("memory:", "command", True), ("memory:", "query", False), ("sqlite:x.db", "command", False)],
+)
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_a_server_that_will_forget_its_commands_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    transport: Any,
+    ledger: str,
+    kind: str,
+    is_told: bool,
+) -> None:
+    """A client sends them again to the next process, which knows nothing of them."""
+    monkeypatch.setattr("wirecall.transports.stdio.serve", lambda *_, **__: None)
+    monkeypatch.setattr("wirecall.transports.run_http.serve", lambda *_, **__: None)
+    app = App("x", ledger=ledger)
+    getattr(app, kind)(name="put")(lambda: 1)
+    app.run(transport)
+    assert ("the ledger is in memory" in caplog.text) is is_told

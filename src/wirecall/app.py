@@ -198,11 +198,13 @@ class App(Declarations):
         if transport == "stdio":
             from wirecall.transports import stdio
 
+            self._warn_of_memory()
             stdio.serve(self._connect, grace=grace, cleanup=self.aclose, limits=self.limits)
         elif transport == "http":
             from wirecall.transports import run_http
 
             self._check_workers(workers)
+            self._warn_of_memory()
             self._is_shared = self._is_shared or workers > 1
             run_http.serve(self.asgi, host, port, server=server, workers=workers, grace=grace)
         else:
@@ -222,6 +224,16 @@ class App(Declarations):
                 f"{workers} workers cannot share a ledger in memory.",
                 "each would know only its own commands, and a retry that meets another worker would run again",
                 'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."',
+            )
+
+    def _warn_of_memory(self) -> None:
+        """A client that loses its server sends commands again to the next one, as it should: that one must know of them."""
+        from wirecall.logs import logger
+
+        if self._ledger_scheme == "memory" and any(method.is_command for method in self.registry):
+            logger.warning(
+                "the ledger is in memory: a command that is sent again after a restart runs again; "
+                'where that matters, use ledger="sqlite:PATH"'
             )
 
     async def _not_ready(self) -> str | None:
