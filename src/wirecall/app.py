@@ -8,6 +8,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -296,6 +297,7 @@ class App(Declarations):
 
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish what is under way, within `grace` seconds, and close the ledger."""
+        ends_at = time.monotonic() + grace
         dispatcher = self._dispatcher
         if dispatcher is not None:
             await dispatcher.aclose(grace)  # from here on it refuses commands, and queries go on
@@ -306,7 +308,7 @@ class App(Declarations):
         if ledger is not None:
             await ledger.aclose()
         if audit is not None:
-            audit.close()
+            await audit.aclose(max(0.0, ends_at - time.monotonic()))
         if self._dispatcher is dispatcher:
             self._dispatcher = None  # the next call begins anew
 
