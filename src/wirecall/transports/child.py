@@ -4,7 +4,9 @@
 2. It is ended as MCP asks for: its stdin is closed and it is given `grace` seconds, then SIGTERM and as long again, then
    SIGKILL. It leads a process group of its own, so that what it started goes with it, and so that the terminal's Ctrl+C is
    ours to act on.
-3. After `aclose` there is neither process nor task nor pipe, however it ended.
+3. However much it says, the others of the event loop have their turn: deadlines hold. From `aclose` on it is read, so that
+   it can end, and not heard.
+4. After `aclose` there is neither process nor task nor pipe, however it ended.
 """
 
 import asyncio
@@ -25,6 +27,7 @@ Stderr: TypeAlias = Literal["pass", "keep"]
 
 GRACE = 2.0
 KEPT = 2000  # characters of stderr that an error quotes
+TURN = 200  # lines that are heard at one go; a pipe may hold 32768
 
 
 class Child:
@@ -127,16 +130,23 @@ class Child:
         assert process.stdout is not None
         lines = Lines(self._max_bytes)
         while data := await process.stdout.read(CHUNK):
-            for line in lines.feed(data):
-                on_line(line)
-        for line in lines.rest():
-            on_line(line)
+            if self._process is process:
+                await self._tell(lines.feed(data), on_line)
+        await self._tell(lines.rest(), on_line)
         # Who closes stdout is about to end, and its last words on stderr are on their way.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace):
                 await process.wait()
                 await asyncio.shield(stderr)
         on_end(ConnectionLost(self._last_words(process)))
+
+    async def _tell(self, lines: list[bytes], on_line: OnLine) -> None:
+        for number, line in enumerate(lines, start=1):
+            if self._process is None:
+                return
+            on_line(line)
+            if number % TURN == 0:
+                await asyncio.sleep(0)
 
     def _last_words(self, process: asyncio.subprocess.Process) -> str:
         code = process.returncode
