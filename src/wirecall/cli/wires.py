@@ -174,7 +174,8 @@ class LineWire:
                     if isinstance(line, CallFailed):
                         self._lines.put_nowait(line)  # it will say no more, whoever asks
                         raise line
-                    if line.strip() and (_is_answer(reply.take(line), ids) or reply.is_echo(message)):
+                    document = reply.take(line) if line.strip() else None
+                    if _is_answer(document, ids) or document == message:  # what is sent back answers nothing, and ends it
                         break
         except TimeoutError:
             reply.is_silent = True
