@@ -1,6 +1,8 @@
 """Servers that the command starts, speaks to, or fails to speak to."""
 
 import json
+import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -301,3 +303,20 @@ def test_the_second_ctrl_c_stops_at_once(slow: str) -> None:
         run.process.send_signal(signal.SIGINT)
         run.wait_for("Cancelling")
         assert run.end(signal.SIGINT)[0] == Exit.INTERRUPTED
+
+
+def test_the_second_ctrl_c_ends_the_server_process_too(tmp_path: Path) -> None:
+    """It would ignore the end of its input, and live on with nobody to end it. A pipe that it holds tells of its end."""
+    os.mkfifo(tmp_path / "held")
+    held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    stubborn = f"import sys, time; f = open({str(tmp_path / 'held')!r}, 'wb'); print('up', file=sys.stderr); time.sleep(600)"
+    try:
+        with running("call", "x", "--", sys.executable, "-c", stubborn) as run:
+            run.wait_for("up")
+            run.process.send_signal(signal.SIGINT)
+            run.wait_for("Cancelling")
+            assert run.end(signal.SIGINT)[0] == Exit.INTERRUPTED
+        assert select.select([held], [], [], 10)[0]
+        assert os.read(held, 1) == b""
+    finally:
+        os.close(held)

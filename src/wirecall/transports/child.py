@@ -6,7 +6,7 @@
    ours to act on.
 3. However much it says, the others of the event loop have their turn: deadlines hold. From `aclose` on it is read, so that
    it can end, and not heard.
-4. After `aclose` there is neither process nor task nor pipe, however it ended.
+4. After `aclose` there is neither process nor task nor pipe, however it ended. Who leaves without it calls `kill_all`.
 """
 
 import asyncio
@@ -28,6 +28,15 @@ Stderr: TypeAlias = Literal["pass", "keep"]
 GRACE = 2.0
 KEPT = 2000  # characters of stderr that an error quotes
 TURN = 200  # lines that are heard at one go; a pipe may hold 32768
+
+_living: set[asyncio.subprocess.Process] = set()
+
+
+def kill_all() -> None:
+    """End all of them at once, for a process that is about to end itself in the middle of everything."""
+    for process in list(_living):
+        if process.returncode is None:  # else its number may be another's by now
+            _kill(process, signal.SIGKILL)
 
 
 class Child:
@@ -70,6 +79,7 @@ class Child:
             )
         except OSError as error:
             raise NotSent(f"{self._command[0]} cannot be started: {error}") from error
+        _living.add(self._process)
         stderr = asyncio.create_task(self._hear(self._process.stderr))
         self._tasks = [stderr, asyncio.create_task(self._listen(self._process, stderr, on_line, on_end))]
 
@@ -101,11 +111,12 @@ class Child:
         try:
             await self._end(process)
         finally:
-            self._kill(process, signal.SIGKILL)  # who was started by the child, and outlived it
+            _kill(process, signal.SIGKILL)  # who was started by the child, and outlived it
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await process.wait()
+            _living.discard(process)
             _close(process)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
@@ -115,12 +126,7 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), self._grace)
                 return
-            self._kill(process, number)
-
-    @staticmethod
-    def _kill(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+            _kill(process, number)
 
     # --- hearing it --------------------------------------------------------------------------------------------------
 
@@ -160,6 +166,11 @@ class Child:
             if self._passes and sys.stderr is not None:
                 sys.stderr.write(data.decode("utf-8", "replace"))
                 sys.stderr.flush()
+
+
+def _kill(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
 
 
 def _close(process: asyncio.subprocess.Process) -> None:
