@@ -283,6 +283,13 @@ def test_an_answer_that_does_not_come(slow: str) -> None:
         assert "--key k-7" in error["next"]
 
 
+def test_https_to_a_server_of_http_is_told_as_what_it_is(shop: str) -> None:
+    run = wirecall("call", shop.replace("http:", "https:"), "price", "sku=tea", "--json")
+    error = json.loads(run.stdout)["error"]
+    assert (run.returncode, error["type"]) == (Exit.UNREACHABLE, "unreachable")
+    assert "it does not agree to TLS (https): " in error["why"]
+
+
 # --- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
