@@ -290,6 +290,16 @@ def test_https_to_a_server_of_http_is_told_as_what_it_is(shop: str) -> None:
     assert "it does not agree to TLS (https): " in error["why"]
 
 
+def test_a_call_that_is_cut_at_the_end_is_no_traceback(
+    slow: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("wirecall.cli.connecting.GRACE", 0.1)
+    result = invoke("call", f"{slow}:app", "nap", "seconds=60", "--timeout", "200ms", "--key", "k-7")
+    assert result.exit_code == Exit.UNKNOWN
+    assert "No answer came in time" in result.stderr
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 # --- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
