@@ -220,6 +220,7 @@ def test_a_server_that_is_not_there_is_exit_4(words: tuple[str, ...], why: str) 
     code, error = probed(*words)
     assert code == 4
     assert why in error["why"]
+    assert ("did not start" in error["message"]) == ("cannot be started" in why)
 
 
 # Counts how often it is started, tells people where it listens, and never answers.
