@@ -295,6 +295,63 @@ def test_a_lock_that_another_program_keeps_costs_a_line_and_not_the_server(
     assert verify(trail).ok
 
 
+async def test_an_event_loop_does_not_wait_for_a_lock_that_another_program_keeps(
+    trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The commands are answered while the lock is held, and their lines follow in order when it is free."""
+    monkeypatch.setattr("wirecall.audit.PATIENCE", 30.0)
+    async with audited(trail) as app:
+        await app.handle(call("put", [0], id=0))
+        with trail.open() as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            async with asyncio.timeout(10):  # a loop that waits would lose a line after 30 s
+                for n in range(1, 6):
+                    assert result(await app.handle(call("put", [n], id=n))) == n
+            assert [line["id"] for line in lines(trail)] == [0]
+        await app.handle(call("put", [6], id=6))
+    assert [line["id"] for line in lines(trail)] == list(range(7))
+    assert verify(trail).ok
+    assert not caplog.records
+
+
+async def test_lines_that_wait_for_a_lock_are_lost_when_the_grace_is_over_and_the_log_says_so(
+    trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("wirecall.audit.PATIENCE", 30.0)
+    app = audited(trail)
+    await app.handle(call("put", [0], id=0))
+    with trail.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        await app.handle(call("put", {"value": 1}, id=1, key="a"))
+        await app.handle(call("put", {"value": 2}, id=2, key="b"))
+        await asyncio.wait_for(app.aclose(0.05), 10)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition("has no line for ")[2] for text in told] == [
+        f"put {key}: another process has had its lock for too long" for key in "ab"
+    ]
+    async with app:
+        await app.handle(call("put", [3], id=3))
+    assert [line["id"] for line in lines(trail)] == [0, 3]
+    assert verify(trail).ok
+
+
+async def test_lines_that_wait_have_no_other_overtake_them(trail: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock comes and goes while lines are added, with a loop and without."""
+    monkeypatch.setattr("wirecall.audit.PATIENCE", 30.0)
+    audit = Audit(str(trail))
+    audit.append(entry(0))
+    for n in range(1, 200, 4):
+        with trail.open() as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            audit.append(entry(n))
+            await asyncio.to_thread(audit.append, entry(n + 1))  # there are lines before it: it does not wait in place
+        audit.append(entry(n + 2))
+        await asyncio.to_thread(audit.append, entry(n + 3))
+    await audit.aclose(30)
+    assert [line["id"] for line in lines(trail)] == list(range(201))
+    assert verify(trail).ok
+
+
 def test_many_threads_write_one_chain(trail: Path) -> None:
     """A lock on the file keeps processes apart, not threads."""
     audit = Audit(str(trail))

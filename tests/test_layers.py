@@ -48,7 +48,8 @@ LAYERS = [
     {"cli.exits", "cli.schemas", "cli.settings", "cli.completion"},
     {"cli.failures", "cli.output"},
     {"cli.running", "cli.durations", "cli.targets", "cli.offers", "cli.arguments", "cli.new"},
-    {"cli.audit", "cli.clients", "cli.connecting", "cli.ledgers", "cli.lines", "cli.overrides", "cli.wires"},
+    {"cli.audit", "cli.clients", "cli.connecting", "cli.lines", "cli.overrides", "cli.wires"},
+    {"cli.ledgers"},
     {
         "cli.call",
         "cli.config",

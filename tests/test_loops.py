@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import pkgutil
 import threading
 import time
 from collections.abc import Callable
@@ -225,3 +226,24 @@ def test_loops_that_open_the_ledger_at_the_same_moment_share_one(app: App, monke
                 result(answer.result(PATIENCE))
     assert sorted(effects) == ["ada", "bob"]
     asyncio.run(app.aclose())
+
+
+@pytest.mark.parametrize("part", ["wirecall.mcp.catalog.Catalog", "wirecall.mcp.server.Server"])
+def test_threads_that_ask_first_at_the_same_moment_share_one_server_of_mcp(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who listens to another one would never be told of a change."""
+    app, made, both = make_app(), list[Any](), threading.Barrier(2)
+    make = pkgutil.resolve_name(part).__init__
+
+    def slowly(self: Any, *given: Any, **named: Any) -> None:
+        made.append(self)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for another thread to come as far; it must not
+        make(self, *given, **named)
+
+    monkeypatch.setattr(f"{part}.__init__", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        servers = [each.result(PATIENCE) for each in [threads.submit(app.mcp) for _ in range(2)]]
+    assert servers[0] is servers[1] is app.mcp()
+    assert len(made) == 1

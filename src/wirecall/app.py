@@ -7,7 +7,7 @@
 """
 
 import os
-import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from wirecall.audit import Audit
     from wirecall.dispatch import Dispatcher, Middleware
     from wirecall.ledger.base import Ledger
+    from wirecall.mcp.catalog import Catalog
     from wirecall.mcp.server import Server
     from wirecall.transports.http_server import HttpServer
     from wirecall.transports.run_http import ServerName
@@ -89,7 +90,6 @@ class App(Declarations):
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
-        self._building = threading.Lock()
         self._ledger: Ledger | None = None
         self._locked: tuple[AbstractEventLoop, Lock] | None = None
         self._add_discover()
@@ -251,20 +251,28 @@ class App(Declarations):
 
     def mcp(self) -> "Server":
         """What answers MCP's own methods."""
-        if self._mcp is None:
-            from wirecall.mcp.sealed import Seals
-            from wirecall.mcp.server import Identity, Server
+        return self._mcp or self._build_mcp()
 
-            identity = Identity(self.name, self.version, self.instructions)
-            self._mcp = Server(
-                identity,
-                self.catalog(),
-                self._serving,
-                Seals(self._secret),
-                is_public=self._authenticate is None,
-                bytes_out=self.limits.bytes_out,
-            )
-        return self._mcp
+    def _build_mcp(self) -> "Server":
+        """One for all threads: who listens to one of two would not be told what the other is told."""
+        catalog = self.catalog()
+        with self._building:
+            if self._mcp is None:
+                self._mcp = self._new_mcp(catalog)
+            return self._mcp
+
+    def _new_mcp(self, catalog: "Catalog") -> "Server":
+        from wirecall.mcp.sealed import Seals
+        from wirecall.mcp.server import Identity, Server
+
+        return Server(
+            Identity(self.name, self.version, self.instructions),
+            catalog,
+            self._serving,
+            Seals(self._secret),
+            is_public=self._authenticate is None,
+            bytes_out=self.limits.bytes_out,
+        )
 
     def changed(self, what: Lists) -> None:
         """Tell the MCP clients that listen: this list has changed. From any thread, and without waiting."""
@@ -309,6 +317,7 @@ class App(Declarations):
 
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish what is under way, within `grace` seconds, and close the ledger."""
+        ends_at = time.monotonic() + grace
         dispatcher = self._dispatcher
         if dispatcher is not None:
             await dispatcher.aclose(grace)  # from here on it refuses commands, and queries go on
@@ -319,7 +328,7 @@ class App(Declarations):
         if ledger is not None:
             await ledger.aclose()
         if audit is not None:
-            audit.close()
+            await audit.aclose(max(0.0, ends_at - time.monotonic()))
         if self._dispatcher is dispatcher:
             self._dispatcher = None  # the next call begins anew
 

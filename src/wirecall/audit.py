@@ -13,16 +13,20 @@ The rules of the file:
 4. A file that was moved away is left alone, and a new trail begins under the name. One that was cut is not: the next line
    follows what was written, so that `verify` reports the gap.
 5. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
+6. An event loop never waits for the lock. A line that finds it taken goes to a thread that waits, and the lines after it
+   stand behind it until that thread has written them all; without a loop the call waits in place. Nobody waits for ever: who
+   has the lock may have been stopped, or may not be one of us.
 """
 
 import asyncio
-import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ from wirecall.logs import logger
 FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have
 PATIENCE = 1.0  # seconds for the lock; another line is written in some 0.00005
+AGAIN = 0.0002  # seconds until it is tried again
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -68,6 +73,7 @@ class Audit:
         self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
         self._seen = -1  # size of the file after our own last line
+        self._queue = _Queue(self._add_in_time)
 
     def note(self, context: Context, digest: bytes, started: float, error: BaseException | None) -> None:
         """A line about a call that has just ended; `started` is by `time.perf_counter`."""
@@ -92,12 +98,54 @@ class Audit:
         if self._pid != process.pid:
             self._begin()
         try:
-            with self._writing, _locked(file := self._open()):
-                self._write(file, entry)
+            if self._queue.lines or not self._add(entry):
+                self._add_later(entry)
         except Exception as error:
-            logger.error("the audit trail %s has no line for %s %s: %s", self.path, entry.method, entry.key, error)
+            self._log_lost(entry, error)
+
+    async def aclose(self, grace: float) -> None:
+        """Close it, after the lines that wait for the lock: they have `grace` seconds from now."""
+        self._queue.ends_at = time.monotonic() + grace
+        if self._queue.lines:
+            await asyncio.to_thread(self._queue.join)
+        self.close()
 
     def close(self) -> None:
+        self._queue.join()
+        self._forget_file()
+
+    def _add(self, entry: Entry) -> bool:
+        """Write a line, unless somebody else has the lock on the file."""
+        with self._writing:
+            file = self._open()
+            if not _is_locked(file):
+                return False
+            try:
+                self._write(file, entry)
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
+        return True
+
+    def _add_later(self, entry: Entry) -> None:
+        give_up_at = time.monotonic() + PATIENCE
+        if self._queue.lines or _has_loop():
+            self._queue.put(entry, give_up_at)
+        else:
+            self._add_in_time(entry, give_up_at)
+
+    def _add_in_time(self, entry: Entry, give_up_at: float) -> None:
+        try:
+            while not self._add(entry):
+                if time.monotonic() > min(give_up_at, self._queue.ends_at):
+                    raise TimeoutError("another process has had its lock for too long")
+                time.sleep(AGAIN)
+        except Exception as error:
+            self._log_lost(entry, error)
+
+    def _log_lost(self, entry: Entry, error: Exception) -> None:
+        logger.error("the audit trail %s has no line for %s %s: %s", self.path, entry.method, entry.key, error)
+
+    def _forget_file(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -105,7 +153,7 @@ class Audit:
     def _open(self) -> int:
         if self._file is not None and not _is_at(self.path, self._file):
             logger.warning("the audit trail %s was moved or removed: a new one begins", self.path)
-            self.close()
+            self._forget_file()
             self._seen = -1
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +175,41 @@ class Audit:
         if os.write(file, data) < len(data):
             raise OSError("only a part of it could be written")
         self._seen, self._last = size + len(data), own
+
+
+class _Queue:
+    """Lines that wait, and the thread that writes them in their order. It lives as long as there are any."""
+
+    def __init__(self, add: Callable[[Entry, float], None]) -> None:
+        self.lines: deque[tuple[Entry, float]] = deque()  # a line stays until it is written, so that none overtakes it
+        self.ends_at = math.inf
+        self._add = add
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, entry: Entry, give_up_at: float) -> None:
+        with self._guard:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="wirecall-audit")  # the process ends after it
+                thread.start()
+                self._thread = thread
+            self.lines.append((entry, give_up_at))
+
+    def join(self) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        with self._guard:  # until `put` has put its line
+            more = bool(self.lines)
+        while more:
+            self._add(*self.lines[0])
+            with self._guard:
+                self.lines.popleft()
+                more = bool(self.lines)
+                if not more:
+                    self._thread = None
 
 
 def _ended(error: BaseException | None) -> tuple[str, int | None]:
@@ -223,23 +306,17 @@ def _is_at(path: Path, file: int) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _locked(file: int) -> Iterator[None]:
-    """The lock on the file, for which nobody waits for ever: who has it may have been stopped, or may not be one of us."""
-    give_up_at = time.monotonic() + PATIENCE
-    while not _is_locked(file):
-        if time.monotonic() > give_up_at:
-            raise TimeoutError(f"another process has had its lock for more than {PATIENCE:g} s")
-        time.sleep(0.0002)
-    try:
-        yield
-    finally:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-
 def _is_locked(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        return False
+    return True
+
+
+def _has_loop() -> bool:
+    try:
+        process.running_loop()
+    except RuntimeError:
         return False
     return True

@@ -7,6 +7,7 @@
 3. A command that shares the ledger's transactions is declared only where the ledger has some.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -29,6 +30,7 @@ class Declarations:
         self.registry = Registry()
         self._ledger_scheme = ledger_scheme
         self._catalog: Catalog | None = None
+        self._building = threading.Lock()  # of what is made when it is first asked for
 
     @overload
     def query(self, function: F, /) -> F: ...
@@ -189,11 +191,16 @@ class Declarations:
 
     def catalog(self) -> "Catalog":
         """What MCP clients are offered beside the methods."""
-        if self._catalog is None:
-            from wirecall.mcp.catalog import Catalog
+        return self._catalog or self._build_catalog()
 
-            self._catalog = Catalog(self.registry)
-        return self._catalog
+    def _build_catalog(self) -> "Catalog":
+        """One for all threads: what is declared in one of two would be missing in the other."""
+        from wirecall.mcp.catalog import Catalog
+
+        with self._building:
+            if self._catalog is None:
+                self._catalog = Catalog(self.registry)
+            return self._catalog
 
     # --- registering -------------------------------------------------------------------------------------------------
 

@@ -185,6 +185,13 @@ def test_send_answers_while_its_input_is_open() -> None:
             assert json.loads(run.answer())["result"] == 6
 
 
+def test_send_prints_what_a_process_says_whatever_its_length() -> None:
+    says = "import sys; sys.stdout.write('first\\n' + 'x' * 40_000_000)"
+    run = wirecall("send", "--", sys.executable, "-c", says)
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert run.stdout == b"first\n" + b"x" * 40_000_000 + b"\n"
+
+
 def test_send_to_a_process_answers_while_its_input_is_open() -> None:
     with running("send", "--", sys.executable, SHOP) as run:
         for _ in range(2):

@@ -82,7 +82,7 @@ def test_help_imports_neither_the_loop_nor_what_verbs_need() -> None:
         (
             ["serve", SHOP, "--workers", "2"],
             "2 workers cannot share a ledger in memory",
-            "a retry that meets another worker",
+            "next: --ledger sqlite:PATH",
         ),
         (["serve", "http://127.0.0.1:1"], "is not a file", ""),
         (["call", "http://127.0.0.1:1", "x", "--ledger", "memory:"], "--ledger is for an app in a file", ""),

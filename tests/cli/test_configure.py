@@ -128,5 +128,5 @@ def test_a_command_of_unknown_outcome_names_the_ledger_that_it_is_in(folder: Pat
     Path("app.py").write_text(SOURCE.replace("with Path", "raise ValueError\n    with Path"))
     charged()
     told = charged()["error"]["next"]
-    assert "wirecall ledger resolve charge k --done, or --not-done" in told
-    assert invoke("ledger", "resolve", "charge", "k", "--not-done").exit_code == 0
+    assert "wirecall ledger resolve app.py charge k --done, or --not-done" in told
+    assert invoke("ledger", "resolve", "app.py", "charge", "k", "--not-done").exit_code == 0

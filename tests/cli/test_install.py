@@ -255,7 +255,8 @@ def test_a_person_is_asked_and_may_say_no(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ('{\n  "a": 1\n  "b": 2}', "is not JSON.", "line 3, column 3"),
         ('{\n  "a": 1,\n}', "is not JSON.", "line "),  # 3, the bracket; since Python 3.13 it is 2, the comma
-        ('{\n  // mine\n  "a": 1}', "is not JSON.", "line 2, column 3"),
+        ('{\n  // mine\n  "a": 1}', "is not JSON.", "line 2 has a comment"),
+        ('{\n  "a": 1 /* mine */}', "is not JSON.", "line 2 has a comment"),
         ('{"a": 1, "a": 2}', "is not clear.", "'a' stands in it twice"),
         ('{"a": NaN}', "is not clear.", "it has NaN, which is not JSON"),
         ('{"a": 1e999}', "is not clear.", "1e999, which would be lost"),
@@ -271,6 +272,17 @@ def test_a_file_that_cannot_be_understood_is_left_alone(text: str, what: str, wh
     assert why in error["why"]
     assert path.read_text() == text
     assert os.listdir(path.parent) == ["mcp.json"]
+
+
+def test_who_has_to_add_the_entry_by_hand_is_told_which_lines() -> None:
+    existing('{\n  // mine\n  "mcpServers": {}\n}')
+    result = invoke("install", SHOP, "--client", "cursor", "--name", "shop")
+    assert result.exit_code == 2
+    told, _, lines = result.stderr.partition("next: correct it, or add this by hand, to the object 'mcpServers':\n")
+    assert "why: line 2 has a comment" in told
+    printed = json.loads(invoke("install", SHOP, "--client", "cursor", "--name", "shop", "--print").stdout)
+    assert json.loads("{" + lines + "}") == printed["mcpServers"]
+    assert refused(SHOP, "--client", "cursor", "--name", "shop")["entry"] == printed
 
 
 def test_bytes_that_are_no_text_are_left_alone() -> None:

@@ -182,6 +182,19 @@ def test_a_call_of_unknown_outcome_tells_the_line_that_settles_it(words: tuple[s
     assert invoke("ledger", "resolve", *line.split(), "--not-done").exit_code == 0
 
 
+def test_the_ledger_of_an_app_is_the_one_that_it_is_called_and_served_with() -> None:
+    """wirecall.toml goes over what the file says, for `ledger` as for `call`."""
+    call("put", 1, "own")
+    Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:other.db"\n')
+    missing = invoke("ledger", "list", "app.py")
+    assert (missing.exit_code, "There is no ledger at" in missing.stderr, "other.db" in missing.stderr) == (2, True, True)
+    assert "wirecall.toml" in missing.stderr
+    assert invoke("call", "app.py", "put", "value=1", "--key", "other").exit_code == 0
+    assert [record["key"] for record in told("ledger", "list", "app.py")] == ["other"]
+    assert told("ledger", "list", "app.py") == told("ledger", "list")
+    assert [record["key"] for record in told("ledger", "list", URL)] == ["own"]
+
+
 @pytest.mark.parametrize("target", ["app.py", URL])
 def test_a_tools_result_is_kept_as_its_clients_get_it(target: str) -> None:
     with pytest.raises(InternalError):

@@ -21,6 +21,7 @@ def test_a_new_project_has_a_test_that_passes_and_a_sound_configuration() -> Non
     result = invoke("new", "shop")
     assert result.exit_code == 0
     assert "cd shop && wirecall dev" in result.stdout
+    assert "cd 'my shop' && wirecall dev" in invoke("new", "my shop").stdout
     assert sorted(os.listdir("shop")) == [".gitignore", "README.md", "app.py", "test_app.py", "wirecall.toml"]
     words = [sys.executable, "-W", "error", "-m", "unittest"]
     tests = subprocess.run(words, cwd="shop", capture_output=True, text=True, timeout=PATIENCE, check=False)

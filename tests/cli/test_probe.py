@@ -12,6 +12,7 @@ from tests.cli import SHOP, invoke, wirecall
 from tests.client.peers import served
 from wirecall import App
 from wirecall.cli.targets import parse
+from wirecall.cli.wires import COST, NOISE, ROOM, LineWire
 
 REVISIONS = ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28"]
 
@@ -219,6 +220,7 @@ def test_a_server_that_is_not_there_is_exit_4(words: tuple[str, ...], why: str) 
     code, error = probed(*words)
     assert code == 4
     assert why in error["why"]
+    assert ("did not start" in error["message"]) == ("cannot be started" in why)
 
 
 # Counts how often it is started, tells people where it listens, and never answers.
@@ -263,6 +265,29 @@ async def test_an_address_that_never_answers_is_asked_at_both_endpoints() -> Non
     assert set(asked) == {b"/mcp", b"/rpc"}
     assert len(asked) <= 4
     assert ".../mcp or .../rpc" in error["next"]
+
+
+@pytest.mark.parametrize("line", ["y", '{"jsonrpc": "2.0", "method": "notifications/message"}'])
+async def test_what_a_server_says_without_end_is_not_kept_without_end(line: str) -> None:
+    class Flood:
+        async def open(self, on_line: Any, on_end: Any) -> None:
+            self.on_line = on_line
+            self.flood()
+
+        def flood(self) -> None:
+            for _ in range(200_000):
+                self.on_line(line.encode())
+
+        async def write(self, _line: bytes) -> None:
+            self.flood()
+
+    pipe: Any = Flood()
+    wire = LineWire(lambda: pipe)
+    await wire.open()
+    reply = await wire.send({"jsonrpc": "2.0", "id": 1, "method": "x"}, {}, 0.05)
+    assert reply.is_silent
+    assert len(reply.documents) <= 2 * ROOM // COST  # what came before the message, and what came for it
+    assert len(reply.noise) <= NOISE
 
 
 def test_an_echo_is_no_server() -> None:

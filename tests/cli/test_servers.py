@@ -1,6 +1,8 @@
 """Servers that the command starts, speaks to, or fails to speak to."""
 
 import json
+import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -281,6 +283,23 @@ def test_an_answer_that_does_not_come(slow: str) -> None:
         assert "--key k-7" in error["next"]
 
 
+def test_https_to_a_server_of_http_is_told_as_what_it_is(shop: str) -> None:
+    run = wirecall("call", shop.replace("http:", "https:"), "price", "sku=tea", "--json")
+    error = json.loads(run.stdout)["error"]
+    assert (run.returncode, error["type"]) == (Exit.UNREACHABLE, "unreachable")
+    assert "it does not agree to TLS (https): " in error["why"]
+
+
+def test_a_call_that_is_cut_at_the_end_is_no_traceback(
+    slow: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("wirecall.cli.connecting.GRACE", 0.1)
+    result = invoke("call", f"{slow}:app", "nap", "seconds=60", "--timeout", "200ms", "--key", "k-7")
+    assert result.exit_code == Exit.UNKNOWN
+    assert "No answer came in time" in result.stderr
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 # --- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
@@ -301,3 +320,20 @@ def test_the_second_ctrl_c_stops_at_once(slow: str) -> None:
         run.process.send_signal(signal.SIGINT)
         run.wait_for("Cancelling")
         assert run.end(signal.SIGINT)[0] == Exit.INTERRUPTED
+
+
+def test_the_second_ctrl_c_ends_the_server_process_too(tmp_path: Path) -> None:
+    """It would ignore the end of its input, and live on with nobody to end it. A pipe that it holds tells of its end."""
+    os.mkfifo(tmp_path / "held")
+    held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    stubborn = f"import sys, time; f = open({str(tmp_path / 'held')!r}, 'wb'); print('up', file=sys.stderr); time.sleep(600)"
+    try:
+        with running("call", "x", "--", sys.executable, "-c", stubborn) as run:
+            run.wait_for("up")
+            run.process.send_signal(signal.SIGINT)
+            run.wait_for("Cancelling")
+            assert run.end(signal.SIGINT)[0] == Exit.INTERRUPTED
+        assert select.select([held], [], [], 10)[0]
+        assert os.read(held, 1) == b""
+    finally:
+        os.close(held)

@@ -13,7 +13,10 @@ import pytest
 from tests.client.peers import PATIENCE, until
 from wirecall import Retry, connect
 from wirecall.errors import BadAnswer, ConnectionLost, NotSent, TimedOut
-from wirecall.transports.child import Child
+from wirecall.mcp.host import Host
+from wirecall.mcp.inbox import QUESTIONS, Inbox
+from wirecall.replies import Arrived
+from wirecall.transports.child import TURN, Child
 
 ECHO = """
 import json, sys
@@ -103,6 +106,46 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return "Z"
+
+
+async def test_a_child_that_never_stops_talking_leaves_others_their_turn() -> None:
+    """A pipe full of short lines is heard in pieces, and from `aclose` on not at all: deadlines hold."""
+    heard: list[int] = [0]  # lines, by the turns of the loop
+
+    def tick() -> None:
+        heard.append(0)
+        if child.pid is not None:
+            asyncio.get_running_loop().call_soon(tick)
+
+    def on_line(_line: bytes) -> None:
+        assert child.pid is not None, "heard after the end was asked for"
+        heard[-1] += 1
+
+    child = Child([sys.executable, "-c", "while True: print('y\\n' * 100_000)"], grace=0.1)
+    await child.open(on_line, lambda _error: None)
+    tick()
+    try:
+        await until(lambda: sum(heard) > 100_000)
+    finally:
+        await asyncio.wait_for(child.aclose(), PATIENCE)
+    assert max(heard) <= 2 * TURN  # two pieces: the end of one read, and the beginning of the next
+
+
+async def test_a_server_that_asks_without_end_is_not_answered_without_end() -> None:
+    """It does not listen: what it is answered would wait for ever."""
+    sent: list[Any] = []
+
+    async def send(message: bytes) -> None:
+        sent.append(message)
+        await asyncio.Event().wait()
+
+    inbox = Inbox(Host(), send, None, lambda _change, _id: None)
+    for n in range(20_000):
+        inbox.hear(Arrived("2.0", id=n // 2, method="ping"))
+    await asyncio.sleep(0)
+    assert len(sent) == QUESTIONS
+    await inbox.aclose()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_a_deaf_child_times_out_and_the_client_goes_on() -> None:

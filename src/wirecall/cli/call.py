@@ -207,9 +207,7 @@ def _resolving(entry: Any, wanted: Wanted, target: Target) -> str:
     """The command line that settles a record, for who has its ledger."""
     data = entry.error.data if isinstance(entry.error.data, dict) else {}
     method = str(data.get("record", "")).removesuffix(entry.key).rstrip("/") or wanted.name
-    from wirecall.cli.settings import serve_settings
-
-    where = wanted.ledger or (target.text if target.kind == "file" and "ledger" not in serve_settings() else "")
+    where = wanted.ledger or (target.text if target.kind == "file" else "")
     return " ".join(filter(None, ("wirecall ledger resolve", where, method, entry.key, "--done, or --not-done")))
 
 

@@ -128,7 +128,8 @@ def address(target: Target, protocol: Protocol) -> str:
 
 
 class _Noise(logging.Filter):
-    """Remembers that the server said something which is no message: the client tells that to its log."""
+    """Remembers that the server said something which is no message: the client tells that to its log. And keeps from the
+    log what the verb itself tells."""
 
     def __init__(self, listens: bool) -> None:
         super().__init__()
@@ -137,7 +138,9 @@ class _Noise(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         self.seen = self.seen or any(isinstance(each, Unreadable) for each in record.args or ())
-        return record.levelno >= self._level and not self.muted
+        # That a call was cut is what the verb tells, and where it was cut is nobody's fault.
+        is_cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+        return record.levelno >= self._level and not self.muted and not is_cut
 
     def __enter__(self) -> None:
         self._level = logger.getEffectiveLevel()

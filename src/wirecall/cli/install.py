@@ -173,7 +173,13 @@ class _File:
 
     def with_entry(self, entry: dict[str, Any]) -> str:
         """The text with the server in it."""
-        tree = self._tree(self.text, self.path)
+        try:
+            tree = self._tree(self.text, self.path)
+        except Failure as failure:
+            lines = f"{json.dumps(self.name)}: {json.dumps(entry, indent=2, ensure_ascii=False)}"
+            failure.next = f"{failure.next}, or add this by hand, to the object {self.client.member!r}:\n{lines}"
+            failure.facts["entry"] = {self.client.member: {self.name: entry}}
+            raise
         if tree.get(self.client.member, {}).get(self.name) == entry:
             return self.text
         tree.setdefault(self.client.member, {})[self.name] = entry
@@ -234,15 +240,16 @@ class _File:
             tree = json.loads(text, object_pairs_hook=_unique, **_FAITHFUL) if text.strip() else {}
         except json.JSONDecodeError as error:
             place = f"line {error.lineno}, column {error.colno}: {error.msg}"
-            next = "correct it, or --print and paste the entry yourself"
-            raise Failure(f"{path} is not JSON.", f"{place}; comments are not JSON either", next, type="not_json") from None
+            if text[error.pos :].lstrip().startswith(("//", "/*", "#")):
+                place = f"line {error.lineno} has a comment: JSON has none, and what wirecall writes would be without it"
+            raise Failure(f"{path} is not JSON.", place, "correct it", type="not_json") from None
         except (ValueError, RecursionError) as error:
             why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-            raise Failure(f"{path} is not clear.", why, "correct it by hand first", type="not_json") from None
+            raise Failure(f"{path} is not clear.", why, "correct it", type="not_json") from None
         servers = tree.get(self.client.member, {}) if isinstance(tree, dict) else None
         if not isinstance(servers, dict):
             what = "an object" if not isinstance(tree, dict) else f"an object under {self.client.member!r}"
-            next = "is it the right file? Then correct it by hand first"
+            next = "is it the right file? Then correct it"
             raise Failure(f"{path} does not look like a file of {self.client.title}'s.", f"it does not hold {what}", next)
         return tree
 

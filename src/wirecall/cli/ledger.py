@@ -32,7 +32,8 @@ def command() -> None:
     """Look at the records of commands, and settle unknown ones.
 
     TARGET is a ledger's URL (sqlite:PATH, redis://..., postgresql://...), a file with an app, or, if left out, what
-    wirecall.toml names.
+    wirecall.toml names. Of an app in a file it is the ledger that `wirecall serve` would give it here: that of
+    wirecall.toml, or else the app's own.
     """
 
 

@@ -1,5 +1,8 @@
 """Which ledger a verb works on: a URL, the one of an app in a file, or the one that wirecall.toml names.
 
+The ledger of an app in a file is the one that it would be served with from this folder: wirecall.toml goes over what the
+file says (`overrides.app_of`, for all verbs).
+
 A ledger is opened as it is found. A file that is not there is an error here, where a server would make it.
 """
 
@@ -15,6 +18,7 @@ from msgspec import Struct
 from wirecall import App
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.overrides import app_of
 from wirecall.cli.targets import parse
 from wirecall.config import Config, load_config
 from wirecall.errors import UsageError
@@ -74,8 +78,10 @@ def configured(config: Config) -> Found | None:
 
 
 def _of_app(text: str) -> Found:
-    app = parse(text).app()
-    return Found(app.ledger_url, text, app)
+    app = app_of(parse(text))
+    assert app is not None  # it is a file
+    stated = load_config().values["ledger.url"]
+    return Found(app.ledger_url, text if stated.value is None else stated.origin, app)
 
 
 @asynccontextmanager

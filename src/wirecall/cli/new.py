@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -129,7 +130,7 @@ def command(folder: str, as_json: bool) -> None:
         raise Failure(f"{path} cannot be written.", error.strerror or str(error), "choose another folder") from None
     Output(as_json).result(
         {"folder": str(path), "files": list(FILES)},
-        f"Made {path}: {', '.join(FILES)}\n  next: cd {path} && wirecall dev",
+        f"Made {path}: {', '.join(FILES)}\n  next: cd {quote(str(path))} && wirecall dev",
     )
 
 

@@ -75,7 +75,8 @@ _WHICH = {
 
 def _unreached(error: CallFailed, target: Target) -> Failure:
     is_silent = isinstance(error, TimedOut)
-    what = "The server does not answer." if is_silent else "The server left before it answered."
+    gone = "process did not start, or ended before it answered" if isinstance(error, NotSent) else "left before it answered"
+    what = "The server does not answer." if is_silent else f"The server {gone}."
     next = "run the command by itself to see more" if target.kind == "command" else "look into the server's log"
     next = f"{_WHICH[target.kind]}; --timeout if it is slow" if is_silent else next
     return Failure(what, str(error), next, exit=Exit.UNREACHABLE, type="unreachable")

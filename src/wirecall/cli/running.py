@@ -56,6 +56,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """The outcome of a coroutine, which is cancelled by Ctrl-C: calls under way tell their server so."""
     import asyncio
 
+    from wirecall.transports.child import kill_all
+
     _Now.asked = False
 
     async def guarded() -> T:
@@ -64,6 +66,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
         def interrupt(*_: object) -> None:
             if _Now.asked:
+                kill_all()  # the servers that were started for this call
                 os._exit(Exit.INTERRUPTED)
             _Now.asked = True
             if _Now.reading:

@@ -11,7 +11,7 @@ from wirecall import App
 from wirecall.cli.connecting import Way, address, way_options
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, failure_of
-from wirecall.cli.lines import Lines
+from wirecall.cli.lines import CHUNK, Lines
 from wirecall.cli.output import Input
 from wirecall.cli.overrides import app_of
 from wirecall.cli.running import run
@@ -83,14 +83,16 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> None:
     """Lines to its stdin; then its stdin is closed, and what it says until it ends is printed."""
     process = await _started(target)
     assert process.stdin is not None and process.stdout is not None
-    said = False
+    said = b""
 
     async def listen() -> None:
         nonlocal said
         assert process.stdout is not None
-        async for line in process.stdout:
-            said = True
-            click.echo(line.rstrip(b"\n"))
+        while data := await process.stdout.read(CHUNK):  # no lines: they may be of any length
+            said = data[-1:]
+            click.echo(data, nl=False)
+        if said not in (b"", b"\n"):
+            click.echo()
 
     listening = asyncio.create_task(listen())
     try:
@@ -129,7 +131,7 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 async def _started(target: Target) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     try:
-        return await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, limit=16 << 20)
+        return await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe)
     except OSError as error:
         raise Failure(
             f"{target.command[0]} cannot be started.",

@@ -98,13 +98,21 @@ def named(how: Serving) -> Target:
     return parse(how.app)
 
 
+# What is said to who writes Python, as flags.
+_FLAGS = {
+    "another port=": "another port: --http HOST:PORT",
+    'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."': "--ledger sqlite:PATH, redis://... or postgresql://...",
+}
+
+
 def _serve_http(app: App, how: Serving) -> None:
     host, port = host_and_port(how.http)
     try:
         app.run("http", host=host, port=port, server=how.server, workers=how.workers, grace=how.grace)
     except UsageError as error:
         failure = failure_of(error)
-        failure.next = failure.next.replace("another port=", "another port: --http HOST:PORT")  # said to who writes Python
+        for python, flag in _FLAGS.items():
+            failure.next = failure.next.replace(python, flag)
         raise failure from None
 
 

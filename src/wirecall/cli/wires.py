@@ -21,6 +21,9 @@ from wirecall.transports.memory import MemoryPipe
 
 JSON, EVENTS = "application/json", "text/event-stream"
 SHOWN = 80  # characters of noise that are quoted
+NOISE = 5  # lines of it that are kept
+ROOM = 16 << 20  # bytes of lines for one message; what a server says beyond them is dropped
+COST = 200  # bytes that a line takes besides its own
 
 
 class Reply(Struct):
@@ -42,7 +45,8 @@ class Reply(Struct):
         try:
             document = msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self.noise.append(text[:SHOWN].decode("utf-8", "replace"))
+            if len(self.noise) < NOISE:
+                self.noise.append(text[:SHOWN].decode("utf-8", "replace"))
             return None
         self.documents.append(document)
         return document
@@ -142,9 +146,15 @@ class LineWire:
     def __init__(self, make: Callable[[], Child | MemoryPipe]) -> None:
         self._pipe = make()
         self._lines: asyncio.Queue[bytes | CallFailed] = asyncio.Queue()
+        self._room = ROOM
 
     async def open(self) -> None:
-        await self._pipe.open(self._lines.put_nowait, self._lines.put_nowait)
+        await self._pipe.open(self._hear, self._lines.put_nowait)
+
+    def _hear(self, line: bytes) -> None:
+        if self._room > 0:
+            self._room -= len(line) + COST
+            self._lines.put_nowait(line)
 
     @property
     def said(self) -> str:
@@ -155,6 +165,7 @@ class LineWire:
 
     async def send(self, message: Any, headers: Mapping[str, str], patience: float) -> Reply:
         reply, ids = Reply(), ids_of(message)
+        self._room = ROOM
         await self._pipe.write(message if isinstance(message, bytes) else encode(message))
         try:
             async with asyncio.timeout(patience):
@@ -163,7 +174,8 @@ class LineWire:
                     if isinstance(line, CallFailed):
                         self._lines.put_nowait(line)  # it will say no more, whoever asks
                         raise line
-                    if line.strip() and (_is_answer(reply.take(line), ids) or reply.is_echo(message)):
+                    document = reply.take(line) if line.strip() else None
+                    if _is_answer(document, ids) or document == message:  # what is sent back answers nothing, and ends it
                         break
         except TimeoutError:
             reply.is_silent = True

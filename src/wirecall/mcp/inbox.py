@@ -4,7 +4,8 @@
    that were told before. What it raises is logged, and disturbs nobody.
 2. A question of the server's is answered beside everything else, by the host; the server may take it back. At 2026-07-28
    there are none: the client must not answer, so it does not.
-3. What cannot be read, or is of no known kind, is passed over.
+3. What cannot be read, or is of no known kind, is passed over; so is a question more than `QUESTIONS` that are not answered
+   yet, or under the id of one of them: whoever asks so much does not listen.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ from wirecall.mcp.host import Host
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX, Cancelled, ProgressToken
 from wirecall.replies import Arrived
+
+QUESTIONS = 100
 
 
 class Log(Struct, frozen=True):
@@ -153,6 +156,9 @@ class Inbox:
             logger.warning("the server asked %.100r, which it may not do; it gets no answer", message.method)
             return
         id: Any = message.id
+        if id in self._answering or len(self._answering) >= QUESTIONS:
+            logger.debug("a question of the server's is passed over: %.100r", message.method)
+            return
         task = asyncio.get_running_loop().create_task(self._answer(message))
         self._answering[id] = task
         task.add_done_callback(lambda _: self._answering.pop(id, None))

@@ -4,7 +4,9 @@
 2. It is ended as MCP asks for: its stdin is closed and it is given `grace` seconds, then SIGTERM and as long again, then
    SIGKILL. It leads a process group of its own, so that what it started goes with it, and so that the terminal's Ctrl+C is
    ours to act on.
-3. After `aclose` there is neither process nor task nor pipe, however it ended.
+3. However much it says, the others of the event loop have their turn: deadlines hold. From `aclose` on it is read, so that
+   it can end, and not heard.
+4. After `aclose` there is neither process nor task nor pipe, however it ended. Who leaves without it calls `kill_all`.
 """
 
 import asyncio
@@ -25,6 +27,16 @@ Stderr: TypeAlias = Literal["pass", "keep"]
 
 GRACE = 2.0
 KEPT = 2000  # characters of stderr that an error quotes
+TURN = 200  # lines that are heard at one go; a pipe may hold 32768
+
+_living: set[asyncio.subprocess.Process] = set()
+
+
+def kill_all() -> None:
+    """End all of them at once, for a process that is about to end itself in the middle of everything."""
+    for process in list(_living):
+        if process.returncode is None:  # else its number may be another's by now
+            _kill(process, signal.SIGKILL)
 
 
 class Child:
@@ -67,6 +79,7 @@ class Child:
             )
         except OSError as error:
             raise NotSent(f"{self._command[0]} cannot be started: {error}") from error
+        _living.add(self._process)
         stderr = asyncio.create_task(self._hear(self._process.stderr))
         self._tasks = [stderr, asyncio.create_task(self._listen(self._process, stderr, on_line, on_end))]
 
@@ -98,11 +111,12 @@ class Child:
         try:
             await self._end(process)
         finally:
-            self._kill(process, signal.SIGKILL)  # who was started by the child, and outlived it
+            _kill(process, signal.SIGKILL)  # who was started by the child, and outlived it
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await process.wait()
+            _living.discard(process)
             _close(process)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
@@ -112,12 +126,7 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), self._grace)
                 return
-            self._kill(process, number)
-
-    @staticmethod
-    def _kill(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+            _kill(process, number)
 
     # --- hearing it --------------------------------------------------------------------------------------------------
 
@@ -127,16 +136,23 @@ class Child:
         assert process.stdout is not None
         lines = Lines(self._max_bytes)
         while data := await process.stdout.read(CHUNK):
-            for line in lines.feed(data):
-                on_line(line)
-        for line in lines.rest():
-            on_line(line)
+            if self._process is process:
+                await self._tell(lines.feed(data), on_line)
+        await self._tell(lines.rest(), on_line)
         # Who closes stdout is about to end, and its last words on stderr are on their way.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace):
                 await process.wait()
                 await asyncio.shield(stderr)
         on_end(ConnectionLost(self._last_words(process)))
+
+    async def _tell(self, lines: list[bytes], on_line: OnLine) -> None:
+        for number, line in enumerate(lines, start=1):
+            if self._process is None:
+                return
+            on_line(line)
+            if number % TURN == 0:
+                await asyncio.sleep(0)
 
     def _last_words(self, process: asyncio.subprocess.Process) -> str:
         code = process.returncode
@@ -150,6 +166,11 @@ class Child:
             if self._passes and sys.stderr is not None:
                 sys.stderr.write(data.decode("utf-8", "replace"))
                 sys.stderr.flush()
+
+
+def _kill(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
 
 
 def _close(process: asyncio.subprocess.Process) -> None:

@@ -174,6 +174,9 @@ def _unconnected(error: Any) -> str:
     if not (number and hasattr(error, "port")):
         return ""
     told = os.strerror(number) if number > 0 else error.strerror  # that a name is unknown has numbers of its own
+    reason = getattr(error.os_error, "reason", None)  # of TLS, which has its own numbers, too
+    if reason:
+        told = f"it does not agree to TLS (https): {reason.replace('_', ' ').lower()}"
     return f"{error.host}:{error.port}: {told}"
 
 
