@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 LAYERS = [
-    {"functions", "tasks", "terms"},
+    {"digests", "functions", "tasks", "terms"},
     {"errors", "lanes", "logs", "process"} | {"mcp.revisions", "mcp.types", "mcp.sealed"} | {"transports.lines"},
     {"contradictions", "frames", "params", "ledger.base", "retries"}
     | {"mcp.__init__", "mcp.changes", "mcp.handshake", "mcp.host", "mcp.relay"}

@@ -11,11 +11,11 @@ The rules of the file:
 """
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable
 
 from wirecall.chores import Chores, give_back
 from wirecall.context import InputRequired
+from wirecall.digests import sha256
 from wirecall.endings import is_refusal, told, unavailable
 from wirecall.errors import UsageError
 from wirecall.handlers import Undecided, handled, reconciled
@@ -66,7 +66,7 @@ class Leases:
             late = UsageError("The handler asked its caller after its commit point.", "it would be run again from the top")
             return await self._stopped(run, late)
         assert run.ledger is not None and run.token is not None
-        interim = Outcome("result", pause.interim, hashlib.sha256(pause.interim).digest())
+        interim = Outcome("result", pause.interim, sha256(pause.interim))
         try:
             await run.ledger.suspend(run.token, interim, run.method.terms.retention)
         except LedgerDown as error:

@@ -4,12 +4,12 @@ Values become bytes once (`outcome_of`); what is kept of them may be less (`stor
 why it cannot (`recorded`); and an outcome becomes an answer (`answer`), marked when it is a replay.
 """
 
-import hashlib
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
+from wirecall.digests import sha256
 from wirecall.errors import EncodeError, InternalError, OutcomeUnknown, ResultNotRetained, RpcError
 from wirecall.frames import ErrorObject, encode, failure
 from wirecall.ledger.base import Outcome, Record, RecordId, State
@@ -35,7 +35,7 @@ def outcome_of(kind: Literal["result", "error"], value: Any, id: RecordId) -> Ou
         if kind == "result":
             return Outcome("result", None, b"")
         payload = encode(ErrorObject(value.code, value.message.encode(errors="replace").decode()))
-    return Outcome(kind, payload, hashlib.sha256(payload).digest())
+    return Outcome(kind, payload, sha256(payload))
 
 
 def stored(outcome: Outcome, limit: int) -> Outcome:

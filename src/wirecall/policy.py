@@ -7,7 +7,6 @@ silent, whatever happens to it.
 `fingerprint` is the identity of a command's params: two calls with one key must agree on it.
 """
 
-from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -15,6 +14,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall import frames
 from wirecall.context import Context
+from wirecall.digests import sha256
 from wirecall.errors import InvalidRequest, KeyInvalid, KeyRequired, UsageError
 from wirecall.frames import Message
 from wirecall.methods import Method
@@ -153,8 +153,7 @@ def fingerprint(params: Raw | UnsetType) -> bytes:
     if type(value) is dict:
         for name in _NOT_IDENTITY:
             value.pop(name, None)
-    digest: bytes = _sha256()(_canonical(value)).digest()
-    return digest
+    return sha256(_canonical(value))
 
 
 def _exact(text: str) -> float:
@@ -166,10 +165,3 @@ def _exact(text: str) -> float:
 
 
 _decode_exact = msgspec.json.Decoder(float_hook=_exact).decode
-
-
-@cache
-def _sha256() -> Any:
-    from hashlib import sha256  # late: `import wirecall` stays light
-
-    return sha256

@@ -4,7 +4,7 @@ What the tasks of a loop ask for in one turn goes out together. On a disk that i
 the writer's thread has nothing to do: the same commit, without two changes of threads. They cost more than it, and all but
 the fsync would keep the loop from running anyway, as one thread of Python runs at a time. Where the thread is at work, or
 another process has the lock of the file, or there is much to write, the thread does it: a loop waits for its own commits,
-for about 2 ms in a turn, and for nobody else.
+for about 5 ms in a turn, and for nobody else.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from wirecall.ledger.sqlite_jobs import Job, nothing, settle
 from wirecall.ledger.sqlite_rows import Table
 from wirecall.ledger.sqlite_writer import Writer
 
-ON_THE_SPOT = 0.002  # seconds of a turn: when a loop has waited for the disk for so long, others have their turn first
+ON_THE_SPOT = 0.005  # seconds of a turn: when a loop has waited for the disk for so long, others have their turn first
 TOGETHER = 128  # jobs that a loop commits in one go, at most; each takes about 10 us
 MUCH = 256 * 1024  # bytes that it writes in one go, at most
 
