@@ -1,5 +1,6 @@
 """Fixtures of all tests: real servers, started when the first test asks for one, and an empty ledger of each kind."""
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 from tests.servers import KINDS, MEMORIES, Postgres, Redis, RedisCluster, Store, make_store, open_memory
 from wirecall.ledger import memory
 from wirecall.ledger.base import Ledger
+
+# Who is started in the background of a shell ignores Ctrl-C, and so do the processes that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,7 @@ def test_a_script_that_forgets_to_close_ends(tmp_path: Any) -> None:
     script = f"""
 import sys
 from wirecall import connect_sync
-client = connect_sync([sys.executable, "-c", {CHILD!r}])
+client = connect_sync([sys.executable, "-c", {CHILD!r}], stderr="keep")
 print(client.rpc.price(sku="tea"))
 """
     ran = subprocess.run(

@@ -569,8 +569,10 @@ async def test_who_asks_whether_we_are_ready_is_not_told_where_the_ledger_is(
 
 
 async def test_tokens_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller's name is, as in the ledger; what proves it is not."""
     caplog.set_level(logging.DEBUG)
-    app = make_app(authenticate=who, secret="top s3cret")
+    names = {"Bearer t0ken": "ada"}
+    app = make_app(authenticate=lambda headers: names.get(headers.get("authorization", "")), secret="top s3cret")
 
     @app.command
     def pay() -> None:
@@ -580,4 +582,5 @@ async def test_tokens_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
         await client.tool("pay", meta={KEY: "k"})
         await client.post(notification("notifications/cancelled", {"requestId": 7})).started()
         assert client.session is not None and client.session not in caplog.text
+    assert "pay failed" in caplog.text and "caller ada" in caplog.text
     assert "t0ken" not in caplog.text and "s3cret" not in caplog.text
