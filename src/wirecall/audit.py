@@ -128,7 +128,7 @@ class Audit:
 
     def _add_later(self, entry: Entry) -> None:
         give_up_at = time.monotonic() + PATIENCE
-        if self._queue.lines or _has_loop():
+        if self._queue.lines or process.loop_if_any() is not None:
             self._queue.put(entry, give_up_at)
         else:
             self._add_in_time(entry, give_up_at)
@@ -310,13 +310,5 @@ def _is_locked(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    return True
-
-
-def _has_loop() -> bool:
-    try:
-        process.running_loop()
-    except RuntimeError:
         return False
     return True

@@ -46,6 +46,14 @@ if sys.version_info >= (3, 12):
     running_loop = asyncio.get_running_loop
 
 
+def loop_if_any() -> asyncio.AbstractEventLoop | None:
+    """The running loop; None in a thread without one."""
+    try:
+        return running_loop()
+    except RuntimeError:
+        return None
+
+
 def _forked() -> None:
     global pid
     pid = os.getpid()

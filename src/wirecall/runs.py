@@ -13,7 +13,7 @@ from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavai
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, State, Token
 from wirecall.logs import logger
 from wirecall.methods import Method
-from wirecall.process import running_loop
+from wirecall.process import loop_if_any, running_loop
 
 # What a caller who must come back is told.
 RETRY_AFTER_MS = 1000
@@ -104,7 +104,7 @@ class Run:
             return Passed()
         if self.loop is None:
             return _stepped(self._write_commit_point())
-        if _running_loop() is not None:
+        if loop_if_any() is not None:  # else: a thread beside it
             self.committed = True
             return self._write_commit_point()
         asyncio.run_coroutine_threadsafe(self._write_commit_point(), self.loop).result()
@@ -136,13 +136,6 @@ def _stepped(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
         return Passed()
     coroutine.close()
     raise CannotWait
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return running_loop()
-    except RuntimeError:  # a thread beside it
-        return None
 
 
 def in_thread(call: Call) -> Awaitable[Any]:
@@ -232,7 +225,7 @@ class Flight:
     def land(self, outcome: Outcome | None) -> None:
         """Tell all who wait. Some may wait in the loop of another thread, which sleeps until it is woken."""
         self._landed = (outcome,)  # before the others are counted: who comes after that sees it
-        here = _running_loop() if self._waiting else None
+        here = loop_if_any() if self._waiting else None
         for future in self._waiting:
             if future.get_loop() is here:
                 _tell(future, outcome)
