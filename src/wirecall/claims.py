@@ -15,10 +15,10 @@ from contextlib import suppress
 
 from wirecall.chores import Chores, give_back
 from wirecall.endings import stopping, unavailable
-from wirecall.errors import KeyConflict, KeyInProgress, LedgerUnavailable, UsageError
+from wirecall.errors import KeyConflict, LedgerUnavailable, UsageError
 from wirecall.ledger.base import Ledger, LedgerDown, Outcome, Record, RecordId, State
 from wirecall.outcomes import recorded
-from wirecall.runs import RETRY_AFTER_MS, Flight, Run
+from wirecall.runs import Flight, Run, in_progress
 
 # How often a duplicate looks whether the first, in another process, is done: at once at first, never rarely.
 FIRST_POLL = 0.025
@@ -97,7 +97,7 @@ class Claims:
                 return record
             run.others = True
             if patience <= 0 or run.alone or self._chores.closing:
-                raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+                raise in_progress()
             await asyncio.sleep(min(delay, patience))
             patience -= delay
             delay = min(2 * delay, LAST_POLL)
@@ -137,5 +137,5 @@ async def _joined(flight: Flight, run: Run) -> Outcome | None:
     """The outcome of the run that came first; None when it ended without one."""
     run.others = True
     if run.alone:
-        raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+        raise in_progress()
     return await flight.join(run.claim.fingerprint, run.method.terms.wait)

@@ -48,10 +48,6 @@ class Commands:
         self._leases = Leases(self._chores)
         self._transactions = Transactions(self._claims.open, self._chores)
 
-    @property
-    def closing(self) -> bool:
-        return self._chores.closing
-
     def execute(
         self, context: Context, method: Method, fingerprint: bytes, call: Call, *, alone: bool
     ) -> Coroutine[Any, Any, Sealed]:

@@ -23,7 +23,7 @@ from wirecall.errors import (
 )
 from wirecall.ledger.base import LedgerDown
 from wirecall.logs import failed, logger
-from wirecall.runs import RETRY_AFTER_MS, LostLease, Run, is_closing, is_waiting
+from wirecall.runs import LostLease, Run, in_progress, is_closing, is_waiting
 
 # Errors of ours that a handler may raise to say: not now, not like this. They are no outcome, and nothing was done.
 REFUSALS = (Busy, InvalidParams, InvalidRequest, KeyInProgress, LedgerUnavailable, MethodNotFound, NotCapable)
@@ -43,7 +43,7 @@ def told(error: BaseException, run: Run) -> BaseException:
     if run.alone and is_waiting(error):
         return CannotWait()
     if isinstance(error, LostLease):
-        return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+        return in_progress()
     if isinstance(error, LedgerDown) and not run.committed:  # at the commit point, so the handler went no further
         return unavailable(error)
     id = run.claim.id

@@ -125,6 +125,11 @@ class Run:
         raise LostLease(f"{self.claim.id}: the lease was over before the commit point")
 
 
+def in_progress() -> KeyInProgress:
+    """Another run of the command is under way, or was until a moment ago: nobody here knows how it ends."""
+    return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+
+
 class LostLease(Exception):
     """Another holder took the command over: this one must stop before its effect."""
 
@@ -213,7 +218,7 @@ class Flight:
                 # Until the ledger has granted it, nobody knows whose params are the right ones: ask for yourself.
                 return outcome if fingerprint == self._fingerprint else None
         except TimeoutError:
-            raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS) from None
+            raise in_progress() from None
 
     def ended(self) -> "asyncio.Future[Outcome | None]":
         future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()

@@ -34,7 +34,7 @@ from wirecall.ledger.base import (
 )
 from wirecall.outcomes import Ended, recorded, stored
 from wirecall.process import new_nonce
-from wirecall.runs import RETRY_AFTER_MS, Call, Run
+from wirecall.runs import RETRY_AFTER_MS, Call, Run, in_progress
 
 # A transaction that the store undid is tried again; nothing of it has escaped.
 TRIES = 5
@@ -105,7 +105,7 @@ def _of_another(record: Record) -> Outcome:
         return recorded(record)
     if record.lease_left == 0:
         raise _Orphaned
-    raise KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+    raise in_progress()
 
 
 def _undone(error: BaseException, run: Run) -> BaseException:
@@ -114,7 +114,7 @@ def _undone(error: BaseException, run: Run) -> BaseException:
     if isinstance(error, InputRequired) or is_ours:
         return error
     if isinstance(error, Locked):
-        return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+        return in_progress()
     if isinstance(error, CommitUnknown):
         run.committed = True  # whoever waits no longer must not be told "no"
         return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
