@@ -40,9 +40,10 @@ def make_app(**options: Any) -> App:
     return App("test", **{"mode": "development", "ledger": "memory:", **options})
 
 
-def lose_completions(monkeypatch: pytest.MonkeyPatch, ledger: Ledger, times: int) -> None:
-    """The ledger is away when it should hear how a command ended, so often; then it is there again."""
-    complete, failures = ledger.complete, [LedgerDown("away")] * times
+def lose_completions(monkeypatch: pytest.MonkeyPatch, ledger: Ledger, times: int) -> list[LedgerDown]:
+    """The ledger is away when it should hear how a command ended, so often; then it is there again. Gives the times that are
+    left."""
+    complete, failures = ledger.complete, [LedgerDown("away") for _ in range(times)]
 
     async def flaky(*args: Any) -> bool:
         if failures:
@@ -50,3 +51,4 @@ def lose_completions(monkeypatch: pytest.MonkeyPatch, ledger: Ledger, times: int
         return await complete(*args)
 
     monkeypatch.setattr(ledger, "complete", flaky)
+    return failures

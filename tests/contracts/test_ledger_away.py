@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.calls import batch, call, error, read, result
+from tests.calls import batch, call, error, lose_completions, read, result
 from tests.contracts import answers_again
 from tests.contracts.charges import NewApp, World, charge, lose_claim, stands
 from tests.servers import Server, Store
@@ -29,26 +29,12 @@ async def test_a_claim_whose_answer_was_lost_runs_nothing_and_is_taken_back(
     assert result(await app.handle(charge()))["number"] == 1
 
 
-def lose_completions(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, times: int) -> list[LedgerDown]:
-    """The ledger is away whenever something is to be completed, so many times; gives what is left of the failures."""
-    complete = ledger.complete
-    failures = [LedgerDown("away") for _ in range(times)]
-
-    async def fragile(*args: Any) -> bool:
-        if failures:
-            raise failures.pop()
-        return await complete(*args)
-
-    monkeypatch.setattr(ledger, "complete", fragile)
-    return failures
-
-
 async def test_an_outcome_that_cannot_be_recorded_is_answered_and_recorded_later(
     app: App, ledger: Ledger, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P5: the ledger is lost after the effect; the caller gets the true outcome, and so does the retry."""
     app.command(world.charge)
-    failures = lose_completions(await app.ledger(), monkeypatch, times=2)
+    failures = lose_completions(monkeypatch, await app.ledger(), times=2)
     assert result(await app.handle(charge(1)))["number"] == 1
     replayed: list[Any] = []
     assert result(await app.handle(charge(2), replayed=replayed))["number"] == 1
@@ -65,7 +51,7 @@ async def test_an_error_that_cannot_be_recorded_says_so(app: App, monkeypatch: p
     async def handler(cents: int) -> None:
         raise DomainError(4020, "not enough money", {"balance": 3})
 
-    lose_completions(await app.ledger(), monkeypatch, times=1)
+    lose_completions(monkeypatch, await app.ledger(), times=1)
     assert error(await app.handle(charge(1)))["data"] == {"balance": 3, "recorded": False}
     assert error(await app.handle(charge(2)))["data"] == {"balance": 3, "replayed": True}
 

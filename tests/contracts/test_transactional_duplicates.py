@@ -52,6 +52,17 @@ async def test_different_commands_at_once_all_take_effect(new_app: NewApp, effec
 only_postgres = pytest.mark.parametrize("store", ["postgres"], indirect=True)
 
 
+def declare_held(app: App, effects: Effects, world: World, **terms: Any) -> None:
+    """A transaction that has done its work, and stays open until the gate is."""
+
+    @app.command(name="charge", on_crash="transactional", **terms)
+    async def handler(cents: int, ctx: Context) -> Any:
+        number = await effects.add(ctx, cents)
+        world.begun.set()
+        await world.gate.wait()
+        return {"number": number}
+
+
 @transactional
 async def test_a_duplicate_of_an_open_transaction_elsewhere_waits_for_its_commit(
     new_app: NewApp, effects: Effects, world: World
@@ -59,14 +70,7 @@ async def test_a_duplicate_of_an_open_transaction_elsewhere_waits_for_its_commit
     """B1."""
     here, there = new_app(), new_app()
     for each in (here, there):
-
-        @each.command(name="charge", on_crash="transactional")
-        async def handler(cents: int, ctx: Context) -> Any:
-            number = await effects.add(ctx, cents)
-            world.begun.set()
-            await world.gate.wait()
-            return {"number": number}
-
+        declare_held(each, effects, world)
     first = asyncio.create_task(here.handle(charge(1)))
     await world.begun.wait()
     replayed: list[Any] = []
@@ -87,14 +91,7 @@ async def test_a_duplicate_of_an_open_transaction_waits_as_long_as_its_method_sa
     await here.ledger()
     turn = in_short_turns(monkeypatch)
     for each, wait in ((here, 25), (patient, 25), (hasty, 3 * turn)):
-
-        @each.command(name="charge", on_crash="transactional", wait=wait)
-        async def handler(cents: int, ctx: Context) -> Any:
-            number = await effects.add(ctx, cents)
-            world.begun.set()
-            await world.gate.wait()
-            return {"number": number}
-
+        declare_held(each, effects, world, wait=wait)
     first = asyncio.create_task(here.handle(charge(1)))
     await world.begun.wait()
     replayed: list[Any] = []
