@@ -88,7 +88,7 @@ async def test_the_ledger_opens_on_first_use_and_closes_with_the_app(tmp_path: A
 
 async def test_a_late_aclose_leaves_the_next_life_of_the_app_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to close whatever ledger was open when it was done, and the records of the new calls were gone with it."""
-    monkeypatch.setattr("wirecall.commands.LAST_WORDS", 0.01)
+    monkeypatch.setattr("wirecall.commands.execute.LAST_WORDS", 0.01)
     app, effects = make_app(), list[int]()
     begun, go = asyncio.Event(), asyncio.Event()
 
@@ -252,7 +252,7 @@ def test_a_server_that_will_forget_its_commands_says_so(
 ) -> None:
     """A client sends them again to the next process, which knows nothing of them."""
     monkeypatch.setattr("wirecall.transports.stdio.serve", lambda *_, **__: None)
-    monkeypatch.setattr("wirecall.transports.run_http.serve", lambda *_, **__: None)
+    monkeypatch.setattr("wirecall.transports.serve.serve", lambda *_, **__: None)
     app = App("x", ledger=ledger)
     getattr(app, kind)(name="put")(lambda: 1)
     app.run(transport)

@@ -374,7 +374,7 @@ async def vanished(app: App, on_crash: Any = "unknown", *, committed: bool = Tru
     app._ledger = ledger
     from msgspec import Raw
 
-    from wirecall.policy import fingerprint
+    from wirecall.server.policy import fingerprint
 
     claim = Claim(
         id=RecordId("", "put", "k"),

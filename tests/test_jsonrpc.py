@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from wirecall import UsageError, jsonrpc
 from wirecall.errors import EncodeError
-from wirecall.frames import encode
+from wirecall.protocol.messages import encode
 
 json_values = st.recursive(
     st.none()

@@ -128,7 +128,7 @@ def test_nothing_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) ->
     logger = logging.getLogger("wirecall")
     assert not logger.isEnabledFor(logging.INFO)
     monkeypatch.setattr(logger, "makeRecord", lambda *_: pytest.fail("a record was made"))
-    monkeypatch.setattr("wirecall.dispatch.Context", lambda *_: pytest.fail("a context was made"))
+    monkeypatch.setattr("wirecall.server.dispatch.Context", lambda *_: pytest.fail("a context was made"))
     app.handle_sync(call("q"))
     app.handle_sync(batch(call("q"), call("q")))
 

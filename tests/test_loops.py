@@ -16,9 +16,9 @@ import pytest
 
 from tests.calls import call, error, make_app, read, result
 from wirecall import App
-from wirecall.commands import Commands
+from wirecall.commands.execute import Commands
+from wirecall.commands.run import Flight
 from wirecall.ledger.base import Ledger, Outcome, RecordId, open_ledger
-from wirecall.runs import Flight
 
 PATIENCE = 10.0
 
@@ -173,7 +173,7 @@ def test_of_two_threads_without_a_loop_one_runs_the_command(app: App, monkeypatc
             together.wait(1)
         return Flight(fingerprint)
 
-    monkeypatch.setattr("wirecall.claims.Flight", made)
+    monkeypatch.setattr("wirecall.commands.claims.Flight", made)
     with ThreadPoolExecutor(2) as threads:
         answers = [read(answer) for answer in threads.map(lambda id: app.handle_sync(call("put", key="k", id=id)), (1, 2))]
     assert effects == [1]
@@ -192,7 +192,7 @@ def test_the_first_two_calls_of_an_app_meet_in_one_dispatcher(app: App, monkeypa
             together.wait(1)
         return made[-1]
 
-    monkeypatch.setattr("wirecall.commands.Commands", slow)
+    monkeypatch.setattr("wirecall.commands.execute.Commands", slow)
     with ThreadPoolExecutor(2) as threads:
         answers = threads.map(lambda key: app.handle_sync(call("put", key=key)), ("a", "b"))
         assert [result(answer) for answer in answers] == [1, 1]
@@ -228,7 +228,7 @@ def test_loops_that_open_the_ledger_at_the_same_moment_share_one(app: App, monke
     asyncio.run(app.aclose())
 
 
-@pytest.mark.parametrize("part", ["wirecall.mcp.catalog.Catalog", "wirecall.mcp.server.Server"])
+@pytest.mark.parametrize("part", ["wirecall.mcp.server.catalog.Catalog", "wirecall.mcp.server.server.Server"])
 def test_threads_that_ask_first_at_the_same_moment_share_one_server_of_mcp(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from msgspec import UNSET, Raw
 
 from wirecall import App, Context, UsageError
 from wirecall.errors import InvalidParams
-from wirecall.params import Signature
+from wirecall.protocol.params import Signature
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from tests.calls import batch, call, error, make_app, read, result
 from tests.test_jsonrpc import json_values
 from wirecall import App, Limits, UsageError, jsonrpc
 from wirecall.digests import SHORT, sha256
-from wirecall.policy import fingerprint
+from wirecall.server.policy import fingerprint
 
 
 def counting(**options: Any) -> tuple[App, list[int]]:

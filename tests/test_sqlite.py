@@ -19,13 +19,18 @@ import pytest
 from tests.calls import call, error, make_app, result
 from wirecall import process
 from wirecall.errors import CannotWait, UsageError
-from wirecall.ledger import sqlite, sqlite_commits, sqlite_file, sqlite_rows, sqlite_turns, sqlite_writer
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
-from wirecall.ledger.sqlite import SqliteLedger
-from wirecall.ledger.sqlite_commits import Commits
-from wirecall.ledger.sqlite_jobs import Job, Kind, nothing, skip
-from wirecall.ledger.sqlite_rows import Fences
-from wirecall.ledger.sqlite_turns import Turns
+from wirecall.ledger.sqlite import commits as sqlite_commits
+from wirecall.ledger.sqlite import file as sqlite_file
+from wirecall.ledger.sqlite import ledger as sqlite
+from wirecall.ledger.sqlite import rows as sqlite_rows
+from wirecall.ledger.sqlite import turns as sqlite_turns
+from wirecall.ledger.sqlite import writer as sqlite_writer
+from wirecall.ledger.sqlite.commits import Commits
+from wirecall.ledger.sqlite.jobs import Job, Kind, nothing, skip
+from wirecall.ledger.sqlite.ledger import SqliteLedger
+from wirecall.ledger.sqlite.rows import Fences
+from wirecall.ledger.sqlite.turns import Turns
 from wirecall.process import new_nonce
 
 

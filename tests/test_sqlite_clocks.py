@@ -9,9 +9,10 @@ import pytest
 
 from tests.contracts import claim_of, granted, outcome_of, present
 from wirecall import UsageError
-from wirecall.ledger import sqlite_file, sqlite_rows
 from wirecall.ledger.base import LedgerDown, State, open_ledger
-from wirecall.ledger.sqlite import SqliteLedger
+from wirecall.ledger.sqlite import file as sqlite_file
+from wirecall.ledger.sqlite import rows as sqlite_rows
+from wirecall.ledger.sqlite.ledger import SqliteLedger
 
 
 class Clock:

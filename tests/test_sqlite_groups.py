@@ -30,13 +30,13 @@ from tests.test_ledger_model import IDS, LEASE, ONCE, QUIET, RETENTION, Clock
 from wirecall import process
 from wirecall.ledger.base import UNKNOWN_KEPT, Claim, LedgerDown, Outcome, Record, RecordId, State, Token
 from wirecall.ledger.memory import MemoryLedger
-from wirecall.ledger.sqlite import SqliteLedger
-from wirecall.ledger.sqlite_commits import Commits
-from wirecall.ledger.sqlite_file import Patience, connect, open_file
-from wirecall.ledger.sqlite_jobs import Job, nothing, skip
-from wirecall.ledger.sqlite_rows import Fences, Row, Table
-from wirecall.ledger.sqlite_turns import Turns
-from wirecall.ledger.sqlite_writer import WRITES, Writer
+from wirecall.ledger.sqlite.commits import Commits
+from wirecall.ledger.sqlite.file import Patience, connect, open_file
+from wirecall.ledger.sqlite.jobs import Job, nothing, skip
+from wirecall.ledger.sqlite.ledger import SqliteLedger
+from wirecall.ledger.sqlite.rows import Fences, Row, Table
+from wirecall.ledger.sqlite.turns import Turns
+from wirecall.ledger.sqlite.writer import WRITES, Writer
 
 LOOP: Any = "the loop"
 

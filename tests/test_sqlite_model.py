@@ -16,12 +16,12 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.test_ledger_model import QUIET, Attempt, World
-from wirecall.ledger import sqlite_rows
 from wirecall.ledger.base import Claim, Record
-from wirecall.ledger.sqlite import SqliteLedger
-from wirecall.ledger.sqlite_file import SQL
-from wirecall.ledger.sqlite_jobs import Job
-from wirecall.ledger.sqlite_rows import Fences, Table
+from wirecall.ledger.sqlite import rows as sqlite_rows
+from wirecall.ledger.sqlite.file import SQL
+from wirecall.ledger.sqlite.jobs import Job
+from wirecall.ledger.sqlite.ledger import SqliteLedger
+from wirecall.ledger.sqlite.rows import Fences, Table
 
 
 class Alone:

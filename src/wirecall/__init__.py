@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
 from wirecall.app import App
-from wirecall.context import Context
 from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
-from wirecall.policy import Limits
-from wirecall.terms import CannotTell, Done, Kind, NotDone, ToolAnnotations
+from wirecall.server.context import Context
+from wirecall.server.policy import Limits
+from wirecall.server.terms import CannotTell, Done, Kind, NotDone, ToolAnnotations
 
 if TYPE_CHECKING:
-    from wirecall.client import connect, connect_sync
-    from wirecall.retries import Retry
+    from wirecall.client.connect import connect, connect_sync
+    from wirecall.client.retries import Retry
 
 __version__ = "0.1.0"
 
@@ -41,11 +41,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The client, when somebody asks for it: it brings the event loop along."""
     if name in ("connect", "connect_sync"):
-        from wirecall import client
+        from wirecall.client import connect as client
 
         return getattr(client, name)
     if name == "Retry":
-        from wirecall.retries import Retry
+        from wirecall.client.retries import Retry
 
         return Retry
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from wirecall.declarations import Declarations
 from wirecall.errors import CannotWait, UsageError
-from wirecall.frames import Data, Id
 from wirecall.ledger.base import check_url, open_ledger
-from wirecall.methods import Method
-from wirecall.policy import ANONYMOUS, Limits, Mode, Policy
-from wirecall.terms import Done, Execution, Kind, NotDone, Terms
+from wirecall.protocol.messages import Data, Id
+from wirecall.server.method import Method
+from wirecall.server.policy import ANONYMOUS, Limits, Mode, Policy
+from wirecall.server.terms import Done, Execution, Kind, NotDone, Terms
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Lock
     from contextlib import AbstractAsyncContextManager
 
     from wirecall.audit import Audit
-    from wirecall.dispatch import Dispatcher, Middleware
     from wirecall.ledger.base import Ledger
-    from wirecall.mcp.catalog import Catalog
-    from wirecall.mcp.server import Server
-    from wirecall.transports.http_server import HttpServer
-    from wirecall.transports.run_http import ServerName
+    from wirecall.mcp.server.catalog import Catalog
+    from wirecall.mcp.server.server import Server
+    from wirecall.server.dispatch import Dispatcher, Middleware
+    from wirecall.transports.asgi import HttpServer
+    from wirecall.transports.serve import ServerName
 
 Lists = Literal["tools", "prompts", "resources"]
 Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
@@ -127,7 +127,7 @@ class App(Declarations):
     def _add_discover(self) -> None:
         def discover() -> dict[str, Any]:
             """The methods of this server, as an OpenRPC document."""
-            from wirecall.openrpc import document
+            from wirecall.server.openrpc import document
 
             return document(self.name, self.version, self.registry, self.mode)
 
@@ -164,9 +164,9 @@ class App(Declarations):
 
     def asgi(self) -> "HttpServer":
         """An ASGI application: `/rpc` for JSON-RPC, `/mcp` for MCP, `/healthz` and `/readyz` for supervisors."""
-        from wirecall.mcp.http import McpEndpoint
-        from wirecall.transports.http_server import HttpServer
-        from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
+        from wirecall.mcp.server.http import McpEndpoint
+        from wirecall.transports.asgi import HttpServer
+        from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 
         endpoint = McpEndpoint(self.mcp(), self.limits, shared=self._is_shared)
 
@@ -201,7 +201,7 @@ class App(Declarations):
             self._warn_of_memory()
             stdio.serve(self._connect, grace=grace, cleanup=self.aclose, limits=self.limits)
         elif transport == "http":
-            from wirecall.transports import run_http
+            from wirecall.transports import serve as run_http
 
             self._check_workers(workers)
             self._warn_of_memory()
@@ -211,7 +211,7 @@ class App(Declarations):
             raise UsageError(f"{transport!r} is not a transport.", "", 'use "stdio" or "http"')
 
     def _connect(self, send: Callable[[bytes], Awaitable[None]]) -> Any:
-        from wirecall.mcp.lines import Lines
+        from wirecall.mcp.server.lines import Lines
 
         def plain(line: bytes) -> Any:
             return self._serving().handle(line)
@@ -262,8 +262,8 @@ class App(Declarations):
             return self._mcp
 
     def _new_mcp(self, catalog: "Catalog") -> "Server":
-        from wirecall.mcp.sealed import Seals
-        from wirecall.mcp.server import Identity, Server
+        from wirecall.mcp.server.sealed import Seals
+        from wirecall.mcp.server.server import Identity, Server
 
         return Server(
             Identity(self.name, self.version, self.instructions),
@@ -300,8 +300,8 @@ class App(Declarations):
     def _new_dispatcher(self) -> "Dispatcher":
         # Late: an app is made in many programs that never serve a call, and `import wirecall` stays light.
         from wirecall.audit import Audit
-        from wirecall.commands import Commands
-        from wirecall.dispatch import Dispatcher
+        from wirecall.commands.execute import Commands
+        from wirecall.server.dispatch import Dispatcher
 
         self._audit = Audit(self._audit_path) if self._audit_path else None
         note = self._audit.note if self._audit else None
@@ -372,8 +372,8 @@ class App(Declarations):
 
     async def resolve(self, method: str, key: str, verdict: Done | NotDone, *, caller: str = ANONYMOUS) -> bool:
         """Settle a command whose outcome is unknown: an operator found out. False if there is no such record."""
+        from wirecall.commands.outcome import outcome_of
         from wirecall.ledger.base import RecordId
-        from wirecall.outcomes import outcome_of
 
         if not isinstance(verdict, (Done, NotDone)):
             raise UsageError(
@@ -397,7 +397,7 @@ class App(Declarations):
         """The record of a tool's call holds what MCP clients get, with the value inside."""
         if declared is None or not method.startswith("tools/call:"):
             return result
-        from wirecall.mcp.catalog import call_result
+        from wirecall.mcp.server.catalog import call_result
 
         return call_result(declared)(result)
 

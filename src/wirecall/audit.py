@@ -34,9 +34,9 @@ import msgspec
 from msgspec import Struct
 
 from wirecall import process
-from wirecall.context import Context, InputRequired
 from wirecall.errors import InternalError, RpcError
 from wirecall.logs import logger
+from wirecall.server.context import Context, InputRequired
 
 FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have

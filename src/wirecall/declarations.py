@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from wirecall.errors import UsageError
-from wirecall.methods import Method, Registry
-from wirecall.terms import EVERYWHERE, Execution, Exposed, KeyRule, Kind, OnCrash, Terms, ToolAnnotations
+from wirecall.server.method import Method, Registry
+from wirecall.server.terms import EVERYWHERE, Execution, Exposed, KeyRule, Kind, OnCrash, Terms, ToolAnnotations
 
 if TYPE_CHECKING:
-    from wirecall.mcp.catalog import Catalog
+    from wirecall.mcp.server.catalog import Catalog
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -195,7 +195,7 @@ class Declarations:
 
     def _build_catalog(self) -> "Catalog":
         """One for all threads: what is declared in one of two would be missing in the other."""
-        from wirecall.mcp.catalog import Catalog
+        from wirecall.mcp.server.catalog import Catalog
 
         with self._building:
             if self._catalog is None:

@@ -22,7 +22,7 @@ from wirecall.errors import (
     RpcError,
     UsageError,
 )
-from wirecall.frames import (
+from wirecall.protocol.messages import (
     MAX_BATCH,
     Data,
     ErrorObject,

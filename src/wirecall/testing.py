@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from wirecall.app import App
-from wirecall.batches import Exchange
-from wirecall.client import connect
+from wirecall.client.connect import connect
+from wirecall.client.exchange import Exchange
+from wirecall.client.links import Link
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, RpcError, UsageError
-from wirecall.links import Link
-from wirecall.replies import Message
+from wirecall.protocol.replies import Message
 
 _PRELUDE = frozenset({"rpc.discover", "server/discover", "initialize", "notifications/initialized"})
 

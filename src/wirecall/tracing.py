@@ -13,8 +13,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from wirecall.context import Context
 from wirecall.errors import RpcError
+from wirecall.server.context import Context
 
 _propagator = TraceContextTextMapPropagator()
 

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 
 from wirecall import App
-from wirecall.transports import run_http
+from wirecall.transports import serve as run_http
 from wirecall.transports.listeners import bind
 
 PATIENCE = 20.0

@@ -13,9 +13,9 @@ import pytest
 from tests.client.peers import PATIENCE, until
 from wirecall import Retry, connect
 from wirecall.errors import BadAnswer, ConnectionLost, NotSent, TimedOut
-from wirecall.mcp.host import Host
-from wirecall.mcp.inbox import QUESTIONS, Inbox
-from wirecall.replies import Arrived
+from wirecall.mcp.client.host import Host
+from wirecall.mcp.client.inbox import QUESTIONS, Inbox
+from wirecall.protocol.replies import Arrived
 from wirecall.transports.child import TURN, Child
 
 ECHO = """

@@ -10,8 +10,8 @@ import pytest
 
 from tests.client.peers import PATIENCE, Peer, Writer, answers, http, ok, served
 from wirecall import App, Retry, UsageError, connect
+from wirecall.client.retries import mint_key
 from wirecall.errors import ConnectionLost, KeyConflict, KeyInProgress, NotSent, OutcomeUnknown, RpcError, TimedOut
-from wirecall.retries import mint_key
 from wirecall.testing import FakeClock, Faults
 from wirecall.testing import client as in_memory
 

@@ -18,7 +18,7 @@ from tests.contracts import LEASE, claim_of
 from tests.servers import TRANSACTIONAL, Store
 from wirecall import App, Context
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, RecordId, State
-from wirecall.policy import fingerprint
+from wirecall.server.policy import fingerprint
 
 NewApp = Callable[..., App]
 

@@ -27,7 +27,7 @@ from tests.contracts import (
     same,
 )
 from tests.servers import DURABLE, KINDS, MEMORIES, Server, Store, make_store, open_memory
-from wirecall.ledger import memory, sqlite_commits
+from wirecall.ledger import memory
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
     TOMBSTONE_FACTOR,
@@ -40,6 +40,7 @@ from wirecall.ledger.base import (
     State,
     Token,
 )
+from wirecall.ledger.sqlite import commits as sqlite_commits
 from wirecall.process import new_nonce
 
 Change = Callable[[Ledger, Token], Awaitable[bool]]

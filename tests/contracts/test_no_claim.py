@@ -100,8 +100,8 @@ async def old_records(ledger: Ledger, store: Store, count: int) -> None:
 async def test_an_app_sweeps_by_itself_in_small_batches_and_goes_on_after_trouble(
     app: App, ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wirecall.chores.SWEEP_EVERY", 0.02)
-    monkeypatch.setattr("wirecall.chores.SWEEP_BATCH", 3)
+    monkeypatch.setattr("wirecall.commands.background.SWEEP_EVERY", 0.02)
+    monkeypatch.setattr("wirecall.commands.background.SWEEP_BATCH", 3)
     await old_records(ledger, store, 10)
     own = await app.ledger()
     sweep, limits, trouble = own.sweep, list[int](), [LedgerDown("away")]

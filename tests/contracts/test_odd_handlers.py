@@ -13,10 +13,10 @@ from tests.contracts import LEASE, claim_of
 from tests.servers import TRANSACTIONAL, Store
 from wirecall import App, Context, DomainError
 from wirecall.errors import RpcError
-from wirecall.frames import ErrorObject
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
-from wirecall.policy import fingerprint
-from wirecall.replies import remote_error
+from wirecall.protocol.messages import ErrorObject
+from wirecall.protocol.replies import remote_error
+from wirecall.server.policy import fingerprint
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.contracts.charges import ID, World, charge, is_unknown, lose_claim, s
 from tests.servers import Store
 from wirecall import App, Context
 from wirecall.ledger.base import Claim, Ledger, Record, State
-from wirecall.terms import CannotTell, Done, NotDone
+from wirecall.server.terms import CannotTell, Done, NotDone
 
 
 @pytest.mark.parametrize("form", ["plain", "async"])

@@ -12,7 +12,7 @@ from tests.calls import call, error, make_app, result
 from tests.contracts.charges import Effects, NewApp, World, charge, is_in_progress, transactional
 from tests.servers import Store
 from wirecall import App, Context
-from wirecall.ledger import postgres_transaction
+from wirecall.ledger.postgres import transaction as postgres_transaction
 
 
 @transactional

@@ -28,17 +28,11 @@ import msgspec
 from msgspec import Struct
 
 # What a process needs sooner or later, imported before the fork.
-import wirecall.audit
-import wirecall.commands
-import wirecall.dispatch
-import wirecall.ledger.postgres
-import wirecall.ledger.redis
-import wirecall.ledger.sqlite  # noqa: F401
 from wirecall import App, Context, Done, NotDone, jsonrpc
-from wirecall.ledger import sqlite_commits
 from wirecall.ledger.base import Claim, Ledger, Outcome, Record, RecordId, Token, Transaction, open_ledger
+from wirecall.ledger.sqlite import commits as sqlite_commits
 from wirecall.process import new_nonce
-from wirecall.terms import OnCrash
+from wirecall.server.terms import OnCrash
 
 Step: TypeAlias = Literal[
     "before_claim",

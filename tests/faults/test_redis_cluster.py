@@ -15,8 +15,8 @@ from tests.contracts import ID, LEASE, RETENTION, answers_again, claim_of, grant
 from tests.faults import Caller, Effects, check, child, eventually, make_shop
 from tests.servers import Redis, RedisCluster, Store, make_store
 from wirecall import UsageError
-from wirecall.ledger import redis_net
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State, open_ledger
+from wirecall.ledger.redis import net as redis_net
 
 IDS = [RecordId("alice", "charge", f"key-{number}") for number in range(60)]
 

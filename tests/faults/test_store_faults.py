@@ -31,8 +31,11 @@ from tests.faults import LEASE, PATIENCE, Answer, Caller, Effect, Effects, check
 from tests.faults.proxy import Direction, Proxy
 from tests.servers import DURABLE, Postgres, Redis, RedisCluster, Store, make_store
 from wirecall import App, Context, DomainError
-from wirecall.ledger import postgres_pool, postgres_transaction, redis_scripts, sqlite_file
 from wirecall.ledger.base import Record, RecordId, State
+from wirecall.ledger.postgres import pool as postgres_pool
+from wirecall.ledger.postgres import transaction as postgres_transaction
+from wirecall.ledger.redis import scripts as redis_scripts
+from wirecall.ledger.sqlite import file as sqlite_file
 
 Loss = Literal["request", "answer"]
 
@@ -417,7 +420,7 @@ async def test_a_lost_claim_is_taken_back_even_if_the_store_stays_away_for_longe
 async def test_a_claim_that_arrives_after_its_clean_up_is_taken_back_too(
     front: Front, effects: Effects, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wirecall.chores.UNCLAIM_AGAIN", 1.0)
+    monkeypatch.setattr("wirecall.commands.background.UNCLAIM_AGAIN", 1.0)
     async with make_shop(impatient(front, monkeypatch), effects) as app, make_shop(front.store.url, effects) as safe:
         await caller.call(app, "charge", "first")
         late = front.proxy.delay(front.pattern("claim"), times=front.sendings("claim"))

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from wirecall.client import connect
-from wirecall.mcp.client import McpClient
+from wirecall.client.connect import connect
+from wirecall.mcp.client.client import McpClient
 
 Scenario = Callable[[McpClient], Awaitable[None]]
 

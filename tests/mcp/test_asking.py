@@ -426,7 +426,7 @@ async def test_a_session_id_is_no_state() -> None:
 
 
 async def test_an_old_state_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wirecall.mcp import states
+    from wirecall.mcp.server import states
 
     monkeypatch.setattr(states, "STATE_LIFETIME", -1.0)
     async with over_http(desk(), R5, capabilities=ALL) as client:

@@ -22,9 +22,9 @@ from tests.mcp.everything import PROGRAM, Everything
 from wirecall import App, Context, Limits, Retry, ToolAnnotations, ToolError, UsageError, connect, connect_sync
 from wirecall.errors import BadAnswer, Declined, InvalidParams, KeyConflict, NotSent, RpcError, TimedOut
 from wirecall.mcp import Audio, Elicited, Image, Text
-from wirecall.mcp.changes import Change
-from wirecall.mcp.client import McpClient
-from wirecall.mcp.offers import Tool
+from wirecall.mcp.client.changes import Change
+from wirecall.mcp.client.client import McpClient
+from wirecall.mcp.client.results import Tool
 from wirecall.testing import Faults
 
 PATIENCE = 40.0

@@ -14,8 +14,8 @@ from tests.mcp.scripted import Reply, Scripted, Seen, event, newest, older, refu
 from tests.mcp.test_client import client_of
 from wirecall import Retry, RpcError
 from wirecall.errors import BadAnswer, ConnectionLost, HeaderMismatch, NotSent, Refused, TimedOut, UnknownVersion
-from wirecall.mcp.changes import Change
-from wirecall.mcp.client_headers import fault_of, rendered
+from wirecall.mcp.client.changes import Change
+from wirecall.mcp.client.headers import fault_of, rendered
 from wirecall.testing import FakeClock
 
 QUICK = Retry(attempts=5, first=0.001, cap=0.01)
@@ -181,14 +181,14 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("manner", ["answers", "silent", "dies"])
 async def test_an_old_server_on_a_pipe_is_found_out(manner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.mcp.handshake.PROBE", 0.2)
+    monkeypatch.setattr("wirecall.mcp.client.negotiate.PROBE", 0.2)
     async with client_of([sys.executable, "-c", OLD_CHILD, manner]) as client:
         assert client.revision == R4 and (await client.call_tool("t")).text == "done"
 
 
 async def test_a_server_on_a_pipe_that_drops_arrays_gets_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """V7: on a pipe nobody refuses; a ping alone is risked to find out."""
-    monkeypatch.setattr("wirecall.mcp.conversation.ARRAY_PROBE", 0.3)
+    monkeypatch.setattr("wirecall.mcp.client.conversation.ARRAY_PROBE", 0.3)
     async with client_of([sys.executable, "-c", OLD_CHILD, "answers"], R2) as client:
         for _ in range(2):
             async with client.batch() as batch:
@@ -594,7 +594,7 @@ async def test_questions_that_cannot_be_answered_are_refused() -> None:
 
 
 async def test_a_stream_of_changes_that_breaks_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.mcp.listening.FIRST", 0.01)
+    monkeypatch.setattr("wirecall.mcp.client.listening.FIRST", 0.01)
 
     def answer(message: Any, seen: Seen) -> Reply:
         meta = {f"{META}subscriptionId": message["id"]}

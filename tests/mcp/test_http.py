@@ -457,7 +457,7 @@ async def test_initialize_with_an_old_session_begins_anew() -> None:
 
 
 async def test_an_old_session_is_404(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wirecall.mcp import sessions
+    from wirecall.mcp.server import sessions
 
     monkeypatch.setattr(sessions, "LIFETIME", -1.0)
     async with over_http(Lab().app, R5) as client:

@@ -34,10 +34,11 @@ from tests.mcp.asgi import (
 )
 from wirecall import App, Context, Limits, RpcError, ToolAnnotations, UsageError
 from wirecall.ledger.base import LedgerDown
-from wirecall.mcp import peer, relay, sessions, streams, subscriptions
 from wirecall.mcp.headers import _is_same
-from wirecall.mcp.relay import Relay
-from wirecall.mcp.sealed import BrokenSeal, Seals
+from wirecall.mcp.server import asking as peer
+from wirecall.mcp.server import relay, sessions, streams, subscriptions
+from wirecall.mcp.server.relay import Relay
+from wirecall.mcp.server.sealed import BrokenSeal, Seals
 
 every_revision = pytest.mark.parametrize("revision", REVISIONS)
 READS = ToolAnnotations(readOnlyHint=True)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from tests.calls import make_app
 from wirecall import Limits
-from wirecall.frames import Data, Id
-from wirecall.transports.http_request import Request
-from wirecall.transports.http_server import HttpServer
-from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
-from wirecall.transports.run_http import serve
+from wirecall.protocol.messages import Data, Id
+from wirecall.transports.asgi import HttpServer
+from wirecall.transports.request import Request
+from wirecall.transports.rpc import health_endpoints, rpc_endpoint
+from wirecall.transports.serve import serve
 
 PATIENCE = 30.0
 

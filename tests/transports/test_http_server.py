@@ -12,10 +12,10 @@ from tests.calls import batch, call
 from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scope_of
 from wirecall import Limits
 from wirecall.errors import Gone, Unauthorized
-from wirecall.frames import Data, Id
-from wirecall.transports.http_request import Headers, Request
-from wirecall.transports.http_server import HttpServer
-from wirecall.transports.rpc_http import health_endpoints, rpc_endpoint
+from wirecall.protocol.messages import Data, Id
+from wirecall.transports.asgi import HttpServer
+from wirecall.transports.request import Headers, Request
+from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 
 ADD = call("add", {"a": 1, "b": 2})
 NOTIFICATION = b'{"jsonrpc":"2.0","method":"nobody"}'

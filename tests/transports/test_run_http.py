@@ -19,7 +19,7 @@ from tests.faults import eventually
 from tests.transports import PATIENCE, Served, post, serving
 from wirecall import UsageError
 from wirecall.transports.listeners import bind
-from wirecall.transports.run_http import serve
+from wirecall.transports.serve import serve
 
 SERVERS = ["granian", "uvicorn", "uvicorn+h11"]
 every_server = pytest.mark.parametrize("server", SERVERS)

@@ -17,7 +17,7 @@ from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, nearest
 from wirecall.cli.output import stdin
 from wirecall.cli.schemas import Misfit, Schema, check, read, resolved, words
-from wirecall.frames import decode_value
+from wirecall.protocol.messages import decode_value
 
 _WORD = re.compile(r"(?P<path>[^=:]+?)(?P<sign>:=|=)(?P<value>.*)", re.DOTALL)
 _ANY: Schema = {}

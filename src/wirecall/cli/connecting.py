@@ -24,7 +24,7 @@ from wirecall.cli.failures import Failure, failure_of
 from wirecall.cli.targets import Target
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.logs import logger
-from wirecall.replies import Unreadable
+from wirecall.protocol.replies import Unreadable
 
 Protocol = Literal["jsonrpc", "mcp"]
 
@@ -92,7 +92,7 @@ def _headers(lines: tuple[str, ...]) -> dict[str, str]:
 @asynccontextmanager
 async def opened(target: Target, way: Way, *, app: App | None = None, **more: Any) -> AsyncIterator[Any]:
     """A client of the target. `app` is the target's own, if the verb has loaded it already."""
-    from wirecall.client import connect
+    from wirecall.client.connect import connect
 
     protocol = way.protocol_to(target)
     where: Any = address(target, protocol) if target.kind == "url" else list(target.command)

@@ -171,7 +171,7 @@ def _sentence(text: str) -> str:
 
 
 def _told(error: RpcError, data: dict[str, Any]) -> str:
-    from wirecall.frames import encode
+    from wirecall.protocol.messages import encode
 
     reason = data.get("reason")
     if isinstance(reason, str):

@@ -155,7 +155,7 @@ def resolve_record(
 
 
 def _outcome(where: Found, id: RecordId, done: bool, result: str | None) -> Outcome | None:
-    from wirecall.outcomes import outcome_of
+    from wirecall.commands.outcome import outcome_of
 
     if not done:
         if result is not None:
@@ -172,7 +172,7 @@ def _as_kept(where: Found, method: str, value: Any) -> Any:
     """A tool's record holds what MCP clients get (`tools/call`), with the value inside."""
     if not method.startswith("tools/call:"):
         return value
-    from wirecall.mcp.catalog import call_result
+    from wirecall.mcp.server.catalog import call_result
 
     declared = where.method(method)
     if declared is not None:

@@ -23,7 +23,7 @@ from wirecall.cli.targets import parse
 from wirecall.config import Config, load_config
 from wirecall.errors import UsageError
 from wirecall.ledger.base import Ledger, LedgerDown, check_url, open_ledger
-from wirecall.methods import Method
+from wirecall.server.method import Method
 
 RETENTION = 86_400.0
 

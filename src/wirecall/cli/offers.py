@@ -12,7 +12,7 @@ from wirecall import App
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, nearest
 from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
-from wirecall.params import KEY
+from wirecall.protocol.params import KEY
 
 Kind = Literal["query", "command", "method", "tool", "resource", "template", "prompt"]
 CALLABLE = ("query", "command", "method", "tool")
@@ -86,7 +86,7 @@ async def offers_of(client: Any, app: App | None, protocol: str, *, callable_onl
 
 def of_app(app: App, protocol: str | None = None) -> list[Offer]:
     """What an app serves, by one protocol or by both."""
-    from wirecall.mcp.catalog import annotations, input_schema, output_schema
+    from wirecall.mcp.server.catalog import annotations, input_schema, output_schema
 
     def method_offer(method: Any) -> Offer:
         told = annotations(method)

@@ -14,7 +14,7 @@ from typing import IO, Any, BinaryIO, TextIO
 
 import click
 
-from wirecall.frames import encode
+from wirecall.protocol.messages import encode
 
 # Marks, and what stands for them where the terminal has no Unicode.
 _MARKS = {"ok": ("✓", "ok"), "failed": ("✗", "x"), "replayed": ("↻", "replay"), "unknown": ("?", "?"), "warning": ("!", "!")}

@@ -6,7 +6,7 @@ formats, schemas that lie elsewhere) is the server's to judge. Nothing is ever f
 
 from typing import Any
 
-from wirecall.frames import decode_value, encode
+from wirecall.protocol.messages import decode_value, encode
 
 Schema = dict[str, Any]
 DEPTH = 40  # of references that lead to references

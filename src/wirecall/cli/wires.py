@@ -14,7 +14,7 @@ from msgspec import Struct
 from wirecall import App
 from wirecall.cli.targets import Target
 from wirecall.errors import CallFailed
-from wirecall.frames import encode
+from wirecall.protocol.messages import encode
 from wirecall.transports.child import Child
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 from wirecall.transports.memory import MemoryPipe

@@ -269,7 +269,7 @@ async def open_ledger(url: str) -> Ledger:
     scheme = check_url(url)
     module = {"rediss": "redis", "valkey": "redis", "postgresql": "postgres"}.get(scheme, scheme)
     try:
-        store = import_module(f"wirecall.ledger.{module}")
+        store = import_module(f"wirecall.ledger.{module}" if module == "memory" else f"wirecall.ledger.{module}.ledger")
     except ModuleNotFoundError as error:
         raise UsageError(
             f"A ledger of {scheme}: needs a driver.", f"there is no {error.name}", f'pip install "wirecall[{module}]"'

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from msgspec import UNSET, Raw
 
 from wirecall.errors import HeaderMismatch
-from wirecall.frames import decode_any
 from wirecall.mcp.types import Params
+from wirecall.protocol.messages import decode_any
 
 VERSION = "mcp-protocol-version"
 METHOD = "mcp-method"

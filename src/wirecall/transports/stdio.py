@@ -22,9 +22,9 @@ from contextvars import copy_context
 from types import CoroutineType, coroutine
 from typing import Any, Protocol, TypeAlias
 
-from wirecall.lanes import resume
 from wirecall.logs import logger
-from wirecall.policy import Limits
+from wirecall.server.batch import resume
+from wirecall.server.policy import Limits
 from wirecall.tasks import start
 from wirecall.transports.descriptors import HIGH, Output, open_input
 from wirecall.transports.lines import Lines

@@ -1,0 +1,214 @@
+"""Ways to a server of plain JSON-RPC: over HTTP, over a pipe of lines, and straight into an app.
+
+A link sends a message and gives every answer to its `Exchange`. It says by `exchange.sent` when the server may have the
+message, and raises a `CallFailed` when it breaks. Deadlines, retries and what an answer means are not its business.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from wirecall.client.exchange import Exchange
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
+from wirecall.logs import logger
+from wirecall.protocol.messages import decode_value
+from wirecall.protocol.replies import Arrived, read_messages
+from wirecall.transports.http_client import HttpAnswer, HttpClient
+
+JSON = "application/json"
+_HEADERS = {"Content-Type": JSON, "Accept": JSON}
+REPLAYED = "idempotent-replayed"
+
+
+class Link(Protocol):
+    """One way to a server."""
+
+    async def open(self) -> None: ...
+
+    async def exchange(self, exchange: Exchange) -> None:
+        """Send, and take answers until no further one will come. It may be cancelled at any moment."""
+
+    async def aclose(self) -> None: ...
+
+
+# --- HTTP -----------------------------------------------------------------------------------------------------------
+
+
+class HttpLink:
+    """A POST for each message."""
+
+    def __init__(self, http: HttpClient) -> None:
+        self._http = http
+        self.open = http.open
+        self.aclose = http.aclose
+
+    async def exchange(self, exchange: Exchange) -> None:
+        async with self._http.request("POST", exchange.data, _HEADERS, exchange=exchange) as answer:
+            body = await answer.read()
+            told = answer.headers.get(REPLAYED)
+            if told is not None:
+                exchange.replayed(replayed_ids(told))
+            if 200 <= answer.status < 300:
+                if body:
+                    exchange.read(body)
+            else:
+                refuse_by_status(exchange, answer, body)
+
+
+def refuse_by_status(exchange: Exchange, answer: HttpAnswer, body: bytes) -> None:
+    """An answer that is not 200: a JSON-RPC error in its body counts, or else the status. Who is refused as a caller hears
+    that from the status, whatever the body says about it."""
+    if answer.status in (401, 403):
+        exchange.refuse(status_error(answer, body))
+        return
+    _, messages = read_messages(body) if body else (False, [])
+    if messages and all(isinstance(message, Arrived) and message.is_answer for message in messages):
+        exchange.read(body)
+    if not exchange.is_done or not exchange.known:
+        exchange.refuse(status_error(answer, body))
+
+
+def status_error(answer: HttpAnswer, body: bytes) -> CallFailed:
+    """RFC 9110, section 15: 4xx is the request's fault, so it was not carried out; after 5xx nobody knows."""
+    text = f"HTTP {answer.status}"
+    if 300 <= answer.status < 400:
+        text += f", a redirect to {answer.headers.get('location', 'nowhere')[:200]}, which is not followed"
+    elif body and body.lstrip()[:1] != b"<":
+        text += f": {body[:200].decode('utf-8', 'replace')}"
+    kind = Refused if answer.status < 500 else BadAnswer
+    return kind(text, status=answer.status, retry_after=_seconds(answer.headers.get("retry-after")))
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 7 else None
+
+
+def replayed_ids(told: str) -> list[Any] | None:
+    """The header `Idempotent-Replayed`: "true" for a single answer, or the ids of an array's."""
+    if told.lower() == "true":
+        return None
+    try:
+        ids = decode_value(told)
+    except ValueError:
+        return []
+    return ids if isinstance(ids, list) else []
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+class Pipe(Protocol):
+    """Lines both ways: a child process, or an app in memory."""
+
+    async def open(self, on_line: Callable[[bytes], None], on_end: Callable[[CallFailed], None]) -> None: ...
+    async def write(self, line: bytes) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class LineLink:
+    """Messages as lines. A pipe that has ended is opened anew by the next message."""
+
+    def __init__(self, pipe: Callable[[], Pipe]) -> None:
+        self._make = pipe
+        self._pipe: Pipe | None = None
+        self._over: list[Pipe] = []  # ended by themselves, and not cleaned up yet
+        self._opening = asyncio.Lock()
+        self._open: dict[Any, Exchange] = {}  # by the ids that are not answered yet
+        self._ends: dict[Exchange, asyncio.Future[None]] = {}
+
+    async def open(self) -> None:
+        await self._connected()
+
+    async def exchange(self, exchange: Exchange) -> None:
+        await self._send(exchange)
+
+    async def _send(self, exchange: Exchange) -> None:
+        """Write a message, and wait until it is answered."""
+        pipe = self._pipe or await self._connected()
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ends[exchange] = end
+        self._open.update(dict.fromkeys(exchange.known, exchange))
+        try:
+            exchange.sent = True
+            await pipe.write(exchange.data)
+            if not exchange.is_done:
+                await end
+        finally:
+            del self._ends[exchange]
+            for id in exchange.known:
+                self._open.pop(id, None)
+
+    async def aclose(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            self._lost(pipe, NotSent("the client was closed"))
+            await pipe.aclose()
+        await self._clean_up()
+
+    async def _clean_up(self) -> None:
+        while self._over:
+            await self._over.pop().aclose()
+
+    async def _connected(self) -> Pipe:
+        async with self._opening:
+            if self._pipe is None:
+                await self._clean_up()
+                pipe = self._make()
+                await pipe.open(self._line, lambda error: self._lost(pipe, error))
+                self._pipe = pipe
+            return self._pipe
+
+    def _lost(self, pipe: Pipe, error: CallFailed) -> None:
+        if self._pipe is pipe:
+            self._pipe = None
+            self._over.append(pipe)
+        for end in self._ends.values():
+            if not end.done():
+                end.set_exception(ConnectionLost(str(error)))
+
+    def _line(self, line: bytes) -> None:
+        in_array, messages = read_messages(line)
+        for message in messages:
+            exchange = self._open.get(message.id) if isinstance(message.id, int) else None
+            if exchange is None:
+                self._stray(message, in_array)
+                continue
+            exchange.take(message, in_array)
+        for exchange, end in self._ends.items():
+            if exchange.is_done and exchange.sent and not end.done():
+                end.set_result(None)
+
+    def _stray(self, message: Any, in_array: bool) -> None:
+        """If one message alone is under way, what answers nobody is meant for it."""
+        logger.debug("a line that answers no call: %.200r", message)
+        if len(self._ends) == 1:
+            next(iter(self._ends)).take(message, in_array)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Handle(Protocol):
+    """`App.handle`."""
+
+    def __call__(self, data: bytes, *, replayed: list[Any] | None) -> Awaitable[bytes | None]: ...
+
+
+class MemoryLink:
+    """Straight into an app of this process."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    async def open(self) -> None: ...
+
+    async def exchange(self, exchange: Exchange) -> None:
+        exchange.sent = True
+        replayed: list[Any] = []
+        reply = await self._handle(exchange.data, replayed=replayed)
+        if replayed:
+            exchange.replayed(replayed)
+        if reply is not None:
+            exchange.read(reply)
+
+    async def aclose(self) -> None: ...

@@ -1,0 +1,280 @@
+"""The ledger in Redis or Valkey: many hosts, one hash per record, one script per transition.
+
+The rules of the file:
+
+1. A transition is one script of the folder `lua`, which touches one key and reads the server's clock. So a cluster is as
+   good as a server.
+2. A record never goes because its lease is over: the lease is a field. The key's own expiry only removes what no longer
+   matters.
+3. Nothing is sent twice. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a
+   script that the server does not know is sent again, in full, since then nothing has run. (A claim may be repeated with
+   its nonce: it finds its own record, RUNNING, and gets it back as its own.)
+4. What goes through all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
+
+Beside it: `redis_scripts` (what is said), `redis_wire` (connections), `redis_net` (which server holds a record) and
+`redis_checks` (which server will do). The promise is "at most once, unless Redis loses writes that it acknowledged": so no
+eviction, an append-only file, and where a replica may take over, `?replicas=`.
+"""
+
+import asyncio
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import compress
+from typing import Any, TypeAlias
+from urllib.parse import quote, unquote
+
+from redis.exceptions import NoScriptError, ResponseError
+
+from wirecall.errors import UsageError
+from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
+from wirecall.ledger.redis.checks import check_server
+from wirecall.ledger.redis.net import Address, Map, Net
+from wirecall.ledger.redis.scripts import (
+    ABANDON,
+    CLAIM,
+    COMMIT_POINT,
+    COMPLETE,
+    DUE,
+    GET,
+    HEARTBEAT,
+    LAPSE,
+    RELEASE,
+    RESOLVE,
+    STATE,
+    SUSPEND,
+    SWEEP,
+    Script,
+    fields_of,
+    micros,
+    record_of,
+)
+from wirecall.ledger.redis.wire import options_of
+
+# Records looked at together, and how often one call of `sweep` does so: 10,000 records, or 50 ms of the server's time.
+PAGE = 100
+STEPS = 100
+
+Ids: TypeAlias = list[RecordId]  # inside the class, `list` is a method
+Walk: TypeAlias = deque[tuple[Address, int]]  # the servers whose keys are still to be looked at, and from which cursor on
+
+
+async def open_url(url: str) -> "RedisLedger":
+    """Connect to `redis://`, `rediss://` or `valkey://`, and refuse a server that would lose records.
+
+    A node of a cluster stands for the whole of it. `?prefix=` is put before every key; end it with a colon. `?replicas=` is
+    how many of them have to hold a write before it counts. The other parameters are those of redis-py.
+    """
+    ledger = RedisLedger(url)
+    try:
+        await ledger.check()
+    except BaseException:
+        await ledger.aclose()
+        raise
+    return ledger
+
+
+class RedisLedger:
+    """Every method is one command, except those that go through all records."""
+
+    is_tidy = False
+
+    def __init__(self, url: str) -> None:
+        self._options, prefix, self._replicas = options_of(url)
+        self._prefix: bytes = prefix.encode()
+        self._map = Map((self._options["host"], self._options["port"]))
+        self._nets: dict[asyncio.AbstractEventLoop, Net] = {}
+        self._closed = False
+        self._round: Walk = deque()  # what the sweep has still to look at
+        self._unswept: list[RecordId] = []
+
+    # --- transitions -------------------------------------------------------------------------------------------------
+
+    async def claim(self, claim: Claim) -> Record:
+        times = micros(claim.lease), micros(claim.retention)
+        flags = int(claim.committed), int(claim.continues), int(self._replicas > 0)
+        seen = await self._run(CLAIM, claim.id, claim.fingerprint, claim.nonce, *times, claim.on_crash, *flags)
+        return record_of(claim.id, seen)
+
+    async def heartbeat(self, token: Token, lease: float) -> bool:
+        return await self._change(HEARTBEAT, token, micros(lease))
+
+    async def commit_point(self, token: Token, lease: float) -> bool:
+        return await self._change(COMMIT_POINT, token, micros(lease))
+
+    async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
+        return await self._change(COMPLETE, token, micros(retention), *fields_of(outcome))
+
+    async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
+        return await self._change(SUSPEND, token, micros(retention), *fields_of(interim))
+
+    async def release(self, token: Token) -> bool:
+        return await self._change(RELEASE, token)
+
+    async def abandon(self, token: Token) -> bool:
+        return await self._change(ABANDON, token)
+
+    async def lapse(self, token: Token) -> bool:
+        return await self._change(LAPSE, token)
+
+    async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
+        found = () if outcome is None else fields_of(outcome)
+        return bool(await self._run(RESOLVE, id, micros(retention), *found))
+
+    async def _change(self, script: Script, token: Token, *args: Any) -> bool:
+        return bool(await self._run(script, token.id, token.fence, token.nonce, *args))
+
+    # --- reading and housekeeping ------------------------------------------------------------------------------------
+
+    async def get(self, id: RecordId) -> Record | None:
+        seen = await self._run(GET, id)
+        return seen and record_of(id, seen)
+
+    async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> list[Record]:
+        """As in every ledger; but Redis keeps no order, so each page reads the names of all keys and sorts them here."""
+        wanted = () if state is None else (state.value,)
+        found: list[Record] = []
+        for page in _pages(sorted(id for id in await self._ids() if after is None or id > after)):
+            views = await self._run_all(GET, page, *wanted)
+            found += [record_of(id, seen) for id, seen in zip(page, views, strict=True) if seen]
+            if len(found) >= limit:
+                break
+        return found[:limit]
+
+    async def counts(self) -> dict[State, int]:
+        found: Counter[bytes | None] = Counter()
+        for page in _pages(list(await self._ids())):
+            found.update(await self._run_all(STATE, page))
+        return {state: found[state.value.encode()] for state in State}
+
+    async def sweep(self, limit: int = 500) -> int:
+        """As in every ledger, on as many records as a call may look at; the next call goes on from there."""
+        changed, rounds = 0, 1 if self._at_end else 2  # who begins in the middle looks at the beginning too
+        for _ in range(STEPS):
+            changed += await self._sweep_page(limit - changed)
+            rounds -= self._at_end
+            if changed >= limit or not rounds:
+                break
+        return changed
+
+    @property
+    def _at_end(self) -> bool:
+        return not self._round and not self._unswept
+
+    async def _sweep_page(self, limit: int) -> int:
+        if not self._unswept:
+            if not self._round:
+                self._round = self._walk()
+            self._unswept = await self._scan(self._round)
+        page, self._unswept = self._unswept[:PAGE], self._unswept[PAGE:]
+        due = list(compress(page, await self._run_all(DUE, page)))
+        self._unswept = due[limit:] + self._unswept
+        return sum(await self._run_all(SWEEP, due[:limit]))
+
+    async def _ids(self) -> set[RecordId]:
+        """All there are. One whose slot moves to another server meanwhile may be missed, or be met twice: hence a set."""
+        walk, found = self._walk(), set[RecordId]()
+        while walk:
+            found.update(await self._scan(walk))
+        return found
+
+    def _walk(self) -> Walk:
+        return deque((address, 0) for address in self._map.primaries)
+
+    async def _scan(self, walk: Walk) -> Ids:
+        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*"
+        address, cursor = walk.popleft()  # so who comes after a server that does not answer goes on with the others
+        command = "SCAN", cursor, "MATCH", pattern, "COUNT", 5 * PAGE, "TYPE", "hash"
+        cursor, names = await self._net().ask_at(address, *command)
+        if cursor:
+            walk.appendleft((address, cursor))
+        return [id for name in names if (id := self._id(name))]
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    def _name(self, id: RecordId) -> bytes:
+        """The three parts, percent-encoded, so that a colon only ever parts them."""
+        return self._prefix + ":".join([_quoted(id.caller), _quoted(id.method), _quoted(id.key)]).encode()
+
+    def _id(self, name: bytes) -> RecordId | None:
+        """The record behind a key; None for another program's key that begins like ours."""
+        with suppress(TypeError, UnicodeError):
+            parts = name[len(self._prefix) :].decode("ascii").split(":")
+            return RecordId(*(unquote(part, errors="surrogatepass") for part in parts))
+        return None
+
+    # --- the servers -------------------------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """Find out whether this is a cluster; refuse servers that cannot keep the contract, warn of those that might not."""
+        net, home = self._net(), self._map.home
+        info = await _told(net, home)
+        if info.get("cluster_enabled"):  # who hides its INFO is found out by the first MOVED
+            await net.learn(home)
+        for address in self._map.primaries:
+            check_server(net.where(address), info if address == home else await _told(net, address), self._replicas)
+
+    async def aclose(self) -> None:
+        """Let what is under way end, and close the connections of this loop; another loop closes its own."""
+        self._closed = True
+        net = self._nets.pop(_loop(), None)
+        self._nets.clear()
+        if net is not None:
+            await net.aclose()
+
+    async def _run(self, script: Script, id: RecordId, *args: Any) -> Any:
+        net, name = self._net(), self._name(id)
+        try:
+            return await net.ask(name, ("EVALSHA", script.sha, 1, name, *args), writes=script.writes)
+        except LedgerDown as error:
+            if not isinstance(error.__cause__, NoScriptError):
+                raise
+        return await net.ask(name, ("EVAL", script.source, 1, name, *args), writes=script.writes)
+
+    async def _run_all(self, script: Script, ids: Ids, *args: Any) -> Sequence[Any]:
+        return await asyncio.gather(*(self._run(script, id, *args) for id in ids))
+
+    def _net(self) -> Net:
+        loop = _loop()
+        return self._nets.get(loop) or self._new_net(loop)
+
+    def _new_net(self, loop: asyncio.AbstractEventLoop) -> Net:
+        if self._closed:
+            raise LedgerDown(f"the ledger at {self._map.home[0]}:{self._map.home[1]} is closed")
+        for ended in [known for known in list(self._nets) if known.is_closed()]:
+            self._nets.pop(ended, None)
+        net = self._nets[loop] = Net(self._map, self._options, self._replicas)
+        return net
+
+
+async def _told(net: Net, address: Address) -> dict[str, Any]:
+    """What INFO tells; nothing, where a server answers but forbids that, as managed servers do."""
+    try:
+        info: dict[str, Any] = await net.ask_at(address, "INFO")
+    except LedgerDown as error:
+        if not isinstance(error.__cause__, ResponseError):
+            raise
+        await net.ask_at(address, "PING")  # unless it forbids everything: a database that it does not have, for example
+        return {}
+    return info
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise UsageError(
+            "A command with a key was called without an event loop.",
+            "its ledger is a server, and waiting for it needs a loop",
+            "use `await app.handle(...)`",
+        ) from None
+
+
+def _quoted(part: str) -> str:
+    return quote(part, errors="surrogatepass")
+
+
+def _pages(ids: list[RecordId]) -> Iterator[list[RecordId]]:
+    for start in range(0, len(ids), PAGE):
+        yield ids[start : start + PAGE]

@@ -1,0 +1,306 @@
+"""The other side: what is known of a client, what it is told and asked while a call runs.
+
+A `Session` is the negotiated state of a client: of a connection or a session token in the revisions with a handshake, of a
+single request where every request describes itself. A `Call` is the client's side of one request; the handler meets it as
+`ctx.progress`, `ctx.log`, `ctx.elicit`, `ctx.sample` and `ctx.roots`.
+
+A question has one form for the handler and two on the wire. With a handshake it is a request to the client, and the handler
+waits. Where every request describes itself there are no requests to clients: the call ends with `input_required`, and the
+client calls again with the answers. So a question whose answer is at hand gives it; any other raises `InputRequired`, and
+the handler starts again from the top when the answers come. Answers of earlier rounds travel in the sealed state.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall.errors import BadInput, Gone, NotCapable, RpcError, UsageError
+from wirecall.mcp.revisions import Revision
+from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled, block
+from wirecall.protocol.messages import decode_any, encode
+from wirecall.server.context import InputRequired
+
+Id = int | str
+
+ANSWER_TIME = 3600.0  # seconds that a person may take to answer; a client that never does must not keep a call for ever
+
+# Ids of our questions, different in every process: an answer may reach another one.
+_PREFIX = os.urandom(4).hex()
+_numbers = itertools.count(1)
+
+
+class Outlet(Protocol):
+    """Where a transport lets messages out that come before the answer."""
+
+    stopping: asyncio.Event  # set when the server is about to stop
+    replayed: list[Id]  # whose answers come from the ledger
+    is_shared: bool  # messages of other calls go the same way
+
+    async def send(self, message: bytes) -> None:
+        """Send one message to the client, as part of what answers the message at hand."""
+        ...
+
+    async def hang_up(self, retry: float) -> None:
+        """End the connection, if there is one to come back to."""
+        ...
+
+
+class Session:
+    """A client, as far as it has told about itself."""
+
+    def __init__(
+        self,
+        revision: Revision,
+        capabilities: dict[str, Any] | None = None,
+        *,
+        level: str | None = None,
+        calls: "dict[Id, asyncio.Task[Any]] | None" = None,
+    ) -> None:
+        self.revision = revision
+        self.capabilities = capabilities or {}
+        self.level = level  # the least log level it wants to see; None: none was set
+        self.calls = {} if calls is None else calls  # what it may cancel
+        self.subscriptions: set[str] = set()  # URIs of resources
+        self._asked: dict[Id, asyncio.Future[Raw]] = {}  # what it has not answered yet
+
+    def wants(self, level: str) -> bool:
+        """With a handshake the server decides until a level is set; without one, no level means no messages."""
+        if self.level is None:
+            return not self.revision.is_stateless and LEVELS.index(level) >= LEVELS.index("info")
+        return LEVELS.index(level) >= LEVELS.index(self.level)
+
+    async def request(self, method: str, params: dict[str, Any], outlet: Outlet) -> Raw:
+        """Ask the client, and wait for what it says."""
+        id = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
+        answer: asyncio.Future[Raw] = asyncio.get_running_loop().create_future()
+        self._asked[id] = answer
+        try:
+            await outlet.send(encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params}))
+            async with asyncio.timeout(ANSWER_TIME):
+                return await answer
+        except TimeoutError:
+            raise NotCapable(f"the client has not answered within {ANSWER_TIME:g} s", ran="unknown") from None
+        finally:
+            del self._asked[id]
+
+    def abandon(self) -> None:
+        """The client will answer nothing any more."""
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(NotCapable("the client has left without an answer", ran="unknown"))
+
+    def answered(self, id: Any, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
+        """The client has answered; False if nobody asked."""
+        answer = self._asked.get(id)
+        if answer is None or answer.done():
+            return False
+        if error is not UNSET:
+            answer.set_exception(_refusal(error))
+        else:
+            answer.set_result(Raw(b"{}") if result is UNSET else result)
+        return True
+
+
+def _refusal(error: Raw) -> RpcError:
+    try:
+        told = msgspec.json.decode(error, type=_Error)
+    except msgspec.ValidationError:
+        return BadInput("the client answered with an error that is none")
+    return RpcError(told.code, told.message, None if told.data is UNSET else told.data)
+
+
+class _Error(Struct):
+    code: int
+    message: str
+    data: Any = UNSET
+
+
+class Question:
+    """Something to ask the client; awaited, it is the answer."""
+
+    __slots__ = ("call", "decode", "key", "method", "params")
+
+    def __init__(self, call: "Call", key: str, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> None:
+        self.call = call
+        self.key = key
+        self.method = method
+        self.params = params
+        self.decode = decode
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        answers = yield from self.call.ask([self]).__await__()
+        return answers[0]
+
+
+class Call:
+    """The client's side of one request."""
+
+    def __init__(self, session: Session, outlet: Outlet, token: ProgressToken | UnsetType, params: Raw | UnsetType) -> None:
+        self._session = session
+        self._outlet = outlet
+        self._token = token
+        self._params = params
+        self._progress: float | None = None
+        self._count = 0
+        self.answers: dict[str, dict[str, Any]] = {}  # by the key of their question
+        self.continues = False  # this is a further round of a call
+        self._closed = False
+        self.pause: Callable[[dict[str, Any], dict[str, Any]], bytes] | None = None  # what a call that asks is answered with
+
+    def close(self) -> None:
+        """The call is answered."""
+        self._closed = True
+
+    # --- what it knows -----------------------------------------------------------------------------------------------
+
+    @property
+    def revision(self) -> str:
+        return self._session.revision.name
+
+    @property
+    def capabilities(self) -> dict[str, Any]:
+        return self._session.capabilities
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        params = {} if self._params is UNSET else decode_any(self._params)
+        meta = params.get("_meta") if isinstance(params, dict) else None
+        return meta if isinstance(meta, dict) else {}
+
+    # --- what it is told ---------------------------------------------------------------------------------------------
+
+    async def progress(self, progress: float, total: float | None, message: str | None) -> None:
+        """What is not above the last number stays here: MCP allows only growth, and no call should fail for it."""
+        if self._token is UNSET or (self._progress is not None and progress <= self._progress):
+            return
+        self._progress = progress
+        told: dict[str, Any] = {"progressToken": self._token, "progress": progress}
+        if total is not None:
+            told["total"] = total
+        if message is not None and self._session.revision.has("progress message"):
+            told["message"] = message
+        await self._tell("notifications/progress", told)
+
+    async def log(self, level: str, data: Any, logger: str | None) -> None:
+        if level not in LEVELS:
+            raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
+        if self._session.wants(level):
+            await self._tell(
+                "notifications/message", {"level": level, **({"logger": logger} if logger else {}), "data": data}
+            )
+
+    async def _tell(self, method: str, params: dict[str, Any]) -> None:
+        """Nothing is told after the answer, or to a client that has left; neither is a reason to fail."""
+        if self._closed or not self._session.revision.has(f"tell {method}"):
+            return
+        with suppress(Gone):
+            await self._outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params}))
+
+    async def hang_up(self, retry: float) -> None:
+        if not self._closed:
+            await self._outlet.hang_up(retry)
+
+    # --- what it is asked --------------------------------------------------------------------------------------------
+
+    def elicit(self, message: str, schema: Any, key: str | None) -> Question:
+        wanted = None if isinstance(schema, dict) else schema
+        described = schema if wanted is None else _flat_schema(wanted)
+        params = {"message": message, "requestedSchema": described}
+        if self._session.revision.has("ask elicitation url"):
+            params = {"mode": "form", **params}
+        return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, wanted))
+
+    def elicit_url(self, message: str, url: str, key: str | None) -> Question:
+        params = {"mode": "url", "message": message, "url": url}
+        if not self._session.revision.is_stateless:
+            params["elicitationId"] = os.urandom(12).hex()
+        return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, None))
+
+    def sample(
+        self, messages: str | Sequence[Message], max_tokens: int, system: str | None, key: str | None, more: dict[str, Any]
+    ) -> Question:
+        several = [Message("user", messages)] if isinstance(messages, str) else messages
+        known = self._session.revision.known
+        wire = [{"role": message.role, "content": known(block(message.content))} for message in several]
+        params = {"messages": wire, "maxTokens": max_tokens, **more}
+        if system is not None:
+            params["systemPrompt"] = system
+        return self._question(key, "sampling/createMessage", params, lambda answer: _as(answer, Sampled))
+
+    def roots(self, key: str | None) -> Question:
+        return self._question(key, "roots/list", {}, lambda answer: _as(answer, Roots).roots)
+
+    async def ask(self, questions: Sequence[Any]) -> list[Any]:
+        if self._closed:
+            raise NotCapable("the call is over: its client cannot be asked any more")
+        for question in questions:
+            check_capability(self._session, question.method, question.params)
+        if self._session.revision.is_stateless:
+            return self._at_hand(questions)
+        return list(await asyncio.gather(*(self._request(question) for question in questions)))
+
+    def _question(self, key: str | None, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> Question:
+        self._count += 1
+        return Question(self, key or f"input-{self._count}", method, params, decode)
+
+    async def _request(self, question: Question) -> Any:
+        raw = await self._session.request(question.method, question.params, self._outlet)
+        return question.decode(decode_any(raw))
+
+    def _at_hand(self, questions: Sequence[Question]) -> list[Any]:
+        missing = [question for question in questions if question.key not in self.answers]
+        if missing:
+            assert self.pause is not None
+            wire = {question.key: {"method": question.method, "params": question.params} for question in missing}
+            raise InputRequired(self.pause(self.answers, wire))
+        return [question.decode(self.answers[question.key]) for question in questions]
+
+
+def check_capability(session: Session, method: str, params: dict[str, Any]) -> None:
+    """A server asks only for what its client declared; `elicitation: {}` means forms (2025-11-25 and later)."""
+    needs = _needs(method, params)
+    ((name, modes),) = needs.items()
+    had = session.capabilities.get(name)
+    row = "elicitation url" if "url" in modes else method
+    capable = session.revision.has(f"ask {row}") and isinstance(had, dict) and all(mode in had for mode in modes)
+    if name == "elicitation" and not modes and had and "form" not in had:
+        capable = False
+    if not capable:
+        raise NotCapable(f"the call needs a client that answers {method}", requiredCapabilities=needs)
+
+
+def _needs(method: str, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a question needs, as the client declares it."""
+    if method == "elicitation/create":
+        return {"elicitation": {"url": {}} if params.get("mode") == "url" else {}}
+    return {"sampling": {}} if method == "sampling/createMessage" else {"roots": {}}
+
+
+def _as(answer: Any, wanted: Any) -> Any:
+    try:
+        return msgspec.convert(answer, wanted)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"the client's answer: {str(error).lower()}") from None
+
+
+def _elicited(answer: Any, wanted: Any) -> Elicited:
+    told = _as(answer, Elicited)
+    if told.action != "accept":
+        return Elicited(told.action)
+    if wanted is None:
+        return Elicited("accept", told.content if isinstance(told.content, dict) else {})
+    return Elicited("accept", _as(told.content, wanted))
+
+
+def _flat_schema(wanted: Any) -> dict[str, Any]:
+    """A Struct as the flat schema that elicitation takes: an object of plain values, nothing by reference."""
+    schema = msgspec.json.schema(wanted)
+    name = schema.get("$ref", "").removeprefix("#/$defs/")
+    found = dict(schema.get("$defs", {}).get(name, schema))
+    return {"type": "object", "properties": found.get("properties", {}), "required": found.get("required", [])}

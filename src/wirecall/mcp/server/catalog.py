@@ -1,0 +1,449 @@
+"""What a server offers: tools, prompts, resources and their templates, and completions.
+
+The definitions are `Method`s of the core, so that their calls take the core's steps: middleware, binding, time limits,
+threads, and for tools the ledger. This file describes them to clients, each revision in its own words (`Catalog.tools` and
+its neighbours), finds them by name or URI, and shapes what their functions return:
+
+    a tool       `call_result`      str, content, Struct, dict, ToolResult, ...  ->  content and structuredContent
+    a prompt     `prompt_result`    str, Message, or several                     ->  messages
+    a resource   `read_result`      str, bytes, Embedded, or several             ->  contents
+"""
+
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct
+
+from wirecall.errors import InvalidParams, UsageError
+from wirecall.mcp.revisions import Revision
+from wirecall.mcp.types import KEYS_CAPABILITY, Content, Embedded, Message, ToolResult, block
+from wirecall.protocol.messages import encode
+from wirecall.protocol.params import KEY
+from wirecall.server.method import Method, Registry
+
+# Written for the model that fills in the argument (T1: key="ask").
+KEY_SCHEMA = {
+    "type": "string",
+    "minLength": 1,
+    "maxLength": 255,
+    "description": (
+        "A new random value, such as a UUID, for each separate thing you want done. If a call fails or its answer is lost, "
+        "send the same value again: it is then done once, not twice. Use another value for another thing."
+    ),
+}
+
+_NO_ARGUMENTS = Raw(b"{}")
+
+_CAPABILITIES: dict[str, dict[str, Any]] = {
+    "tools": {"listChanged": True},
+    "prompts": {"listChanged": True},
+    "resources": {"subscribe": True, "listChanged": True},
+    "completions": {},
+    "logging": {},
+    "experimental": {KEYS_CAPABILITY: {}},  # a client may repeat a call that has a key
+}
+_WITH = {"experimental": "tools"}  # what is declared for the sake of something else
+
+
+class Prompt(Struct, frozen=True):
+    name: str
+    method: Method
+
+    def described(self, revision: Revision) -> dict[str, Any]:
+        signature = self.method.signature
+        schema = signature.schema["properties"]
+        arguments = [
+            _argument(p.name, p.required, schema[p.name]) for p in signature.parameters if p.kind in ("position", "name")
+        ]
+        return {
+            "name": self.name,
+            **_titled(self.method, revision),
+            **({"description": self.method.description} if self.method.description else {}),
+            **({"arguments": arguments} if arguments else {}),
+        }
+
+
+class Resource(Struct, frozen=True):
+    """A resource, or a template of resources if its URI has `{names}` in it."""
+
+    uri: str
+    name: str
+    mime_type: str | None
+    method: Method
+    pattern: Any = None
+
+    def described(self, revision: Revision) -> dict[str, Any]:
+        return {
+            "uriTemplate" if self.pattern else "uri": self.uri,
+            "name": self.name,
+            **_titled(self.method, revision),
+            **({"description": self.method.description} if self.method.description else {}),
+            **({"mimeType": self.mime_type} if self.mime_type else {}),
+        }
+
+
+class Catalog:
+    """Everything on offer."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.prompts: dict[str, Prompt] = {}
+        self.resources: dict[str, Resource] = {}
+        self.templates: dict[str, Resource] = {}
+        self.completions: dict[tuple[str, str], Method] = {}
+        self._described: dict[tuple[str, str], list[Raw]] = {}
+
+    # --- declaring ---------------------------------------------------------------------------------------------------
+
+    def add_prompt(self, method: Method, name: str) -> None:
+        _refuse_second(self.prompts, name, "prompt")
+        self.prompts[name] = Prompt(name, method)
+
+    def add_resource(self, method: Method, uri: str, name: str, mime_type: str | None) -> None:
+        pattern, names = _template(uri)
+        kind = self.templates if names else self.resources
+        _refuse_second(kind, uri, "resource")
+        theirs = [p.name for p in method.signature.parameters]
+        if sorted(theirs) != sorted(names):
+            raise UsageError(
+                f"The function of resource {uri} cannot be called.",
+                f"it takes ({', '.join(theirs)}), the URI names ({', '.join(names)})",
+                "give it one parameter for every {name} of the URI, of the same name",
+            )
+        kind[uri] = Resource(uri, name, mime_type, method, pattern if names else None)
+
+    def add_completion(self, method: Method, of: str, argument: str) -> None:
+        if (of, argument) in self.completions:
+            raise UsageError(f"There is already a completion for {argument!r} of {of}.", "", "keep one of them")
+        self.completions[of, argument] = method
+
+    # --- finding -----------------------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> Method | None:
+        return self._registry.tools.get(name)
+
+    def tool(self, name: str) -> Method:
+        method = self.find(name)
+        if method is None:
+            raise InvalidParams(f"there is no tool {name[:100]!r}")
+        return method
+
+    def prompt(self, name: str) -> Prompt:
+        prompt = self.prompts.get(name)
+        if prompt is None:
+            raise InvalidParams(f"there is no prompt {name[:100]!r}")
+        return prompt
+
+    def resource(self, uri: str) -> tuple[Resource, dict[str, str]] | None:
+        """The resource at a URI, and what the names of its template stand for."""
+        if uri in self.resources:
+            return self.resources[uri], {}
+        for template in self.templates.values():
+            match = template.pattern.fullmatch(uri)
+            if match:
+                return template, _unquoted(match.groupdict())
+        return None
+
+    # --- describing --------------------------------------------------------------------------------------------------
+
+    def list(self, kind: str, revision: Revision) -> list[Raw]:
+        """The entries of a list as JSON, made once for each revision and count."""
+        entries = self._entries(kind)
+        known = self._described.get((kind, revision.name))
+        if known is None or len(known) != len(entries):
+            known = self._described[kind, revision.name] = [
+                Raw(encode(self._describe(entry, revision))) for entry in entries
+            ]
+        return known
+
+    def forget(self) -> None:
+        """The definitions have changed."""
+        self._described.clear()
+
+    def _entries(self, kind: str) -> Sequence[Any]:
+        tables: dict[str, Mapping[str, Any]] = {
+            "tools": self._registry.tools,
+            "prompts": self.prompts,
+            "resources": self.resources,
+            "resourceTemplates": self.templates,
+        }
+        return list(tables[kind].values())
+
+    def _describe(self, entry: Any, revision: Revision) -> dict[str, Any]:
+        return describe_tool(entry, revision) if isinstance(entry, Method) else entry.described(revision)
+
+    def offers(self, kind: str) -> bool:
+        """Whether there is anything of a kind."""
+        if kind == "tools":
+            return bool(self._registry.tools)
+        if kind == "resources":
+            return bool(self.resources or self.templates)
+        return bool(self.prompts if kind == "prompts" else self.completions)
+
+    def capabilities(self, revision: Revision) -> dict[str, Any]:
+        """What the server declares: only what it has something of."""
+        known = {name: value for name, value in _CAPABILITIES.items() if revision.has(f"capability {name}")}
+        return {name: value for name, value in known.items() if name == "logging" or self.offers(_WITH.get(name, name))}
+
+
+def _refuse_second(table: Mapping[str, Any], name: str, kind: str) -> None:
+    if name in table:
+        raise UsageError(f"There is already a {kind} {name!r}.", "each is found by its name", "give one of them another")
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+
+
+def describe_tool(method: Method, revision: Revision) -> dict[str, Any]:
+    """One definition in the words of a revision."""
+    described: dict[str, Any] = {"name": method.name, **_titled(method, revision)}
+    if method.description:
+        described["description"] = method.description
+    described["inputSchema"] = input_schema(method)
+    output = output_schema(method)
+    if output is not None and revision.has("tool outputSchema"):
+        described["outputSchema"] = output if revision.value("structured") == "any" else _object_schema(output)
+    if revision.has("tool annotations"):
+        described["annotations"] = annotations(method)
+    return described
+
+
+def annotations(method: Method) -> dict[str, Any]:
+    """All five hints, so that nobody has to know the defaults. They follow from what the method is (T2)."""
+    reads = not method.is_command
+    return {
+        **({"title": method.title} if method.title else {}),
+        "readOnlyHint": reads,
+        "destructiveHint": not reads and method.destructive is not False,
+        "idempotentHint": reads or bool(method.idempotent),
+        "openWorldHint": method.open_world is not False,
+    }
+
+
+def input_schema(method: Method) -> dict[str, Any]:
+    if method.input_schema is not None:
+        return method.input_schema
+    schema = dict(method.signature.schema)
+    properties = {name: value for name, value in schema["properties"].items() if name != KEY}
+    required = [name for name in schema["required"] if name != KEY]
+    if method.key == "ask":
+        properties[KEY] = KEY_SCHEMA
+        required = [*required, KEY]
+    return {**schema, "properties": properties, "required": required}
+
+
+def output_schema(method: Method) -> dict[str, Any] | None:
+    """The schema of what the tool returns; None where that is text or content, or where nobody said."""
+    if method.output_schema is not None:
+        return method.output_schema
+    return method.signature.result_schema if is_structured(method) else None
+
+
+def is_structured(method: Method) -> bool:
+    """Whether a declared return type is data: anything but text, content or nothing."""
+    if method.output_schema is not None:
+        return True
+    parts = list(_parts(method.signature.returns))
+    return bool(method.signature.result_schema) and not all(
+        part in (str, None, type(None)) or _is_content(part) for part in parts
+    )
+
+
+def _parts(hint: Any) -> Iterable[Any]:
+    """The members of a union, and of a list of content."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType, list, typing.Annotated):
+        for part in typing.get_args(hint)[: 1 if origin is typing.Annotated else None]:
+            inner = list(_parts(part))
+            yield from inner if origin is not list or all(_is_content(one) for one in inner) else [hint]
+    else:
+        yield hint
+
+
+def _is_content(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, (Content, ToolResult, Message))
+
+
+def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Until 2025-11-25 structured content is an object: any other value is put under `result`."""
+    schema = _resolved(schema)
+    if is_object_schema(schema):
+        return schema
+    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    own = {name: value for name, value in schema.items() if name != "$defs"}
+    return {"type": "object", "properties": {"result": own}, "required": ["result"], **shared}
+
+
+def is_object_schema(schema: dict[str, Any]) -> bool:
+    return _resolved(schema).get("type") == "object"
+
+
+def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that is only a reference into itself, as what it refers to: older revisions want to see the type."""
+    reference = schema.get("$ref", "")
+    if not reference.startswith("#/$defs/"):
+        return schema
+    found = schema.get("$defs", {}).get(reference.removeprefix("#/$defs/"), {})
+    return {**found, "$defs": schema["$defs"]} if "$ref" not in found else schema
+
+
+def _titled(method: Method, revision: Revision) -> dict[str, Any]:
+    return {"title": method.title} if method.title and revision.has("title") else {}
+
+
+class CallResult(Struct, omit_defaults=True):
+    """What `tools/call` gives, in the fullest form; `project` takes away what a revision does not know."""
+
+    content: list[Any]
+    structured: Any = msgspec.field(default=UNSET, name="structuredContent")
+    is_error: bool = msgspec.field(default=False, name="isError")
+    meta: Any = msgspec.field(default=UNSET, name="_meta")
+
+
+def call_result(method: Method) -> Callable[[Any], CallResult]:
+    """What makes a tool's value a result."""
+    declared = is_structured(method)
+
+    def shape(value: Any) -> CallResult:
+        if declared and type(value) in _PLAIN:
+            sealed = Raw(encode(value))
+            return CallResult([_text(value, sealed)], sealed)
+        if isinstance(value, ToolResult):
+            return _stated(value)
+        if isinstance(value, Content):
+            return CallResult([value.on_wire()])
+        if isinstance(value, (list, tuple)) and value and all(isinstance(item, Content) for item in value):
+            return CallResult([item.on_wire() for item in value])
+        if declared or isinstance(value, dict):
+            sealed = Raw(encode(value))
+            return CallResult([_text(value, sealed)], sealed)
+        return CallResult([] if value is None else [_text(value, None)])
+
+    return shape
+
+
+_PLAIN = frozenset({int, float, bool, dict})
+
+
+def _stated(value: ToolResult) -> CallResult:
+    structured = UNSET if value.structured is UNSET else Raw(encode(value.structured))
+    blocks = [block(item) for item in value.content]
+    if structured is not UNSET and not blocks:
+        blocks = [_text(value.structured, structured)]
+    return CallResult(blocks, structured, value.is_error, UNSET if value.meta is None else value.meta)
+
+
+def _text(value: Any, sealed: Raw | None) -> dict[str, Any]:
+    """The text beside structured content, for clients that read only that."""
+    text = value if isinstance(value, str) else bytes(sealed if sealed is not None else encode(value)).decode()
+    return {"type": "text", "text": text}
+
+
+_decode_result = msgspec.json.Decoder(CallResult).decode
+
+
+def project(result: bytes, method: Method, revision: Revision) -> CallResult:
+    """A result in the words of an older revision: unknown members are left out, unknown content becomes text."""
+    told = _decode_result(result)
+    told.content = [revision.known(item) for item in told.content]
+    shape = revision.value("structured")
+    if shape is None:
+        told.structured = UNSET
+    elif shape == "object" and told.structured is not UNSET:
+        schema = output_schema(method)
+        if not isinstance(told.structured, dict) or (schema is not None and not is_object_schema(schema)):
+            told.structured = {"result": told.structured} if schema is not None else UNSET
+    return told
+
+
+# --- prompts and resources -------------------------------------------------------------------------------------------
+
+
+def prompt_result(method: Method) -> Callable[[Any], dict[str, Any]]:
+    described = {"description": method.description} if method.description else {}
+
+    def shape(value: Any) -> dict[str, Any]:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return {**described, "messages": [_message(item).on_wire() for item in items]}
+
+    return shape
+
+
+def _message(item: Any) -> Message:
+    return item if isinstance(item, Message) else Message("user", item)
+
+
+def known_messages(result: Any, revision: Revision) -> Any:
+    return {**result, "messages": [{**m, "content": revision.known(m["content"])} for m in result["messages"]]}
+
+
+def read_result(resource: Resource, uri: str) -> Callable[[Any], dict[str, Any]]:
+    def shape(value: Any) -> dict[str, Any]:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return {"contents": [_contents(item, uri, resource.mime_type).contents() for item in items]}
+
+    return shape
+
+
+def _contents(item: Any, uri: str, mime_type: str | None) -> Embedded:
+    if isinstance(item, Embedded):
+        return item
+    if isinstance(item, bytes):
+        return Embedded(uri, blob=item, mime_type=mime_type or "application/octet-stream")
+    if isinstance(item, str):
+        return Embedded(uri, text=item, mime_type=mime_type or "text/plain")
+    return Embedded(uri, text=encode(item).decode(), mime_type=mime_type or "application/json")
+
+
+def completed(value: Any) -> dict[str, Any]:
+    """At most 100 values travel; the rest is only counted."""
+    values = [str(item) for item in value]
+    return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}
+
+
+def from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
+    """Arguments that come as texts, as the JSON that the function's parameters are bound from."""
+    wanted = {p.name: p.type for p in method.signature.parameters}
+    return (
+        Raw(encode({name: _converted(name, text, wanted.get(name, str)) for name, text in texts.items()}))
+        if texts
+        else _NO_ARGUMENTS
+    )
+
+
+def _converted(name: str, text: str, wanted: Any) -> Any:
+    if wanted in (str, Any):
+        return text
+    try:
+        return msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
+    except msgspec.ValidationError as error:
+        raise InvalidParams(f"arguments.{name}: {str(error).lower()}") from None
+
+
+def _argument(name: str, required: bool, schema: dict[str, Any]) -> dict[str, Any]:
+    described = {"description": schema["description"]} if "description" in schema else {}
+    return {"name": name, **described, "required": required}
+
+
+_NAME = re.compile(r"\{(\+?)([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
+
+
+def _template(uri: str) -> tuple[re.Pattern[str], list[str]]:
+    """A URI template (RFC 6570) as a pattern: `{name}` is one segment, `{+name}` and `{name*}` may hold slashes."""
+    pattern, end, names = "", 0, []
+    for match in _NAME.finditer(uri):
+        plus, name, star = match.groups()
+        pattern += re.escape(uri[end : match.start()]) + f"(?P<{name}>{'.+' if plus or star else '[^/?#]+'})"
+        names.append(name)
+        end = match.end()
+    return re.compile(pattern + re.escape(uri[end:])), names
+
+
+def _unquoted(values: Mapping[str, str]) -> dict[str, str]:
+    from urllib.parse import unquote  # late: only templates need it
+
+    return {name: unquote(value) for name, value in values.items()}

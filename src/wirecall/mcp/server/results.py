@@ -1,0 +1,91 @@
+"""The bytes of an answer: a result or an error, in the words of a revision.
+
+1. Results are made in the fullest form and encoded once. 2026-07-28 wants a `resultType` and the server's name in every
+   one; they are put in front of the bytes, so only a result with a `_meta` of its own is taken apart again.
+2. An id that cannot be told is null in the older revisions and left out in the newer ones.
+3. An error's message has its reason in it: most clients show nothing else, neither to people nor to models.
+4. No reply is longer than `Limits.bytes_out`, be it one answer or an array of them. What does not fit is told so instead.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from wirecall.errors import FixedError, InternalError, RpcError
+from wirecall.mcp.revisions import Revision
+from wirecall.mcp.server.asking import Id
+from wirecall.mcp.server.gate import Incoming
+from wirecall.mcp.server.states import INPUT_REQUIRED
+from wirecall.mcp.types import PREFIX
+from wirecall.protocol.messages import ErrorObject, encode
+
+
+class Answers:
+    """Makes the answers of one server."""
+
+    def __init__(self, info: dict[str, str], bytes_out: int) -> None:
+        self._info = info
+        self._bytes_out = bytes_out
+        told = encode({f"{PREFIX}serverInfo": info})
+        self._stamp = b'"resultType":"complete","_meta":' + told
+        self._only_meta = b'"_meta":' + told
+
+    def to(self, id: Id, result: Any, revision: Revision) -> bytes:
+        """The answer to a request. Raises if it is too long."""
+        answer = success(id, self._stamped(result, revision))
+        if len(answer) > self._bytes_out:
+            raise self._too_long()
+        return answer
+
+    def fitting(self, entries: Sequence[Incoming], answers: Sequence[bytes | None], revision: Revision) -> list[bytes]:
+        """The answers of an array, in one reply that is not too long: an entry whose answer does not fit is told so."""
+        room, kept = self._bytes_out, []
+        for entry, answer in zip(entries, answers, strict=True):
+            if answer is None:
+                continue
+            if len(answer) > room:
+                answer = failure(entry.id, self._too_long(), revision)
+            room -= len(answer)
+            kept.append(answer)
+        return kept
+
+    def _too_long(self) -> RpcError:
+        reason = f"the answer is longer than {self._bytes_out} bytes"
+        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self._bytes_out, ran="yes")
+
+    def _stamped(self, result: Any, revision: Revision) -> bytes:
+        """A result as bytes, with what the revision wants in every one."""
+        data = result if type(result) is bytes else encode(result)
+        if not revision.has_result_type:
+            return data
+        if data == b"{}":
+            return b"{" + self._stamp + b"}"
+        if data.startswith(INPUT_REQUIRED):
+            return b"{" + self._only_meta + b"," + data[1:]
+        if b'"_meta"' not in data:
+            return b"{" + self._stamp + b"," + data[1:]
+        members = msgspec.json.decode(data)
+        meta = {**members.get("_meta", {}), f"{PREFIX}serverInfo": self._info}
+        return encode({"resultType": "complete", **members, "_meta": meta})
+
+
+def success(id: Id, result: bytes) -> bytes:
+    told = b"%d" % id if type(id) is int else encode(id)
+    return b'{"jsonrpc":"2.0","id":' + told + b',"result":' + result + b"}"
+
+
+def failure(id: Any, error: RpcError, revision: Revision | None) -> bytes:
+    """An error's answer. No revision: none was negotiated yet."""
+    body = encode(ErrorObject(error.code, _words(error), UNSET if error.data is None else error.data))
+    if id is not None and id is not UNSET:
+        return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"error":' + body + b"}"
+    if revision is None or revision.value("id of an unreadable message") == "null":
+        return b'{"jsonrpc":"2.0","id":null,"error":' + body + b"}"
+    return b'{"jsonrpc":"2.0","error":' + body + b"}"
+
+
+def _words(error: RpcError) -> str:
+    reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
+    return f"{error.message}: {reason}" if reason and not error.is_remote else error.message

@@ -1,0 +1,87 @@
+"""Calls of several rounds, on the side of the server (2026-07-28): what the client keeps for us between them.
+
+1. A call that asks ends with `input_required`: its questions, and a sealed text, the state. Nothing of it stays here, so any
+   worker can take the next round.
+2. The next round is the same call with the answers and the state. The state holds the answers of all rounds before and the
+   idempotency key of the first: a round that leaves the key out is the same command still.
+3. A state belongs to one caller, one method and one set of arguments, and is good for `STATE_LIFETIME` seconds.
+
+The client's side of it is `rounds`.
+"""
+
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall.errors import BadInput
+from wirecall.mcp.server.asking import Call
+from wirecall.mcp.server.sealed import BrokenSeal, Seals
+from wirecall.mcp.types import Resumed
+from wirecall.protocol.messages import encode
+from wirecall.server.context import Context
+from wirecall.server.policy import fingerprint
+
+STATE_LIFETIME = 3600.0  # a person may take this long to answer a question
+INPUT_REQUIRED = b'{"resultType":"input_required"'  # how a result begins that is a question
+
+
+class _State(Struct):
+    digest: str
+    key: str | None
+    answers: dict[str, dict[str, Any]]
+
+
+class States:
+    """Ends rounds with a state, and begins the next ones with it."""
+
+    def __init__(self, seals: Seals) -> None:
+        self._seals = seals
+
+    def resume(self, context: Context, params: Resumed) -> None:
+        """Give the call the answers of this round and of those before, and a way to ask."""
+        call: Call = context._peer
+        if params.state is not UNSET or params.responses is not UNSET:
+            call.continues = True
+            call.answers = self._answers(context, params)
+        # No reference back to the context: a cycle for every call would keep the garbage collector busy.
+        call.pause = partial(self._pause, context.record, context.params, context.caller, context.idempotency_key)
+
+    def _answers(self, context: Context, params: Resumed) -> dict[str, dict[str, Any]]:
+        given = {} if params.responses is UNSET else params.responses
+        if params.state is UNSET:
+            return given
+        state = self._opened(context, params.state)
+        if context.idempotency_key not in (None, state.key):
+            raise BadInput("requestState: the call began with another idempotency key, or without one")
+        context.idempotency_key = state.key
+        return {**state.answers, **given}
+
+    def _opened(self, context: Context, sealed: str) -> _State:
+        try:
+            _, value = self._seals.open("state", context.caller, sealed)
+        except BrokenSeal:
+            raise BadInput("requestState: not the one that was given for this call, or too old") from None
+        state = msgspec.json.decode(value, type=_State)
+        if state.digest != _digest(context.record, context.params):
+            raise BadInput("requestState: it belongs to another call")
+        return state
+
+    def _pause(
+        self,
+        record: str,
+        params: Raw | UnsetType,
+        caller: str,
+        key: str | None,
+        answers: dict[str, dict[str, Any]],
+        questions: dict[str, Any],
+    ) -> bytes:
+        """The result of a round that asks."""
+        sealed = self._seals.seal("state", caller, _State(_digest(record, params), key, answers), STATE_LIFETIME)
+        return encode({"resultType": "input_required", "inputRequests": questions, "requestState": sealed})
+
+
+def _digest(record: str, params: Raw | UnsetType) -> str:
+    """Which call a state belongs to: its method and its arguments."""
+    return f"{record} {fingerprint(params).hex()}"

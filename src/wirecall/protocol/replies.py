@@ -1,0 +1,103 @@
+"""What arrives at a client: bytes to answers, requests and notifications.
+
+Reading never raises: what is no message becomes an `Unreadable` with the reason. A result stays raw until somebody says as
+what it is to be read.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall import errors
+from wirecall.errors import FixedError, RpcError, rebuilt
+from wirecall.protocol.messages import ErrorObject, decode_items, opens_array
+
+
+class Arrived(Struct, frozen=True):
+    """A message from a server: an answer, or a request or notification (MCP alone has those)."""
+
+    jsonrpc: Literal["2.0"]
+    id: int | str | float | UnsetType | None = UNSET
+    result: Raw | UnsetType = UNSET
+    error: ErrorObject | UnsetType = UNSET
+    method: str | UnsetType = UNSET
+    params: Raw | UnsetType = UNSET
+
+    @property
+    def is_answer(self) -> bool:
+        return self.method is UNSET
+
+
+class Unreadable(Struct, frozen=True):
+    """What is no message, and why."""
+
+    reason: str
+    id: Any = UNSET
+
+
+Message: TypeAlias = Arrived | Unreadable
+
+_decode = msgspec.json.Decoder(Arrived | list[Arrived]).decode
+_decode_one = msgspec.json.Decoder(Arrived).decode
+_decode_value = msgspec.json.Decoder().decode
+
+
+def read_messages(data: bytes) -> tuple[bool, list[Message]]:
+    """The messages in one text, and whether it was an array."""
+    try:
+        read = _decode(data)
+        if not data.isascii():
+            data.decode()  # raw slices are not checked by the decoder
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return _salvage(data)
+    if type(read) is list:
+        return True, [_checked(message) for message in read]
+    return False, [_checked(read)]
+
+
+def _checked(message: Arrived) -> Message:
+    """JSON-RPC 2.0, section 5: an answer has an id, and either a result or an error."""
+    if message.method is UNSET and (message.id is UNSET and message.error is UNSET):
+        return Unreadable("an answer without an id")
+    if message.method is UNSET and (message.result is UNSET) == (message.error is UNSET):
+        return Unreadable("an answer has either a result or an error", message.id)
+    return message
+
+
+def _salvage(data: bytes) -> tuple[bool, list[Message]]:
+    """Something is wrong with the text, or with an entry of it alone."""
+    try:
+        data.decode()
+        if not opens_array(data):
+            return False, [_salvage_one(data)]
+        return True, [_salvage_one(bytes(item)) for item in decode_items(data)]
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        return False, [Unreadable(f"not JSON: {str(error) or type(error).__name__}")]
+
+
+def _salvage_one(data: bytes) -> Message:
+    try:
+        return _checked(_decode_one(data))
+    except msgspec.ValidationError as error:
+        value = _decode_value(data)
+        return Unreadable(f"not a JSON-RPC message: {error}", value.get("id", UNSET) if isinstance(value, dict) else UNSET)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+_FIXED: list[type[FixedError]] = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, FixedError) and kind is not FixedError
+]
+_BY_TYPE = {(kind.CODE, kind.TYPE): kind for kind in _FIXED if kind.TYPE}
+_BY_CODE = {kind.CODE: kind for kind in _FIXED if not kind.TYPE}
+
+
+def remote_error(error: ErrorObject) -> RpcError:
+    """A server's error as the exception of its code, and of the `data.type` that our servers send along."""
+    data = None if error.data is UNSET else error.data
+    kind = data.get("type") if isinstance(data, dict) else None
+    found: type[RpcError] | None = _BY_TYPE.get((error.code, kind)) if isinstance(kind, str) else None
+    return rebuilt(found or _BY_CODE.get(error.code) or RpcError, error.code, error.message, data)

@@ -1,0 +1,167 @@
+"""What may be called, how, and by which key: the rules between parsing a message and running a method.
+
+`Policy.admit` takes a parsed message and its method and gives a `Context`, or the error that answers the message. An
+error raised here is always answered, under id null where the message has none (P2, P6). After admission a notification is
+silent, whatever happens to it.
+
+`fingerprint` is the identity of a command's params: two calls with one key must agree on it.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall.digests import sha256
+from wirecall.errors import InvalidRequest, KeyInvalid, KeyRequired, UsageError
+from wirecall.protocol import messages as frames
+from wirecall.protocol.messages import Message
+from wirecall.protocol.params import KEY
+from wirecall.server.context import Context
+from wirecall.server.method import Method
+from wirecall.server.terms import UNCOUNTED
+
+Mode: TypeAlias = Literal["development", "production"]
+
+ANONYMOUS = ""
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Every limit of a message, with its reason; what goes beyond is refused before anything runs (J11)."""
+
+    # Entries in one batch. Fifty calls of a few milliseconds stay within the patience of a proxy.
+    batch: int = frames.MAX_BATCH
+    # Bytes of one message. A message is held and decoded as a whole; a megabyte of params is a file, not a call.
+    bytes_in: int = frames.MAX_BYTES
+    # Bytes of one reply. Ten times the message: fifty results of 200 KB, and no more memory per call than that.
+    bytes_out: int = 10 << 20
+    # Nesting of arrays and objects. Decoders recurse; 64 is deeper than documents people write and a tenth of the stack.
+    depth: int = frames.MAX_DEPTH
+    # Calls of one app under way at once. Beyond, waiting costs the caller more than being told to come back.
+    in_flight: int = 1024
+    # Entries of one batch under way side by side. One batch must not take all places of `in_flight`.
+    concurrency: int = 16
+    # Bytes of the header of an HTTP request. Twice what common proxies let through; a header is held before it is judged.
+    header_bytes: int = 32 << 10
+    # Seconds in which an HTTP request must have arrived, header and body each. A megabyte over a bad telephone line.
+    body_time: float = 30.0
+    # Seconds in which a client must take what is written to it. It is cut then: its unread bytes are our memory.
+    write_time: float = 30.0
+    # Streams (SSE) of one process open at once. Each holds a connection and a task, and a process has few thousand files.
+    streams: int = 1000
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            if not getattr(self, field) >= 1:
+                raise UsageError(f"Limits({field}={getattr(self, field)!r}) admits nothing.", fix="use a number above 0")
+
+
+class Policy(Struct, frozen=True):
+    """The rules of an app."""
+
+    mode: Mode = "development"
+    limits: Limits = Limits()
+
+    def admit(
+        self, message: Message, method: Method, *, caller: str, position: int | None, key: str | None = None
+    ) -> Context:
+        """The context of a call that may run. `key` is an idempotency key that came beside the message."""
+        frames.check_params_shape(message.params)
+        self._check_id(message, method)
+        key = self._key(message.params, method, UNSET if key is None else key) if method.is_command else None
+        return Context(method, id=message.id, params=message.params, caller=caller, position=position, idempotency_key=key)
+
+    def _check_id(self, message: Message, method: Method) -> None:
+        if method.is_command and (message.id is UNSET or message.id is None):
+            raise InvalidRequest(f"{method.name} is a command: it is executed only with an id", method=method.name)
+        if message.id is UNSET and not method.notification_allowed:
+            raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
+
+    def _key(self, params: Raw | UnsetType, method: Method, beside: Any) -> str | None:
+        given = UNSET if params is UNSET else take_key(params, method.signature.key_position)
+        key = check_key(given) if beside is UNSET and given is not UNSET else agreed_key(given, beside)
+        if key is None and (self.mode == "production" or method.key != "optional"):
+            raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
+        return key
+
+
+def take_key(params: Raw, position: int | None = None) -> Any:
+    """The key among the params, or UNSET. Given twice with two values it is refused: each would be a command.
+
+    Params by position have one only where the function itself declares it, at `position`.
+    """
+    text = bytes(params)
+    if text.startswith(b"["):
+        items = [] if position is None else frames.decode_any(params)
+        return items[position] if position is not None and position < len(items) else UNSET
+    try:
+        key = _decode_keyed(params).idempotency_key
+    except msgspec.ValidationError as error:  # the key, or a number behind it, is one that Python cannot hold
+        raise KeyInvalid(f"params.{KEY}: {str(error).lower()}", ran="no") from None
+    if key is not UNSET and (text.count(_QUOTED_KEY) > 1 or b"\\u" in text):
+        import json  # late: the one decoder that shows duplicate members
+
+        # Integers stay texts: Python refuses to read long ones, and what is wrong with those is told by the binding.
+        members = json.loads(text, object_pairs_hook=list, parse_int=lambda digits: [digits])
+        values = {json.dumps(value) for name, value in members if name == KEY}
+        if len(values) > 1:
+            raise KeyInvalid(f"params.{KEY}: given twice with different values", ran="no")
+    return key
+
+
+def agreed_key(*given: Any) -> str | None:
+    """The one key of a call that may carry it in several places; UNSET says: not here."""
+    keys = [key for key in given if key is not UNSET]
+    for key in keys:
+        check_key(key)
+        if key != keys[0]:
+            raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
+    return keys[0] if keys else None
+
+
+def check_key(key: Any) -> str:
+    """1 to 255 printable ASCII characters without spaces."""
+    if not isinstance(key, str):
+        raise KeyInvalid(f"params.{KEY}: expected str, got {type(key).__name__}", ran="no")
+    if not 1 <= len(key) <= 255:
+        raise KeyInvalid(f"params.{KEY}: expected 1 to 255 characters, got {len(key)}", ran="no")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise KeyInvalid(f"params.{KEY}: expected printable ASCII characters without spaces", ran="no")
+    return key
+
+
+class _Keyed(Struct):
+    idempotency_key: Any = UNSET
+
+
+_decode_keyed = msgspec.json.Decoder(_Keyed).decode
+_QUOTED_KEY = f'"{KEY}"'.encode()
+
+_NO_PARAMS = Raw(b"{}")
+_NOT_IDENTITY = (KEY, "_meta", *UNCOUNTED)
+
+_canonical = msgspec.json.Encoder(order="deterministic").encode
+
+
+def fingerprint(params: Raw | UnsetType) -> bytes:
+    """SHA-256 of the params in canonical form: members sorted, 1 equal to 1.0, integers exact at any size."""
+    given = _NO_PARAMS if params is UNSET else params
+    try:
+        value = _decode_exact(given)
+    except (msgspec.ValidationError, RecursionError):
+        value = frames.decode_any(given)  # which says what is wrong
+    if type(value) is dict:
+        for name in _NOT_IDENTITY:
+            value.pop(name, None)
+    return sha256(_canonical(value))
+
+
+def _exact(text: str) -> float:
+    """A number with a fraction or an exponent, made an integer where it is one."""
+    value = float(text)
+    if value - value != 0.0:
+        raise ValueError("Number out of range")
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+_decode_exact = msgspec.json.Decoder(float_hook=_exact).decode

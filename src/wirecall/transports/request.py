@@ -1,0 +1,321 @@
+"""One HTTP request as an endpoint sees it, and the way to answer it.
+
+1. The straight way costs no task and no timer. A limit is set when something really waits: a body that has not arrived, a
+   client that does not read. Somebody watches for the client's leaving only while `Request.gone` is awaited.
+2. An endpoint is left by an answer or by an exception. `HttpError` is an answer; `Gone` is nobody to answer.
+3. A body is refused as too long before it is read, if its length is told. What the client is still sending is taken for a
+   moment and thrown away, so that it reads the refusal.
+4. Where a header field stands twice, whoever asks for it gets both.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import CoroutineType
+from typing import Any, Protocol, TypeAlias, overload
+
+from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
+from wirecall.protocol import messages as frames
+from wirecall.server.policy import ANONYMOUS, Limits
+from wirecall.transports.waiting import Waits, first_step
+
+Event: TypeAlias = MutableMapping[str, Any]
+Scope: TypeAlias = Event
+Receive: TypeAlias = Callable[[], Awaitable[Event]]
+Send: TypeAlias = Callable[[Event], Awaitable[None]]
+Pairs: TypeAlias = Sequence[tuple[str, str]]
+Endpoint: TypeAlias = Callable[["Request"], Awaitable[None]]
+
+# A body longer than this is sent in pieces, so that a client that stops reading is noticed in the middle of it.
+PIECE = 256 << 10
+# What is still taken of a body that was refused as too long.
+LINGER_BYTES = 64 << 20
+LINGER_TIME = 1.0
+
+CLOSE = ("connection", "close")
+_STREAM_FIELDS = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # MCP 2026-07-28: proxies must not hold events back
+)
+
+
+class HttpError(WirecallError):
+    """The answer to a request that is refused: a status, a message for the JSON-RPC error in the body, header fields."""
+
+    def __init__(self, status: int, message: str, headers: Pairs = (), *, data: Mapping[str, Any] | None = None) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.message = message
+        self.headers = headers
+        self.data = data
+
+
+def error_body(error: HttpError) -> bytes:
+    """The JSON-RPC error of a refusal, without an id."""
+    code = (InternalError if error.status == 500 else InvalidRequest).CODE
+    told: dict[str, Any] = {"code": code, "message": error.message}
+    if error.data is not None:
+        told["data"] = error.data
+    return frames.encode({"jsonrpc": "2.0", "error": told})
+
+
+class Headers(Mapping[str, str]):
+    """The header fields of a request. Names in any case; values without the blanks around them, as RFC 9110 wants it.
+
+    As a mapping it gives one value for each name; where there are several, all of them with commas between them (RFC 9110,
+    section 5.3). So nobody who asks for one takes a value that a proxy in front has not judged.
+    """
+
+    __slots__ = ("first", "has_doubles", "pairs")
+
+    def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        self.pairs = pairs
+        self.first = dict(reversed(pairs))  # of the values of one name the first; made in C, faster than any loop here
+        self.has_doubles = len(self.first) != len(pairs)  # a name occurs twice
+
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+    @overload
+    def get(self, name: str, /, default: Any) -> Any: ...
+    def get(self, name: str, /, default: Any = None) -> Any:
+        """The value, or `default`."""
+        if self.has_doubles:
+            return ", ".join(self.all(name)) if name in self else default
+        value = self.first.get(name.lower().encode("latin-1", "replace"))
+        return default if value is None else value.strip(b" \t").decode("latin-1")
+
+    def all(self, name: str) -> list[str]:
+        """Every value, in order."""
+        wanted = name.lower().encode("latin-1", "replace")
+        if wanted not in self.first:
+            return []
+        return [value.strip(b" \t").decode("latin-1") for key, value in self.pairs if key == wanted]
+
+    def __getitem__(self, name: str) -> str:
+        value = self.get(name)
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower().encode("latin-1", "replace") in self.first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(key.decode("latin-1") for key, _ in self.pairs))
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+class Around(Protocol):
+    """What a request needs of the server around it."""
+
+    limits: Limits
+    waits: Waits
+    stopping: asyncio.Event
+
+    def enter_stream(self, request: "Request") -> None:
+        """HttpError 503 if too many streams are open."""
+
+
+class Request:
+    """One HTTP request as an endpoint sees it, and the way to answer it."""
+
+    __slots__ = (
+        *("_body", "_coming", "_receive", "_send", "_server", "_watched"),
+        *("caller", "headers", "method", "path", "started"),
+    )
+
+    def __init__(self, server: Around, scope: Scope, path: str, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path = path
+        self.headers = Headers(scope["headers"])
+        self.caller = ANONYMOUS
+        self.started = False  # a response has begun
+        self._server = server
+        self._receive = receive
+        self._send = send
+        self._body: bytes | None = None
+        self._coming: Any = None  # a future of the server's that will be the next event
+        self._watched = False
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set when the server is about to stop: a stream has to end now."""
+        return self._server.stopping
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    async def body(self) -> bytes:
+        """The whole body; HttpError 413 if it is too long, 408 if it takes too long, Gone if the client left."""
+        if self._body is None:
+            limits = self._server.limits
+            try:
+                expected = self._expected(limits.bytes_in)
+                done, first = first_step(self._receive())
+                self._body = _whole(first, expected, limits.bytes_in) if done else None
+                if self._body is None:
+                    rest = self._collect(done, first, expected, limits.bytes_in)
+                    self._body = await self._server.waits.within(rest, limits.body_time)
+            except TimeoutError:
+                raise HttpError(408, f"the body did not arrive within {limits.body_time:g} s", [CLOSE]) from None
+            except HttpError:
+                await self._linger()
+                raise
+        return self._body
+
+    def _expected(self, limit: int) -> int:
+        """Content-Length, or -1. A body that is going to be too long is refused before it is read."""
+        length = self.headers.first.get(b"content-length")
+        if length is None:
+            return -1
+        if not length.isdigit():
+            raise HttpError(400, "Content-Length is not a number", [CLOSE])
+        if b"transfer-encoding" in self.headers.first:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
+            raise HttpError(400, "Content-Length and Transfer-Encoding contradict each other", [CLOSE])
+        if len(length) > 18 or int(length) > limit:
+            raise _too_long(limit)
+        return int(length)
+
+    async def _collect(self, done: bool, first: Any, expected: int, limit: int) -> bytes:
+        message: Event = first if done else await first
+        whole = _whole(message, expected, limit)
+        if whole is not None:
+            return whole
+        body = bytearray()
+        while message["type"] == "http.request":
+            body += message.get("body") or b""
+            if len(body) > limit:
+                raise _too_long(limit)
+            if not message.get("more_body"):
+                return bytes(body)
+            message = await self._receive()
+        raise Gone("the client left in the middle of the body")
+
+    async def _linger(self) -> None:
+        """Take what the client of a refused body is still sending, for a moment, and keep none of it. Most clients read the
+        answer after they have sent all, and a connection that is closed with bytes unread is reset: they would see an error
+        and no answer. A client that asked first ("Expect: 100-continue") waits for the answer."""
+        if b"expect" not in self.headers.first:
+            with contextlib.suppress(TimeoutError):
+                await self._server.waits.within(self._skip(), LINGER_TIME)
+
+    async def _skip(self) -> None:
+        skipped = 0
+        while skipped < LINGER_BYTES:
+            message = await self._receive()
+            skipped += len(message.get("body") or b"")
+            if not message.get("more_body"):
+                return
+
+    async def gone(self) -> None:
+        """Return when the client has disconnected. To be asked after the body; one at a time; safe to cancel."""
+        self._watched = True
+        try:
+            while (await self._next())["type"] != "http.disconnect":
+                self._coming = None
+        finally:
+            self._coming, self._watched = None, False  # a future that was awaited is done now, or cancelled
+
+    async def _next(self) -> Event:
+        coming = self._coming
+        return await (self._receive() if coming is None else coming)
+
+    # --- answering ---------------------------------------------------------------------------------------------------
+
+    async def respond(self, status: int, body: bytes = b"", media: str = "application/json", headers: Pairs = ()) -> None:
+        """The whole answer. `media` is left out where there is no body."""
+        fields = [(b"content-length", b"%d" % len(body))] if status != 204 else []
+        if body:
+            fields.append((b"content-type", b"application/json" if media == "application/json" else media.encode("latin-1")))
+        await self._start(status, fields, headers)
+        if len(body) > PIECE:
+            last = (len(body) - 1) // PIECE * PIECE
+            for start in range(0, last, PIECE):
+                await self._put(body[start : start + PIECE], True)
+            body = body[last:]
+        await self._put(body, False)
+
+    async def open_stream(self, headers: Pairs = ()) -> None:
+        """Begin a stream of server-sent events; HttpError 503 if too many are open."""
+        self._server.enter_stream(self)
+        await self._start(200, list(_STREAM_FIELDS), headers)
+
+    async def write(self, chunk: bytes) -> None:
+        """Bytes of the open stream. Gone if the client has left or does not read."""
+        if not self._watched and self._has_left():
+            raise Gone("the client has left")
+        await self._put(chunk, True)
+
+    async def close_stream(self) -> None:
+        """End the open stream."""
+        await self._put(b"", False)
+
+    # These two are plain functions that give something to await: a coroutine less on the way of every answer.
+
+    def _start(self, status: int, fields: list[tuple[bytes, bytes]], headers: Pairs) -> Awaitable[None]:
+        if headers:
+            fields += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        self.started = True
+        return self._tell({"type": "http.response.start", "status": status, "headers": fields})
+
+    def _put(self, body: bytes, more: bool) -> Awaitable[None]:
+        return self._tell({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _tell(self, message: Event) -> None:
+        try:
+            done, sending = first_step(self._send(message))
+            if not done:
+                await self._server.waits.within(sending, self._server.limits.write_time)
+        except TimeoutError:
+            raise Gone(f"the client did not read for {self._server.limits.write_time:g} s") from None
+        except OSError as error:  # ASGI 2.4: sending to a client that left
+            raise Gone("the client has left") from error
+
+    def _has_left(self) -> bool:
+        """A look without waiting: servers say nothing to those who send to nobody.
+
+        uvicorn's `receive` is a coroutine: one step tells. granian's is a future, which goes on by itself: it is kept, and
+        looked at again with the next chunk.
+        """
+        coming = self._coming or self._receive()
+        if type(coming) is not CoroutineType:
+            self._coming = coming
+            return self._is_over(coming)
+        try:
+            coming.send(None)
+        except StopIteration as finished:
+            return bool(finished.value["type"] == "http.disconnect")
+        coming.close()
+        return False
+
+    def _is_over(self, coming: Any) -> bool:
+        if not coming.done():
+            return False
+        if coming.result()["type"] == "http.disconnect":
+            return True
+        self._coming = None  # the end of the body, which nobody asked for
+        return False
+
+    def release(self) -> None:
+        """The request is over: nobody asks for its events any more."""
+        if self._coming is not None:
+            self._coming.cancel()
+
+
+def _whole(message: Event, expected: int, limit: int) -> bytes | None:
+    """The body, if this is all of it. granian says "more" after the last byte; Content-Length saves the further question."""
+    if message["type"] != "http.request":
+        return None
+    body = bytes(message.get("body") or b"")
+    if message.get("more_body") and len(body) != expected:
+        return None
+    if len(body) > limit:
+        raise _too_long(limit)
+    return body
+
+
+def _too_long(limit: int) -> HttpError:
+    data = {"type": "limit_exceeded", "limit": "bytes_in", "max": limit}
+    return HttpError(413, f"the body is longer than {limit} bytes", [CLOSE], data=data)
