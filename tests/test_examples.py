@@ -77,3 +77,5 @@ async def test_payments_are_made_once_with_their_record(postgres_server: Postgre
         with pytest.raises(KeyConflict):
             await client.call("pay", {**paid, "cents": 1}, key="p-1")
         assert await client.call("deposit", {"account": "bob", "cents": 0}, key="d-3") == 601
+        async with connect(app, protocol="mcp") as agent:  # clients of MCP have no keys
+            assert await agent.call_tool("deposit", {"account": "bob", "cents": 9}, key=False, type=int) == 610

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.calls import error, read, result
+from tests.calls import call, error, read, result
 from tests.contracts import answers_again, claim_of
 from tests.contracts.charges import (
     CONFLICT,
@@ -14,6 +14,7 @@ from tests.contracts.charges import (
     ID,
     PRINT,
     Effects,
+    NewApp,
     World,
     charge,
     is_in_progress,
@@ -22,7 +23,8 @@ from tests.contracts.charges import (
     transactional,
 )
 from tests.servers import Postgres, Server, Store
-from wirecall import App, Context, DomainError
+from wirecall import App, Context, DomainError, connect
+from wirecall.errors import InternalError
 from wirecall.ledger.base import Ledger, State
 
 
@@ -44,6 +46,48 @@ async def test_effect_and_record_commit_together(app: App, effects: Effects, led
     assert replayed == [2, 3]
     assert effects.all == [5]
     assert await stands(ledger) is State.DONE
+
+
+@transactional
+async def test_a_call_without_a_key_has_its_transaction_too(app: App, effects: Effects, ledger: Ledger) -> None:
+    """B1, P4: a generated key holds the record. Each such call is a new intent, over JSON-RPC and over MCP."""
+    keys: list[str | None] = []
+
+    @app.command(name="charge", on_crash="transactional")
+    async def handler(cents: int, ctx: Context) -> int:
+        keys.append(ctx.idempotency_key)
+        number = await effects.add(ctx, cents)
+        if cents < 0:
+            raise RuntimeError("after its write")
+        return number
+
+    assert result(await app.handle(call("charge", {"cents": 5}))) == 1
+    assert result(await app.handle(call("charge", {"cents": 5}))) == 2
+    async with connect(app, protocol="mcp", revision="2025-06-18") as client:
+        assert await client.call_tool("charge", {"cents": 5}, key=False, type=int) == 3
+    async with connect(app, protocol="mcp") as client:
+        assert await client.call_tool("charge", {"cents": 5}, key=False, type=int) == 4
+        with pytest.raises(InternalError):
+            await client.call_tool("charge", {"cents": -1}, key=False)
+    assert error(await app.handle(call("charge", {"cents": -1})))["data"] == {"ran": "no"}
+    assert effects.all == [5, 5, 5, 5]
+    assert len({*keys}) == 6 and None not in keys
+    assert (await ledger.counts())[State.DONE] == 4
+
+
+@transactional
+async def test_production_wants_a_key_for_a_transaction_as_for_any_command(new_app: NewApp, effects: Effects) -> None:
+    """P4: JSON-RPC alone; clients of MCP have none."""
+    app = new_app(mode="production")
+
+    @app.command(name="charge", on_crash="transactional")
+    async def handler(cents: int, ctx: Context) -> int:
+        return await effects.add(ctx, cents)
+
+    assert error(await app.handle(call("charge", {"cents": 5})))["data"]["type"] == "idempotency_key_required"
+    async with connect(app, protocol="mcp") as client:
+        assert await client.call_tool("charge", {"cents": 5}, key=False, type=int) == 1
+    assert effects.all == [5]
 
 
 @transactional

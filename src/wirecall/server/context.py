@@ -124,7 +124,7 @@ class Context:
             raise UsageError(
                 "ctx.db is there for transactional commands only.",
                 "the record and the handler's writes share one transaction",
-                'declare the command with on_crash="transactional", use a ledger that has it, and send a key',
+                'declare the command with on_crash="transactional", and use a ledger that has transactions',
             )
         return self._command.db
 

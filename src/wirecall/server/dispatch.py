@@ -40,6 +40,7 @@ from wirecall.errors import (
 )
 from wirecall.jsonrpc import make_batch, make_reply
 from wirecall.logs import called, failed, logger
+from wirecall.process import new_nonce
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure
 from wirecall.server.batch import resume, run_batch
@@ -312,6 +313,9 @@ class Dispatcher:
             call = partial(in_thread, call)
         if context._shape is not None:
             call = partial(_shape, context._shape, call)
+        if context.idempotency_key is None and method.terms.on_crash == "transactional":
+            # Its transaction is that of its record, and a record needs a key. Without one, each call is a new intent.
+            context.idempotency_key = new_nonce().hex()
         if context.idempotency_key is None:
             result = await self._unprotected(method, context, call)
             lazy = type(result) in _CONSTANT and not frame.in_full
