@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from tests.calls import make_app
 from wirecall import Limits
+from wirecall.mcp.server.http import McpEndpoint
 from wirecall.protocol.messages import Data, Id
 from wirecall.transports.asgi import HttpServer
-from wirecall.transports.request import Request
+from wirecall.transports.request import Endpoint, Request
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 from wirecall.transports.serve import serve
 
@@ -160,7 +161,12 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         "/large": large,
         "/medium": medium,
     }
-    routes = {"/rpc": rpc_endpoint(handle), **own, **health_endpoints()}
+    routes: dict[str, Endpoint] = {
+        "/rpc": rpc_endpoint(handle),
+        "/mcp": McpEndpoint(app.mcp(), limits, shared=False),
+        **own,
+        **health_endpoints(),
+    }
     return HttpServer(routes, limits=limits, shutdown=shutdown, **options)
 
 

@@ -18,6 +18,9 @@ from wirecall.transports.request import Headers, Request
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 
 ADD = call("add", {"a": 1, "b": 2})
+HELLO = call(
+    "initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "n", "version": "1"}}
+)
 NOTIFICATION = b'{"jsonrpc":"2.0","method":"nobody"}'
 
 
@@ -75,15 +78,43 @@ async def test_other_methods_are_405(method: str) -> None:
         ("application/json", 200),
         ("Application/JSON ; charset=utf-8", 200),
         ("application/json;charset=utf-8", 200),
+        ('application/json; charset="UTF-8"; profile=x', 200),
+        ("application/json; charset=utf-16", 415),
+        ("application/json;charset=latin-1", 415),
+        ("application/json; charset=utf-8; charset=utf-7", 415),
+        ("application/json; charset=", 415),
         ("text/plain", 415),
         ("application/json-seq", 415),
         ("", 415),
     ],
 )
-async def test_the_media_type_is_json(media: str, status: int) -> None:
+async def test_the_media_type_is_json_in_utf_8(media: str, status: int) -> None:
     handle = Handler()
     assert (await ask(server_of(handle), headers=[("Content-Type", media)])).status == status
     assert len(handle.calls) == (status == 200)
+    reply = await ask(make_server(Limits()), "/mcp", HELLO, headers=[("Content-Type", media)])
+    assert reply.status == status, reply.body
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"),
+    [("identity", 200), ("Identity", 200), ("", 200), ("gzip", 415), ("identity, gzip", 415), ("br", 415), ("x", 415)],
+)
+async def test_an_encoded_body_is_415(coding: str, status: int) -> None:
+    handle = Handler()
+    reply = await ask(server_of(handle), body=ADD, headers=[("Content-Encoding", coding)])
+    assert (reply.status, len(handle.calls)) == (status, status == 200)
+    assert reply.headers.get("accept-encoding") == ("identity" if status == 415 else None)
+    reply = await ask(make_server(Limits()), "/mcp", HELLO, headers=[("Content-Encoding", coding)])
+    assert reply.status == status, reply.body
+
+
+async def test_a_transfer_coding_other_than_chunked_is_501() -> None:
+    handle = Handler()
+    for coding in ("gzip, chunked", "gzip", "chunked, chunked"):
+        reply = await ask(server_of(handle), body=ADD, headers=[("Transfer-Encoding", coding)])
+        assert (reply.status, reply.headers["connection"], handle.calls) == (501, "close", [])
+    assert (await ask(server_of(handle), body=ADD, headers=[("Transfer-Encoding", "Chunked")])).status == 200
 
 
 async def test_the_key_of_a_single_call_may_be_a_header() -> None:
@@ -167,12 +198,12 @@ async def test_a_body_that_does_not_come_is_408() -> None:
         assert (reply.status, reply.headers["connection"], handle.calls) == (408, "close", [])
 
 
-async def test_nothing_runs_for_a_client_that_leaves_in_the_middle() -> None:
+async def test_nothing_runs_for_a_body_without_an_end() -> None:
+    """A client that left does not read the answer; one that sent something else than chunks does."""
     handle = Handler()
     for events in ([], [piece(ADD[:9], True)]):
-        client = Client(*events, leaves=True)
-        await ask(server_of(handle), client=client)
-        assert (client.sent, handle.calls) == ([], [])
+        reply = await ask(server_of(handle), client=Client(*events, leaves=True))
+        assert (reply.status, reply.headers["connection"], handle.calls) == (400, "close", [])
 
 
 # --- guards ------------------------------------------------------------------------------------------------------------
@@ -305,6 +336,25 @@ async def test_an_unknown_path_names_those_there_are() -> None:
     reply = await ask(server_of(), "/RPC")
     assert reply.status == 404
     assert all(path in reply.message for path in ("/rpc", "/healthz", "/readyz"))
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost:8420/rpc", 200),
+        ("https://LOCALHOST/rpc", 200),
+        ("http://evil.example/rpc", 403),
+        ("http://localhost@evil.example/rpc", 403),
+        ("http://evil.example@localhost/rpc", 403),
+        ("http:///rpc", 400),
+        ("http://localhost", 404),
+        ("http://localhost/nowhere", 404),
+    ],
+)
+async def test_the_host_of_an_absolute_target_is_judged_as_host_is(target: str, status: int) -> None:
+    handle = Handler()
+    reply = await ask(server_of(handle), target, ADD)
+    assert (reply.status, len(handle.calls)) == (status, status == 200)
 
 
 async def test_a_mounted_application_knows_its_paths() -> None:

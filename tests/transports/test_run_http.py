@@ -79,6 +79,33 @@ async def test_a_body_in_drops_is_put_together(server: str) -> None:
 
 
 @every_server
+@pytest.mark.parametrize("path", ["/rpc", "/mcp"])
+async def test_chunks_that_are_none_are_400(server: str, path: str) -> None:
+    async with serving(server) as served:
+        for chunks in (
+            b"zz\r\nhello\r\n",
+            b"3\r\nhello\r\n",
+            b"-1\r\n{\r\n",
+            b"1\r\n{\r\nzz\r\n",
+            b"1\r\n{\r\n0\r\nno field\r\n\r\n",
+        ):
+            head = await served.raw(post(path, chunks, b"Transfer-Encoding: chunked", b"Connection: close"))
+            assert head.split(b" ")[1] == b"400", (chunks, head)
+        assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+
+
+@pytest.mark.parametrize("server", SERVERS[1:])  # granian does not show the host of a target to an application
+async def test_an_absolute_target_names_a_host_of_ours(server: str) -> None:
+    async with serving(server) as served:
+        for target, status in {
+            "http://evil.example/rpc": b"403",
+            "http://localhost@evil.example/rpc?x": b"403",
+            "http://localhost:1/rpc?x=http://evil.example": b"200",
+        }.items():
+            assert (await served.post(target, ADD))[0].split(b" ")[1] == status, target
+
+
+@every_server
 async def test_values_come_without_the_blanks_around_them_and_doubles_are_seen(server: str) -> None:
     async with serving(server) as served:
         _, body = await served.post("/headers", b"", b"X-A:  one  ", b"X-A: two\t", b"X-Empty:")

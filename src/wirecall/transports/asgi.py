@@ -84,7 +84,7 @@ class HttpServer:
         self._active[request] = asyncio.current_task()
         try:
             endpoint = self._admitted(request)
-            if self._authenticate is not None and path not in PROBES:
+            if self._authenticate is not None and request.path not in PROBES:
                 request.caller = await self._identify(self._authenticate, request.headers)
             await endpoint(request)
         except HttpError as refusal:
@@ -111,6 +111,12 @@ class HttpServer:
         """The endpoint of a request that has passed the guards."""
         self._guard.check(request.headers, self.limits.header_bytes, any_host=request.path in PROBES)
         endpoint = self.routes.get(request.path)
+        if endpoint is None and "://" in request.path:
+            # The absolute form (RFC 9112, section 3.2.2): its host counts as Host does. uvicorn shows it, granian does not.
+            authority, slash, path = request.path.partition("://")[2].partition("/")
+            self._guard.check_host(authority.encode("latin-1", "replace"))
+            request.path = slash + path
+            endpoint = self.routes.get(request.path)
         if endpoint is None:
             raise HttpError(404, f"there is no {request.path[:100]!r}; there are {', '.join(sorted(self.routes))}")
         return endpoint

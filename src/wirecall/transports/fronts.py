@@ -190,6 +190,12 @@ def _guarded(limits: Limits) -> type[asyncio.Protocol]:
             if self.header_bytes > 2 * limits.header_bytes and not self.transport.is_closing():
                 self._refuse_header()
 
+        def on_headers_complete(self) -> None:  # httptools alone
+            super().on_headers_complete()
+            if not self.url.startswith((b"/", b"*")) and "path" in self.scope:
+                # The absolute form. httptools leaves its host out of the path, where h11 has it; `HttpServer` looks at it.
+                self.scope["path"] = self.url.partition(b"?")[0].decode("latin-1")
+
         def connection_lost(self, error: Exception | None) -> None:
             self._forget_header()
             super().connection_lost(error)

@@ -43,7 +43,7 @@ class Guard:
         if origin is not None and origin not in self._good_origins:
             self._check_origin(origin)
         if not any_host and (host := headers.first.get(b"host", b"")) not in self._good_hosts:
-            self._check_host(host)
+            self.check_host(host)
 
     def _check_doubles(self, headers: Headers) -> None:
         """RFC 9112, section 3.2, and rule 2."""
@@ -51,7 +51,7 @@ class Guard:
             if len(headers.all(name)) > 1:
                 raise HttpError(400, f"more than one {name} header", [CLOSE])
 
-    def _check_host(self, host: bytes) -> None:
+    def check_host(self, host: bytes) -> None:
         text = host.strip(b" \t").decode("latin-1").lower()
         if not text:  # granian makes an empty one where there is none
             raise HttpError(400, "the Host header is missing")

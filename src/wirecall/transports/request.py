@@ -32,6 +32,7 @@ PIECE = 256 << 10
 LINGER_BYTES = 64 << 20
 LINGER_TIME = 1.0
 
+JSON = "application/json"
 CLOSE = ("connection", "close")
 _STREAM_FIELDS = (
     (b"content-type", b"text/event-stream"),
@@ -147,8 +148,21 @@ class Request:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
+    def check_json(self) -> None:
+        """Raise HttpError 415 unless the body is announced as JSON in UTF-8."""
+        if self.headers.first.get(b"content-type") == b"application/json":  # nearly always
+            return
+        media = self.headers.get("content-type") or "none"
+        kind, *parameters = media.lower().split(";")
+        if kind.strip() != JSON:
+            raise HttpError(415, f"Content-Type: expected {JSON}, got {media[:100]}", [("accept", JSON)])
+        for parameter in parameters:
+            name, _, value = parameter.partition("=")
+            if name.strip() == "charset" and value.strip().strip('"') not in ("utf-8", "utf8"):
+                raise HttpError(415, f"Content-Type: expected charset=utf-8, got {media[:100]}", [("accept", JSON)])
+
     async def body(self) -> bytes:
-        """The whole body; HttpError 413 if it is too long, 408 if it takes too long, Gone if the client left."""
+        """Return the whole body; HttpError 413 if it is too long, 408 if it is late, 400 if it is cut or malformed."""
         if self._body is None:
             limits = self._server.limits
             try:
@@ -163,22 +177,38 @@ class Request:
             except HttpError:
                 await self._linger()
                 raise
+            if self._body is None:
+                # The client left, or sends something else than chunks: granian reports both in the same way. A client that
+                # left does not read the answer.
+                raise HttpError(400, "the body is malformed, or ended too early", [CLOSE])
         return self._body
 
     def _expected(self, limit: int) -> int:
-        """Content-Length, or -1. A body that is going to be too long is refused before it is read."""
-        length = self.headers.first.get(b"content-length")
+        """Return Content-Length, or -1. Refuse a body that is going to be too long, or is encoded, before it is read."""
+        fields = self.headers.first
+        if b"content-encoding" in fields:
+            coding = self.headers["content-encoding"]
+            if not {"", "identity"}.issuperset(coding.lower().replace(" ", "").split(",")):
+                raise HttpError(
+                    *(415, f"Content-Encoding: expected identity, got {coding[:100]!r}: send the body as it is"),
+                    [("accept-encoding", "identity")],
+                )
+        length = fields.get(b"content-length")
         if length is None:
+            coding = self.headers.get("transfer-encoding") or "chunked"
+            if coding.lower() != "chunked":  # RFC 9112, section 6.1
+                raise HttpError(501, f"Transfer-Encoding: expected chunked, got {coding[:100]!r}", [CLOSE])
             return -1
         if not length.isdigit():
             raise HttpError(400, "Content-Length is not a number", [CLOSE])
-        if b"transfer-encoding" in self.headers.first:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
+        if b"transfer-encoding" in fields:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
             raise HttpError(400, "Content-Length and Transfer-Encoding contradict each other", [CLOSE])
         if len(length) > 18 or int(length) > limit:
             raise _too_long(limit)
         return int(length)
 
-    async def _collect(self, done: bool, first: Any, expected: int, limit: int) -> bytes:
+    async def _collect(self, done: bool, first: Any, expected: int, limit: int) -> bytes | None:
+        """Return the body, or None if it has no end."""
         message: Event = first if done else await first
         whole = _whole(message, expected, limit)
         if whole is not None:
@@ -191,7 +221,7 @@ class Request:
             if not message.get("more_body"):
                 return bytes(body)
             message = await self._receive()
-        raise Gone("the client left in the middle of the body")
+        return None
 
     async def _linger(self) -> None:
         """Take what the client of a refused body is still sending, for a moment, and keep none of it. Most clients read the
@@ -224,11 +254,11 @@ class Request:
 
     # --- answering ---------------------------------------------------------------------------------------------------
 
-    async def respond(self, status: int, body: bytes = b"", media: str = "application/json", headers: Pairs = ()) -> None:
+    async def respond(self, status: int, body: bytes = b"", media: str = JSON, headers: Pairs = ()) -> None:
         """The whole answer. `media` is left out where there is no body."""
         fields = [(b"content-length", b"%d" % len(body))] if status != 204 else []
         if body:
-            fields.append((b"content-type", b"application/json" if media == "application/json" else media.encode("latin-1")))
+            fields.append((b"content-type", b"application/json" if media == JSON else media.encode("latin-1")))
         await self._start(status, fields, headers)
         if len(body) > PIECE:
             last = (len(body) - 1) // PIECE * PIECE

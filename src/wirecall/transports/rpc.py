@@ -17,7 +17,6 @@ from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Data, Id
 from wirecall.transports.request import Endpoint, HttpError, Pairs, Request
 
-MEDIA = "application/json"
 KEY_HEADER = "idempotency-key"
 REPLAYED_HEADER = "idempotent-replayed"
 
@@ -36,7 +35,7 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
     async def rpc(request: Request) -> None:
         if request.method != "POST":
             raise HttpError(405, "send a JSON-RPC message with POST", [("allow", "POST")])
-        _check_media(request)
+        request.check_json()
         body = await _body(request)
         if body is None:
             return
@@ -53,12 +52,6 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
             await request.respond(200, answer, headers=_told(replayed, array) if replayed else ())
 
     return rpc
-
-
-def _check_media(request: Request) -> None:
-    media = request.headers.get("content-type")
-    if media != MEDIA and (media or "").partition(";")[0].rstrip().lower() != MEDIA:
-        raise HttpError(415, f"Content-Type: expected {MEDIA}, got {(media or 'none')[:100]}", [("accept", MEDIA)])
 
 
 async def _body(request: Request) -> bytes | None:

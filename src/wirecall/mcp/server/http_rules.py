@@ -17,19 +17,16 @@ from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.results import failure
 from wirecall.mcp.server.streams import Direct
 from wirecall.server.batch import resume
-from wirecall.transports.request import HttpError, Request
+from wirecall.transports.request import JSON, HttpError, Request
 
 KEY = "idempotency-key"
 REPLAYED = "idempotent-replayed"
-JSON, EVENTS = "application/json", "text/event-stream"
+EVENTS = "text/event-stream"
 BOTH = frozenset({JSON, EVENTS})
 
 
 def check_media(request: Request) -> None:
-    if request.headers.first.get(b"content-type") != b"application/json":
-        media = request.headers.get("content-type") or ""
-        if media.partition(";")[0].strip().lower() != JSON:
-            raise HttpError(415, f"Content-Type: expected {JSON}, got {(media or 'none')[:100]}")
+    request.check_json()
     if not accepts(request, BOTH):
         raise HttpError(406, f"Accept: it must list {JSON} and {EVENTS}, an answer may be either")
 
