@@ -10,6 +10,7 @@ import pytest
 from msgspec import Meta
 
 from tests.calls import make_app
+from tests.client.peers import served
 from tests.mcp.asgi import (
     BASIC,
     KEY,
@@ -21,9 +22,11 @@ from tests.mcp.asgi import (
     R3,
     R4,
     R5,
+    REPLAYED,
     REVISIONS,
     Exchange,
     HttpClient,
+    Json,
     enveloped,
     hello,
     notification,
@@ -1055,22 +1058,23 @@ async def test_a_reader_who_does_not_read_is_cut(revision: str) -> None:
 
 
 @every_revision
-async def test_a_command_does_not_fail_because_no_stream_is_left(revision: str) -> None:
-    """Limits.streams: who cannot be told is not told; what was done is recorded."""
+async def test_an_answer_comes_without_its_events_when_no_stream_is_left(revision: str) -> None:
+    """Limits.streams: the effect is made before the first event, so the call is answered, not refused."""
     lab = Lab(limits=Limits(streams=1))
     lab.gate.set()
     async with over_http(lab.app, revision) as client:
         message = enveloped("subscriptions/listen", {"notifications": {"toolsListChanged": True}}, "l")
         standing = client.post(message, {**BASIC, **repeated(message)})
         await standing.message()
-        await client.post(client.message("tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1})).started()
+        first = await client.tool("pay", meta={KEY: "k", "progressToken": 1})
+        assert client.last is not None and client.last.header("content-type") == "application/json"
         again = await client.tool("pay", meta={KEY: "k"})
-    assert again["content"][0]["text"] == "paid"
-    assert lab.ran == ["paid"]
+    assert [answer["content"][0]["text"] for answer in (first, again)] == ["paid", "paid"]
+    assert (lab.ran, client.heard) == (["paid"], [])
 
 
 @every_revision
-async def test_a_command_does_not_fail_because_the_server_stops(revision: str) -> None:
+async def test_an_answer_comes_without_its_events_when_the_server_stops(revision: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         first = client.post(client.message("tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1}))
@@ -1078,9 +1082,122 @@ async def test_a_command_does_not_fail_because_the_server_stops(revision: str) -
         client.asgi.stop(20.0)  # type: ignore[attr-defined]
         lab.gate.set()
         await first.started()
+        assert (first.status, first.header("content-type")) == (200, "application/json")
+        assert (await first.json())["result"]["content"][0]["text"] == "paid"
         again = await client.tool("pay", meta={KEY: "k"})
     assert again["content"][0]["text"] == "paid"
     assert lab.ran == ["paid"]
+
+
+async def test_an_array_is_answered_without_its_events_when_no_stream_is_left() -> None:
+    lab = Lab(limits=Limits(streams=1))
+    lab.gate.set()
+    async with over_http(lab.app, R2) as client:
+        await (await client.listen().started())._part()
+        meta = {"progressToken": 1, f"{PREFIX}logLevel": "debug"}
+        calls = [request("tools/call", {"name": name, "_meta": meta}, name) for name in ("pay", "stream", "hang", "look")]
+        exchange = client.post(calls)
+        answers = await exchange.messages()
+    assert (exchange.status, exchange.header("content-type")) == (200, "application/json")
+    assert {answer["id"]: answer["result"]["content"][0]["text"] for answer in answers} == {
+        "pay": "paid",
+        "stream": "streamed",
+        "hang": "after",
+        "look": "seen",
+    }
+
+
+async def test_a_question_that_finds_no_stream_is_an_error_of_the_tool() -> None:
+    """The tool may have made an effect before it asked; so the call is answered, not refused."""
+    app = make_app(limits=Limits(streams=1))
+
+    @app.tool
+    async def ask(ctx: Context) -> str:
+        answer = await ctx.elicit("Sure?", {"type": "object", "properties": {"sure": {"type": "boolean"}}})
+        return str(answer.content)
+
+    async with over_http(app, R4, capabilities={"elicitation": {}}) as client:
+        await (await client.listen().started())._part()
+        told = await client.tool("ask")
+    assert told["isError"] is True and "could not be sent" in told["content"][0]["text"]
+
+
+class Broken(Exchange):
+    """A transport that breaks: from the start of an answer on, whatever it is asked, it fails in the given way."""
+
+    def __init__(self, fault: BaseException, *given: Any) -> None:
+        self._fault: BaseException = fault
+        super().__init__(*given)
+
+    async def _receive(self) -> Json:
+        if self._chunks:
+            return await super()._receive()
+        raise self._fault
+
+    async def _send(self, message: Any) -> None:
+        raise self._fault
+
+
+@every_revision
+@pytest.mark.parametrize("fault", [AttributeError("done"), OSError(), Exception(), asyncio.CancelledError()], ids=repr)
+async def test_no_fault_of_a_transport_reaches_a_handler(revision: str, fault: BaseException) -> None:
+    app, over, met = make_app(), asyncio.Event(), list[BaseException]()
+
+    @app.command
+    async def pay(ctx: Context) -> str:
+        try:
+            for number in range(3):
+                await ctx.progress(number)
+                await ctx.log("error", number)
+                await ctx.hang_up(1.0)
+        except BaseException as error:
+            met.append(error)
+            raise
+        finally:
+            over.set()
+        return "paid"
+
+    async with over_http(app, revision) as client:
+        message = client.message(
+            "tools/call", {"name": "pay"}, 7, {KEY: "k", "progressToken": 1, f"{PREFIX}logLevel": "debug"}
+        )
+        broken = Broken(fault, client.asgi, "POST", client.headers(message), json.dumps(message).encode())
+        async with asyncio.timeout(PATIENCE):
+            await over.wait()
+        again = await client.tool("pay", meta={KEY: "k"})
+        await broken.close()
+    assert met == []
+    assert (again["content"][0]["text"], again["_meta"][REPLAYED]) == ("paid", True)
+
+
+async def test_a_command_whose_client_hangs_up_is_recorded_over_granian() -> None:
+    """granian's `receive` gives a future while the client is there, and an object without `done` afterwards."""
+    app, ran, calls = make_app(), list[int](), 100
+
+    @app.command
+    async def pay(number: int, ctx: Context) -> str:
+        ran.append(number)
+        for step in range(20):
+            await ctx.progress(step)
+            if step % 3 == 0:
+                await asyncio.sleep(0)
+        return "paid"
+
+    async with served(app, "granian") as url:
+        for number in range(calls):
+            message = enveloped("tools/call", {"name": "pay", "arguments": {"number": number}}, number)
+            message["params"]["_meta"] |= {KEY: f"k{number}", "progressToken": "p"}
+            body = json.dumps(message).encode()
+            head = "".join(f"{name}: {value}\r\n" for name, value in (BASIC | repeated(message)).items())
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(f"POST /mcp HTTP/1.1\r\n{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            await writer.drain()
+            writer.close()
+        async with over_http(app) as client:
+            for number in range(calls):
+                told = await client.tool("pay", {"number": number}, meta={KEY: f"k{number}"})
+                assert told["content"][0]["text"] == "paid", number
+    assert sorted(ran) == list(range(calls))
 
 
 @every_revision

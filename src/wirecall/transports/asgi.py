@@ -147,6 +147,8 @@ class HttpServer:
     # --- streams and stopping ----------------------------------------------------------------------------------------
 
     def enter_stream(self, request: Request) -> None:
+        if request in self._streams:
+            return
         if len(self._streams) >= self.limits.streams or self.stopping.is_set():
             raise HttpError(503, "no further stream can be opened now", [("retry-after", "1")])
         self._streams.add(request)

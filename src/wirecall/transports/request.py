@@ -267,6 +267,10 @@ class Request:
             body = body[last:]
         await self._put(body, False)
 
+    def enter_stream(self) -> None:
+        """Take the place of a stream that is opened later; HttpError 503 if too many are open."""
+        self._server.enter_stream(self)
+
     async def open_stream(self, headers: Pairs = ()) -> None:
         """Begin a stream of server-sent events; HttpError 503 if too many are open."""
         self._server.enter_stream(self)
@@ -304,29 +308,26 @@ class Request:
             raise Gone("the client has left") from error
 
     def _has_left(self) -> bool:
-        """A look without waiting: servers say nothing to those who send to nobody.
+        """Look for a disconnect without waiting: servers do not report a write to a client that has left.
 
-        uvicorn's `receive` is a coroutine: one step tells. granian's is a future, which goes on by itself: it is kept, and
-        looked at again with the next chunk.
+        ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is kept,
+        and looked at again with the next chunk. Of anything else one step tells: a coroutine (uvicorn), or an object that
+        holds its event already (granian, after the client has left).
         """
         coming = self._coming or self._receive()
-        if type(coming) is not CoroutineType:
+        if asyncio.isfuture(coming):
             self._coming = coming
-            return self._is_over(coming)
-        try:
-            coming.send(None)
-        except StopIteration as finished:
-            return bool(finished.value["type"] == "http.disconnect")
-        coming.close()
-        return False
-
-    def _is_over(self, coming: Any) -> bool:
-        if not coming.done():
-            return False
-        if coming.result()["type"] == "http.disconnect":
-            return True
-        self._coming = None  # the end of the body, which nobody asked for
-        return False
+            if not coming.done():
+                return False
+            self._coming = None
+            event: Event = coming.result()
+        else:
+            done, event = first_step(coming)
+            if not done:
+                if type(coming) is CoroutineType:
+                    coming.close()
+                return False
+        return bool(event["type"] == "http.disconnect")
 
     def release(self) -> None:
         """The request is over: nobody asks for its events any more."""

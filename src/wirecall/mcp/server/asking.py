@@ -13,14 +13,14 @@ the handler starts again from the top when the answers come. Answers of earlier 
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import BadInput, Gone, NotCapable, RpcError, UsageError
+from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled, block
 from wirecall.protocol.messages import decode_any, encode
@@ -49,6 +49,27 @@ class Outlet(Protocol):
     async def hang_up(self, retry: float) -> None:
         """End the connection, if there is one to come back to."""
         ...
+
+
+async def sent(sending: Awaitable[None]) -> bool:
+    """Await what an outlet does for a running call; False if it failed.
+
+    A handler meets its transport here and nowhere else. A fault of the transport does not reach the handler: the handler may
+    have made its effect already, and has to finish so that the outcome is recorded.
+    """
+    try:
+        await sending
+    except Gone:
+        return False
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return False  # the transport has cancelled its own future; the call itself goes on
+    except Exception as error:
+        logger.warning("a message before an answer could not be sent: %r", error)
+        return False
+    return True
 
 
 class Session:
@@ -81,7 +102,9 @@ class Session:
         answer: asyncio.Future[Raw] = asyncio.get_running_loop().create_future()
         self._asked[id] = answer
         try:
-            await outlet.send(encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params}))
+            message = encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params})
+            if not await sent(outlet.send(message)):
+                raise NotCapable("the question could not be sent to the client", ran="unknown")
             async with asyncio.timeout(ANSWER_TIME):
                 return await answer
         except TimeoutError:
@@ -196,15 +219,13 @@ class Call:
             )
 
     async def _tell(self, method: str, params: dict[str, Any]) -> None:
-        """Nothing is told after the answer, or to a client that has left; neither is a reason to fail."""
-        if self._closed or not self._session.revision.has(f"tell {method}"):
-            return
-        with suppress(Gone):
-            await self._outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params}))
+        """Send a notification, unless the call is answered."""
+        if not self._closed and self._session.revision.has(f"tell {method}"):
+            await sent(self._outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params})))
 
     async def hang_up(self, retry: float) -> None:
         if not self._closed:
-            await self._outlet.hang_up(retry)
+            await sent(self._outlet.hang_up(retry))
 
     # --- what it is asked --------------------------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class Handshake:
                 await request.respond(202)
 
     def _channel(self, request: Request, revision: Revision) -> Channel:
-        return Channel(request.stopping, numbered=revision.has("http resume"), primed=revision.has("http priming event"))
+        return Channel(request, numbered=revision.has("http resume"), primed=revision.has("http priming event"))
 
     def _begun(self, work: Any) -> "asyncio.Task[Any]":
         task = asyncio.get_running_loop().create_task(work)

@@ -80,7 +80,13 @@ async def _watched(request: Request, work: Any, outlet: Direct) -> Any:
     this = asyncio.current_task()
     assert this is not None
     watcher = asyncio.get_running_loop().create_task(request.gone())
-    watcher.add_done_callback(lambda _: None if watcher.cancelled() else outlet.cut())
+
+    def left(_: object) -> None:
+        if not watcher.cancelled():
+            watcher.exception()  # a transport that fails is as good as a client that has left
+            outlet.cut()
+
+    watcher.add_done_callback(left)
     outlet.on_cut = this.cancel
     try:
         return await work

@@ -79,7 +79,7 @@ class Stateless:
             )
             answer = await while_there(request, work, outlet)
         except Gone:
-            if outlet.refusal is not None:  # it is nothing without a stream, and there is none
+            if outlet.refusal is not None and not outlet.is_cut:  # `subscriptions/listen` needs a stream, and there is none
                 raise outlet.refusal from None
             raise
         except RpcError as error:

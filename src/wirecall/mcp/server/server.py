@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from wirecall.errors import InternalError, InvalidParams, InvalidRequest, MethodNotFound, RpcError
+from wirecall.errors import Gone, InternalError, InvalidParams, InvalidRequest, MethodNotFound, RpcError
 from wirecall.logs import failed
 from wirecall.mcp.revisions import REQUESTS, STATELESS, Revision, offered
 from wirecall.mcp.server.asking import Id, Outlet, Session
@@ -145,7 +145,7 @@ class Server:
                 result = await handler(request)
             else:
                 result = await _cancellable(handler(request), id, session)
-        except RpcError:
+        except (RpcError, Gone):
             raise
         except Exception as error:
             failed(message.method, id, error)

@@ -97,35 +97,29 @@ class Direct:
     async def _write(self, chunk: bytes) -> None:
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
-            if self.is_cut:
-                raise Gone("nobody listens any more")
+            if self.is_cut or self.refusal is not None:
+                raise Gone("no stream is open")
             try:
-                await self._begin()
+                if not self.is_open:
+                    await self._request.open_stream()
+                    self.is_open = True
                 await self._request.write(chunk)
-            except Gone:
+            except HttpError as error:  # the stream limit is reached: events are dropped, and the plain answer is sent
+                self.refusal = error
+                raise Gone("no stream is free") from error
+            except Exception:
                 self.cut()
                 raise
         if self._beat is not None:
             self._beat.cancel()
         self._beat = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._keep_alive)
 
-    async def _begin(self) -> None:
-        """A server that has no stream left answers without: who tells something must not fail for it."""
-        if self.is_open:
-            return
-        try:
-            await self._request.open_stream()
-        except HttpError as error:
-            self.refusal, self.is_cut = error, True
-            raise Gone("there is no stream") from error
-        self.is_open = True
-
     def _keep_alive(self) -> None:
         if not self.is_cut:
             self._beating = asyncio.get_running_loop().create_task(self._comment())
 
     async def _comment(self) -> None:
-        with suppress(Gone):
+        with suppress(Exception):  # the client has left, which the next event or the watcher reports
             await self._write(_COMMENT)
 
 
@@ -134,9 +128,11 @@ class Channel:
 
     is_shared = False
 
-    def __init__(self, stopping: asyncio.Event, *, numbered: bool, primed: bool) -> None:
+    def __init__(self, request: Request, *, numbered: bool, primed: bool) -> None:
         self.id = os.urandom(6).hex()
-        self.stopping = stopping
+        self.stopping = request.stopping
+        self._enter = request.enter_stream
+        self._is_refused = False  # there is no place for a stream, so the answer comes alone
         self.replayed: list[int | str] = []
         self.started = asyncio.Event()  # there is something to send before the answer
         self.finished = False
@@ -155,9 +151,9 @@ class Channel:
             self._put(b"id: " + self._name(0).encode() + b"\ndata: \n\n")
 
     async def send(self, message: bytes) -> None:
-        """Only what a reader has seen may be forgotten: who sends faster than it reads waits."""
-        self.put(message)
+        """Keep an event for the reader, and wait while the reader is too far behind. Gone if there is no stream."""
         self._begin()
+        self.put(message)
         while self._readers and self._count - self._read > BEHIND:
             self._caught_up.clear()
             await self._caught_up.wait()
@@ -175,9 +171,9 @@ class Channel:
     async def hang_up(self, retry: float) -> None:
         """End the reader's connection after telling it when to come back; only 2025-11-25 allows that."""
         if self._primed:
+            self._begin()
             self._put(f"retry: {int(retry * 1000)}\nid: {self._name(self._count)}\ndata: \n\n".encode())
             self._hung_up = True
-            self._begin()
 
     def put(self, message: bytes) -> None:
         self._put(event(message, self._name(self._count) if self._numbered else None))
@@ -217,6 +213,18 @@ class Channel:
             await request.write(_COMMENT)
 
     def _begin(self) -> None:
+        """Make the answer a stream with its first event. The stream takes its place now: once an event is kept, the answer
+        cannot be plain JSON any more, and a refusal afterwards would deny a command that has taken effect."""
+        if self.is_used:
+            return
+        if self._is_refused:
+            raise Gone("no stream is free: the answer is sent without events")
+        if self._readers:
+            try:
+                self._enter()
+            except HttpError as error:
+                self._is_refused = True
+                raise Gone("no stream is free: the answer is sent without events") from error
         self.is_used = True
         self.started.set()
 
