@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msgspec import UNSET, Raw
 
 from tests.calls import batch, call, error, make_app, read, result
-from wirecall import App, Context, DomainError, Limits, RpcError, UsageError, jsonrpc
-from wirecall.errors import InvalidParams
+from tests.mcp.asgi import REVISIONS
+from wirecall import App, Context, DomainError, Limits, RpcError, UsageError, connect, jsonrpc
+from wirecall.errors import InternalError, InvalidParams, InvalidRequest, rebuilt
 
 
 class Stage:
@@ -270,7 +271,11 @@ async def test_middleware_wraps_in_order_sees_the_sealed_result_and_may_refuse_o
         return ctx.state
 
     app.query(name="secret")(lambda: 1)
-    assert error(app.handle_sync(call("secret"))) == {"code": 40100, "message": "who are you?"}
+    assert error(app.handle_sync(call("secret"))) == {
+        "code": 40100,
+        "message": "who are you?",
+        "data": {"ran": "no"},
+    }
     assert order == ["outer"]
     order.clear()
     app = make_app(middleware=[outer])
@@ -280,6 +285,46 @@ async def test_middleware_wraps_in_order_sees_the_sealed_result_and_may_refuse_o
     app = make_app(middleware=[inner])
     app.query(name="value")(lambda: 1)
     assert result(app.handle_sync(call("value"))) == {"replaced": True}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "data"),
+    [
+        (DomainError(40300, "not yours"), {"ran": "no"}),
+        (DomainError(40300, "not yours", {"role": "admin"}), {"role": "admin", "ran": "no"}),
+        (DomainError(40300, "not yours", ["admin"]), {"data": ["admin"], "ran": "no"}),
+        (rebuilt(RpcError, 40300, "not yours", {"ran": "yes"}), {"ran": "no"}),  # "yes" was said of a call elsewhere
+        (InternalError(), {"ran": "no"}),
+        (InvalidRequest("no"), {"reason": "no"}),  # its code says it
+    ],
+)
+async def test_a_call_that_its_middleware_refused_has_not_run(refusal: RpcError, data: Any) -> None:
+    """Clients hear it, over JSON-RPC and at every revision. The same error after the call has run does not say so."""
+    app, effects = make_app(), list[int]()
+
+    @app.middleware
+    async def guard(ctx: Context, call_next: Any) -> Any:
+        if ctx.params is not UNSET and b"late" in bytes(ctx.params):
+            await call_next(ctx)
+        raise refusal
+
+    @app.command
+    def put(late: bool = False) -> None:
+        effects.append(1)
+
+    assert error(await app.handle(call("put")))["data"] == data
+    async with connect(app) as client:
+        with pytest.raises(RpcError, match=refusal.message) as refused:
+            await client.call("put")
+        assert refused.value.ran == "no"
+    for revision in REVISIONS:
+        async with connect(app, protocol="mcp", revision=revision) as tools:
+            with pytest.raises(RpcError) as refused:
+                await tools.call_tool("put")
+            assert refused.value.ran == "no"
+    assert effects == []
+    assert error(await app.handle(call("put", {"late": True}))).get("data") == refusal.data
+    assert effects == [1]
 
 
 async def test_a_replay_passes_the_middleware_again() -> None:

@@ -17,11 +17,11 @@ from msgspec import Struct
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import CuttingProxy, served, until
-from tests.mcp.asgi import LEGACY, R2, R4, R5, REVISIONS
+from tests.mcp.asgi import LEGACY, R1, R2, R4, R5, REVISIONS
 from tests.mcp.everything import PROGRAM, Everything
 from wirecall import App, Context, Limits, Retry, ToolAnnotations, ToolError, UsageError, connect, connect_sync
-from wirecall.errors import BadAnswer, Declined, InvalidParams, KeyConflict, NotSent, RpcError, TimedOut
-from wirecall.mcp import Audio, Elicited, Image, Text
+from wirecall.errors import BadAnswer, Declined, InvalidParams, KeyConflict, NotCapable, NotSent, RpcError, TimedOut
+from wirecall.mcp import Audio, Elicited, Image, Text, ToolResult
 from wirecall.mcp.client.changes import Change
 from wirecall.mcp.client.client import McpClient
 from wirecall.mcp.client.results import Tool
@@ -309,6 +309,43 @@ async def test_errors_of_a_tool_come_with_what_the_server_knows(shop: App, revis
         with pytest.raises(RpcError) as unknown:
             await client.call_tool("nothing")
         assert unknown.value.ran == "no"
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize(("tool", "arguments"), [("order", {}), ("order", {"sku": 5}), ("price", {"sku": 5})])
+async def test_arguments_that_do_not_fit_run_nothing(shop: App, revision: str, tool: str, arguments: Any) -> None:
+    """The older revisions answer with an error, the newer ones with a result: for the caller it is the same."""
+    async with client_of(shop, revision) as client:
+        with pytest.raises(InvalidParams, match=r"(params|arguments)\.sku") as refused:
+            await client.call_tool(tool, arguments)
+    assert refused.value.ran == "no"
+    assert not calls(shop)
+
+
+@pytest.mark.parametrize("revision", [R1, R4])
+async def test_a_client_that_cannot_be_asked_hears_that_nothing_ran(revision: str) -> None:
+    """Until 2025-11-25 that is a result."""
+    app = App("test", ledger="memory:")
+
+    @app.command
+    async def close(ctx: Context) -> str:
+        await ctx.elicit("Sure?", {"type": "object", "properties": {}})
+        return "closed"
+
+    async with client_of(app, revision) as client:
+        with pytest.raises(NotCapable) as refused:
+            await client.call_tool("close")
+    assert refused.value.ran == "no"
+
+
+async def test_what_ran_at_a_server_that_does_not_say_it_is_unknown() -> None:
+    """A result with `isError` may be about the arguments, or about what the tool has done."""
+    app = App("test", ledger="memory:")
+    app.tool(name="fail")(lambda: ToolResult(content=["it did not work"], is_error=True))
+    async with client_of(app) as client:
+        with pytest.raises(ToolError, match="it did not work") as failed:
+            await client.call_tool("fail")
+    assert failed.value.ran == "unknown"
 
 
 @pytest.mark.parametrize("revision", REVISIONS)

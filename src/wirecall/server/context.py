@@ -28,6 +28,7 @@ class Context:
         "_frame",
         "_method",
         "_peer",
+        "_reached",
         "_result",
         "_shape",
         "caller",
@@ -69,6 +70,7 @@ class Context:
         self._correlation: Any = None
         self._command: Any = None
         self._frame: Any = None
+        self._reached = False  # the middleware has let the call through
         self._result: Any = None
         self._peer: Any = None  # the MCP side of the call, if it came that way
         self._shape: Any = None  # what makes the function's value the call's result, if that is not the value itself

@@ -37,6 +37,7 @@ from wirecall.errors import (
     MethodNotFound,
     RpcError,
     UsageError,
+    rebuilt,
 )
 from wirecall.jsonrpc import make_batch, make_reply
 from wirecall.logs import called, failed, logger
@@ -306,6 +307,7 @@ class Dispatcher:
 
     async def _run(self, context: Context) -> Any:
         """Steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
+        context._reached = True
         method, frame = context._method, context._frame
         args, keywords = method.signature.bind_all(context.params, context)
         call = partial(method.function, *args, **keywords)
@@ -479,11 +481,29 @@ def _guard(middleware: Sequence[Middleware], innermost: Next) -> Next:
     call = innermost
     for layer in reversed(middleware):
         call = _around(layer, call)
-    return call
+    return _refusing(call) if middleware else call
 
 
 def _around(layer: Middleware, inner: Next) -> Next:
     return lambda context: layer(context, inner)
+
+
+def _refusing(guarded: Next) -> Next:
+    """A call that its middleware refused has not run, whatever the code of the error says."""
+
+    async def call(context: Context) -> Any:
+        try:
+            return await guarded(context)
+        except RpcError as error:
+            if context._reached or error.ran == "no":
+                raise
+            told = error.data if isinstance(error.data, dict) else {} if error.data is None else {"data": error.data}
+            # A copy: the middleware may raise the same object for another call, after that has run.
+            refusal = rebuilt(type(error), error.code, error.message, {**told, "ran": "no"})
+            refusal.is_remote = error.is_remote
+            raise refusal from error
+
+    return call
 
 
 def _shape_first(message: Message, error: RpcError) -> RpcError:

@@ -162,13 +162,19 @@ class Called(Struct, frozen=True):
         return self.meta.get(REPLAYED_META) is True
 
     def error(self) -> RpcError | None:
-        """The error it is, as an exception: the server's own if it is one of ours, else a `ToolError` with the text."""
+        """Return the error as an exception: the one that a server of ours names, else a `ToolError` with the text.
+
+        Other servers report arguments that do not fit in the same way as a tool that failed, so `ran` is "unknown" there.
+        """
         if not self.is_error:
             return None
         told = self.meta.get(ERROR_META)
         if isinstance(told, dict) and isinstance(told.get("code"), int) and told["code"] != ToolError("").code:
             return remote_error(ErrorObject(told["code"], self.text, told.get("data", UNSET)))
-        return ToolError(self.text, told.get("data") if isinstance(told, dict) else None)
+        error = ToolError(self.text, told.get("data") if isinstance(told, dict) else None)
+        if not isinstance(told, dict):
+            error.ran = "unknown"
+        return error
 
 
 def read_called(raw: Raw | bytes) -> Called:

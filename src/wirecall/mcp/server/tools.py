@@ -174,17 +174,23 @@ def _told(result: bytes, method: Method, revision: Revision, marks: dict[str, An
 
 
 def _as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:
-    """An error as the result it is for a model; raises those that are the protocol's."""
+    """Return the result that tells a model of an error. Raises the errors that belong to the protocol.
+
+    The text is all that a model sees; code and data stay in `_meta`, from which our client restores the error and its `ran`.
+    """
+    data = error.data
+    text = str(data.get("reason", error.message)) if isinstance(data, dict) else error.message
     if isinstance(error, InvalidParams):
         if not _is_about_arguments(error, method) or revision.value("bad arguments") == "error":
             raise error
-        return _error_result(_reason(error).replace("params", "arguments", 1))
-    if isinstance(error, NotCapable) and revision.value("capability of the client missing") == "result":
-        return _error_result(_reason(error))
-    if isinstance(error, FixedError) and not isinstance(error, InternalError):
-        raise error
-    told = {ERROR_META: {"code": error.code, **({} if error.data is None else {"data": error.data})}}
-    return _error_result(error.message, told)
+        text = text.replace("params", "arguments", 1)
+        data = {**data, "reason": text} if isinstance(data, dict) else data
+    elif not isinstance(error, NotCapable) or revision.value("capability of the client missing") == "error":
+        if isinstance(error, FixedError) and not isinstance(error, InternalError):
+            raise error
+        text = error.message
+    told = {"code": error.code, **({} if data is None else {"data": data})}
+    return CallResult([{"type": "text", "text": text}], is_error=True, meta={ERROR_META: told})
 
 
 def _is_about_arguments(error: InvalidParams, method: Method) -> bool:
@@ -192,11 +198,3 @@ def _is_about_arguments(error: InvalidParams, method: Method) -> bool:
     if isinstance(error, KeyRequired):
         return method.key == "ask"
     return not isinstance(error, (KeyInvalid, BadInput))
-
-
-def _reason(error: RpcError) -> str:
-    return str((error.data or {}).get("reason", error.message))
-
-
-def _error_result(text: str, meta: Any = UNSET) -> CallResult:
-    return CallResult([{"type": "text", "text": text}], is_error=True, meta=meta)
