@@ -180,7 +180,8 @@ def main() -> None:
 
     if options.pop("h11"):
         sys.modules["httptools"] = None  # type: ignore[assignment]
-    serve(lambda: make_server(limits), port=0, listening=told, **options)
+    origins = options.pop("origins")
+    serve(lambda: make_server(limits, origins=origins), port=0, listening=told, **options)
     print(json.dumps(["returned", os.getpid()]), flush=True)
 
 
@@ -229,10 +230,13 @@ def post(path: str, body: bytes = b"", *lines: bytes, method: bytes = b"POST") -
 
 
 @asynccontextmanager
-async def serving(server: str, *, workers: int = 1, grace: float = 10.0, **limits: Any) -> AsyncIterator[Served]:
+async def serving(
+    server: str, *, workers: int = 1, grace: float = 10.0, origins: Sequence[str] = (), **limits: Any
+) -> AsyncIterator[Served]:
     """A server that is gone at the end of the block."""
     kind, _, parser = server.partition("+")
     options = {"server": kind, "workers": workers, "grace": grace, "limits": limits, "h11": parser == "h11"}
+    options["origins"] = origins
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-W", "error", "-c", "from tests.transports import main; main()", json.dumps(options)),
         stdout=asyncio.subprocess.PIPE,

@@ -295,6 +295,85 @@ async def test_a_star_allows_any() -> None:
     assert (await ask(server_of(origins=["*"]), headers=evil)).status == 200
 
 
+# --- pages of other origins --------------------------------------------------------------------------------------------
+
+PAGE = ("origin", "https://app.example")
+ASKED = ("access-control-request-method", "POST")
+
+
+def cors(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.startswith("access-control-") or name == "vary"}
+
+
+async def test_a_browser_may_ask_first() -> None:
+    """extensions.md 2.17: before authentication, as a browser sends no secret with the question."""
+    handle = Handler()
+    server = server_of(handle, origins=["https://app.example"], authenticate=lambda headers: None)
+    names = "Authorization, content-type,idempotency-key , mcp-session-id, Mcp-Param-Region, last-event-id, traceparent"
+    fields = [PAGE, ASKED, ("Access-Control-Request-Headers", names + ", x-other, cookie, mcp-\tx")]
+    for path in ("/rpc", "/readyz"):
+        reply = await ask(server, path, method="OPTIONS", headers=fields)
+        assert (reply.status, reply.body) == (204, b"")
+        assert cors(reply.headers) == {
+            "vary": "Origin",
+            "access-control-allow-origin": "https://app.example",
+            "access-control-expose-headers": "Mcp-Session-Id, WWW-Authenticate, Idempotent-Replayed, Retry-After",
+            "access-control-allow-methods": "POST, GET, DELETE",
+            "access-control-allow-headers": names.lower().replace(" ", "").replace(",", ", "),
+            "access-control-max-age": "600",
+        }
+    assert handle.calls == []
+    assert (await ask(server, "/nowhere", method="OPTIONS", headers=fields)).status == 404
+    assert (await ask(server, method="OPTIONS", headers=[PAGE])).status == 401, "this is not the question of a browser"
+
+
+async def test_a_page_that_may_call_may_read_the_answer_whatever_it_is() -> None:
+    server = server_of(origins=["https://App.example/"])
+    told = {
+        "vary": "Origin",
+        "access-control-allow-origin": "https://app.example",
+        "access-control-expose-headers": "Mcp-Session-Id, WWW-Authenticate, Idempotent-Replayed, Retry-After",
+    }
+    for path, method, status in (("/rpc", "POST", 200), ("/rpc", "GET", 405), ("/nowhere", "POST", 404)):
+        reply = await ask(server, path, ADD, method=method, headers=[PAGE])
+        assert (reply.status, cors(reply.headers)) == (status, told)
+    server = server_of(origins=["https://app.example"], authenticate=lambda headers: None)
+    reply = await ask(server, body=ADD, headers=[PAGE])
+    assert (reply.status, cors(reply.headers)) == (401, told)
+    server = make_server(Limits(), origins=["https://app.example"])
+    client = Client(piece(b""))
+    asking = asyncio.create_task(ask(server, "/polite", headers=[PAGE], client=client))
+    await client.answered.wait()
+    server.stop()
+    assert cors((await asking).headers) == told, "a stream is an answer"
+
+
+@pytest.mark.parametrize("origin", ["https://other.example", "http://app.example", "https://app.example:8443", "null"])
+async def test_other_pages_are_refused_and_read_nothing(origin: str) -> None:
+    server = server_of(origins=["https://app.example"])
+    for method in ("OPTIONS", "POST"):
+        reply = await ask(server, body=ADD, method=method, headers=[("origin", origin), ASKED])
+        assert (reply.status, cors(reply.headers)) == (403, {"vary": "Origin"})
+
+
+async def test_without_origins_nothing_is_said_about_pages() -> None:
+    """Requests of local pages are let in, as before; to read the answer, a page has to be named."""
+    for headers in ([], [("origin", "http://localhost:5173"), ASKED]):
+        assert cors((await ask(server_of(), body=ADD, headers=headers)).headers) == {}
+        reply = await ask(server_of(), method="OPTIONS", headers=headers)
+        assert (reply.status, cors(reply.headers)) == (405, {})
+        named = server_of(origins=["https://app.example"])
+        assert cors((await ask(named, body=ADD, headers=headers)).headers) == {"vary": "Origin"}
+    named = server_of(origins=["http://localhost:5173"])
+    assert (await ask(named, method="OPTIONS", headers=headers)).status == 204
+
+
+async def test_a_star_is_answered_with_the_origin_and_never_with_credentials() -> None:
+    reply = await ask(server_of(origins=["*"]), body=ADD, headers=[PAGE])
+    assert cors(reply.headers)["access-control-allow-origin"] == "https://app.example"
+    assert "access-control-allow-credentials" not in reply.headers
+
+
 async def test_what_is_remembered_of_hosts_is_bounded() -> None:
     server = server_of(hosts=["*"])
     for number in range(600):

@@ -129,6 +129,24 @@ async def test_host_and_origin_are_checked(server: str) -> None:
 
 
 @every_server
+async def test_a_browser_asks_and_reads(server: str) -> None:
+    async with serving(server, origins=["https://app.example"]) as served:
+        page = b"Origin: https://app.example"
+        for path in ("/rpc", "/mcp"):
+            asked = post(
+                *(path, b"", page, b"Access-Control-Request-Method: POST", b"Connection: close"),
+                b"Access-Control-Request-Headers: content-type, mcp-method",
+                method=b"OPTIONS",
+            )
+            head = (await served.raw(asked)).lower()
+            assert head.startswith(b"http/1.1 204")
+            assert b"access-control-allow-headers: content-type, mcp-method\r\n" in head
+            head, body = await served.post(path, b"{", page)
+            assert b"access-control-allow-origin: https://app.example\r\n" in head
+            assert json.loads(body)["error"]["code"] == -32700
+
+
+@every_server
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: str) -> None:
     async with serving(server, bytes_in=1000) as served:
         head = await served.raw(post("/rpc", b"", b"Content-Length: 1001"))

@@ -83,7 +83,14 @@ class HttpServer:
         request = Request(self, scope, path, receive, send)
         self._active[request] = asyncio.current_task()
         try:
+            if self._guard.is_shared:
+                request.add_headers(self._guard.cors(request.headers))
             endpoint = self._admitted(request)
+            if self._guard.is_shared:
+                answer = self._guard.preflight(request.headers) if request.method == "OPTIONS" else None
+                if answer is not None:  # before authentication: a browser sends no secret with this question
+                    await request.respond(204, headers=answer)
+                    return
             if self._authenticate is not None and request.path not in PROBES:
                 request.caller = await self._identify(self._authenticate, request.headers)
             await endpoint(request)

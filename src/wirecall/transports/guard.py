@@ -4,6 +4,8 @@
    machine by a DNS trick.
 2. What decides something is in the header once: of two values a proxy in front may have judged the other one.
 3. Probes are asked by address, so their Host is not looked at.
+4. Web pages of the origins that the app was told may read the answers (CORS): never with cookies, and never pages of other
+   origins, such as those of the loopback, whose requests are let in.
 """
 
 import re
@@ -16,6 +18,15 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # Header values that were found good once. Clients send few different ones; a client that sends many must not fill memory.
 KNOWN = 256
 
+# What a page of another origin may send and read besides the headers that every page may (fetch.spec.whatwg.org, CORS).
+METHODS = "POST, GET, DELETE"
+SENDABLE = frozenset(
+    {"authorization", "content-type", "idempotency-key", "last-event-id", "traceparent", "tracestate", "baggage"}
+)
+MCP_FIELD = re.compile("mcp-[a-z0-9-]+")  # those of MCP, and those that tools mark parameters with
+READABLE = b"Mcp-Session-Id, WWW-Authenticate, Idempotent-Replayed, Retry-After"
+PREFLIGHT_AGE = "600"  # seconds that a browser need not ask again
+
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\\\[\]]+)(:[0-9]{1,5})?")
 
 
@@ -25,6 +36,7 @@ class Guard:
     def __init__(self, hosts: Sequence[str], origins: Sequence[str]) -> None:
         self._hosts = {host.lower() for host in hosts} | LOOPBACK
         self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self.is_shared = bool(self._origins)  # pages of other origins may read answers
         self._good_hosts: set[bytes] = set()
         self._good_origins: set[bytes] = set()
 
@@ -69,6 +81,27 @@ class Guard:
                 403, f"Origin {text[:100]!r} may not call this server. If it may, add it to origins=[...] of the app."
             )
         _remember(self._good_origins, origin)
+
+    def cors(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the fields that let the page of a request read the answer; at least Vary, for caches."""
+        fields = [(b"vary", b"Origin")]
+        origin = headers.first.get(b"origin", b"").strip(b" \t")
+        if origin and self._origins & {"*", origin.decode("latin-1").lower()}:
+            # The origin itself in place of "*", so that there is one way, and pages of other origins learn nothing.
+            fields += (b"access-control-allow-origin", origin), (b"access-control-expose-headers", READABLE)
+        return fields
+
+    def preflight(self, headers: Headers) -> list[tuple[str, str]] | None:
+        """Return the answer to a browser that asks whether a page may send a request; None if this is another question."""
+        if b"access-control-request-method" not in headers.first or len(self.cors(headers)) == 1:
+            return None
+        asked = headers.get("access-control-request-headers", "").lower().replace(" ", "").split(",")
+        allowed = [name for name in asked if name in SENDABLE or MCP_FIELD.fullmatch(name)]
+        return [
+            ("access-control-allow-methods", METHODS),
+            ("access-control-allow-headers", ", ".join(allowed)),
+            ("access-control-max-age", PREFLIGHT_AGE),
+        ]
 
     def _is_ours(self, authority: str) -> bool:
         parts = _HOST.fullmatch(authority)

@@ -254,6 +254,17 @@ class Request:
 
     # --- answering ---------------------------------------------------------------------------------------------------
 
+    def add_headers(self, fields: Sequence[tuple[bytes, bytes]]) -> None:
+        """Add header fields to the answer, whatever it will be."""
+        send = self._send
+
+        def more(message: Event) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] += fields
+            return send(message)
+
+        self._send = more  # so that an answer without them costs nothing more
+
     async def respond(self, status: int, body: bytes = b"", media: str = JSON, headers: Pairs = ()) -> None:
         """The whole answer. `media` is left out where there is no body."""
         fields = [(b"content-length", b"%d" % len(body))] if status != 204 else []
