@@ -557,6 +557,10 @@ def library() -> App:
     async def file(path: str) -> str:
         return path
 
+    @app.resource("test://tree/{path*}/leaf")
+    async def leaf(path: str) -> str:
+        return path
+
     @app.resource("test://broken")
     def broken() -> str:
         raise ValueError("secret detail")
@@ -578,11 +582,14 @@ async def test_resources_are_read(transport: str, revision: str) -> None:
 READ = [
     ("test://book/a/page/7", "a|7"),
     ("test://book/a%20b/page/7", "a b|7"),
-    ("test://book/a%2Fb/page/7", "a/b|7"),
     ("test://book/%C3%BC/page/7", "ü|7"),
     ("test://book/ü/page/7", "ü|7"),
     ("test://book/100%25/page/7", "100%|7"),
+    ("test://book/a..b/page/7", "a..b|7"),
     ("test://file/a/b/c.txt", "a/b/c.txt"),
+    ("test://file/.hidden/a%20b", ".hidden/a b"),
+    ("test://tree/a/leaf", "a"),
+    ("test://tree/a/b/leaf", "a/b"),
 ]
 
 
@@ -601,6 +608,7 @@ NOWHERE = [
     "test://book/a/page/7/",
     "test://book/a/page/7?x",
     "test://texts",
+    "test://tree/leaf",
     "x",
     "",
 ]
@@ -613,6 +621,46 @@ async def test_a_uri_that_is_not_there(revision: str, uri: str) -> None:
     async with over_http(library(), revision) as client:
         error = await client.error("resources/read", {"uri": uri})
     assert (error["code"], error["data"]["uri"]) == (-32602 if revision == R5 else -32002, uri)
+
+
+# Segments as a URI spells them. A handler that builds a path from one of them would leave its folder.
+NO_SEGMENT = [
+    "a%2Fb",
+    "a%2fb",
+    "..%2F..%2Fetc%2Fpasswd",
+    "..",
+    "%2e%2E",
+    ".",
+    "a%00b",
+    "a\x00b",
+    "..%5Cboot.ini",
+    "a\\b",
+    "a%0Ab",
+    "a%7Fb",
+    "%FF",
+    "%C0%AF",
+]
+LEADS_OUT = [
+    *(f"test://book/{segment}/page/7" for segment in NO_SEGMENT),
+    *(f"test://file/{segment}" for segment in NO_SEGMENT),
+    *(f"test://tree/a/{segment}/b/leaf" for segment in NO_SEGMENT),
+    *(
+        "test://file//etc/passwd",
+        "test://file/a//b",
+        "test://file/a/",
+        "test://file/a/../b",
+        "test://file/a?b",
+        "test://file/a#b",
+    ),
+]
+
+
+async def test_a_value_of_a_template_never_leads_out_of_its_folder() -> None:
+    """RFC 3986 decodes segments one by one: an encoded slash is part of a segment, and no handler takes it for a path."""
+    async with over_http(library(), R4) as client:
+        for uri in LEADS_OUT:
+            error = await client.error("resources/read", {"uri": uri})
+            assert (error["code"], error["data"]["uri"]) == (-32002, uri)
 
 
 @every_revision
@@ -638,6 +686,7 @@ async def test_how_resources_are_described(revision: str) -> None:
         assert [template["uriTemplate"] for template in templates] == [
             "test://book/{id}/page/{number}",
             "test://file/{+path}",
+            "test://tree/{path*}/leaf",
         ]
 
 

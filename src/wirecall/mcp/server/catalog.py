@@ -144,8 +144,9 @@ class Catalog:
             return self.resources[uri], {}
         for template in self.templates.values():
             match = template.pattern.fullmatch(uri)
-            if match:
-                return template, _unquoted(match.groupdict())
+            names = None if match is None else _filled_in(match.groupdict())
+            if names is not None:
+                return template, names
         return None
 
     # --- describing --------------------------------------------------------------------------------------------------
@@ -433,17 +434,34 @@ _NAME = re.compile(r"\{(\+?)([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
 
 
 def _template(uri: str) -> tuple[re.Pattern[str], list[str]]:
-    """A URI template (RFC 6570) as a pattern: `{name}` is one segment, `{+name}` and `{name*}` may hold slashes."""
+    """A URI template as a pattern: `{name}` is one segment, `{name*}` (or RFC 6570's `{+name}`) is one or more."""
     pattern, end, names = "", 0, []
     for match in _NAME.finditer(uri):
         plus, name, star = match.groups()
-        pattern += re.escape(uri[end : match.start()]) + f"(?P<{name}>{'.+' if plus or star else '[^/?#]+'})"
+        pattern += re.escape(uri[end : match.start()]) + f"(?P<{name}>{'[^?#]+' if plus or star else '[^/?#]+'})"
         names.append(name)
         end = match.end()
     return re.compile(pattern + re.escape(uri[end:])), names
 
 
-def _unquoted(values: Mapping[str, str]) -> dict[str, str]:
+def _filled_in(values: Mapping[str, str]) -> dict[str, str] | None:
+    """The decoded values of a template's names; None if one of them is not made of plain segments.
+
+    Handlers build paths from these values. So a segment is never empty, `.` or `..`, and the decoded text of a segment has
+    no separator in it: `/` ends a segment only where the URI itself says so, and `%2F` never does.
+    """
     from urllib.parse import unquote  # late: only templates need it
 
-    return {name: unquote(value) for name, value in values.items()}
+    found = {}
+    for name, value in values.items():
+        try:
+            segments = [unquote(segment, errors="strict") for segment in value.split("/")]
+        except UnicodeDecodeError:
+            return None
+        if any(segment in ("", ".", "..") or _UNSAFE.search(segment) for segment in segments):
+            return None
+        found[name] = "/".join(segments)
+    return found
+
+
+_UNSAFE = re.compile(r"[/\\\x00-\x1f\x7f]")  # separators of both kinds of file systems, and control characters
