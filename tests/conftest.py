@@ -1,9 +1,12 @@
 """Fixtures of all tests: real servers, started when the first test asks for one, and an empty ledger of each kind."""
 
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.servers import KINDS, MEMORIES, Postgres, Redis, RedisCluster, Store, make_store, open_memory
@@ -12,6 +15,33 @@ from wirecall.ledger.base import Ledger
 
 # Who is started in the background of a shell ignores Ctrl-C, and so do the processes that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine makes an example slow, but not wrong.
+hypothesis.settings.register_profile("wirecall", deadline=None)
+hypothesis.settings.load_profile("wirecall")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Escape lone surrogates in a report: some tests log them, and xdist sends reports between processes as UTF-8."""
+
+    def escaped(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.encode("utf-8", "backslashreplace").decode()
+        if isinstance(value, dict):
+            return {escaped(name): escaped(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(escaped, value))
+        return value
+
+    return escaped((yield))
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In place of pytest's: the path of a Unix socket has at most 107 bytes, and pytest's folders are deeper than that."""
+    with TemporaryDirectory(prefix="wirecall-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder).resolve()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -32,6 +31,7 @@ import psutil  # type: ignore[import-untyped]
 import psycopg
 import redis
 
+from tests.ports import free_port
 from wirecall.ledger import memory
 from wirecall.ledger.base import Ledger, RecordId, open_ledger
 
@@ -117,7 +117,7 @@ class Redis(Server):
 
     def __init__(self, **options: str) -> None:
         super().__init__()
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._options = options
 
@@ -230,15 +230,6 @@ class RedisCluster:
 
 
 SLOTS = 16_384
-
-
-def _free_port() -> int:
-    """One whose companion for the cluster, 10,000 above it, is free as well."""
-    while True:
-        with closing(socket.create_server(("127.0.0.1", 0))) as free:
-            port: int = free.getsockname()[1]
-            with suppress(OSError, OverflowError), closing(socket.create_server(("127.0.0.1", port + 10_000))):
-                return port
 
 
 class Postgres(Server):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli import SHOP, invoke
 from tests.client.peers import served
+from tests.ports import free_port
 from wirecall import App
 
 
@@ -20,13 +21,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WIRECALL_SERVER_HTTP", f"127.0.0.1:{free_port()}")
     return tmp_path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def diagnosis() -> tuple[int, dict[str, list[tuple[str, str]]]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Self, TypeAlias
@@ -169,10 +168,3 @@ class CuttingProxy(Listening):
                 left[0] -= len(data)
                 writer.write(data)
                 await writer.drain()
-
-
-def free_port() -> int:
-    """A port of the loopback where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-    return port

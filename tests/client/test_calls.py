@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from tests.client.peers import Peer, answers, free_port, http, served
+from tests.client.peers import Peer, answers, http, served
+from tests.ports import free_port
 from wirecall import App, UsageError, connect
 from wirecall.errors import BadAnswer, InvalidParams, MethodNotFound, NotSent, RpcError
 from wirecall.testing import client as in_memory

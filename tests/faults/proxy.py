@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeAlias
 
+from tests.ports import free_port
+
 Direction: TypeAlias = Literal["up", "down"]  # to the server, to the client
 Target: TypeAlias = tuple[str, int] | str  # host and port, or the path of a Unix socket
 Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -66,7 +68,7 @@ class Proxy:
     """The proxy in front of one server, for a `with` block."""
 
     def __init__(self, target: Target) -> None:
-        self.port = 0
+        self.port = free_port()
         self.cuts = 0
         self.passed: Counter[Direction] = Counter()  # bytes
         self._target = target
@@ -163,8 +165,7 @@ class Proxy:
             await asyncio.wait(self._serving, timeout=0.1)
 
     async def _listen(self) -> None:
-        listening = socket.create_server(("127.0.0.1", self.port))  # the first time on any port, then on that one
-        self.port = listening.getsockname()[1]
+        listening = socket.create_server(("127.0.0.1", self.port))
         self._server = await asyncio.start_server(self._accept, sock=listening)
 
     def _refuse(self) -> None:

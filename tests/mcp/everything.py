@@ -1,16 +1,16 @@
 """`examples/everything.py` as a process of its own, for clients that nobody here wrote."""
 
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from contextlib import closing
 from pathlib import Path
 from types import TracebackType
+
+from tests.ports import free_port
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "everything.py"
 PATIENCE = 20.0  # seconds until it answers, and until it is gone
@@ -20,8 +20,7 @@ class Everything:
     """Serves HTTP while the `with` lasts. Whatever happens inside, the process is ended, by its id."""
 
     def __init__(self, program: Path = PROGRAM) -> None:
-        with closing(socket.create_server(("127.0.0.1", 0))) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/mcp"
         self._program = program
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.mcp.asgi import R1, R2, R4, R5
 from tests.mcp.node import installed, node
 from tests.mcp.test_client import client_of
+from tests.ports import free_port
 from wirecall import ToolError
 from wirecall.errors import Declined
 
@@ -43,8 +44,7 @@ def command(kind: str, port: int | None = None, *more: str) -> list[str]:
 
 @contextmanager
 def running(kind: str, *more: str, path: str = "/mcp") -> Iterator[str]:
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     process = subprocess.Popen(command(kind, port, *more), cwd=ROOT, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         wait_for(process, port)
