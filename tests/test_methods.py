@@ -76,7 +76,6 @@ def plain() -> None: ...
         ("command", plain, {"wait": None}, "wait must be a number above 0"),
         ("query", nothing, {"timeout": "5"}, "above 0"),
         ("command", plain, {"on_crash": "transactional"}, "memory"),
-        ("command", lambda requestState: 1, {"name": "put"}, "would count as one"),  # noqa: N803
     ],
 )
 def test_a_contradiction_is_an_error_at_registration(kind: str, function: Any, declared: dict[str, Any], why: str) -> None:

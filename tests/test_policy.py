@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import json
+import tracemalloc
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from msgspec import UNSET, Raw
 
 from tests.calls import batch, call, error, make_app, read, result
 from tests.test_jsonrpc import json_values
-from wirecall import App, Limits, UsageError, jsonrpc
+from wirecall import App, Limits, UsageError, connect, jsonrpc
 from wirecall.digests import SHORT, sha256
+from wirecall.errors import InvalidParams, KeyConflict
 from wirecall.server.policy import fingerprint
 
 
@@ -196,11 +199,29 @@ def of(text: str) -> bytes:
         ('{"a":1,"b":2}', '{"b":2,"a":1}'),
         ('{"a":1}', '{"a":1.0}'),
         ('{"a":[1,{"x":2}]}', '{"a":[1.0,{"x":2e0}]}'),
-        ('{"a":1}', '{"a":1,"idempotency_key":"k","_meta":{},"requestState":"s","inputResponses":[],"idempotencyKey":1}'),
+        ('{"a":1}', '{"a":1,"idempotency_key":"k","_meta":{}}'),
         ('{"a":"\\u00e9"}', '{"a":"é"}'),
         ('{"a":-0.0}', '{"a":0}'),
         ("{}", '{"_meta":1}'),
         ('{"a":1.50}', '{"a":1.5}'),
+        ('{"a":0.1}', '{"a":0.10000000000000000000000}'),
+        ('{"a":0.1}', '{"a":1e-1}'),
+        ('{"a":0.1}', '{"a":0.000001E+5}'),
+        ('{"a":12345678901234567.89}', '{"a":1234567890123456789e-2}'),
+        ('{"a":12345678901234567.89}', '{"a":12345678901234567.890}'),
+        ('{"a":1000}', '{"a":1e3}'),
+        ('{"a":10000000000000000}', '{"a":1e16}'),
+        ('{"a":-9007199254740993}', '{"a":-9007199254740993.0}'),
+        ('{"a":12345678901234567890123}', '{"a":12345678901234567890123.000}'),
+        ('{"a":1%s}' % ("0" * 100), '{"a":1e100}'),
+        ('{"b":"%s","a":-1e100}' % ("0" * 30), '{"b":"%s","a":-10E+0099}' % ("0" * 30)),
+        ('["0",-1e30]', '["0",-1%s]' % ("0" * 30)),
+        ('{"a":1%s5}' % ("0" * 100), '{"a":1%s5.0}' % ("0" * 100)),
+        ('{"a":1%s}' % ("0" * 4000), '{"a":1e4000}'),
+        ('{"a":0e999999999}', '{"a":0}'),
+        ('{"a":1.2345678901e-290}', '{"a":12345678901.00000000000000000e-300}'),
+        ('{"a":1.2345678901e-289}', '{"a":12345678901.00000000000000000e-299}'),
+        ('{"a":1e999999999}', '{"a":10e999999998}'),
     ],
 )
 def test_the_same_params_written_differently(one: str, other: str) -> None:
@@ -219,10 +240,83 @@ def test_the_same_params_written_differently(one: str, other: str) -> None:
         ('{"a":9007199254740993}', '{"a":9007199254740992}'),
         ('{"a":{"_meta":1}}', '{"a":{}}'),
         ('{"a":"é"}', '{"a":"e\u0301"}'),
+        ('{"a":12345678901234567.89}', '{"a":12345678901234567.90}'),
+        ('{"a":0.1}', '{"a":0.10000000000000000001}'),
+        ('{"a":0.1}', '{"a":"0.1"}'),
+        ('{"a":1e-400}', '{"a":0}'),
+        ('{"a":1e400}', '{"a":1e401}'),
+        ('{"a":1e400}', '{"a":-1e400}'),
+        ('{"a":1e400}', '{"a":"1e400"}'),
+        ('{"a":1%s}' % ("0" * 100), '{"a":1%s}' % ("0" * 101)),
+        ('{"a":"\\"%s1"}' % ("0" * 30), '{"a":"\\"%s1e0"}' % ("0" * 30)),
+        ('{"a":1}', '{"a":1,"requestState":"s"}'),
+        ('{"a":1}', '{"a":1,"inputResponses":[]}'),
+        ('{"a":1}', '{"a":1,"idempotencyKey":1}'),
     ],
 )
 def test_other_params(one: str, other: str) -> None:
     assert of(one) != of(other)
+
+
+numbers = st.decimals(-(10**30), 10**30, allow_nan=False)
+
+
+@given(numbers, numbers)
+def test_numbers_count_by_their_value(one: Decimal, other: Decimal) -> None:
+    assert (of(f'{{"a":{one}}}') == of(f'{{"a":{other}}}')) is (one == other)
+    assert of(f'{{"a":{one:f}}}') == of(f'{{"a":{one:e}}}')
+
+
+def test_a_megabyte_of_huge_exponents_stays_as_small_as_it_is() -> None:
+    params = b'{"a":[%s]}' % b",".join([b"1e4299", b"1e-999999999", b"9e999999999", b"1e19"] * 30_000)
+    tracemalloc.start()
+    try:
+        fingerprint(Raw(params))
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("number", ["1e" + "9" * 5000, "1e-" + "9" * 5000, "9" * 5000])
+def test_a_number_without_measure_is_refused(number: str) -> None:
+    with pytest.raises(InvalidParams, match="range"):
+        of(f'{{"a":{number}}}')
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("requestState", lambda requestState: requestState),  # noqa: N803
+        ("inputResponses", lambda inputResponses: inputResponses),  # noqa: N803
+        ("idempotencyKey", lambda idempotencyKey: idempotencyKey),  # noqa: N803
+        ("requestState", lambda **others: others["requestState"]),
+        ("inputResponses", lambda **others: others["inputResponses"]),
+        ("idempotencyKey", lambda **others: others["idempotencyKey"]),
+    ],
+)
+async def test_what_a_function_takes_counts_whatever_its_name(name: str, function: Any) -> None:
+    """P5: only `idempotency_key` and `_meta` are not the function's own."""
+    app = make_app()
+    app.command(name="put")(function)
+    assert result(await app.handle(call("put", {name: "a"}, key="k"))) == "a"
+    assert error(await app.handle(call("put", {name: "b"}, key="k")))["code"] == 42210
+    async with connect(app, protocol="mcp") as client:
+        assert (await client.call_tool("put", {name: "a"}, key="k")).text == "a"
+        with pytest.raises(KeyConflict):
+            await client.call_tool("put", {name: "b"}, key="k")
+
+
+async def test_amounts_that_a_float_cannot_tell_apart_are_two_commands() -> None:
+    app = make_app()
+
+    @app.command
+    def pay(amount: Decimal) -> str:
+        return str(amount)
+
+    message = '{"jsonrpc":"2.0","method":"pay","params":{"amount":%s,"idempotency_key":"k"},"id":1}'
+    assert result(await app.handle(message % "12345678901234567.89")) == "12345678901234567.89"
+    assert result(await app.handle(message % "1234567890123456789e-2")) == "12345678901234567.89"
+    assert error(await app.handle(message % "12345678901234567.90"))["code"] == 42210
 
 
 def test_no_params_are_an_empty_object() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from wirecall.errors import UsageError
-from wirecall.server.terms import EVERYWHERE, UNCOUNTED, Execution, KeyRule, OnCrash, Terms
+from wirecall.server.terms import EVERYWHERE, Execution, KeyRule, OnCrash, Terms
 
 if TYPE_CHECKING:
     from wirecall.protocol.params import Signature
@@ -35,7 +35,7 @@ def check_reconciler(method: "Method", reconciler: "Signature") -> None:
 
 def _faults(method: "Method", reserved: bool) -> Faults:
     yield from _in_name(method, reserved)
-    for faults_in in (_in_kind, _in_running, _in_crash, _in_serving, _in_params, _in_key, _in_amounts):
+    for faults_in in (_in_kind, _in_running, _in_crash, _in_serving, _in_key, _in_amounts):
         yield from faults_in(method)
 
 
@@ -85,13 +85,6 @@ def _in_serving(method: "Method") -> Faults:
     if not method.expose or not {*method.expose} <= {*EVERYWHERE}:
         why = f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them"
         yield why, 'expose=("rpc",)'
-
-
-def _in_params(method: "Method") -> Faults:
-    if method.is_command and any(parameter.name in UNCOUNTED for parameter in method.signature.parameters):
-        names = ", ".join(UNCOUNTED)
-        why = f"{names} may change from retry to retry, so two commands that differ in them would count as one"
-        yield why, "give the parameter another name"
 
 
 def _in_key(method: "Method") -> Faults:

@@ -13,13 +13,12 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.digests import sha256
-from wirecall.errors import InvalidRequest, KeyInvalid, KeyRequired, UsageError
+from wirecall.errors import InvalidParams, InvalidRequest, KeyInvalid, KeyRequired, UsageError
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Message
-from wirecall.protocol.params import KEY
+from wirecall.protocol.params import KEY, META
 from wirecall.server.context import Context
 from wirecall.server.method import Method
-from wirecall.server.terms import UNCOUNTED
 
 Mode: TypeAlias = Literal["development", "production"]
 
@@ -138,30 +137,58 @@ _decode_keyed = msgspec.json.Decoder(_Keyed).decode
 _QUOTED_KEY = f'"{KEY}"'.encode()
 
 _NO_PARAMS = Raw(b"{}")
-_NOT_IDENTITY = (KEY, "_meta", *UNCOUNTED)
+
+# An integer with more zeros at its end is written with an exponent: `1e999999` must not become a million digits.
+MOST_ZEROS = 20
+_MANY_ZEROS = b"0" * (MOST_ZEROS + 1)
+_LONG_INTEGER = rb'("[^"\\]*+(?:\\.[^"\\]*+)*+")|(-?[0-9]{%d,}+)(?![.eE])' % (MOST_ZEROS + 2)
 
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 
 
 def fingerprint(params: Raw | UnsetType) -> bytes:
-    """SHA-256 of the params in canonical form: members sorted, 1 equal to 1.0, integers exact at any size."""
-    given = _NO_PARAMS if params is UNSET else params
+    """Return SHA-256 of the params in canonical form: members sorted, numbers by their exact value (1 equals 1.0 and 1e0).
+
+    The key and `_meta` may differ from one attempt to the next, so they do not count.
+    """
+    given = bytes(_NO_PARAMS if params is UNSET else params)
+    if _MANY_ZEROS in given:
+        import re  # late: few params come here
+
+        # The decoder shows `_exact` only numbers with a fraction or an exponent, so long integers get an exponent.
+        given = re.sub(_LONG_INTEGER, lambda found: found[1] or found[2] + b"e0", given, flags=re.DOTALL)
     try:
         value = _decode_exact(given)
     except (msgspec.ValidationError, RecursionError):
-        value = frames.decode_any(given)  # which says what is wrong
+        frames.decode_any(Raw(given))  # which says what is wrong
+        raise InvalidParams("params: number out of range") from None
     if type(value) is dict:
-        for name in _NOT_IDENTITY:
-            value.pop(name, None)
+        value.pop(KEY, None)
+        value.pop(META, None)
     return sha256(_canonical(value))
 
 
-def _exact(text: str) -> float:
-    """A number with a fraction or an exponent, made an integer where it is one."""
-    value = float(text)
-    if value - value != 0.0:
-        raise ValueError("Number out of range")
-    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+def _exact(text: str) -> "int | float | Raw":
+    """Return a number with a fraction or an exponent as its canonical form: two forms are equal if the values are.
+
+    15 digits are what every float keeps, so a number that has no more is written as the float. A longer one is written
+    with all its digits.
+    """
+    if len(text) <= 16 and 1e-290 < abs(value := float(text)) < 2**53:
+        return int(value) if value.is_integer() else value
+    mantissa, _, power = text.lower().partition("e")
+    sign = "-" if mantissa.startswith("-") else ""
+    whole, _, fraction = mantissa.lstrip("-").partition(".")
+    digits = (whole + fraction).lstrip("0")
+    if not digits:
+        return 0
+    significant = digits.rstrip("0")
+    exponent = int(power or "0") - len(fraction) + len(digits) - len(significant)
+    if 0 <= exponent <= MOST_ZEROS:
+        return Raw(f"{sign}{significant}{'0' * exponent}".encode())
+    if len(significant) <= 15 and 1e-290 < abs(value := float(f"{sign}{significant}e{exponent}")) < 1e290:
+        return value
+    return Raw(f"{sign}{significant}e{exponent}".encode())
 
 
 _decode_exact = msgspec.json.Decoder(float_hook=_exact).decode

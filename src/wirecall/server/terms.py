@@ -17,9 +17,6 @@ KeyRule: TypeAlias = Literal["optional", "required", "ask"]
 
 EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
 
-# Members of the params that may change between an attempt and its retry, besides the key and `_meta`.
-UNCOUNTED = ("idempotencyKey", "inputResponses", "requestState")
-
 
 class Kind(enum.Enum):
     """What a method does to the world."""
