@@ -5,9 +5,12 @@ a fault. A fault meets the bytes that come by afterwards, on whatever connection
 
     lose("request", b"COMMIT")    the client has sent it, the server never sees it, the connection is gone
     lose("answer", b"COMMIT")     the server has answered, the client never sees that, the connection is gone
+    lose("hush", b"COMMIT")       the server has answered, the client never sees that, and waits: the connection stays
     delay(b"COMMIT")              the client has sent it; the server sees it after `flow()`, even if the client is gone then
     note(b"COMMIT")               nothing happens to it, but it was seen
     cut_after(17, "up")           17 more bytes reach the server, then the connection is gone ("down": reach the client)
+    vanish_after(17)              17 more bytes reach the server, then the client's host is gone: the server hears nothing,
+                                  not even the end of the connection
 
     stall("down")                 nothing goes in that direction, on any connection, until `flow()`
     cut()                         all connections are gone
@@ -37,7 +40,9 @@ LONGEST_PATTERN = 200
 class Fault:
     """What shall happen to bytes that come by; `happened` tells how often it did."""
 
-    def __init__(self, what: Literal["request", "answer", "delay", "note", "cut"], *, times: int = 1) -> None:
+    def __init__(
+        self, what: Literal["request", "answer", "hush", "delay", "note", "cut", "vanish"], *, times: int = 1
+    ) -> None:
         self.what = what
         self.times = times
         self.pattern = b""
@@ -74,6 +79,7 @@ class Proxy:
         self._target = target
         self._faults: list[Fault] = []
         self._links: set[_Link] = set()
+        self.left_open: list[asyncio.StreamWriter] = []  # to the server, by clients whose host is gone
         self._serving: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="proxy", daemon=True)
@@ -90,7 +96,7 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(PATIENCE)
 
-    def lose(self, what: Literal["request", "answer"], pattern: bytes, *, times: int = 1) -> Fault:
+    def lose(self, what: Literal["request", "answer", "hush"], pattern: bytes, *, times: int = 1) -> Fault:
         return self._arm(Fault(what, times=times), pattern)
 
     def delay(self, pattern: bytes, *, times: int = 1) -> Fault:
@@ -102,6 +108,11 @@ class Proxy:
     def cut_after(self, count: int, direction: Direction) -> Fault:
         fault = Fault("cut")
         fault.left, fault.direction = count, direction
+        return self._arm(fault)
+
+    def vanish_after(self, count: int) -> Fault:
+        fault = Fault("vanish")
+        fault.left = count
         return self._arm(fault)
 
     def cut(self) -> None:
@@ -160,6 +171,8 @@ class Proxy:
         self._started.set()
         await self._end.wait()
         self._refuse()
+        for writer in self.left_open:
+            writer.close()
         while self._serving:
             self._cut()
             await asyncio.wait(self._serving, timeout=0.1)
@@ -208,7 +221,7 @@ class Proxy:
     def admitted(self, count: int, direction: Direction) -> tuple[int, Fault | None]:
         """How many of so many bytes may pass, and the fault that keeps back the rest."""
         for fault in self._faults:
-            if fault.what == "cut" and fault.direction == direction and not fault.is_over:
+            if fault.what in ("cut", "vanish") and fault.direction == direction and not fault.is_over:
                 if count > fault.left:
                     return fault.left, fault
                 fault.left -= count
@@ -230,6 +243,7 @@ class _Link:
         self._server = server
         self._swallows: Fault | None = None  # what comes from the server next is lost
         self._is_cut = asyncio.Event()
+        self._is_vanished = False
 
     def cut(self) -> None:
         if not self._is_cut.is_set():
@@ -242,7 +256,11 @@ class _Link:
         for part in parts:
             part.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
+        if self._is_vanished:
+            self._proxy.left_open.append(self._server[1])
         for _, writer in (self._client, self._server):
+            if writer in self._proxy.left_open:
+                continue
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
@@ -261,7 +279,7 @@ class _Link:
 
     async def _meet(self, fault: Fault) -> bool:
         """Whether the bytes that called up the fault go on to the server."""
-        if fault.what == "answer":
+        if fault.what in ("answer", "hush"):
             self._swallows = fault
             return True
         self._strike(fault)
@@ -272,7 +290,10 @@ class _Link:
     async def _down(self) -> bool:
         while data := await self._read(self._server[0], "down"):
             if self._swallows is not None:
-                self._strike(self._swallows)
+                if not self._swallows.is_over:
+                    self._strike(self._swallows)
+                if self._swallows.what == "hush":
+                    continue
                 return True
             if not await self._pass(self._client[1], data, "down"):
                 return True
@@ -294,9 +315,10 @@ class _Link:
         with suppress(OSError):
             await writer.drain()
         if fault is not None:
+            self._is_vanished = fault.what == "vanish"
             self._strike(fault)
         return fault is None
 
     def _strike(self, fault: Fault) -> None:
-        self._proxy.cuts += fault.what not in ("delay", "note")
+        self._proxy.cuts += fault.what not in ("hush", "delay", "note")
         fault.strike()

@@ -401,6 +401,23 @@ async def test_what_is_lost_once_is_sent_again_where_that_is_safe(
     assert len(effects.of("key")) == 1
 
 
+@pytest.mark.parametrize("front", ["postgres"], indirect=True)
+@pytest.mark.parametrize("missing", [1, 5, 6])  # bytes; a Sync, where there is one, has 5
+async def test_a_host_that_vanishes_within_its_claim_does_not_lock_the_key(
+    front: Front, two: Two, caller: Caller, effects: Effects, missing: int
+) -> None:
+    before = front.proxy.passed["up"]
+    two.pause.go.set()
+    first = await two.held(caller, "hold")
+    length = front.proxy.passed["up"] - before
+    await first
+    fault = front.proxy.vanish_after(length - missing)
+    await caller.call(two.cut, "hold", "yek")
+    assert fault.is_over
+    assert (await caller.insist(two.safe, "hold", "yek", seconds=10)).error is None
+    assert len(effects.of("yek")) == 1
+
+
 async def test_a_lost_claim_is_taken_back_even_if_the_store_stays_away_for_longer_than_the_lease(
     front: Front, two: Two, caller: Caller, effects: Effects
 ) -> None:
@@ -737,6 +754,9 @@ class Bank:
         await context.db.execute("INSERT INTO public.bookings VALUES (%s, %s, %s)", row)
         return row[2]
 
+    async def book_order(self, order: int, context: Context) -> str:
+        return await self.book(context)
+
     def rows(self) -> list[Effect]:
         with psycopg.connect(self._url, autocommit=True) as db:
             return [Effect(*row) for row in db.execute("SELECT * FROM public.bookings").fetchall()]
@@ -803,6 +823,48 @@ async def test_a_transaction_cut_before_its_commit_leaves_nothing(
     assert await find(front.store, "book", "key") is None
     await caller.insist(bank.app, "book", "key")
     assert [row.key for row in bank.rows()] == ["first", "key"]
+    check(caller.history, bank.rows())
+
+
+@only_postgres
+@pytest.mark.parametrize(("part", "steps"), [("begin", 20), ("end", 3)])
+async def test_a_host_that_vanishes_within_a_message_locks_its_key_for_a_while_at_most(
+    front: Front, bank: Bank, part: str, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server hears no end of the connection, and must not wait for the rest while it holds the record."""
+    monkeypatch.setattr(postgres_transaction, "SILENCE", 1.0)  # seconds that a handler may be silent
+    monkeypatch.setattr(postgres_transaction, "SETTLE", 0.01)  # nobody is left to ask what became of its commit
+    caller, passed = Caller(), dict[str, int]()
+    place: int | None = None
+
+    @bank.app.command(on_crash="transactional", lease=LEASE)
+    async def work(order: int, context: Context) -> str:
+        passed["begun"] = front.proxy.passed["up"]
+        run = await bank.book(context)
+        passed["handled"] = front.proxy.passed["up"]
+        if part == "end" and place is not None:
+            front.proxy.vanish_after(place)
+            front.proxy.refuse()
+        return run
+
+    bank.safe.command(on_crash="transactional", name="work")(bank.book_order)
+    await caller.call(bank.app, "book", "first")
+    passed["idle"] = front.proxy.passed["up"]
+    await caller.call(bank.app, "work", "whole")
+    passed["done"] = front.proxy.passed["up"]
+    length = passed["begun"] - passed["idle"] if part == "begin" else passed["done"] - passed["handled"]
+    keys = ["first", "whole"]
+    for place in (length * step // steps for step in range(steps + 1)):
+        keys += [f"connect-{place}", f"vanish-{place}"]
+        await caller.insist(bank.app, "book", f"connect-{place}")
+        if part == "begin":
+            front.proxy.vanish_after(place)
+        lost = await caller.call(bank.app, "work", f"vanish-{place}")
+        assert lost.is_refused or lost.is_unknown
+        assert (await caller.insist(bank.safe, "work", f"vanish-{place}", seconds=10)).error is None
+        if part == "end":
+            front.proxy.admit()
+    assert [row.key for row in bank.rows()] == keys
     check(caller.history, bank.rows())
 
 

@@ -240,11 +240,22 @@ def refuse(answer: "asyncio.Future[Any]", error: LedgerDown) -> None:
 # --- one connection --------------------------------------------------------------------------------------------------
 
 
-async def rows_of(connection: Connection, statement: str, params: Params | None = None) -> Rows:
-    # Not prepared: a pooler may not know how, a list of many is one statement, and the functions keep their plans anyway.
+async def rows_of(connection: Connection, statements: str, params: Params | None = None) -> Rows:
+    """Send statements as one message, and return the rows of the last one that has rows.
+
+    One message (hence AsyncClientCursor, which uses the simple protocol) arrives as a whole or not at all. In pieces, a
+    host that vanishes between them leaves a session that waits for the next piece, while it holds the record: the server
+    does not count that as idle, and no timeout before PostgreSQL 17 ends it.
+    """
     with watched(connection):
-        cursor = await connection.execute(statement, params, prepare=False, binary=True)
-        return await cursor.fetchall()
+        cursor = psycopg.AsyncClientCursor(connection)
+        await cursor.execute(statements, params)
+        rows: Rows = []
+        while True:
+            if cursor.description is not None:
+                rows = await cursor.fetchall()
+            if not cursor.nextset():
+                return rows
 
 
 @contextmanager

@@ -331,28 +331,33 @@ WITH due AS (
 )
 SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM buried) + (SELECT count(*) FROM lost)
 
--- name: timeouts
--- How long to wait for another transaction with the same record, and for a handler that is silent.
-SELECT set_config('lock_timeout', %(turn)s, true), set_config('idle_in_transaction_session_timeout', %(silence)s, true)
-
 -- name: enter
+-- First the timeouts: for another transaction with the same record, for a handler that is silent, and for a host that has
+-- vanished without a word, also in the middle of one of the handler's own statements.
+BEGIN;
+SELECT set_config('lock_timeout', %(turn)s, true), set_config('idle_in_transaction_session_timeout', %(silence)s, true),
+    set_config('tcp_keepalives_idle', '10', true), set_config('tcp_keepalives_interval', '3', true),
+    set_config('tcp_keepalives_count', '3', true), set_config('tcp_user_timeout', '20s', true);
 INSERT INTO wirecall.ledger VALUES (
     %(caller)s, %(method)s, %(key)s, %(fingerprint)s, 'running', nextval('wirecall.fence'), %(nonce)s, %(committed)s, 1,
     clock_timestamp(), clock_timestamp() + wirecall.seconds(%(lease)s), wirecall.seconds(%(retention)s),
     clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.seconds(%(retention)s)
 ) ON CONFLICT DO NOTHING
 RETURNING fence, extract(epoch FROM started_at)::float8, pg_current_xact_id()::text, pg_backend_pid(),
-    set_config('lock_timeout', '3s', true) -- from here on, for the statements of the handler, which may set another
+    set_config('lock_timeout', '3s', true); -- from here on, for the statements of the handler, which may set another
+SAVEPOINT wirecall
 
 -- name: found
 SELECT seen.*, l.expires_at <= clock_timestamp() FROM wirecall.ledger AS l, wirecall.seen(l) AS seen
 WHERE l.caller = %(caller)s AND l.method = %(method)s AND l.key = %(key)s
 
 -- name: finish
-SELECT wirecall.finish(%(items)s::json)
+SELECT wirecall.finish(%(items)s::json);
+COMMIT
 
 -- name: is ours
-SELECT pg_current_xact_id_if_assigned() = %(xid)s::xid8
+SELECT pg_current_xact_id_if_assigned() = %(xid)s::xid8;
+ROLLBACK
 
 -- name: fate
 SELECT pg_xact_status(%(xid)s::xid8)

@@ -26,7 +26,7 @@ from psycopg.pq import TransactionStatus
 from wirecall.errors import UsageError, WirecallError
 from wirecall.ledger.base import Claim, CommitUnknown, LedgerDown, Locked, Outcome, Record, State, TryAgain
 from wirecall.ledger.postgres.errors import ENDED, FAILED, down, is_lost, misused, refused, undone
-from wirecall.ledger.postgres.pool import Connection, Pool, is_alive, rows_of, watched
+from wirecall.ledger.postgres.pool import Connection, Pool, is_alive, rows_of
 from wirecall.ledger.postgres.rows import SQL, Completion, Row, array, completion_of, encode, id_of, record_of, running
 from wirecall.logs import logger
 
@@ -113,16 +113,10 @@ class PostgresTransaction:
     async def _enter(self, turn: float) -> Record:
         claim, connection = self._claim, self._connection
         timeouts = {"turn": f"{turn * 1000:.0f}ms", "silence": f"{min(max(claim.lease, SILENCE), DAY):.0f}s"}
-        with watched(connection):
-            async with connection.pipeline():
-                await connection.execute("BEGIN", prepare=False)
-                await connection.execute(SQL["timeouts"], timeouts, prepare=False)
-                cursor = await connection.execute(SQL["enter"], structs.asdict(claim) | id_of(claim.id), prepare=False)
-                await connection.execute("SAVEPOINT wirecall", prepare=False)
-        row = await cursor.fetchone()
-        if row is None:
+        rows = await rows_of(connection, SQL["enter"], structs.asdict(claim) | id_of(claim.id) | timeouts)
+        if not rows:
             return await self._found()
-        fence, started_at, self._xid, self._pid, _ = row
+        fence, started_at, self._xid, self._pid, _ = rows[0]
         return running(claim, fence, started_at)
 
     async def _found(self) -> Record:
@@ -150,15 +144,11 @@ class PostgresTransaction:
 
     async def _commit(self, completion: Completion, undo: bool) -> None:
         connection = self._connection
-        params = {"items": array([encode(completion)])}
+        back = f"{'ROLLBACK TO' if undo else 'RELEASE'} SAVEPOINT wirecall;"
         if not is_alive(connection):
             raise psycopg.OperationalError("the server ended the session while the handler ran")
-        with watched(connection):
-            async with connection.pipeline():
-                await connection.execute(f"{'ROLLBACK TO' if undo else 'RELEASE'} SAVEPOINT wirecall", prepare=False)
-                await connection.execute(SQL["finish"], params, prepare=False)
-                self._is_sent = True
-                await connection.execute("COMMIT", prepare=False)
+        self._is_sent = True
+        await rows_of(connection, back + SQL["finish"], {"items": array([encode(completion)])})
 
     async def _refused(self, error: psycopg.Error) -> WirecallError:
         """The server said no. So nothing was done, if nobody but us had tried to commit."""
@@ -232,15 +222,10 @@ class PostgresTransaction:
 
     async def _undo(self, status: int) -> bool:
         connection = self._connection
+        back = "ROLLBACK TO SAVEPOINT wirecall;" if status == TransactionStatus.INERROR else ""  # it answers nothing before
         try:
-            with watched(connection):
-                async with connection.pipeline():
-                    if status == TransactionStatus.INERROR:  # it answers no question before that
-                        await connection.execute("ROLLBACK TO SAVEPOINT wirecall", prepare=False)
-                    cursor = await connection.execute(SQL["is ours"], {"xid": self._xid}, prepare=False)
-                    await connection.execute("ROLLBACK", prepare=False)
-            row = await cursor.fetchone()
-            return row is not None and bool(row[0])
+            ((is_ours,),) = await rows_of(connection, back + SQL["is ours"], {"xid": self._xid})
+            return bool(is_ours)
         except psycopg.Error:
             return not is_alive(connection)
 
@@ -256,8 +241,7 @@ class PostgresTransaction:
             self._pool.give_after(self._work, self._connection)
 
     async def _rollback(self) -> None:
-        with watched(self._connection):
-            await self._connection.execute("ROLLBACK", prepare=False)
+        await rows_of(self._connection, "ROLLBACK")
 
 
 class Db:
