@@ -129,6 +129,39 @@ async def test_a_claim_that_is_repeated_finds_itself(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("on_crash", ["unknown", "rerun", "reconcile", "transactional"])
+@pytest.mark.parametrize("committed", [True, False])
+async def test_a_claim_that_is_repeated_after_its_lease_finds_itself_with_a_new_lease(
+    committed: bool, on_crash: str, ledger: Ledger, store: Store
+) -> None:
+    """Its answer was lost for longer than the lease. Nothing ran under it, so it is neither unknown nor a second attempt."""
+    claim = claim_of(committed=committed, on_crash=on_crash)
+    first = await ledger.claim(claim)
+    store.age(ID, LEASE + 1)
+    aged = await present(ledger)
+    again = await ledger.claim(claim)
+    assert again == structs.replace(aged, lease_left=again.lease_left)
+    assert again.token == first.token and again.lease_left > LEASE / 2
+    assert same(await ledger.get(ID), again)
+    assert await ledger.complete(again.token, outcome_of(), RETENTION)
+
+
+async def test_a_claim_that_is_repeated_takes_itself_back_from_unknown(ledger: Ledger, store: Store) -> None:
+    """Another claim has found its lease over; only the claimer knows that it has not begun."""
+    claim = claim_of()
+    first = await ledger.claim(claim)
+    store.age(ID, LEASE + 1)
+    assert (await ledger.claim(claim_of())).state is State.UNKNOWN
+    again = await ledger.claim(claim)
+    assert (again.state, again.token, again.attempts) == (State.RUNNING, first.token, 1)
+    assert again.lease_left > LEASE / 2
+    store.age(ID, LEASE + RETENTION - 1)
+    assert await ledger.sweep() == 0, "it is kept as long as any that runs"
+    store.age(ID, 2)
+    assert await ledger.sweep() == 1
+    assert (await present(ledger)).state is State.UNKNOWN
+
+
+@pytest.mark.parametrize("on_crash", ["unknown", "rerun", "reconcile", "transactional"])
 async def test_a_lease_that_is_over_before_the_commit_point_is_taken_over(
     on_crash: str, ledger: Ledger, store: Store
 ) -> None:

@@ -402,6 +402,25 @@ async def test_what_is_lost_once_is_sent_again_where_that_is_safe(
 
 
 @pytest.mark.parametrize("front", ["postgres"], indirect=True)
+async def test_a_claim_whose_answer_is_lost_for_longer_than_its_lease_is_still_its_own(
+    front: Front, caller: Caller, effects: Effects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger sends it again, after 0.3 s: its first record must not stand for a holder that vanished."""
+    async with make_shop(impatient(front, monkeypatch), effects) as app:
+
+        @app.command(lease=0.05)
+        async def brief(order: int, context: Context) -> str:
+            return effects.add(context)
+
+        await caller.call(app, "charge", "first")
+        fault = front.proxy.lose("hush", front.pattern("claim"))
+        answer = await caller.call(app, "brief", "key")
+        assert answer.error is None and not answer.is_replayed and fault.is_over
+        assert (await caller.call(app, "brief", "key")).repeats(answer)
+    assert len(effects.of("key")) == 1
+
+
+@pytest.mark.parametrize("front", ["postgres"], indirect=True)
 @pytest.mark.parametrize("missing", [1, 5, 6])  # bytes; a Sync, where there is one, has 5
 async def test_a_host_that_vanishes_within_its_claim_does_not_lock_the_key(
     front: Front, two: Two, caller: Caller, effects: Effects, missing: int

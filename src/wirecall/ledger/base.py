@@ -16,7 +16,7 @@ The rules of the contract:
 
     absent ──claim──► RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
                       │  │ ▲ └─release─► absent
-                      │  │ └──claim by a successor, lease over: not committed, rerun, reconcile
+                      │  │ └──claim by a successor, lease over: not committed, rerun, reconcile; the same claim again
                       │  ├──suspend──► WAITING ──claim that continues──► RUNNING
                       │  └──lease over, on_crash unknown; abandon──► UNKNOWN ──complete by its holder; resolve──► DONE
                       └──lapse: the lease ends now                          └──resolve: not done──► absent
@@ -130,7 +130,7 @@ class Claim(Struct, frozen=True, kw_only=True, gc=False):
     alone: bool = False  # the caller cannot wait: where a loop runs all the same, it must find that out before anything runs
 
 
-Verdict: TypeAlias = Literal["insert", "take_over", "to_unknown", "to_tombstone", "leave"]
+Verdict: TypeAlias = Literal["insert", "renew", "take_over", "to_unknown", "to_tombstone", "leave"]
 
 
 def decide(record: Record | None, claim: Claim, *, expired: bool) -> Verdict:
@@ -139,6 +139,10 @@ def decide(record: Record | None, claim: Claim, *, expired: bool) -> Verdict:
         return "insert"
     if record.fingerprint != claim.fingerprint:
         return "leave"
+    # A claim is sent again when its answer was lost, and then nothing has run under it, however long ago that was: its own
+    # lease is not judged, also where another claim has judged it meanwhile.
+    if record.nonce == claim.nonce and record.state in (State.RUNNING, State.UNKNOWN):
+        return "renew"
     if record.state is State.DONE and expired:
         return "to_tombstone"
     if record.state is State.WAITING and claim.continues:

@@ -38,7 +38,10 @@ class MemoryLedger:
             row = self._rows[claim.id] = _Row(self._running(claim, attempts=1, started_at=self._wall()), claim.retention)
             row.hold(self._clock(), claim.lease)
         assert row is not None
-        if verdict == "take_over":
+        if verdict == "renew":
+            row.record = msgspec.structs.replace(row.record, state=State.RUNNING)
+            row.hold(self._clock(), claim.lease)
+        elif verdict == "take_over":
             taken = self._running(claim, attempts=row.record.attempts + 1, started_at=row.record.started_at)
             row.record = msgspec.structs.replace(taken, committed=taken.committed or row.record.committed)
             row.retention = claim.retention

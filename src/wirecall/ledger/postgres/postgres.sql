@@ -69,6 +69,9 @@ CREATE TYPE wirecall.wish AS (
     retention interval, on_crash text, committed boolean, continues boolean
 );
 
+-- name: schema 2
+-- The functions. Each is replaced as a whole, so a change of one moves this part to the next number.
+
 -- What a list of claims does: base.decide for each, and its record. No two of them have the same id.
 --
 -- First all that are new are inserted; then each of the others is looked at. A row may change or go between the look and the
@@ -76,7 +79,7 @@ CREATE TYPE wirecall.wish AS (
 --
 -- Here and below, plans are made once for lists of any length, and kept while the table grows. So none may walk through it,
 -- however small it was: enable_seqscan is off, and OFFSET 0 and LIMIT keep joins from being turned round.
-CREATE FUNCTION wirecall.claim(claims json, max_attempts integer, unknown_kept interval, burial integer)
+CREATE OR REPLACE FUNCTION wirecall.claim(claims json, max_attempts integer, unknown_kept interval, burial integer)
 RETURNS SETOF wirecall.record LANGUAGE plpgsql
 SET lock_timeout = '2s' SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 #variable_conflict use_column
@@ -130,6 +133,14 @@ BEGIN
                 settled := FOUND;
             ELSIF l.fingerprint <> c.fingerprint THEN
                 settled := true;
+            ELSIF l.nonce = c.nonce AND l.state IN ('running', 'unknown') THEN
+                UPDATE wirecall.ledger
+                SET state = 'running', lease_until = clock_timestamp() + c.lease,
+                    expires_at = clock_timestamp() + c.lease + c.retention
+                WHERE caller = c.caller AND method = c.method AND key = c.key
+                    AND state = l.state AND fence = l.fence AND nonce = l.nonce
+                RETURNING * INTO l;
+                settled := FOUND;
             ELSIF l.state = 'done' AND l.expires_at <= clock_timestamp() THEN
                 UPDATE wirecall.ledger
                 SET state = 'tombstone', payload = NULL, expires_at = clock_timestamp() + burial * retention
@@ -173,7 +184,7 @@ END $$;
 -- happened before, the answer having been lost: then a record that is already done under the same token counts.
 --
 -- An UPDATE can be turned round in spite of LIMIT, so every way but one is closed to it: look up each record, by its key.
-CREATE FUNCTION wirecall.complete(completions json, again boolean)
+CREATE OR REPLACE FUNCTION wirecall.complete(completions json, again boolean)
 RETURNS TABLE (caller text, method text, key text) LANGUAGE plpgsql
 SET lock_timeout = '2s' SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_indexscan = off
 SET enable_indexonlyscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
@@ -198,7 +209,7 @@ BEGIN
 END $$;
 
 -- The same in the transaction of a handler, before its commit: without its record there must be none.
-CREATE FUNCTION wirecall.finish(completions json) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION wirecall.finish(completions json) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM wirecall.complete(completions, false);
     IF NOT FOUND THEN

@@ -184,7 +184,9 @@ class Table:
         record, verdict = self.judge(row, claim)
         if verdict == "leave":
             return record
-        if verdict == "take_over":
+        if verdict == "renew":
+            row = self._taken_over(claim, row.fence, row)._replace(committed=row.committed, attempts=row.attempts)
+        elif verdict == "take_over":
             row = self._taken_over(claim, fence, row)
         else:
             row = self._unknown(row) if verdict == "to_unknown" else self._buried(row)
