@@ -115,6 +115,10 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         print(json.dumps(["napping", seconds]), flush=True)
         time.sleep(seconds)
 
+    @app.query
+    def crash() -> None:
+        os.abort()
+
     async def handle(data: Data, *, caller: str, replayed: list[Id] | None, key: str | None) -> bytes | None:
         return await app.handle(data, caller=caller, replayed=replayed)
 

@@ -297,6 +297,29 @@ async def test_several_workers(server: str) -> None:
         writer.close()
 
 
+@both
+async def test_a_query_that_crashes_its_worker_does_not_end_the_server(server: str) -> None:
+    """However often it is called: workers come back."""
+    async with serving(server, workers=2, grace=5.0) as served:
+
+        async def answer(message: bytes) -> bytes:
+            try:
+                return await served.raw(post("/rpc", message, b"Connection: close"))
+            except ConnectionError:  # no worker is there, or it has just ended
+                return b""
+
+        for _ in range(8):
+            assert await answer(call("crash")) == b""
+
+        async def answers() -> bool:
+            return b'"result":3' in await answer(ADD)
+
+        await eventually(answers)
+        served.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE):
+            assert await served.process.wait() == 0
+
+
 def test_nothing_waits_for_an_acknowledgement() -> None:
     """Small pieces of a stream leave at once, also from a server that does not ask for that: its sockets inherit it."""
     with closing(bind("127.0.0.1", 0)) as listener, closing(socket.create_connection(listener.getsockname())):

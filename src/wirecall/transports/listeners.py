@@ -10,8 +10,12 @@ from wirecall.errors import UsageError
 BACKLOG = 1024
 
 
-def bind(host: str, port: int, *, several: bool = False) -> socket.socket:
-    """A listening socket; `several` may listen on the same address."""
+def bind(host: str, port: int, *, shared: bool = False, listening: bool = True) -> socket.socket:
+    """Return a listening socket, or one that only keeps the port. Several that are `shared` can have the same address.
+
+    The kernel deals connections out evenly to shared sockets. From one socket that all workers have, the worker that wakes
+    first takes every connection that waits: 64 at once went to one of four.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -22,31 +26,20 @@ def bind(host: str, port: int, *, several: bool = False) -> socket.socket:
     try:
         if os.name == "posix":  # elsewhere it would let two servers share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if several and hasattr(socket, "SO_REUSEPORT"):
+        if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted sockets inherit it. granian does not ask for it, and the second event of a stream waited 40 ms for the
         # client's kernel to acknowledge the first.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)
+        if listening:
+            listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
         fix = "use an address of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port="
         raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), fix) from error
     return listener
-
-
-def siblings(listener: socket.socket, count: int) -> list[socket.socket]:
-    """More sockets on the same address, so that the kernel deals connections out evenly.
-
-    From one socket that all share, the worker that wakes first takes every connection that waits: 64 at once went to one
-    of four. Where the system cannot do this, they share.
-    """
-    if not hasattr(socket, "SO_REUSEPORT"):
-        return [listener.dup() for _ in range(count)]
-    host, port = listener.getsockname()[:2]
-    return [bind(host, port, several=True) for _ in range(count)]
 
 
 def cut_dead_readers(listener: socket.socket, seconds: float) -> None:

@@ -20,14 +20,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.transports.asgi import GRACE, HttpServer
 from wirecall.transports.fronts import FRONTS, Front, check_server
-from wirecall.transports.listeners import address_of, bind, cut_dead_readers, siblings
+from wirecall.transports.listeners import address_of, bind, cut_dead_readers
 from wirecall.transports.workers import SIGNALS, Workers
 
 ServerName: TypeAlias = Literal["granian", "uvicorn"]
@@ -58,15 +57,25 @@ def serve(
     check_server(server)
     if workers < 1:
         raise UsageError(f"workers={workers} is not possible.", "somebody has to serve", "use workers=1")
-    listener = bind(host, port, several=workers > 1)
-    with listener:
-        listening(address_of(listener))
-        if workers == 1:
+    if workers == 1:
+        with bind(host, port) as listener:
+            listening(address_of(listener))
             _worker(app, host, listener, server, grace)
-        else:
-            listeners = [listener, *siblings(listener, workers - 1)]
-            work = partial(_forked, app, host, listeners, server, grace)
-            Workers(work, listeners, grace).run()
+        return
+    # Workers share the port, but not with another server: a socket that is not shared finds that out.
+    if port:
+        bind(host, port).close()
+    with bind(host, port, shared=True, listening=False) as kept:
+        address, port = kept.getsockname()[:2]
+
+        def work(serving: Callable[[], None]) -> None:
+            from multiprocessing import parent_process
+
+            # A socket of its own, so that the kernel gives no connection to a worker that is not there.
+            with bind(address, port, shared=True) as listener:
+                _worker(app, host, listener, server, grace, parent_process(), serving)
+
+        Workers(work, workers, grace, lambda: listening(address_of(kept))).run()
 
 
 async def serve_until(
@@ -76,14 +85,16 @@ async def serve_until(
     server: ServerName = "granian",
     grace: float = GRACE,
     stop: asyncio.Event | None = None,
+    serving: Callable[[], None] = lambda: None,
 ) -> None:
-    """The same inside a running event loop: until a signal, or until `stop` is set."""
+    """Serve inside a running event loop, until a signal or until `stop` is set. `serving` is called after the startup."""
     stop = stop or asyncio.Event()
     cut_dead_readers(listener, app.limits.write_time)
     front = FRONTS[server](app, listener)
     await app.open()
     try:
         with _signals(stop):
+            serving()
             await _run(front, app, stop, grace)
     finally:
         await app.aclose()
@@ -134,14 +145,22 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
 # --- one worker ------------------------------------------------------------------------------------------------------
 
 
-def _worker(app: Any, host: str, listener: socket.socket, server: ServerName, grace: float, parent: Any = None) -> None:
+def _worker(
+    app: Any,
+    host: str,
+    listener: socket.socket,
+    server: ServerName,
+    grace: float,
+    parent: Any = None,
+    serving: Callable[[], None] = lambda: None,
+) -> None:
     over = threading.Event()
 
     async def work() -> None:
         stop = asyncio.Event()
         if parent is not None:
             _stop_with(parent, stop)
-        await serve_until(_made(app, host), listener, server=server, grace=grace, stop=stop)
+        await serve_until(_made(app, host), listener, server=server, grace=grace, stop=stop, serving=serving)
         threading.Thread(target=_leave, args=(over,), daemon=True).start()
 
     try:
@@ -154,12 +173,6 @@ def _made(app: "HttpServer | Callable[[], HttpServer]", host: str) -> HttpServer
     made = app if isinstance(app, HttpServer) else app()
     made.allow_host(host)
     return made
-
-
-def _forked(app: Any, host: str, listeners: list[socket.socket], server: ServerName, grace: float, place: int) -> None:
-    from multiprocessing import parent_process
-
-    _worker(app, host, listeners[place], server, grace, parent_process())
 
 
 def _stop_with(parent: Any, stop: asyncio.Event) -> None:

@@ -1,12 +1,14 @@
-"""Several workers: copies of this process (fork), each with a socket of its own on the same address.
+"""Several workers: copies of this process (fork), each with a listening socket of its own on the same address.
 
-1. The parent serves nobody. It passes signals on, and starts a worker anew that died.
-2. A worker that dies right after its start would die again, unless somebody killed it: then all of them end.
-3. The grace time is the workers' own. Who is still there a little later is killed.
+1. The parent does not serve. It passes signals on, and replaces a worker that ended.
+2. A worker that crashes while it serves is replaced, however often: one bad call must not end the server. Each crash doubles
+   the delay before the next start, up to `LONGEST`; a life of `QUIET` seconds brings the delay back to `SHORTEST`.
+3. If the first workers end before they serve, the app cannot start: the parent gives up.
+4. The workers use the grace time themselves. The parent kills the ones that are left a second later.
 """
 
+import contextlib
 import signal
-import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,82 +17,109 @@ from wirecall.errors import UsageError, WirecallError
 from wirecall.logs import logger
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A worker that dies sooner than this after its start would die again, unless somebody killed it.
-SHORT_LIFE = 5.0
+# Seconds before a worker that crashed is replaced, at least and at most. The others take the connections meanwhile.
+SHORTEST, LONGEST = 0.1, 10.0
+QUIET = 60.0
+
+Work = Callable[[Callable[[], None]], None]
+
+
+class Worker:
+    """One worker and its successors."""
+
+    def __init__(self) -> None:
+        self.process: BaseProcess | None = None
+        self.word: Connection | None = None  # readable when the worker serves
+        self.since = self.due = 0.0  # when the process started; when the next one is to start
+        self.crashes = 0  # in a row
 
 
 class Workers:
-    """Copies of this process, each at its place with its own socket."""
+    """Runs `work` in `count` processes until a signal. `work` gets a function to call once it serves."""
 
-    def __init__(self, work: Callable[[int], None], listeners: list[socket.socket], grace: float) -> None:
+    def __init__(self, work: Work, count: int, grace: float, serving: Callable[[], None]) -> None:
         from multiprocessing import get_all_start_methods, get_context
 
         if "fork" not in get_all_start_methods():
-            raise UsageError(f"workers={len(listeners)} is not possible.", "several workers need fork", "use workers=1")
+            raise UsageError(f"workers={count} is not possible.", "several workers need fork", "use workers=1")
         self._context: Any = get_context("fork")
         self._work = work
-        self._listeners = listeners
         self._grace = grace
+        self._serving = serving  # called once, when all workers serve
         self._stopping = False
-        self._workers: dict[BaseProcess, tuple[int, float]] = {}  # place and start
+        self._workers = [Worker() for _ in range(count)]
 
     def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; WirecallError if the app cannot start."""
         before = {number: signal.signal(number, self._ask) for number in SIGNALS}
         try:
-            for place in range(len(self._listeners)):
-                self._start(place)
             failed = self._watch()
         finally:
             self._end()
             for number, handler in before.items():
                 signal.signal(number, handler)
         if failed:
-            raise WirecallError("a worker ended right after its start; its own message is above")
-
-    def _start(self, place: int) -> None:
-        worker = self._context.Process(target=self._begin, args=(place,))
-        worker.start()
-        self._workers[worker] = place, time.monotonic()
-
-    def _begin(self, place: int) -> None:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        for other, listener in enumerate(self._listeners):
-            if other != place:
-                listener.close()
-        self._work(place)
+            raise WirecallError("a worker ended before it could serve; its own message is above")
 
     def _ask(self, *_: object) -> None:
         self._stopping = True
 
     def _watch(self) -> bool:
-        """Until somebody asks to stop; True if a worker cannot live."""
+        """Start and replace workers until the server is asked to stop; True if no worker can start."""
         from multiprocessing.connection import wait
 
+        starting = set(self._workers)  # those of which no process has served yet
         while not self._stopping:
-            wait([worker.sentinel for worker in self._workers], timeout=0.2)
-            for worker, (place, since) in list(self._workers.items()):
-                if worker.is_alive() or self._stopping:
+            now = time.monotonic()
+            for worker in self._workers:
+                if worker.process is None and worker.due <= now:
+                    self._start(worker)
+            watched = [worker.process.sentinel for worker in self._workers if worker.process is not None]
+            wait([*watched, *(worker.word for worker in self._workers if worker.word is not None)], timeout=0.1)
+            for worker in self._workers:
+                if worker.word is not None and worker.word.poll():
+                    with worker.word as word, contextlib.suppress(EOFError):  # it ended before it could serve
+                        worker.word = None
+                        word.recv_bytes()
+                        if worker in starting:
+                            starting.remove(worker)
+                            if not starting:
+                                self._serving()
+                process = worker.process
+                if process is None or process.is_alive() or self._stopping:
                     continue
-                del self._workers[worker]
-                if time.monotonic() - since < SHORT_LIFE and worker.exitcode != -signal.SIGKILL:
+                if len(starting) == len(self._workers) and process.exitcode != -signal.SIGKILL:
                     return True
-                logger.error("worker %s ended with %s; starting another", worker.pid, worker.exitcode)
-                self._start(place)
+                lived = time.monotonic() - worker.since
+                worker.crashes = 1 if lived >= QUIET else worker.crashes + 1
+                delay = min(SHORTEST * 2 ** (worker.crashes - 1), LONGEST)
+                logger.error("worker %s ended with %s; the next one starts in %g s", process.pid, process.exitcode, delay)
+                worker.process, worker.due = None, time.monotonic() + delay
         return False
 
+    def _start(self, worker: Worker) -> None:
+        worker.word, word = self._context.Pipe(duplex=False)
+        with word:
+            worker.process = process = self._context.Process(target=self._begin, args=(word,))
+            worker.since = time.monotonic()
+            process.start()
+
+    def _begin(self, word: "Connection") -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        self._work(lambda: word.send_bytes(b"serving"))
+
     def _end(self) -> None:
-        """The grace time is the workers' own; who is still there a little later is killed."""
-        for listener in self._listeners:
-            listener.close()  # or the kernel would keep new connections waiting for workers that are leaving
-        for worker in self._workers:
-            worker.terminate()
+        processes = [worker.process for worker in self._workers if worker.process is not None]
+        for process in processes:
+            process.terminate()
         deadline = time.monotonic() + self._grace + 1
-        for worker in self._workers:
-            worker.join(max(deadline - time.monotonic(), 0))
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0))
+            if process.is_alive():
+                process.kill()
+                process.join()
