@@ -160,7 +160,12 @@ class RpcError(WirecallError):
         return rebuilt, (type(self), self.code, self.message, self.data)
 
     def __str__(self) -> str:
-        return f"{self.message} ({self.code})" if self.data is None else f"{self.message} ({self.code}): {self.data}"
+        if self.data is None:
+            return f"{self.message} ({self.code})"
+        try:
+            return f"{self.message} ({self.code}): {self.data}"
+        except RecursionError:  # a server may nest its data as deep as it likes
+            return f"{self.message} ({self.code}): data nested too deep to show"
 
 
 # What a code tells that says nothing else about it. JSON-RPC's first four and MCP's three refuse a call before it runs;

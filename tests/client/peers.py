@@ -88,6 +88,7 @@ class Peer(Listening):
 
     def __init__(self, behave: Behaviour) -> None:
         super().__init__()
+        self.heads: list[bytes] = []
         self.bodies: list[Any] = []
         self.connections = 0
         self._behave = behave
@@ -100,9 +101,10 @@ class Peer(Listening):
 
     async def _request(self, reader: Reader, writer: Writer) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
-        body = await reader.readexactly(length)
-        self.bodies.append(msgspec.json.decode(body))
+        lengths = [int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+        body = await reader.readexactly(lengths[0]) if lengths else b""
+        self.heads.append(head)
+        self.bodies.append(msgspec.json.decode(body) if body else None)
         await self._behave(self, body, writer)
 
     @property

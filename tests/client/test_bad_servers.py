@@ -77,6 +77,76 @@ CASES: list[tuple[str, Behaviour, type[Exception], str]] = [
 RAN = {Refused: "no", RpcError: None}
 
 
+def fields(*lines: bytes, status: bytes = b"200 OK", body: bytes | None = None) -> Behaviour:
+    """A proper answer, if only its header were better."""
+
+    def make(message: Any) -> bytes:
+        text = encode(ok(message["id"])) if body is None else body
+        return b"\r\n".join((b"HTTP/1.1 " + status, *lines, b"Content-Length: %d" % len(text), b"", text))
+
+    return answers(make)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+def deep_error(message: Any) -> bytes:
+    data = b"[" * 900 + b"]" * 900
+    return http(b'{"jsonrpc":"2.0","id":%d,"error":{"code":-32600,"message":"no","data":%s}}' % (message["id"], data))
+
+
+CASES += [
+    ("a NUL in a header", fields(b"X: a\0b"), BadAnswer, "not an HTTP answer"),
+    ("a header without a colon", fields(b"nonsense"), BadAnswer, "not an HTTP answer"),
+    ("a header of 20 kB", fields(b"X: " + b"a" * 20_000), BadAnswer, "not an HTTP answer"),
+    ("a thousand headers", fields(*[b"X: y"] * 1000), BadAnswer, "not an HTTP answer"),
+    ("two lengths", fields(b"Content-Length: 5"), BadAnswer, "not an HTTP answer"),
+    (
+        "a length of 18 digits",
+        answers(lambda _m: b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 18 + b"\r\n\r\n"),
+        BadAnswer,
+        "allowed",
+    ),
+    (
+        "a chunk without a size",
+        answers(lambda _m: b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"),
+        BadAnswer,
+        "HTTP",
+    ),
+    ("not gzip", fields(b"Content-Encoding: gzip"), BadAnswer, "does not match its Content-Encoding"),
+    (
+        "a redirect to bytes",
+        fields(b"Location: \xff\x01", status=b"302 Found", body=b""),
+        Refused,
+        r"a redirect to \\udcff\\x01, wh",
+    ),
+    ("an error of depth 900", answers(deep_error), RpcError, "no"),
+]
+ODD_BUT_FINE: list[tuple[str, Behaviour]] = [
+    ("deep ids of replays", fields(b"Idempotent-Replayed: " + b"[" * 5000)),
+    ("a long id of a replay", fields(b"Idempotent-Replayed: [" + b"9" * 5000 + b"]")),
+    ("bytes as ids of replays", fields(b"Idempotent-Replayed: \xff\xfe")),
+    ("other things as ids of replays", fields(b'Idempotent-Replayed: [{}, [], null, 1.5, "1"]')),
+    ("a control character", fields(b"X: a\x01b")),
+    ("a cookie that is none", fields(b"Set-Cookie: \xff=;;;\x01")),
+    ("a type that is none", fields(b"Content-Type: \xff/\x01; charset=\xff")),
+]
+
+
+@pytest.mark.parametrize("behave", [case[1] for case in ODD_BUT_FINE], ids=[case[0] for case in ODD_BUT_FINE])
+async def test_an_odd_header_does_not_matter_to_the_answer(behave: Behaviour) -> None:
+    async with Peer(behave) as peer, connect(peer.url, discover=False) as client, client.batch() as batch:
+        entry = batch.call("x")
+    assert entry.result() == "fine" and not entry.replayed
+
+
+def test_an_error_with_deep_data_can_be_shown() -> None:
+    data: Any = []
+    for _ in range(100_000):
+        data = [data]
+    assert str(RpcError(7, "no", data)) == "no (7): data nested too deep to show"
+
+
 @pytest.mark.parametrize(("behave", "kind", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 async def test_one_clear_error_in_time(behave: Behaviour, kind: type[Exception], words: str) -> None:
     async with Peer(behave) as peer, connect(peer.url, discover=False) as client:

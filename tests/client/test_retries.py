@@ -2,7 +2,9 @@
 
 import asyncio
 import re
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +13,17 @@ import pytest
 from tests.client.peers import PATIENCE, Peer, Writer, answers, http, ok, served
 from wirecall import App, Retry, UsageError, connect
 from wirecall.client.retries import mint_key
-from wirecall.errors import ConnectionLost, KeyConflict, KeyInProgress, NotSent, OutcomeUnknown, RpcError, TimedOut
+from wirecall.errors import (
+    BadAnswer,
+    Busy,
+    ConnectionLost,
+    KeyConflict,
+    KeyInProgress,
+    NotSent,
+    OutcomeUnknown,
+    RpcError,
+    TimedOut,
+)
 from wirecall.testing import FakeClock, Faults
 from wirecall.testing import client as in_memory
 
@@ -62,8 +74,93 @@ async def test_a_command_without_a_key_is_not_repeated() -> None:
 
 async def test_a_query_is_repeated_and_has_no_key() -> None:
     app, _ = counter()
-    async with in_memory(app, faults=Faults(drop_reply=2), clock=FakeClock()) as client:
-        assert await client.call("look") == 0
+    async with in_memory(app, faults=Faults(drop_reply=1), clock=FakeClock()) as client:
+        async with client.batch() as batch:
+            entry = batch.call("look")
+        assert (entry.result(), entry.key, entry.attempts) == (0, None, 2)
+
+
+# --- a query that ends its server -------------------------------------------------------------------------------------
+
+
+async def dies(_peer: Peer, _body: bytes, writer: Writer) -> None:
+    writer.transport.abort()
+
+
+async def dies_in_the_answer(_peer: Peer, body: bytes, writer: Writer) -> None:
+    writer.write(http(encode(ok(msgspec.json.decode(body)["id"])))[:-10])
+    await writer.drain()
+    writer.transport.close()
+
+
+TWICE = "x: two connections were lost in the same way, so this query is not sent again: the connection broke"
+
+
+@pytest.mark.parametrize("how", [dies, dies_in_the_answer])
+async def test_a_query_whose_connection_dies_twice_in_the_same_way_is_not_sent_again(how: Any) -> None:
+    async with Peer(how) as peer, connect(peer.url, discover=False, retry=Retry(first=0)) as client:
+        with pytest.raises(ConnectionLost, match=TWICE) as caught:
+            await client.call("x", query=True)
+        assert caught.value.ran == "unknown"
+        assert len(peer.calls) == 2
+
+
+async def test_only_deaths_of_the_same_way_count() -> None:
+    """Before the answer, in it, and then an answer; a 503 in between changes nothing."""
+    busy = answers(lambda _m: http(b"later", "503 Service Unavailable"))
+    steps = [dies, busy, dies_in_the_answer, busy, answers(lambda message: http(encode(ok(message["id"]))))]
+
+    async def in_turn(peer: Peer, body: bytes, writer: Writer) -> None:
+        await steps[len(peer.calls) - 1](peer, body, writer)
+
+    async with Peer(in_turn) as peer, connect(peer.url, discover=False, retry=Retry(first=0)) as client:
+        assert await client.call("x", query=True) == "fine"
+    steps[2] = dies
+    async with Peer(in_turn) as peer, connect(peer.url, discover=False, retry=Retry(first=0)) as client:
+        with pytest.raises(ConnectionLost, match=TWICE):
+            await client.call("x", query=True)
+        assert len(peer.calls) == 3
+
+
+async def test_a_command_with_a_key_is_repeated_however_its_connections_die() -> None:
+    async with Peer(dies) as peer, connect(peer.url, discover=False, retry=Retry(first=0, attempts=5)) as client:
+        with pytest.raises(ConnectionLost):
+            await client.call("x", key="k")
+        assert len(peer.calls) == 5
+        async with client.batch() as batch:  # one array carries both; after two deaths the command goes on alone
+            query, command = batch.call("x", query=True), batch.call("y", key="k")
+        assert (query.attempts, command.attempts) == (2, 5)
+        with pytest.raises(ConnectionLost, match=TWICE):
+            query.result()
+
+
+SUICIDAL = """
+import os, sys
+from wirecall import App
+app = App("suicidal")
+@app.query
+def crash() -> int:
+    with open(sys.argv[1], "a") as file:
+        file.write("x")
+    os.abort()
+@app.query
+def fine() -> int:
+    return 1
+app.run("stdio")
+"""
+
+
+@pytest.mark.parametrize("protocol", ["jsonrpc", "mcp"])
+async def test_a_query_that_aborts_its_server_does_so_twice_at_most(tmp_path: Path, protocol: Any) -> None:
+    """The client learns from the server that it is a query; over MCP it carries a key all the same."""
+    command = [sys.executable, "-c", SUICIDAL, str(tmp_path / "crashes")]
+    async with connect(command, protocol=protocol, retry=Retry(first=0), timeout=PATIENCE, stderr="keep") as client:
+        call = client.call if protocol == "jsonrpc" else client.call_tool
+        with pytest.raises(ConnectionLost, match=r"lost in the same way.*ended by signal 6") as caught:
+            await call("crash")
+        assert caught.value.ran == "unknown"
+        assert (tmp_path / "crashes").read_text() == "xx"
+        assert await call("fine", type=int) == 1
 
 
 async def test_a_batch_repeats_its_entries_with_their_keys() -> None:
@@ -149,6 +246,80 @@ async def test_a_pause_longer_than_the_deadline_is_not_begun() -> None:
         with pytest.raises(KeyInProgress):
             await asyncio.wait_for(client.call("x", key="k", timeout=5.0), PATIENCE)
         assert len(peer.bodies) == 1
+
+
+def later(*fields: str, status: str = "503 Service Unavailable") -> Any:
+    return lambda _message: http(b"later", status, *fields)
+
+
+LONG = "9" * 5000
+busy = error(42910, "busy", ran="no")
+WISHES: list[tuple[str, Any, float | None]] = [  # what the server says, and the pause; None: longer than any deadline
+    ("a number of 400 digits", error(42910, "busy", ran="no", retry_after_ms=10**400), None),
+    ("a number that fits a float", error(42910, "busy", ran="no", retry_after_ms=1e300), None),
+    ("a fraction", error(42910, "busy", ran="no", retry_after_ms=1500.5), 1.5005),
+    ("below zero", error(42910, "busy", ran="no", retry_after_ms=-(10**400)), 0.0),
+    ("true", error(42910, "busy", ran="no", retry_after_ms=True), 0.0),
+    ("a string", error(42910, "busy", ran="no", retry_after_ms="5000"), 0.0),
+    ("an array", error(42910, "busy", ran="no", retry_after_ms=[5000]), 0.0),
+    ("seconds", later("Retry-After: 7"), 7.0),
+    ("seven digits", later("Retry-After: 1000000"), None),
+    ("5000 digits", later(f"Retry-After: {LONG}"), None),
+    ("a date", later("Date: Wed, 21 Oct 2015 07:28:00 GMT", "Retry-After: Wed, 21 Oct 2015 07:28:09 GMT"), 9.0),
+    ("a date in the past", later("Retry-After: Wed, 21 Oct 2015 07:28:09 GMT"), 0.0),
+    ("a date far away", later("Retry-After: Fri, 31 Dec 9999 23:59:59 GMT"), None),
+    ("a date without a zone", later("Date: Wed, 21 Oct 2015 07:28:00", "Retry-After: Wed, 21 Oct 2015 07:28:09"), 9.0),
+    ("a date that is none", later("Retry-After: Wed, 99 Oct 99999999999 99:99:99 +9999"), 0.0),
+    ("below zero in the header", later("Retry-After: -5"), 0.0),
+    ("nothing", later("Retry-After:"), 0.0),
+    ("digits of another script", later("Retry-After: \u0663"), 0.0),
+    ("a header beside an error", lambda m: http(busy(m).partition(b"\r\n\r\n")[2], "429 No", "Retry-After: 4"), 4.0),
+]
+
+
+@pytest.mark.parametrize(("wish", "pause"), [wish[1:] for wish in WISHES], ids=[wish[0] for wish in WISHES])
+async def test_a_wish_to_wait_is_honoured_up_to_the_deadline(wish: Any, pause: float | None) -> None:
+    """Whatever the server writes there: the call waits that long, or ends at once with the server's own error."""
+
+    async def behave(peer: Peer, body: bytes, writer: Writer) -> None:
+        message = msgspec.json.decode(body)
+        writer.write(wish(message) if len(peer.calls) == 1 else http(encode(ok(message["id"]))))
+
+    clock = FakeClock()
+    options: dict[str, Any] = {"clock": clock, "chance": lambda: 0.0, "timeout": 1e5}
+    async with Peer(behave) as peer, connect(peer.url, discover=False, **options) as client:
+        if pause is None:
+            with pytest.raises((Busy, BadAnswer)) as caught:
+                await client.call("x", key="k")
+            assert not isinstance(caught.value, BadAnswer) or caught.value.status == 503
+            assert clock.slept == []
+        else:
+            assert await client.call("x", key="k") == "fine"
+            assert clock.slept == pytest.approx([pause])
+
+
+async def test_a_wish_of_one_entry_does_not_end_the_others() -> None:
+    def refuse(entry: Any) -> Any:
+        data = {"type": "busy", "retry_after_ms": 100 if entry["method"] == "short" else 10**30}
+        return {"jsonrpc": "2.0", "id": entry["id"], "error": {"code": 42910, "message": "busy", "data": data}}
+
+    async def behave(peer: Peer, body: bytes, writer: Writer) -> None:
+        message = msgspec.json.decode(body)
+        writer.write(http(encode([refuse(m) if len(peer.calls) == 1 else ok(m["id"]) for m in message])))
+
+    async with Peer(behave) as peer, connect(peer.url, discover=False, clock=FakeClock()) as client:
+        async with client.batch() as batch:
+            short, long = batch.call("short", key="a"), batch.call("long", key="b")
+        assert short.result() == "fine"
+        assert isinstance(long.error, Busy)
+
+
+async def test_back_off_has_no_end_of_doublings() -> None:
+    app, _ = counter()
+    retry = Retry(attempts=3000, first=0.001, cap=0.002)
+    async with in_memory(app, faults=Faults(cut_after=0), clock=FakeClock(), retry=retry) as client:
+        with pytest.raises(NotSent):
+            await client.call("look")
 
 
 async def test_silence_is_a_lost_attempt() -> None:

@@ -27,6 +27,7 @@ from wirecall.client.retries import mint_key
 from wirecall.errors import BadAnswer, CallFailed, KeyInvalid, RpcError, UsageError
 from wirecall.protocol import messages as frames
 from wirecall.protocol.params import KEY
+from wirecall.protocol.replies import UNREADABLE
 from wirecall.server.policy import check_key
 
 T = TypeVar("T")
@@ -237,5 +238,5 @@ def decoded(entry: Entry) -> Any:
         if entry.type is None:
             return frames.decode_value(entry.raw)
         return msgspec.json.decode(entry.raw, type=entry.type)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadAnswer(f"{entry.method}: the result is not as expected: {error}", ran="yes") from None

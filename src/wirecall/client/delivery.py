@@ -54,6 +54,10 @@ class Delivery:
         """The params as they travel; UNSET for none."""
         raise NotImplementedError
 
+    async def _only_reads(self, entry: Entry) -> bool:
+        """Return whether an entry that may be repeated is a query: those of commands have a key."""
+        return entry.key is None or entry.query is True
+
     def _begin(self, entry: Entry) -> None:
         """From now on its time passes."""
         if self._state == "new":
@@ -75,7 +79,15 @@ class Delivery:
         """Those of the entries that are to be sent again, when it is time."""
         if len(entries) == 1 and entries[0].error is None and entries[0].waiter is None:
             return []  # the straight way
-        again = [entry for entry in entries if self._again(entry)]
+        now = self._clock.time()
+        # One entry whose server asks for a longer wait than its deadline allows does not hold up the others.
+        again = [entry for entry in entries if self._again(entry) and now + self._asked(entry) < entry.deadline]
+        # A query that ends the server process must not be sent to one worker after another.
+        for entry in [entry for entry in again if len(set(entry.deaths)) < len(entry.deaths)]:
+            if isinstance(entry.error, ConnectionLost) and await self._only_reads(entry):
+                why = "two connections were lost in the same way, so this query is not sent again"
+                entry.fail(ConnectionLost(f"{entry.method}: {why}: {entry.error}"))
+                again.remove(entry)
         pause = self._pause(again) if again else 0.0
         in_time = [entry for entry in again if self._clock.time() + pause < entry.deadline]
         for entry in entries:
@@ -114,6 +126,9 @@ class Delivery:
                 await self._link.exchange(exchange)
             exchange.end_of_answers()
         except CallFailed as error:
+            if isinstance(error, ConnectionLost):
+                for entry in exchange.open.values():
+                    entry.deaths = (*entry.deaths, exchange.begun)
             exchange.end(error)
         except TimeoutError:
             exchange.end(self._timed_out(exchange, left))
@@ -144,7 +159,7 @@ class Delivery:
         if self._state == "closed":
             raise NotSent("the client is closed")
         entry.attempts += 1
-        entry.is_settled, entry.error, entry.replayed = False, None, False
+        entry.is_settled, entry.error, entry.replayed, entry.retry_after = False, None, False, 0.0
         if entry.is_notification:
             return frames.encode(_Call(entry.method, self._params(entry)))
         self._last_id = entry.id = self._last_id + 1
@@ -211,8 +226,12 @@ class Delivery:
         else:
             error.ran = "unknown"
 
+    @staticmethod
+    def _asked(entry: Entry) -> float:
+        return max(entry.retry_after, 0.0 if entry.error is None else asked_pause(entry.error))
+
     def _pause(self, entries: list[Entry]) -> float:
-        asked = max(asked_pause(entry.error) for entry in entries if entry.error is not None)
+        asked = max(self._asked(entry) for entry in entries)
         attempt = max(entry.attempts for entry in entries)
         return self._options.retry.pause(attempt, asked, self._options.chance())
 

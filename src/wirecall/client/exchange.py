@@ -40,7 +40,8 @@ class Entry:
 
     __slots__ = (
         *("convert", "deadline", "extra", "is_notification", "key", "method", "params", "query", "timeout", "type"),
-        *("_value", "attempts", "error", "id", "is_settled", "raw", "replayed", "safe", "unclear", "waiter"),
+        *("_value", "attempts", "deaths", "error", "id", "is_settled", "raw", "replayed", "retry_after", "safe"),
+        *("unclear", "waiter"),
     )
 
     def __init__(
@@ -69,10 +70,12 @@ class Entry:
         self.id = 0
         self.attempts = 0
         self.unclear = False  # an attempt was lost, and may have run
+        self.deaths: tuple[bool, ...] = ()  # per lost connection: whether the answer had begun
         self.is_settled = False
         self.raw: Raw | None = None
         self.error: WirecallError | None = None
         self.replayed = False
+        self.retry_after = 0.0  # seconds that the HTTP answer asked the client to wait
         self.waiter: asyncio.Future[None] | None = None  # of somebody who waits for this entry alone
         self._value: Any = None
 
@@ -106,7 +109,7 @@ class Entry:
 class Exchange:
     """One message under way, and the entries in it that are still open."""
 
-    __slots__ = ("array", "data", "entries", "is_refused", "known", "on_settled", "open", "sent", "strays")
+    __slots__ = ("array", "begun", "data", "entries", "is_refused", "known", "on_settled", "open", "sent", "strays")
 
     def __init__(self, data: bytes, entries: list[Entry], array: bool, on_settled: Callable[[Entry], None]) -> None:
         self.data = data
@@ -115,6 +118,7 @@ class Exchange:
         self.known = {entry.id: entry for entry in entries if not entry.is_notification}
         self.open = dict(self.known)
         self.sent = False  # the server may have it
+        self.begun = False  # its answer has begun
         self.is_refused = False  # as a whole: nothing in it ran
         self.strays: list[str] = []
         self.on_settled = on_settled

@@ -44,6 +44,7 @@ class HttpLink:
 
     async def exchange(self, exchange: Exchange) -> None:
         async with self._http.request("POST", exchange.data, _HEADERS, exchange=exchange) as answer:
+            exchange.begun = True
             body = await answer.read()
             told = answer.headers.get(REPLAYED)
             if told is not None:
@@ -63,6 +64,8 @@ def refuse_by_status(exchange: Exchange, answer: HttpAnswer, body: bytes) -> Non
         return
     _, messages = read_messages(body) if body else (False, [])
     if messages and all(isinstance(message, Arrived) and message.is_answer for message in messages):
+        for entry in exchange.entries:
+            entry.retry_after = answer.retry_after or 0.0
         exchange.read(body)
     if not exchange.is_done or not exchange.known:
         exchange.refuse(status_error(answer, body))
@@ -72,24 +75,20 @@ def status_error(answer: HttpAnswer, body: bytes) -> CallFailed:
     """RFC 9110, section 15: 4xx is the request's fault, so it was not carried out; after 5xx nobody knows."""
     text = f"HTTP {answer.status}"
     if 300 <= answer.status < 400:
-        text += f", a redirect to {answer.headers.get('location', 'nowhere')[:200]}, which is not followed"
+        text += f", a redirect to {ascii(answer.headers.get('location', 'nowhere')[:200])[1:-1]}, which is not followed"
     elif body and body.lstrip()[:1] != b"<":
         text += f": {body[:200].decode('utf-8', 'replace')}"
     kind = Refused if answer.status < 500 else BadAnswer
-    return kind(text, status=answer.status, retry_after=_seconds(answer.headers.get("retry-after")))
-
-
-def _seconds(text: str | None) -> float | None:
-    return float(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 7 else None
+    return kind(text, status=answer.status, retry_after=answer.retry_after)
 
 
 def replayed_ids(told: str) -> list[Any] | None:
-    """The header `Idempotent-Replayed`: "true" for a single answer, or the ids of an array's."""
+    """Return the ids that `Idempotent-Replayed` lists, or None for "true": all of them. A broken header lists none."""
     if told.lower() == "true":
         return None
     try:
         ids = decode_value(told)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return ids if isinstance(ids, list) else []
 

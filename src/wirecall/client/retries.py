@@ -26,11 +26,15 @@ from wirecall.errors import (
     TimedOut,
     UsageError,
 )
+from wirecall.transports.sse import LONGEST_WAIT
 
 # Answers of proxies and servers that say "not now". Any other status will be the same the next time.
 _LATER = frozenset({429, 502, 503, 504})
 # A bad answer is not among them: who speaks garbage once will not be better for being asked again.
 _LOST = (NotSent, ConnectionLost, TimedOut, KeyInProgress, Busy, LedgerUnavailable)
+
+
+DOUBLINGS = 60  # of a pause; a float has room for 1023
 
 
 class Clock(Protocol):
@@ -61,7 +65,7 @@ class Retry(Struct, frozen=True, kw_only=True):
 
     def pause(self, attempt: int, asked: float, chance: float) -> float:
         """Seconds between attempt number `attempt` and the next; `chance` is a random number from 0 to 1."""
-        return max(asked, chance * min(self.cap, self.first * 2.0 ** (attempt - 1)))
+        return max(asked, chance * min(self.cap, self.first * 2.0 ** min(attempt - 1, DOUBLINGS)))
 
 
 def may_help(error: Exception) -> bool:
@@ -72,11 +76,13 @@ def may_help(error: Exception) -> bool:
 
 
 def asked_pause(error: Exception) -> float:
-    """Seconds for which the server asked to be left alone."""
+    """Return the seconds that the server asked the client to wait."""
     if isinstance(error, CallFailed):
         return error.retry_after or 0.0
     told = error.data.get("retry_after_ms") if isinstance(error, RpcError) and isinstance(error.data, dict) else None
-    return max(told, 0) / 1000 if isinstance(told, int | float) else 0.0
+    if not isinstance(told, int | float) or isinstance(told, bool):
+        return 0.0
+    return min(max(told, 0), LONGEST_WAIT * 1000) / 1000  # the bound first: a JSON number can be too large for a float
 
 
 def mint_key() -> str:

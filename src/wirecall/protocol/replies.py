@@ -38,6 +38,9 @@ class Unreadable(Struct, frozen=True):
 
 Message: TypeAlias = Arrived | Unreadable
 
+# What a decoder raises for data that it cannot read: not JSON, not the type, not UTF-8, too deep.
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
+
 _decode = msgspec.json.Decoder(Arrived | list[Arrived]).decode
 _decode_one = msgspec.json.Decoder(Arrived).decode
 _decode_value = msgspec.json.Decoder().decode
@@ -49,7 +52,7 @@ def read_messages(data: bytes) -> tuple[bool, list[Message]]:
         read = _decode(data)
         if not data.isascii():
             data.decode()  # raw slices are not checked by the decoder
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return _salvage(data)
     if type(read) is list:
         return True, [_checked(message) for message in read]
@@ -72,7 +75,7 @@ def _salvage(data: bytes) -> tuple[bool, list[Message]]:
         if not opens_array(data):
             return False, [_salvage_one(data)]
         return True, [_salvage_one(bytes(item)) for item in decode_items(data)]
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except UNREADABLE as error:
         return False, [Unreadable(f"not JSON: {str(error) or type(error).__name__}")]
 
 

@@ -10,12 +10,14 @@
 """
 
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
+from datetime import UTC
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, UsageError
-from wirecall.transports.sse import Event, Parser
+from wirecall.transports.sse import LONGEST_WAIT, Event, Parser
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -94,6 +96,8 @@ class _Request:
             return HttpAnswer(await self._asked.__aenter__(), self._max_bytes)
         except Exception as error:
             self._raise(error)
+            if isinstance(error, ValueError) and not self._sent.sent:  # such as a header value with a line break
+                raise NotSent(f"the request cannot be sent: {error}") from error
             raise
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -123,6 +127,19 @@ class HttpAnswer:
         """The media type, without parameters and in small letters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
+    @property
+    def retry_after(self) -> float | None:
+        """The seconds that `Retry-After` asks to wait, as a number or as a date (RFC 9110, section 10.2.3), or None."""
+        told = self.headers.get("retry-after", "").strip()
+        if told.isascii() and told.isdigit():
+            return min(float(told), LONGEST_WAIT)
+        until = _moment(told)
+        if until is None:
+            return None
+        # The date is by the server's clock, so its own `Date` is the best "now".
+        now = _moment(self.headers.get("date", ""))
+        return min(max(until - (time.time() if now is None else now), 0.0), LONGEST_WAIT)
+
     async def read(self) -> bytes:
         """The whole body."""
         expected = self._response.content_length
@@ -145,6 +162,17 @@ class HttpAnswer:
                 yield event
 
 
+def _moment(date: str) -> float | None:
+    """Return an HTTP date as Unix time, or None for a text that is not a date."""
+    from email.utils import parsedate_to_datetime
+
+    try:
+        moment = parsedate_to_datetime(date)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
 def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
@@ -158,10 +186,13 @@ def _check_url(url: str) -> None:
 
 def _failure(error: Exception, left: bool) -> CallFailed:
     import aiohttp
+    from aiohttp.http_exceptions import ContentEncodingError
 
     text = str(error) or type(error).__name__
     if isinstance(error, aiohttp.ClientResponseError):
         return BadAnswer(f"not an HTTP answer: {error.message.splitlines()[0] if error.message else text}")
+    if isinstance(error, aiohttp.ClientPayloadError) and isinstance(error.__cause__, ContentEncodingError):
+        return BadAnswer("the answer does not match its Content-Encoding")
     if not left:
         return NotSent(f"the server cannot be reached: {_unconnected(error) or text}")
     more = "" if isinstance(error, aiohttp.ClientPayloadError) else f": {text}"  # which says the same in its own terms

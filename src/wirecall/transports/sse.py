@@ -5,17 +5,23 @@ The rules are those of "Interpreting an event stream" in the HTML standard:
 1. UTF-8, a byte order mark in front is skipped, broken bytes are replaced. A line ends with CR LF, with LF or with CR.
 2. A line that begins with a colon is a comment. `data` lines of an event are joined by LF; an empty line ends the event.
 3. An event without `data` is not an event; but its `id` counts for coming back, and so does its `retry`. (MCP 2025-11-25
-   opens a stream so.) An `id` with NUL in it is ignored, and a `retry` that is not a number.
+   opens a stream so.) An `id` with a control character in it is ignored, and a `retry` that is not a number.
 4. What is not ended by an empty line when the stream ends was cut off, and is nothing.
 
 The limit is ours: an event that grows beyond it is a peer to leave.
 """
+
+import re
 
 from msgspec import Struct
 
 from wirecall.errors import BadAnswer
 
 MAX_BYTES = 10 << 20
+LONGEST_WAIT = 1e9  # seconds; a longer wish of a server is cut to this, which every event loop can count
+
+# What a header cannot carry back: control characters, and bytes that were not UTF-8. An id goes back as Last-Event-ID.
+UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class Event(Struct, frozen=True):
@@ -85,10 +91,10 @@ class Parser:
                 raise BadAnswer(f"an event of more than {self._max_bytes} bytes")
         elif field == b"event":
             self._name = value
-        elif field == b"id" and "\0" not in value:
+        elif field == b"id" and not UNFIT.search(value):
             self._id = value
-        elif field == b"retry" and value.isascii() and value.isdigit() and len(value) < 10:
-            self.retry = int(value) / 1000
+        elif field == b"retry" and value.isascii() and value.isdigit():
+            self.retry = min(float(value) / 1000, LONGEST_WAIT)
 
     def _end(self, events: list[Event]) -> None:
         if self._id is not None:

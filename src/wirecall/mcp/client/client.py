@@ -14,10 +14,12 @@ whether it is confirmed first, whether it has a key, and whether it may be repea
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeVar, cast, overload
 
 from msgspec import Raw
 
+from wirecall.client.delivery import LEAST
 from wirecall.client.exchange import Batch, Entry
 from wirecall.client.links import Pipe
 from wirecall.client.options import Options
@@ -173,6 +175,16 @@ class McpClient(Conversation):
         entry.key = self._key_of(entry)
         is_harmless = tool is not None and self._trusts(tool) and tool.idempotent
         entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
+
+    async def _only_reads(self, entry: Entry) -> bool:
+        if await super()._only_reads(entry):
+            return True
+        # Every call of a tool has a key here. Its annotations tell, trusted or not: a false one only lets it repeat less.
+        with suppress(WirecallError):
+            name = str((entry.params or {}).get("name"))
+            tool = await self._lists.tool(name, max(entry.deadline - self._clock.time(), LEAST))
+            return tool is not None and tool.read_only
+        return False
 
     def _key_of(self, entry: Entry) -> str | None:
         """The caller's, or the model's among the arguments, or a new one where that helps."""
@@ -344,7 +356,8 @@ def _way(
 ) -> Way:
     if isinstance(target, str):
         shared: dict[str, Any] = {"headers": options.headers, "max_bytes": options.max_bytes}
-        return McpHttpLink(HttpClient(target, **shared), lambda: McpLineLink(lambda: SsePipe(target, **shared)))
+        older = lambda: McpLineLink(lambda: SsePipe(target, **shared))  # noqa: E731
+        return McpHttpLink(HttpClient(target, **shared), older, options.clock)
     if isinstance(target, Sequence):
         command = list(target)
 

@@ -20,7 +20,7 @@ from wirecall.client.client import Client, decoded
 from wirecall.client.exchange import Arrays, Entry, Exchange
 from wirecall.client.links import Link
 from wirecall.client.options import Options
-from wirecall.client.retries import may_help
+from wirecall.client.retries import asked_pause, may_help
 from wirecall.errors import (
     BadAnswer,
     CallFailed,
@@ -214,7 +214,7 @@ class Conversation(Client):
     async def _ask(self, method: str, params: dict[str, Any], revision: Revision | None) -> Raw:
         """One request beneath retries and wrappers: a handshake must not wait for itself."""
         self._way.revision = revision
-        attempt = 1
+        attempt, deadline = 1, self._clock.time() + self._options.timeout
         while True:
             entry = await self._ask_once(method, params)
             error: Any = entry.error
@@ -223,7 +223,10 @@ class Conversation(Client):
                 return entry.raw
             if self._way.is_pipe or attempt >= BEGINNINGS or not may_help(error) or isinstance(error, TimedOut):
                 raise error
-            await self._clock.sleep(self._options.retry.pause(attempt, 0.0, self._options.chance()))
+            pause = self._options.retry.pause(attempt, asked_pause(error), self._options.chance())
+            if self._clock.time() + pause >= deadline:
+                raise error
+            await self._clock.sleep(pause)
             attempt += 1
 
     async def _ask_once(self, method: str, params: dict[str, Any]) -> Entry:

@@ -17,7 +17,8 @@ from typing import Any, cast
 
 from wirecall.client.exchange import Entry, Exchange
 from wirecall.client.links import REPLAYED, refuse_by_status, replayed_ids
-from wirecall.errors import CallFailed, ConnectionLost, InvalidRequest, NotSent, WirecallError
+from wirecall.client.retries import DOUBLINGS, Clock
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidRequest, NotSent, WirecallError
 from wirecall.logs import logger
 from wirecall.mcp.client.headers import Marks, named, repeated
 from wirecall.mcp.client.line_link import McpLineLink
@@ -26,12 +27,13 @@ from wirecall.mcp.revisions import Revision
 from wirecall.protocol.messages import encode
 from wirecall.protocol.replies import Arrived, read_messages
 from wirecall.transports.http_client import HttpAnswer, HttpClient
-from wirecall.transports.sse import Event, Parser
+from wirecall.transports.sse import UNFIT, Event, Parser
 
 JSON, EVENTS = "application/json", "text/event-stream"
 SESSION, LAST_EVENT = "mcp-session-id", "last-event-id"
 
 COME_BACK = 0.2  # seconds before a stream that broke is asked for again, where the server names no time
+SOONEST = 0.05  # and the least, for a server that asks for less
 FURTHEST = 30.0  # and that time at most, doubled after every try that brought nothing
 TRIES = 5  # without a single event, after which a stream is given up
 MOMENT = 2.0  # seconds for the standing stream to begin
@@ -49,7 +51,7 @@ class McpHttpLink:
 
     is_pipe = False
 
-    def __init__(self, http: HttpClient, older: "Callable[[], McpLineLink] | None" = None) -> None:
+    def __init__(self, http: HttpClient, older: "Callable[[], McpLineLink] | None", clock: Clock) -> None:
         self.older = older  # the way of 2024-11-05 to the same address
         self.revision: Revision | None = None  # None: nothing is agreed yet
         self.session: str | None = None
@@ -57,6 +59,7 @@ class McpHttpLink:
         self.renew: Callable[[], Awaitable[None]] | None = None
         self.marks: Callable[[str], Marks] = lambda _tool: {}
         self._http = http
+        self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._standing: asyncio.Task[None] | None = None
         self._renewing = asyncio.Lock()
@@ -111,6 +114,7 @@ class McpHttpLink:
             async with self._http.request("POST", exchange.data, headers, exchange=exchange) as answer:
                 if answer.status == 404 and SESSION in headers:
                     return True
+                exchange.begun = True
                 self._take_session(exchange, answer)
                 await self._answered(exchange, answer, streams)
         except ConnectionLost:
@@ -153,7 +157,10 @@ class McpHttpLink:
 
     def _take_session(self, exchange: Exchange, answer: HttpAnswer) -> None:
         if exchange.entries[0].method == "initialize" and answer.status == 200:
-            self.session = answer.headers.get(SESSION)
+            session = answer.headers.get(SESSION, "")
+            if UNFIT.search(session):
+                raise BadAnswer(f"the session id must be text without control characters, got {session[:100]!a}")
+            self.session = session or None
 
     def _cancel(self, exchange: Exchange) -> None:
         """Nobody waits for these any more (2024-11-05 to 2025-11-25; later the closed stream says so)."""
@@ -236,13 +243,13 @@ class McpHttpLink:
         fruitless, granted = 0, self._can_resume(parser)
         while granted and fruitless < TRIES and not exchange.is_done:
             place = parser.last_id
-            await asyncio.sleep(_pause(parser, fruitless))
+            await self._clock.sleep(_pause(parser, fruitless))
             parser = self._continued(parser)
             with suppress(ConnectionLost):
                 granted = await self._resume(exchange, parser)
             fruitless = fruitless + 1 if parser.last_id == place else 0
         if not exchange.is_done:
-            raise ConnectionLost("the stream ended before the answer, and cannot be resumed")
+            raise ConnectionLost("the stream ended before the answer, and cannot be resumed", retry_after=parser.retry)
 
     async def _resume(self, exchange: Exchange, parser: Parser) -> bool:
         """Follow the stream from where it broke; False if the server does not let us."""
@@ -290,8 +297,12 @@ class McpHttpLink:
             except WirecallError as error:
                 logger.warning("the stream of the server's own messages is given up: %s", error)
                 return
-            await asyncio.sleep(_pause(parser, fruitless))
+            await self._clock.sleep(_pause(parser, fruitless))
 
 
 def _pause(parser: Parser, fruitless: int) -> float:
-    return parser.retry if parser.retry is not None else min(FURTHEST, COME_BACK * 2.0**fruitless)
+    """Return the seconds before a stream is asked for again: what the server wishes, and more if that brought nothing."""
+    own = min(FURTHEST, COME_BACK * 2.0 ** min(fruitless, DOUBLINGS))
+    if parser.retry is None:
+        return own
+    return max(parser.retry, own if fruitless else SOONEST)

@@ -25,7 +25,7 @@ from wirecall.mcp.client.host import Host
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX, Cancelled, ProgressToken
 from wirecall.protocol.messages import ErrorObject, encode
-from wirecall.protocol.replies import Arrived
+from wirecall.protocol.replies import UNREADABLE, Arrived
 
 QUESTIONS = 100
 
@@ -92,7 +92,7 @@ class Inbox:
                 self._changed(message)
             elif message.method in _TOLD:
                 _TOLD[message.method](self, b"{}" if message.params is UNSET else message.params)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             logger.debug("a message of the server's cannot be read: %s", error)
 
     async def aclose(self) -> None:

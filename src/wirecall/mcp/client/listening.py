@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from wirecall.client.retries import asked_pause
 from wirecall.errors import CallFailed, RpcError, TimedOut, WirecallError
 from wirecall.logs import logger
 from wirecall.mcp.client.changes import Change, Changes
@@ -116,6 +117,7 @@ class Listening:
                     changes.finish(error)
                     return
                 logger.debug("a stream of changes broke: %s", error)
+                pause = max(pause, asked_pause(error))
             finally:
                 for id in ids:
                     self._ids.pop(id, None)

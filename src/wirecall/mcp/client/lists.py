@@ -17,6 +17,7 @@ from wirecall.errors import BadAnswer, InvalidParams, RpcError
 from wirecall.mcp.client.changes import Change
 from wirecall.mcp.client.headers import Marks, callable_tools, marks_of
 from wirecall.mcp.client.results import Prompt, Resource, Template, Tool, read_entries
+from wirecall.protocol.replies import UNREADABLE
 
 T = TypeVar("T")
 
@@ -129,11 +130,14 @@ class _Restart(RpcError):
 def _decoded(raw: Raw, wanted: Any) -> Any:
     try:
         return msgspec.json.decode(raw, type=wanted)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
 
 
 def _seconds(ttl: Raw | None) -> float:
-    """`ttlMs`; what is left out or makes no sense is none at all."""
-    value = None if ttl is None else msgspec.json.decode(ttl)
-    return max(0.0, value / 1000) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
+    """Return `ttlMs` in seconds; 0 if it is left out or is not a number."""
+    try:
+        value = None if ttl is None else msgspec.json.decode(ttl, type=float)
+    except UNREADABLE:
+        value = None
+    return max(0.0, value / 1000) if value is not None else 0.0

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from wirecall.errors import (
+    BadAnswer,
     CallFailed,
     ConnectionLost,
     HeaderMismatch,
@@ -29,6 +30,7 @@ from wirecall.errors import (
 )
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import PREFIX
+from wirecall.protocol.replies import UNREADABLE
 
 PROBE = 3.0  # seconds of silence on a pipe after which `initialize` is sent as well
 _BARRED = (401, 403, 407)  # a server that does not let us in says nothing about its revision
@@ -137,7 +139,7 @@ class Handshake:
             raw = await self._ask("server/discover", {"_meta": self._envelope(revision)}, revision)
         try:
             found = msgspec.json.decode(raw, type=_Discovered)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             raise _NotDiscovered("what answers server/discover is not its result") from None
         if revision.name not in found.supported_versions:
             revision = self._listed(UnknownVersion(supported=found.supported_versions))
@@ -160,7 +162,7 @@ class Handshake:
         raw = await self._ask("initialize", self._offer(revision), None)
         try:
             found = msgspec.json.decode(raw, type=_Initialized)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise _NotDiscovered(f"what answers initialize is not its result: {error}") from None
         agreed = REVISIONS.get(found.protocol_version)
         if agreed is None or not agreed.has("handshake") or self._pinned not in (None, agreed):
@@ -170,8 +172,8 @@ class Handshake:
         return Agreed(agreed, found.capabilities, found.server_info, found.instructions)
 
 
-class _NotDiscovered(CallFailed):
-    """What came is no answer to the question how to begin."""
+class _NotDiscovered(BadAnswer):
+    """The answer to `server/discover` or `initialize` is not its result."""
 
 
 def _is_final(refusal: RpcError | CallFailed) -> bool:

@@ -19,7 +19,7 @@ from wirecall.errors import BadAnswer, RpcError, ToolError
 from wirecall.logs import logger
 from wirecall.mcp.types import ERROR_META, REPLAYED_META, Audio, Content, Embedded, Image, ResourceLink, Role, Text
 from wirecall.protocol.messages import ErrorObject, decode_value
-from wirecall.protocol.replies import remote_error
+from wirecall.protocol.replies import UNREADABLE, remote_error
 
 T = TypeVar("T")
 Meta: TypeAlias = dict[str, Any]
@@ -116,7 +116,7 @@ def read_entries(entries: Iterable[Raw], kind: type[T]) -> list[T]:
     for entry in entries:
         try:
             found.append(msgspec.json.decode(entry, type=kind))
-        except msgspec.ValidationError as error:
+        except UNREADABLE as error:
             logger.warning("an entry of the server's list is left out: %s", error)
     return found
 
@@ -180,9 +180,9 @@ class Called(Struct, frozen=True):
 def read_called(raw: Raw | bytes) -> Called:
     try:
         answer = _decode_answer(raw)
-    except (msgspec.DecodeError, UnicodeError) as error:
+        structured = UNSET if answer.structured_content is UNSET else decode_value(answer.structured_content)
+    except UNREADABLE as error:
         raise _misfit(error) from None
-    structured = UNSET if answer.structured_content is UNSET else decode_value(answer.structured_content)
     return Called(read_content(answer.content), structured, answer.is_error is True, answer.meta or {})
 
 
@@ -195,7 +195,7 @@ def as_type(called: Called, wanted: type[T]) -> T:
         return _from_text(called.text, wanted)
     try:
         return msgspec.convert(called.structured, wanted)
-    except msgspec.ValidationError as error:
+    except UNREADABLE as error:
         if isinstance(called.structured, dict) and list(called.structured) == ["result"]:
             return _converted(called.structured["result"], wanted)
         raise _misfit(error) from None
@@ -206,21 +206,21 @@ def _from_text(text: str, wanted: type[T]) -> T:
         return text  # type: ignore[return-value]
     try:
         return msgspec.json.decode(text, type=wanted)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise _misfit(error) from None
 
 
 def _converted(value: Any, wanted: type[T]) -> T:
     try:
         return msgspec.convert(value, wanted)
-    except msgspec.ValidationError as error:
+    except UNREADABLE as error:
         raise _misfit(error) from None
 
 
 def _decoded(raw: Raw | bytes, wanted: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=wanted)
-    except (msgspec.DecodeError, UnicodeError) as error:
+    except UNREADABLE as error:
         raise _misfit(error) from None
 
 
@@ -321,7 +321,10 @@ def _link(item: dict[str, Any], shared: dict[str, Any]) -> ResourceLink:
 def _embedded(item: Any, shared: dict[str, Any] | None = None) -> Embedded:
     if not (isinstance(item, dict) and isinstance(item.get("uri"), str)):
         raise BadAnswer("a resource without a URI")
-    blob = base64.b64decode(item["blob"]) if isinstance(item.get("blob"), str) else None
+    try:
+        blob = base64.b64decode(item["blob"]) if isinstance(item.get("blob"), str) else None
+    except ValueError as error:
+        raise BadAnswer(f"a blob that is not base64: {error}") from None
     return Embedded(item["uri"], item.get("text"), blob, item.get("mimeType"), **(shared or {}))
 
 

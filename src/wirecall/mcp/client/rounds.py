@@ -14,6 +14,7 @@ from wirecall.client.exchange import Entry
 from wirecall.errors import BadAnswer
 from wirecall.mcp.client.host import Host
 from wirecall.mcp.client.inbox import Follower
+from wirecall.protocol.replies import UNREADABLE
 
 _MAY_ASK = frozenset({"tools/call", "prompts/get", "resources/read"})
 
@@ -66,5 +67,5 @@ def asked_by(entry: Entry) -> Asked | None:
         if kind != "input_required" or entry.method not in _MAY_ASK:
             raise BadAnswer(f"{entry.method}: a result of the unknown type {kind[:40]!r}")
         return _asked_in(entry.raw)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadAnswer(f"{entry.method}: the result cannot be read: {error}") from None

@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from urllib.parse import urljoin, urlsplit
 
-from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, WirecallError
+from wirecall.client.links import status_error
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, WirecallError
 from wirecall.transports.http_client import HttpClient
 
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -48,7 +49,7 @@ class SsePipe:
             raise NotSent("the connection is closed")
         async with self._posts.request("POST", line, {"Content-Type": JSON}) as answer:
             if answer.status >= 400:
-                raise Refused(f"HTTP {answer.status}", status=answer.status)
+                raise status_error(answer, await answer.read())
 
     async def aclose(self) -> None:
         if self._reader is not None:
@@ -80,7 +81,11 @@ class SsePipe:
                 named.set_exception(failure)
 
     def _address(self, told: str) -> str:
-        address = urljoin(self._url, told)
-        if urlsplit(address)[:2] != urlsplit(self._url)[:2]:
-            raise BadAnswer(f"the server names an address elsewhere: {address[:200]}")
+        try:
+            address = urljoin(self._url, told)
+            is_here = urlsplit(address)[:2] == urlsplit(self._url)[:2]
+        except ValueError:
+            is_here = False
+        if not is_here:
+            raise BadAnswer(f"the server must name an address at its own origin, got {told[:200]!a}")
         return address

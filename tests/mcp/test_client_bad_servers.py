@@ -1,0 +1,254 @@
+"""Servers of MCP that misbehave, on raw sockets: every call ends with an error that docs/client.md lists, in time."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.client.conftest import nothing_is_left as nothing_is_left
+from tests.client.peers import Peer, Writer, http, until
+from tests.mcp.test_client import client_of
+from wirecall import Retry
+from wirecall.errors import BadAnswer, ConnectionLost, Refused, TimedOut
+from wirecall.testing import FakeClock
+
+encode = msgspec.json.encode
+Answer = Callable[[Any], bytes]  # of a message, or of the header of a GET, to a whole HTTP answer
+
+HANDSHAKE = {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {}}
+DISCOVERED = {"resultType": "complete", "supportedVersions": ["2026-07-28"], "capabilities": {}, "ttlMs": 0}
+QUICK = Retry(attempts=3, first=0.001)
+
+
+def result(value: Any) -> Answer:
+    """An answer with a result: a value, or the bytes of one."""
+    text = value if isinstance(value, bytes) else encode(value)
+    return lambda message: http(b'{"jsonrpc":"2.0","id":%d,"result":%s}' % (message["id"], text))
+
+
+def stream(events: bytes) -> Answer:
+    """A stream of events that ends with these."""
+    return lambda _: b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + events
+
+
+def no_stream(_: Any) -> bytes:
+    return http(b"", "405 Method Not Allowed")
+
+
+done = result({"resultType": "complete", "content": []})
+
+
+class McpPeer(Peer):
+    """A server of 2025-11-25, or of 2026-07-28; `call` and `get` answer what is not the handshake."""
+
+    PATH = "/mcp"
+
+    def __init__(self, call: Answer, *, session: bytes = b"s", get: Answer = no_stream, is_newest: bool = False) -> None:
+        super().__init__(self._answer)
+        self._call = call
+        self._session = session
+        self._get = get
+        self._is_newest = is_newest
+
+    async def _answer(self, _peer: Peer, body: bytes, writer: Writer) -> None:
+        message = msgspec.json.decode(body) if body else {}
+        method, verb = message.get("method"), self.heads[-1].partition(b" ")[0]
+        if verb == b"GET":
+            answer = self._get(self.heads[-1])
+        elif verb == b"DELETE" or "id" not in message:
+            answer = http(b"", "202 Accepted")
+        elif method == "server/discover":
+            answer = result(DISCOVERED)(message) if self._is_newest else http(b"", "400 Bad Request")
+        elif method == "initialize":
+            answer = result(HANDSHAKE)(message).replace(b"\r\n\r\n", b"\r\nMcp-Session-Id: %s\r\n\r\n" % self._session, 1)
+        else:
+            answer = self._call(message)
+        writer.write(answer)
+        await writer.drain()
+        if b"\r\nConnection: close\r\n" in answer:
+            writer.close()
+
+    def methods(self) -> list[str]:
+        return [body["method"] if body else "" for body in self.bodies]
+
+
+# --- the session id --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("session", [b"a\x01b", b"\x7f", b"a\tb", b"\x1b[31m", b"\xff\xfe"])
+async def test_a_session_id_with_control_characters_is_a_bad_answer(session: bytes) -> None:
+    async with McpPeer(done, session=session) as peer:
+        with pytest.raises(BadAnswer, match="the session id must be text without control") as caught:
+            async with client_of(peer.url, "2025-11-25"):
+                raise AssertionError
+        assert caught.value.ran == "unknown"
+        assert peer.methods() == ["initialize"]  # it is sent back to nobody
+
+
+@pytest.mark.parametrize("session", [b"a b", b"x" * 8000, "é".encode()])
+async def test_any_other_session_id_goes_back_as_it_came(session: bytes) -> None:
+    async with McpPeer(done, session=session) as peer, client_of(peer.url, "2025-11-25") as client:
+        await client.call_tool("t")
+    assert all(session in head for head in peer.heads[1:])
+
+
+async def test_an_empty_session_id_is_none() -> None:
+    async with McpPeer(done, session=b"") as peer, client_of(peer.url, "2025-11-25") as client:
+        await client.call_tool("t")
+    assert not any(b"mcp-session-id" in head.lower() for head in peer.heads)
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def resumed(answer: Answer) -> Answer:
+    """GETs that go on with a stream are answered so; there is no standing stream."""
+    return lambda head: answer(head) if b"last-event-id" in head.lower() else no_stream(head)
+
+
+async def test_a_server_that_asks_to_be_asked_again_at_once_is_not_asked_all_the_time() -> None:
+    """`retry: 0` with a new place each time: there is progress, so nobody gives up, and there is a pause."""
+    clock, ids, places = FakeClock(), list[int](), iter(range(100))
+
+    def begin(message: Any) -> bytes:
+        ids.append(message["id"])
+        return stream(b"id: begin\nretry: 0\n\n")(message)
+
+    def go_on(head: Any) -> bytes:
+        place = next(places)
+        if place < 30:
+            return stream(b"id: n%d\nretry: 0\n\n" % place)(head)
+        return stream(b'data: {"jsonrpc":"2.0","id":%d,"result":{"content":[]}}\n\n' % ids[0])(head)
+
+    async with (
+        McpPeer(begin, get=resumed(go_on)) as peer,
+        client_of(peer.url, "2025-11-25", clock=clock) as client,
+    ):
+        assert (await client.call_tool("t")).content == []
+    assert len(clock.slept) == 31 and min(clock.slept) >= 0.05
+
+
+async def test_a_stream_that_brings_nothing_is_asked_for_less_and_less() -> None:
+    clock = FakeClock()
+    begin, go_on = stream(b"id: 1\nretry: 0\n\n"), resumed(stream(b""))
+    async with McpPeer(begin, get=go_on) as peer, client_of(peer.url, "2025-11-25", clock=clock) as client:
+        with pytest.raises(ConnectionLost, match="cannot be resumed") as caught:
+            await client.call_tool("t")
+        assert caught.value.ran == "unknown"
+    assert clock.slept == sorted(clock.slept) and clock.slept[-1] > 1 and len(clock.slept) == 5
+
+
+async def test_a_standing_stream_that_ends_at_once_is_asked_for_every_half_minute() -> None:
+    """After any number of tries: a pause is not doubled for ever."""
+    clock = FakeClock()
+    async with McpPeer(done, get=stream(b"retry: 0\n\n")) as peer, client_of(peer.url, "2025-11-25", clock=clock):
+        await until(lambda: len(clock.slept) > 1100)
+    assert clock.slept[:3] == [0.4, 0.8, 1.6] and clock.slept[1100] == 30.0
+
+
+@pytest.mark.parametrize("wish", [b"600000", b"9" * 12, b"9" * 5000])
+async def test_a_wish_for_a_long_pause_is_honoured_up_to_the_deadline(wish: bytes) -> None:
+    asked: list[bytes] = []
+
+    def go_on(head: Any) -> bytes:
+        asked.append(head)
+        return no_stream(head)
+
+    begin = stream(b"id: 1\nretry: " + wish + b"\n\n")
+    async with McpPeer(begin, get=resumed(go_on)) as peer, client_of(peer.url, "2025-11-25") as client:
+        with pytest.raises(TimedOut):
+            await client.call_tool("t", timeout=0.3)
+    assert asked == []
+
+
+async def test_the_id_of_an_event_that_no_header_can_carry_is_not_a_place_to_go_on_from() -> None:
+    begin = stream(b"id: a\x01b\nretry: 0\n\n")
+    async with McpPeer(begin, get=resumed(stream(b""))) as peer, client_of(peer.url, "2025-11-25", retry=QUICK) as client:
+        with pytest.raises(ConnectionLost, match="cannot be resumed"):
+            await client.call_tool("t")
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "//[", "http://127.0.0.1:99999999/", "javascript:1", "\x01"])
+async def test_an_address_that_is_none_is_not_waited_for(address: str) -> None:
+    """The transport of 2024-11-05: then the refusal of the newer one counts."""
+
+    async def behave(peer: Peer, _body: bytes, writer: Writer) -> None:
+        is_get = peer.heads[-1].startswith(b"GET")
+        writer.write(stream(f"event: endpoint\ndata: {address}\n\n".encode())(b"") if is_get else no_stream(b""))
+        if is_get:
+            await writer.drain()
+            writer.close()
+
+    class Old(Peer):
+        PATH = "/mcp"
+
+    async with Old(behave) as peer:
+        with pytest.raises(Refused, match="405"):
+            async with client_of(peer.url, timeout=5.0):
+                raise AssertionError
+
+
+# --- the beginning ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("told", "slept"), [("7", [7.0, 7.0]), ("9" * 30, []), ("Fri, 31 Dec 9999 23:59:59 GMT", [])])
+async def test_a_handshake_waits_as_long_as_the_server_asks_up_to_its_timeout(told: str, slept: list[float]) -> None:
+    clock = FakeClock()
+
+    async def busy(_peer: Peer, _body: bytes, writer: Writer) -> None:
+        writer.write(http(b"", "503 Service Unavailable", f"Retry-After: {told}"))
+
+    async with Peer(busy) as peer:
+        with pytest.raises(BadAnswer, match="503"):
+            async with client_of(peer.url, "2025-11-25", clock=clock, chance=lambda: 0.0, timeout=20.0):
+                raise AssertionError
+    assert clock.slept == slept
+
+
+@pytest.mark.parametrize("value", [5, [], {"protocolVersion": []}, b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"])
+async def test_an_answer_to_the_handshake_that_is_none_is_a_bad_answer(value: Any) -> None:
+    async def behave(_peer: Peer, body: bytes, writer: Writer) -> None:
+        writer.write(result(value)(msgspec.json.decode(body)))
+
+    async with Peer(behave) as peer:
+        with pytest.raises(BadAnswer):
+            async with client_of(peer.url, "2025-11-25"):
+                raise AssertionError
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_newest", [False, True])
+@pytest.mark.parametrize("where", [b'"structuredContent":%s', b'"_meta":{"a":%s}', b'"content":[{"type":"x","a":%s}]'])
+async def test_a_result_of_any_depth_is_read_or_is_a_bad_answer(where: bytes, is_newest: bool) -> None:
+    """The interpreter's limit is met by one decoder or the next, somewhere below 1000: nothing else may come of it."""
+    depths = iter(range(880, 1000))
+
+    def call(message: Any) -> bytes:
+        depth = next(depths)
+        told = b'{"resultType":"complete","content":[],' + where % (b"[" * depth + b"]" * depth) + b"}"
+        return result(told)(message)
+
+    async with McpPeer(call, is_newest=is_newest) as peer, client_of(peer.url) as client:
+        for _ in range(120):
+            with suppress(BadAnswer):
+                assert not (await client.call_tool("t")).is_error
+
+
+async def test_a_blob_that_is_not_base64_is_a_bad_answer() -> None:
+    async with (
+        McpPeer(result({"contents": [{"uri": "x://y", "blob": "é"}]})) as peer,
+        client_of(peer.url) as client,
+    ):
+        with pytest.raises(BadAnswer, match="a blob that is not base64"):
+            await client.read_resource("x://y")
+
+
+@pytest.mark.parametrize("ttl", [b"9" * 400, b"[]", b"true", b"-1", b'"5"'])
+async def test_a_list_may_name_any_time_to_live(ttl: bytes) -> None:
+    told = b'{"resultType":"complete","tools":[],"ttlMs":' + ttl + b"}"
+    async with McpPeer(result(told), is_newest=True) as peer, client_of(peer.url) as client:
+        assert await client.list_tools() == []
