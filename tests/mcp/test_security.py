@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -236,6 +237,16 @@ async def test_a_question_that_is_never_answered_ends(monkeypatch: pytest.Monkey
         assert (await waiting.message())["result"]["isError"] is True
 
 
+@asynccontextmanager
+async def traced() -> AsyncIterator[None]:
+    """Count the memory that Python takes meanwhile."""
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
 async def test_what_finished_streams_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_KEPT", 50_000)
     app = make_app()
@@ -255,6 +266,129 @@ async def test_what_finished_streams_hold_is_bounded(monkeypatch: pytest.MonkeyP
         assert (await client.listen(ids[0]).started()).status == 400
         again = await client.listen(ids[-1]).started()
         assert [message.get("id") for message in await again.messages()] == [None, 9]
+
+
+@pytest.mark.parametrize("revision", LEGACY)
+async def test_a_client_that_does_not_read_holds_bytes_and_not_events(revision: str) -> None:
+    """Limits.unread_bytes: however large an event is, the call waits once its client is that far behind."""
+    app, told = make_app(limits=Limits(unread_bytes=50_000)), list[int]()
+
+    @app.tool(annotations=READS)
+    async def tell(ctx: Context) -> str:
+        for number in range(30):
+            told.append(number)
+            await ctx.log("error", "x" * 9000)
+        return "told"
+
+    async with over_http(app, revision) as client:
+        exchange = client.post(client.message("tools/call", {"name": "tell"}, 7))
+        exchange.reads.clear()
+        await exchange.started()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(told) == 6  # five events are within the limit, the sixth is beyond it
+        exchange.reads.set()
+        answers = [message for message in await exchange.messages() if "id" in message]
+    assert (answers[0]["result"]["content"][0]["text"], len(told)) == ("told", 30)
+
+
+@pytest.mark.parametrize("revision", LEGACY)
+async def test_small_events_wait_for_their_reader_too(revision: str) -> None:
+    """An event costs more than its text, and none is forgotten before its reader was given it."""
+    app = make_app()
+
+    @app.tool(annotations=READS)
+    async def tell(ctx: Context) -> str:
+        for number in range(5000):
+            await ctx.log("error", number)
+        return "told"
+
+    async with over_http(app, revision) as client:
+        exchange = client.post(client.message("tools/call", {"name": "tell"}, 7))
+        exchange.reads.clear()
+        await exchange.started()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        exchange.reads.set()
+        messages = await exchange.messages()
+    assert [message["params"]["data"] for message in messages if "params" in message] == list(range(5000))
+
+
+async def test_calls_without_a_reader_hold_no_more_than_all_streams_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_KEPT", 1_000_000)
+    app, left, gate, told = make_app(), asyncio.Semaphore(0), asyncio.Event(), asyncio.Semaphore(0)
+
+    @app.tool(annotations=READS)
+    async def tell(ctx: Context) -> str:
+        await ctx.log("error", "first")
+        await left.acquire()
+        for _ in range(20):
+            await ctx.log("error", "x" * 90_000)
+            await asyncio.sleep(0)
+        told.release()
+        await gate.wait()
+        return "told"
+
+    async with over_http(app, R4) as client, traced():
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(5):
+            exchange = client.post(client.message("tools/call", {"name": "tell"}, number))
+            await exchange.event()
+            exchange.leave()
+            left.release()
+            async with asyncio.timeout(PATIENCE):
+                await told.acquire()
+        held = tracemalloc.get_traced_memory()[0] - before
+        gate.set()
+    assert held < 1_000_000 + 5 * 100_000 + 500_000  # the newest event of each call stays, and some is not about events
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_a_progress_token_is_bounded(revision: str) -> None:
+    app = make_app()
+
+    @app.tool(annotations=READS)
+    async def tell(ctx: Context) -> str:
+        await ctx.progress(1)
+        return "told"
+
+    async with over_http(app, revision) as client:
+        assert (await client.tool("tell", meta={"progressToken": "t" * 1024}))["content"][0]["text"] == "told"
+        error = await client.tool_error("tell", meta={"progressToken": "t" * 1025})
+        assert error["code"] == -32602
+        assert "params._meta.progressToken: expected str of length <= 1024" in error["data"]["reason"]
+        long = await client.post({**client.message("tools/call", {"name": "tell"}), "id": "i" * 4301}).json()
+        assert "id: longer than 4300 characters" in long["error"]["data"]["reason"]
+
+
+@pytest.mark.parametrize("kind", ["callers", "sessions"])
+async def test_one_caller_leaves_streams_to_the_others(kind: str) -> None:
+    """Limits.streams_per_caller counts the streams of a caller, and those of a session if callers have no names."""
+    more: Any = {"authenticate": lambda headers: headers.get("authorization")} if kind == "callers" else {}
+    app = make_app(limits=Limits(streams=3, streams_per_caller=2), **more)
+    told = asyncio.Event()
+
+    @app.tool(annotations=READS)
+    async def tell(ctx: Context) -> str:
+        await ctx.log("error", "told")
+        await told.wait()
+        return "told"
+
+    async with (
+        over_http(app, R4, headers={"authorization": "ann"}) as ann,
+        over_http(app, R4, headers={"authorization": "bob"}) as bob,
+    ):
+        bob.asgi = ann.asgi  # one server, two clients
+        await bob.open()
+        held = [ann.post(ann.message("tools/call", {"name": "tell"}, number)) for number in range(2)]
+        for exchange in held:
+            await exchange.event()
+        assert (await ann.listen().started()).status == 503
+        assert (await bob.listen().started()).status == 200
+        told.set()
+        for exchange in held:
+            await exchange.messages()
+        assert (await ann.listen().started()).status == 200
 
 
 async def test_a_stream_forgets_what_was_read_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ that a struct does not name are tolerated, as the schemas of all revisions do.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -161,7 +161,8 @@ ERROR_META = "io.wirecall/error"
 # Under `capabilities.experimental`: the server honours KEY_META. Of the calls of a tool with one key, one runs.
 KEYS_CAPABILITY = "io.wirecall/idempotency"
 
-ProgressToken: TypeAlias = str | int
+MAX_TOKEN = 1024  # characters of a progress token: every event of the call repeats it
+ProgressToken: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)] | int
 
 
 class Meta(Struct, frozen=True, gc=False):

@@ -48,6 +48,12 @@ class Limits(Struct, frozen=True, kw_only=True):
     write_time: float = 30.0
     # Streams (SSE) of one process open at once. Each holds a connection and a task, and a process has few thousand files.
     streams: int = 1000
+    # Streams of one caller, or of one session of an anonymous caller. One caller must not take the places of all others;
+    # an agent that makes a hundred calls side by side still sees the progress of each.
+    streams_per_caller: int = 100
+    # Bytes of one stream that its client has not read yet; then the call waits for the client. It times `streams` is all
+    # that slow clients can hold: 256 MB.
+    unread_bytes: int = 256 << 10
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:

@@ -18,6 +18,7 @@ The rules of the file:
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any, TypeAlias
@@ -64,6 +65,7 @@ class HttpServer:
         self._shutdown = shutdown
         self._active: dict[Request, asyncio.Task[Any] | None] = {}
         self._streams: set[Request] = set()
+        self._held: Counter[str] = Counter()  # streams of each caller, or of each session of an anonymous one
         self._cut: set[Request] = set()
         self._idle: asyncio.Event | None = None
         self._deadline = self._cut_at = 0.0
@@ -92,7 +94,7 @@ class HttpServer:
                     await request.respond(204, headers=answer)
                     return
             if self._authenticate is not None and request.path not in PROBES:
-                request.caller = await self._identify(self._authenticate, request.headers)
+                request.caller = request.holder = await self._identify(self._authenticate, request.headers)
             await endpoint(request)
         except HttpError as refusal:
             await self._refuse(request, refusal)
@@ -158,11 +160,20 @@ class HttpServer:
             return
         if len(self._streams) >= self.limits.streams or self.stopping.is_set():
             raise HttpError(503, "no further stream can be opened now", [("retry-after", "1")])
+        if request.holder:
+            if self._held[request.holder] >= self.limits.streams_per_caller:
+                raise HttpError(503, "this caller has too many streams open: close one", [("retry-after", "1")])
+            self._held[request.holder] += 1
         self._streams.add(request)
 
     def _leave(self, request: Request) -> None:
         del self._active[request]
-        self._streams.discard(request)
+        if request in self._streams:
+            self._streams.discard(request)
+            if request.holder:
+                self._held[request.holder] -= 1
+                if not self._held[request.holder]:
+                    del self._held[request.holder]
         request.release()
         if not self._active and self._idle is not None:
             self._idle.set()

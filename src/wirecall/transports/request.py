@@ -125,7 +125,7 @@ class Request:
 
     __slots__ = (
         *("_body", "_coming", "_receive", "_send", "_server", "_watched"),
-        *("caller", "headers", "method", "path", "started"),
+        *("caller", "headers", "holder", "method", "path", "started"),
     )
 
     def __init__(self, server: Around, scope: Scope, path: str, receive: Receive, send: Send) -> None:
@@ -133,6 +133,7 @@ class Request:
         self.path = path
         self.headers = Headers(scope["headers"])
         self.caller = ANONYMOUS
+        self.holder = ""  # whose share an open stream counts against; "": there is none
         self.started = False  # a response has begun
         self._server = server
         self._receive = receive

@@ -19,7 +19,7 @@ from msgspec import UNSET
 from wirecall.errors import Gone, InvalidParams, InvalidRequest, RpcError
 from wirecall.jsonrpc import make_batch
 from wirecall.mcp import headers
-from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
+from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED
 from wirecall.mcp.server import gate
 from wirecall.mcp.server.asking import Session
 from wirecall.mcp.server.gate import Incoming, Response
@@ -82,7 +82,7 @@ class Handshake:
             return
         if message.method in _FOR_ALL:
             self._others.pass_on(request.caller, request.headers.get(SESSION), await request.body())
-        channel = self._channel(request, session.revision)
+        channel = self._channel(request, known)
         answering = self._server.answer(message, session, channel, caller=request.caller, key=key_of(request))
         await self._serve(request, known, channel, _one(answering, channel))
 
@@ -126,7 +126,7 @@ class Handshake:
             reason = "Idempotency-Key is for a single call: use _meta in each entry"
             await refuse(request, InvalidParams(reason), None, revision)
             return
-        channel = self._channel(request, revision)
+        channel = self._channel(request, known)
         begin = partial(self._entry, known.session, channel, request.caller)
         limit = self._limits.concurrency
         entries = gate.without_doubles(entries)
@@ -137,7 +137,7 @@ class Handshake:
     async def _entry(self, session: Session, channel: Channel, caller: str, entry: Incoming, position: int) -> bytes | None:
         answer = await self._server.answer(entry, session, channel, caller=caller, position=position)
         if answer is not None and channel.is_used:
-            channel.put(answer)  # the stream is open: nobody waits for the slowest
+            await channel.send(answer)  # the stream is open: each answer goes out when it is ready
             return None
         return answer
 
@@ -147,6 +147,7 @@ class Handshake:
         """The work goes on when the client leaves (a disconnect is no cancel); so it is a task of its own."""
         task = self._begun(work)
         task.add_done_callback(lambda _: channel.started.set())
+        task.add_done_callback(lambda _: self._shelf.put(known.channels, channel))
         with channel.reading():
             await channel.started.wait()
             if task.cancelled():
@@ -156,13 +157,15 @@ class Handshake:
                 await request.respond(200, answer, headers=_replayed(channel, answer))
             elif channel.is_used or not task.done():
                 known.keep(channel)
-                task.add_done_callback(lambda _: self._shelf.put(known.channels, channel))
                 await channel.follow(request)
             else:
                 await request.respond(202)
 
-    def _channel(self, request: Request, revision: Revision) -> Channel:
-        return Channel(request, numbered=revision.has("http resume"), primed=revision.has("http priming event"))
+    def _channel(self, request: Request, known: Known) -> Channel:
+        request.holder = request.holder or known.id
+        has = known.session.revision.has
+        unread = self._limits.unread_bytes
+        return Channel(request, self._shelf, unread, numbered=has("http resume"), primed=has("http priming event"))
 
     def _begun(self, work: Any) -> "asyncio.Task[Any]":
         task = asyncio.get_running_loop().create_task(work)
@@ -208,6 +211,7 @@ class Handshake:
             await channel.follow(request, int(number))
 
     async def _stand(self, request: Request, known: Known) -> None:
+        request.holder = request.holder or known.id
         outlet = Direct(request)
         listener = session_listener(known.session)
         self._server.hub.add(listener)

@@ -41,7 +41,8 @@ _decode = msgspec.json.Decoder(_Negotiated).decode
 class Known:
     """A session, and what this process keeps for it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, id: str = "") -> None:
+        self.id = id
         self.session = session
         self.channels: OrderedDict[str, Channel] = OrderedDict()
         self._standing: Listener | None = None
@@ -99,7 +100,7 @@ class Sessions:
             raise HttpError(404, "the session has ended: send initialize")
         if known is None:
             told = _decode(value)
-            known = self._known[id] = Known(Session(REVISIONS[told.revision], told.capabilities))
+            known = self._known[id] = Known(Session(REVISIONS[told.revision], told.capabilities), id)
             self._make_room()
         self._known.move_to_end(id)
         return known

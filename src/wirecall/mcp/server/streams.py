@@ -17,10 +17,10 @@ from wirecall.errors import Gone
 from wirecall.transports.request import HttpError, Request
 
 KEEP_ALIVE = 15.0  # seconds; proxies cut what is silent for longer
-MAX_EVENTS = 1000  # of one channel, kept for a reader who comes back
-MAX_BYTES = 4 << 20  # of those that a reader has seen, or that nobody reads
-MAX_KEPT = 64 << 20  # bytes of all channels that are finished
-BEHIND = 100  # events that a reader may be behind before who sends waits for it
+MAX_BYTES = 4 << 20  # of one channel's events that a reader has seen, or that have no reader
+MAX_KEPT = 64 << 20  # bytes of all channels
+EVENT = 200  # bytes that an event takes besides its text
+CHANNEL = 4096  # bytes that a channel takes besides its events
 
 _COMMENT = b": keep-alive\n\n"
 
@@ -124,49 +124,52 @@ class Direct:
 
 
 class Channel:
-    """The events of one request of an older revision, and what became of them."""
+    """The events of one request of an older revision, kept for a reader that comes back."""
 
     is_shared = False
 
-    def __init__(self, request: Request, *, numbered: bool, primed: bool) -> None:
+    def __init__(self, request: Request, shelf: "Shelf", unread: int, *, numbered: bool, primed: bool) -> None:
         self.id = os.urandom(6).hex()
         self.stopping = request.stopping
-        self._enter = request.enter_stream
-        self._is_refused = False  # there is no place for a stream, so the answer comes alone
         self.replayed: list[int | str] = []
         self.started = asyncio.Event()  # there is something to send before the answer
         self.finished = False
+        self.is_used = False  # something was sent before the answer
+        self.size = 0  # bytes of the events that are kept
+        self._enter = request.enter_stream
+        self._is_refused = False  # there is no place for a stream, so the answer comes alone
+        self._shelf = shelf
+        self._max_unread = unread
         self._numbered = numbered
         self._primed = primed
-        self._events: deque[tuple[int, bytes]] = deque()
-        self.size = 0  # bytes of the events that are kept
+        self._events: deque[bytes] = deque()
+        self._first = 0  # the number of the oldest event that is kept
         self._count = 0
         self._read = -1  # the last event that a reader was given
+        self._unread = 0  # bytes of the events behind it
         self._readers = 0
         self._news = asyncio.Event()
         self._caught_up = asyncio.Event()
         self._hung_up = False
-        self.is_used = False  # something was sent before the answer
-        if primed:
-            self._put(b"id: " + self._name(0).encode() + b"\ndata: \n\n")
 
     async def send(self, message: bytes) -> None:
         """Keep an event for the reader, and wait while the reader is too far behind. Gone if there is no stream."""
         self._begin()
         self.put(message)
-        while self._readers and self._count - self._read > BEHIND:
+        while self._readers and self._unread > self._max_unread:
             self._caught_up.clear()
             await self._caught_up.wait()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """As long as somebody reads, or is about to."""
+        """Count a reader, from before its connection is open until it has left."""
         self._readers += 1
         try:
             yield
         finally:
             self._readers -= 1
             self._caught_up.set()
+            self._forget()
 
     async def hang_up(self, retry: float) -> None:
         """End the reader's connection after telling it when to come back; only 2025-11-25 allows that."""
@@ -176,41 +179,40 @@ class Channel:
             self._hung_up = True
 
     def put(self, message: bytes) -> None:
+        """Keep an event for the reader, however far behind it is."""
         self._put(event(message, self._name(self._count) if self._numbered else None))
 
     def finish(self) -> None:
-        """Nothing will be added."""
+        """Let readers end: no event will be added."""
         self.finished = True
         self._news.set()
 
     def has_all_after(self, number: int) -> bool:
-        """Whether a reader that has seen this event can be given every one that came behind it."""
-        return number < self._count and (not self._events or self._events[0][0] <= number + 1)
+        """Return whether every event behind this one is still kept."""
+        return self._first - 1 <= number < self._count
 
     async def follow(self, request: Request, after: int = -1) -> None:
         """Write the events behind `after` to a reader, and those to come, until the end or until it leaves."""
         self._hung_up = self._hung_up and after < 0
         await request.open_stream()
         while True:
-            for number, chunk in [pair for pair in self._events if pair[0] > after]:
+            while after + 1 < self._count:  # more may come while one is written
+                after = max(after + 1, self._first)
+                chunk = self._events[after - self._first]
                 await request.write(chunk)
-                after = number
-                self._read = max(self._read, number)
-            self._caught_up.set()
-            if self._count - 1 <= after and (self.finished or self._hung_up):  # more may have come while one was written
+                if after > self._read:
+                    self._read = after
+                    self._unread -= len(chunk) + EVENT
+                self._caught_up.set()
+            if self.finished or self._hung_up:
                 break
-            await self._wait(request, after)
+            self._news.clear()
+            try:
+                async with asyncio.timeout(KEEP_ALIVE):
+                    await self._news.wait()
+            except TimeoutError:
+                await request.write(_COMMENT)
         await request.close_stream()
-
-    async def _wait(self, request: Request, after: int) -> None:
-        self._news.clear()
-        if self._count - 1 > after or self.finished or self._hung_up:
-            return
-        try:
-            async with asyncio.timeout(KEEP_ALIVE):
-                await self._news.wait()
-        except TimeoutError:
-            await request.write(_COMMENT)
 
     def _begin(self) -> None:
         """Make the answer a stream with its first event. The stream takes its place now: once an event is kept, the answer
@@ -227,37 +229,54 @@ class Channel:
                 raise Gone("no stream is free: the answer is sent without events") from error
         self.is_used = True
         self.started.set()
+        if self._primed:
+            self._put(b"id: " + self._name(0).encode() + b"\ndata: \n\n")
 
     def _put(self, chunk: bytes) -> None:
-        self._events.append((self._count, chunk))
+        size = len(chunk) + EVENT
+        self._events.append(chunk)
         self._count += 1
-        self.size += len(chunk)
-        while len(self._events) > MAX_EVENTS or (self.size > MAX_BYTES and self._may_forget()):
-            self.size -= len(self._events.popleft()[1])
+        self.size += size
+        self._unread += size
+        self._shelf.size += size
+        self._shelf.make_room()
+        self._forget()
         self._news.set()
 
-    def _may_forget(self) -> bool:
-        return len(self._events) > 1 and (not self._readers or self._events[0][0] <= self._read)
+    def _forget(self) -> None:
+        """Drop the oldest events of a channel that holds too much: never the newest, and none that a reader waits for."""
+        while (self.size > MAX_BYTES or self._shelf.size > MAX_KEPT) and len(self._events) > 1:
+            if self._first > self._read:
+                if self._readers:
+                    break
+                self._read = self._first
+                self._unread -= len(self._events[0]) + EVENT
+            size = len(self._events.popleft()) + EVENT
+            self._first += 1
+            self.size -= size
+            self._shelf.size -= size
 
     def _name(self, number: int) -> str:
         return f"{self.id}.{number}"
 
 
 class Shelf:
-    """The channels that are finished, for readers who come back. When they hold too much, the oldest are given up."""
-
-    OWN = 4096  # bytes of a channel without its events, as measured
+    """Counts the bytes of all channels, and keeps those that are finished for readers that come back."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[dict[str, Channel], Channel, int]] = deque()
+        self._finished: deque[tuple[dict[str, Channel], Channel]] = deque()
         self.size = 0
 
     def put(self, owner: dict[str, Channel], channel: Channel) -> None:
-        """`owner` is where the channel is looked for, by its id."""
-        size = channel.size + self.OWN
-        self._kept.append((owner, channel, size))
-        self.size += size
-        while self.size > MAX_KEPT:
-            owner, channel, size = self._kept.popleft()
+        """Keep a channel that is finished; `owner` is where readers look for it, by its id."""
+        if channel.is_used:
+            self._finished.append((owner, channel))
+            self.size += CHANNEL
+            self.make_room()
+
+    def make_room(self) -> None:
+        """Give up the oldest of the channels that are finished, while all of them hold too much."""
+        while self.size > MAX_KEPT and self._finished:
+            owner, channel = self._finished.popleft()
             owner.pop(channel.id, None)
-            self.size -= size
+            self.size -= channel.size + CHANNEL
