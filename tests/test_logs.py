@@ -3,7 +3,10 @@
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +157,72 @@ def test_the_json_formatter_gives_one_object_per_record(log: Collector) -> None:
     assert "position" not in first
     assert "ValueError: secret" in failed["exception"]
     assert last["code"] == -32603
+
+
+# --- what callers choose forges nothing ----------------------------------------------------------------------------------
+
+# A new line, a terminal's colour, the same with C1, text turned around, other line ends, invisible characters.
+HOSTILE = "a\r\n2026-11-16 INFO b \x1b[31m \x9b31m \u202e \u2066 \u2028 \u200b \x00 \x7f \U000e0001 z"
+SHOWN = r"a\u000d\u000a2026-11-16 INFO b \u001b[31m \u009b31m \u202e \u2066 \u2028 \u200b \u0000 \u007f \udb40\udc01 z"
+
+
+def hostile(kind: str) -> tuple[App, bytes, str]:
+    """An app, a call with hostile text in one place, and its caller."""
+    app = served()
+
+    @app.command
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    params: dict[str, Any] = {"text": HOSTILE if kind == "exception" else "x"}
+    name = HOSTILE if kind == "method" else "fail"
+    return app, call(name, params, id=HOSTILE if kind == "id" else 1), HOSTILE if kind == "caller" else "ada"
+
+
+@pytest.mark.parametrize("kind", ["method", "id", "caller", "exception"])
+async def test_what_a_caller_chooses_is_escaped_for_every_formatter(log: Collector, kind: str) -> None:
+    app, message, caller = hostile(kind)
+    await app.handle(message, caller=caller)
+    formats = (
+        logging.Formatter(),
+        logging.Formatter("%(message)s %(method)s %(correlation_id)s %(caller)s %(idempotency_key)s"),
+        JsonFormatter(),
+    )
+    printed = [each.format(record) for record in log.records for each in formats]
+    lines = [line for text in printed for line in text.split("\n")]
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith("2026") for line in lines)
+    shown = SHOWN.replace("\\", "\\\\")
+    if kind == "exception":
+        assert any("2026-11-16 INFO b \\u001b" in line for line in lines)
+    else:
+        assert any(SHOWN in line for line in lines)
+        assert any(shown in line and json.loads(line) for line in lines if line.startswith("{"))
+
+
+async def test_the_key_of_a_record_is_escaped_too(log: Collector) -> None:
+    """Keys are checked before a call runs; what is logged of a refused one is still what its caller chose."""
+    from wirecall.logs import called, failed
+
+    called(method=HOSTILE, outcome="error", duration_ms=1.0, idempotency_key=HOSTILE, caller=HOSTILE)
+    failed(HOSTILE, HOSTILE, ValueError("x"), caller=HOSTILE, key=HOSTILE)
+    assert log.facts("method", "idempotency_key", "caller") == [(SHOWN, SHOWN, SHOWN)] * 2
+    assert [record.getMessage().count(SHOWN) for record in log.records] == [1, 4]
+
+
+@pytest.mark.parametrize("how", ["default", "text", "json"])
+@pytest.mark.parametrize("kind", ["method", "id", "exception"])
+def test_no_line_is_forged_on_stderr(how: str, kind: str) -> None:
+    """With the logging that a program has without asking for any, and with `wirecall serve --log`."""
+    script = f"""
+from tests.test_logs import hostile
+from wirecall.cli.serve import log_calls
+import sys
+log_calls("off" if {how!r} == "default" else {how!r})
+app, message, caller = hostile({kind!r})
+app.handle_sync(message)
+"""
+    path = Path(__file__).parents[1]
+    printed = subprocess.run([sys.executable, "-c", script], cwd=path, capture_output=True, check=True).stderr.decode()
+    assert how == "default" or printed
+    assert all(line.isprintable() and not line.startswith("2026") for line in printed.split("\n"))

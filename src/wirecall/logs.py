@@ -10,16 +10,62 @@ Every record carries its facts as attributes, so that a formatter or a filter ne
 `method`, `kind`, `position` (in a batch, from 0), `duration_ms`, `outcome`, `code` (of an error), `caller` and
 `idempotency_key`. Clients count their ids from 1, so an id alone names no command: caller, method and key do, as in the
 ledger. Params and results are not logged: they are the user's, and they may be secret.
+
+Callers choose method names, ids and keys, and exceptions quote them. So that none of these can forge a line or steer a
+terminal, every record of this logger has control, bidi and other invisible characters escaped (a newline is \\u000a),
+whatever handlers and formatters the program uses.
 """
 
 import logging
+import traceback
 from typing import Any
 
 import msgspec
 
-logger = logging.getLogger("wirecall")
-
 FIELDS = ("correlation_id", "method", "kind", "position", "duration_ms", "outcome", "code", "caller", "idempotency_key")
+
+
+def escaped(text: str) -> str:
+    """Return the text with every character that is not printable escaped as in JSON: a newline is \\u000a."""
+    if text.isprintable():
+        return text
+    signs = []
+    for sign in text:
+        if not sign.isprintable():
+            units = sign.encode("utf-16-be", "surrogatepass").hex()
+            sign = "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
+        signs.append(sign)
+    return "".join(signs)
+
+
+class Escaping(logging.Filter):
+    """Escapes the message, the facts and the traceback of a record before any handler sees it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if not message.isprintable():
+            record.msg, record.args = escaped(message), ()
+        for name in FIELDS:
+            value = getattr(record, name, None)
+            if isinstance(value, str):
+                setattr(record, name, escaped(value))
+        if record.exc_info and record.exc_info[1] is not None:
+            # A traceback has lines of its own. The further lines of what an exception says are indented, so that they do not
+            # look like lines of the log.
+            pieces = traceback.format_exception(record.exc_info[1])
+            lines = []
+            for piece in pieces:
+                first, *more = piece.strip("\n").split("\n")
+                lines += [first, *(line if line[:1].isspace() else f"    {line}" for line in more)]
+            text = "\n".join(map(escaped, lines))
+            # Where nothing was to be escaped, a formatter keeps its own way to show an exception.
+            if text != "\n".join(piece.strip("\n") for piece in pieces):
+                record.exc_text = text
+        return True
+
+
+logger = logging.getLogger("wirecall")
+logger.addFilter(Escaping())
 
 
 def called(**facts: Any) -> None:
@@ -41,19 +87,17 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        facts = {name: _plain(getattr(record, name)) for name in FIELDS if getattr(record, name, None) is not None}
         document = {
             "time": record.created,
             "level": record.levelname,
             "logger": record.name,
-            "message": _plain(record.getMessage()),
-            **facts,
+            "message": escaped(record.getMessage()),
         }
+        for name in FIELDS:
+            value = getattr(record, name, None)
+            if value is not None:
+                document[name] = escaped(value) if isinstance(value, str) else value
         if record.exc_info:
-            document["exception"] = _plain(self.formatException(record.exc_info))
+            text = record.exc_text or self.formatException(record.exc_info)
+            document["exception"] = "\n".join(map(escaped, text.split("\n")))
         return msgspec.json.encode(document, enc_hook=str).decode()
-
-
-def _plain(value: Any) -> Any:
-    """A text that UTF-8 can carry: a file's name may hold what it cannot."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
