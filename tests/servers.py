@@ -86,6 +86,13 @@ class Server:
         """End it without a chance to clean up."""
         self._end(signal.SIGKILL)
 
+    def send(self, what: signal.Signals) -> None:
+        """Send a signal to all its processes."""
+        assert self.process is not None
+        head = psutil.Process(self.process.pid)
+        for process in (head, *head.children(recursive=True)):
+            process.send_signal(what)
+
     def close(self) -> None:
         """End it and remove its data."""
         atexit.unregister(self.close)
@@ -279,6 +286,12 @@ class Postgres(Server):
                 child.kill()
                 while child.status() != psutil.STATUS_ZOMBIE:  # who adopts it may take its time to bury it
                     time.sleep(0.001)
+
+    def run(self, *statements: str) -> None:
+        """Statements of an operator, who may write also where nobody else may."""
+        with psycopg.connect(self.url, autocommit=True, options="-c default_transaction_read_only=off") as db:
+            for statement in statements:
+                db.execute(statement.encode())
 
     def _answers(self) -> bool:
         with suppress(psycopg.OperationalError):

@@ -21,7 +21,7 @@ from wirecall.server.policy import ANONYMOUS, Limits, Mode, Policy
 from wirecall.server.terms import Done, Execution, Kind, NotDone, Terms
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, Lock
+    from asyncio import AbstractEventLoop, Lock, Task
     from contextlib import AbstractAsyncContextManager
 
     from wirecall.audit import Audit
@@ -38,6 +38,10 @@ Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None
 MODE_VARIABLE = "WIRECALL_MODE"
 SECRET_VARIABLE = "WIRECALL_SECRET"
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
+
+# Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
+ASK_EVERY = 1.0
+ASK_WITHIN = 2.0
 
 
 class App(Declarations):
@@ -92,6 +96,7 @@ class App(Declarations):
         self._dispatcher: Dispatcher | None = None
         self._ledger: Ledger | None = None
         self._locked: tuple[AbstractEventLoop, Lock] | None = None
+        self._question: tuple[float, Task[str | None]] | None = None  # to the ledger, by `/readyz`, and when it was asked
         self._add_discover()
 
     def configure(
@@ -237,15 +242,30 @@ class App(Declarations):
             )
 
     async def _not_ready(self) -> str | None:
+        """The reason why commands would be refused now, or None. Probes that come together share one question."""
+        import asyncio
+
         from wirecall.ledger.base import LedgerDown
         from wirecall.logs import logger
 
-        try:
-            await self.ledger()
-        except (LedgerDown, UsageError) as error:
-            logger.error("not ready: the ledger: %s", error)  # where it is, and what it said, is nobody else's business
-            return "the ledger cannot be reached"
-        return None
+        async def ask() -> str | None:
+            try:
+                await (await self.ledger()).ping()
+            except (LedgerDown, UsageError) as error:
+                logger.error("not ready: the ledger: %s", error)  # its address and its words are not for every prober
+                return "the ledger cannot be reached, or takes no writes"
+            return None
+
+        loop = asyncio.get_running_loop()
+        last = self._question
+        if not last or last[1].get_loop() is not loop or (last[1].done() and loop.time() >= last[0] + ASK_EVERY):
+            last = self._question = loop.time(), loop.create_task(ask())
+        asked_at, question = last
+        # A question that is not answered in time stays the only one: each would hold a connection, or a place in a queue.
+        await asyncio.wait({question}, timeout=max(0.0, asked_at + ASK_WITHIN - loop.time()))
+        if not question.done():
+            return f"the ledger did not answer within {ASK_WITHIN:g} s"
+        return question.result()
 
     # --- MCP ---------------------------------------------------------------------------------------------------------
 

@@ -1165,6 +1165,14 @@ def test_one_handle_serves_two_event_loops_one_after_another(store: Store) -> No
     asyncio.run(end(*asyncio.run(begin())))
 
 
+async def test_a_ping_leaves_nothing_behind(ledger: Ledger, store: Store) -> None:
+    record = await granted(ledger)
+    await asyncio.gather(*(ledger.ping() for _ in range(8)))
+    assert [found.id for found in await ledger.list()] == [ID]
+    assert sum((await ledger.counts()).values()) == 1
+    assert same(await ledger.get(ID), record)
+
+
 # --- a server that goes away -----------------------------------------------------------------------------------------
 
 
@@ -1182,6 +1190,7 @@ async def test_a_server_that_is_gone_is_ledger_down_and_comes_back_with_its_reco
     try:
         actions: list[Awaitable[Any]] = [change(ledger, token) for change in CHANGES.values()]
         actions += [ledger.claim(claim_of()), ledger.get(ID), ledger.list(), ledger.counts(), ledger.sweep()]
+        actions.append(ledger.ping())
         actions += [ledger.resolve(ID, None), store.open()]
         results = await asyncio.gather(*actions, return_exceptions=True)
         assert [type(result) for result in results] == [LedgerDown] * len(actions)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tests.calls import call, make_app
+from tests.transports import ask
 from wirecall import App, Context, Done, NotDone
 
 LEASE = 0.3
@@ -296,6 +297,9 @@ class Served:
 
     async def read(self) -> None:
         self._say("read", json.loads(await self._app.handle(call("read")) or b"null")["result"])
+
+    async def ready(self) -> None:
+        self._say("ready", (await ask(self._app.asgi(), "/readyz", method="GET")).status)
 
     async def go(self) -> None:
         self._go.set()

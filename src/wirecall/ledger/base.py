@@ -220,6 +220,10 @@ class Ledger(Protocol):
         """
         ...
 
+    async def ping(self) -> None:
+        """Write something that no reader sees; raises `LedgerDown` if a command could not be recorded now either."""
+        ...
+
     async def aclose(self) -> None:
         """Give back what was opened."""
         ...

@@ -145,6 +145,9 @@ class MemoryLedger:
                 row.record = msgspec.structs.replace(row.record, outcome=None)  # an interim answer is no outcome
         return len(due)
 
+    async def ping(self) -> None:
+        """A dict takes every write."""
+
     async def aclose(self) -> None:
         """Nothing to give back; the records stay for the life of the object."""
 

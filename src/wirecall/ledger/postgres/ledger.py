@@ -25,6 +25,7 @@ from wirecall.ledger.postgres.pool import Pool
 from wirecall.ledger.postgres.rows import SQL, Rows, completion_of, id_of, outcome_of, record_of, token_of
 from wirecall.ledger.postgres.schema import migrate
 from wirecall.ledger.postgres.transaction import PostgresTransaction, opened
+from wirecall.process import new_nonce
 
 # Connections per event loop; `?pool=` in the URL changes it. An open transaction holds one.
 POOL = 10
@@ -139,6 +140,9 @@ class PostgresLedger:
     async def sweep(self, limit: int = 500) -> int:
         ((changed,),) = await self._ask("sweep", limit=limit)
         return int(changed)
+
+    async def ping(self) -> None:
+        await self._ask("ping", key=new_nonce().hex())
 
     async def aclose(self) -> None:
         self._closed = True

@@ -40,6 +40,7 @@ from wirecall.ledger.redis.scripts import (
     GET,
     HEARTBEAT,
     LAPSE,
+    PING,
     RELEASE,
     RESOLVE,
     STATE,
@@ -158,6 +159,20 @@ class RedisLedger:
                 break
         return changed
 
+    async def ping(self) -> None:
+        """As in every ledger. In a cluster, every primary is asked, and one that takes a write is enough: as long as
+        some commands can be recorded, the others are refused one by one."""
+        names: dict[Address, bytes] = {}  # a key for each primary; without a colon, so it cannot be taken for a record's
+        number = 0
+        while len(names) < len(self._map.primaries):
+            name = self._prefix + b"ping-%d" % number
+            names.setdefault(self._map.holder(name), name)
+            number += 1
+        answers = await asyncio.gather(*(self._run_on(PING, name) for name in names.values()), return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if len(errors) == len(answers):
+            raise errors[0]
+
     @property
     def _at_end(self) -> bool:
         return not self._round and not self._unswept
@@ -224,7 +239,10 @@ class RedisLedger:
             await net.aclose()
 
     async def _run(self, script: Script, id: RecordId, *args: Any) -> Any:
-        net, name = self._net(), self._name(id)
+        return await self._run_on(script, self._name(id), *args)
+
+    async def _run_on(self, script: Script, name: bytes, *args: Any) -> Any:
+        net = self._net()
         try:
             return await net.ask(name, ("EVALSHA", script.sha, 1, name, *args), writes=script.writes)
         except LedgerDown as error:

@@ -153,6 +153,9 @@ class SqliteLedger:
         changed: int = await self._running().ask(Job("sweep", partial(self._table.sweep, limit)))
         return changed
 
+    async def ping(self) -> None:
+        await self._running().ask(Job("sweep", self._table.ping))
+
     def transaction(self, claim: Claim, wait: float) -> HandlerTransaction:
         """The write lock of the file, until the end of the block: all other writes wait for it, so be short.
 

@@ -262,6 +262,13 @@ class Table:
         self.change("unclaim_first", values, db, fences)
         self.change("unclaim_later", values, db, fences)
 
+    def ping(self, db: apsw.Cursor, fences: Fences) -> None:
+        """Write a row and remove it: pages go to the disk, and no reader sees the row."""
+        id = RecordId("", "wirecall.ping", uuid.uuid4().hex)
+        claim = Claim(id=id, fingerprint=b"", nonce=b"", lease=0, retention=0, on_crash="unknown")
+        self.insert(claim, db, fences.next(db))
+        db.execute(SQL["remove"], (id.caller, id.method, id.key))
+
     def sweep(self, limit: int, db: apsw.Cursor, _: Fences) -> int:
         due = [Row(*row) for row in db.execute(SQL["due"], {"wall": self._wall(), "limit": limit})]
         return sum(self._swept(row, db) for row in due)
