@@ -71,6 +71,22 @@ def desk() -> App:
         return f"{found.role} {found.model} {found.text}"
 
     @app.tool(annotations=READS)
+    async def with_tools(ctx: Context) -> str:
+        return (await ctx.sample("Think", tools=[{"name": "add", "inputSchema": {"type": "object"}}])).text
+
+    @app.tool(annotations=READS)
+    async def with_choice(ctx: Context) -> str:
+        return (await ctx.sample("Think", toolChoice={"mode": "none"})).text
+
+    @app.tool(annotations=READS)
+    async def with_context(ctx: Context) -> str:
+        return (await ctx.sample("Think", includeContext="thisServer")).text
+
+    @app.tool(annotations=READS)
+    async def without_context(ctx: Context) -> str:
+        return (await ctx.sample("Think", includeContext="none")).text
+
+    @app.tool(annotations=READS)
     async def roots(ctx: Context) -> str:
         return " ".join(root.uri for root in await ctx.roots())
 
@@ -494,6 +510,16 @@ CAPABLE: list[tuple[str, str, Any, bool]] = [
     ("sample", R5, {}, False),
     ("roots", R5, {"roots": {"listChanged": True}}, True),
     ("all", R5, {"sampling": {}, "roots": {}}, False),
+    *(("with_tools", revision, {"sampling": {"tools": {}}}, False) for revision in (R1, R2, R3)),
+    *(("with_tools", revision, {"sampling": {}}, False) for revision in (R4, R5)),
+    *(("with_tools", revision, {"sampling": {"context": {}}}, False) for revision in (R4, R5)),
+    *(("with_tools", revision, {"sampling": {"tools": {}}}, True) for revision in (R4, R5)),
+    *(("with_choice", revision, {"sampling": {}}, False) for revision in (R4, R5)),
+    *(("with_context", revision, {"sampling": {}}, True) for revision in (R1, R2, R3)),
+    *(("with_context", revision, {"sampling": {"tools": {}}}, False) for revision in (R4, R5)),
+    *(("with_context", revision, {"sampling": {"context": {}}}, True) for revision in (R4, R5)),
+    ("without_context", R4, {"sampling": {}}, True),
+    ("without_context", R5, {"sampling": {}}, True),
 ]
 
 
@@ -518,12 +544,23 @@ async def test_only_what_the_client_declared_is_asked(
             assert client.last is not None and client.last.status == 400
 
 
-@pytest.mark.parametrize(
-    ("tool", "needed"), [("sample", {"sampling": {}}), ("roots", {"roots": {}}), ("url", {"elicitation": {"url": {}}})]
-)
-async def test_what_is_missing_is_named(tool: str, needed: Any) -> None:
-    async with over_http(desk(), R5) as client:
-        assert (await client.tool_error(tool))["data"]["requiredCapabilities"] == needed
+MISSING = [
+    ("sample", {}, {"sampling": {}}, "has not declared sampling"),
+    ("roots", {}, {"roots": {}}, "has not declared roots"),
+    ("url", {}, {"elicitation": {"url": {}}}, "has not declared elicitation"),
+    ("url", {"elicitation": {}}, {"elicitation": {"url": {}}}, "has not declared elicitation.url"),
+    ("elicit", {"elicitation": {"url": {}}}, {"elicitation": {}}, "has not declared elicitation.form"),
+    ("with_tools", {"sampling": {}}, {"sampling": {"tools": {}}}, "has not declared sampling.tools"),
+    ("with_context", {"sampling": {}}, {"sampling": {"context": {}}}, "has not declared sampling.context"),
+]
+
+
+@pytest.mark.parametrize(("tool", "declared", "needed", "said"), MISSING)
+async def test_what_is_missing_is_named(tool: str, declared: Any, needed: Any, said: str) -> None:
+    async with over_http(desk(), R5, capabilities=declared) as client:
+        error = await client.tool_error(tool)
+    assert error["data"]["requiredCapabilities"] == needed
+    assert error["data"]["reason"].endswith(said)
 
 
 async def test_capabilities_are_of_the_request_not_of_the_one_before() -> None:

@@ -47,6 +47,8 @@ _TABLE: Final = {
 
     # --- what a server may send
     "ask sampling/createMessage":                   "+           +           +           +           +",
+    "ask sampling tools":                           "-           -           -           +           +",
+    "ask sampling context":                         "-           -           -           +           +",
     "ask roots/list":                               "+           +           +           +           +",
     "ask elicitation/create":                       "-           -           +           +           +",
     "ask elicitation url":                          "-           -           -           +           +",

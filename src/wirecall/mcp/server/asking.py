@@ -284,23 +284,31 @@ class Call:
 
 
 def check_capability(session: Session, method: str, params: dict[str, Any]) -> None:
-    """A server asks only for what its client declared; `elicitation: {}` means forms (2025-11-25 and later)."""
-    needs = _needs(method, params)
-    ((name, modes),) = needs.items()
-    had = session.capabilities.get(name)
-    row = "elicitation url" if "url" in modes else method
-    capable = session.revision.has(f"ask {row}") and isinstance(had, dict) and all(mode in had for mode in modes)
-    if name == "elicitation" and not modes and had and "form" not in had:
-        capable = False
-    if not capable:
-        raise NotCapable(f"the call needs a client that answers {method}", requiredCapabilities=needs)
+    """Raise `NotCapable` unless the client has declared everything that a question needs of it."""
+    revision, name = session.revision, method.partition("/")[0]
+    declared = session.capabilities.get(name)
+    exists, modes = revision.has(f"ask {method}"), []
+    if params.get("mode") == "url":
+        exists, modes = revision.has("ask elicitation url"), ["url"]
+    if "tools" in params or "toolChoice" in params:
+        exists, modes = revision.has("ask sampling tools"), ["tools"]
+    # Before 2025-11-25 a client that samples could not declare that it adds context: every one could be asked to.
+    if params.get("includeContext", "none") != "none" and revision.has("ask sampling context"):
+        modes = [*modes, "context"]
 
-
-def _needs(method: str, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a question needs, as the client declares it."""
-    if method == "elicitation/create":
-        return {"elicitation": {"url": {}} if params.get("mode") == "url" else {}}
-    return {"sampling": {}} if method == "sampling/createMessage" else {"roots": {}}
+    if not exists:
+        reason = f"MCP {revision.name} does not have that"
+    elif not isinstance(declared, dict):
+        reason = f"the client has not declared {name}"
+    elif lacking := [mode for mode in modes if mode not in declared]:
+        reason = f"the client has not declared {name}.{lacking[0]}"
+    elif name == "elicitation" and not modes and declared and "form" not in declared:  # `elicitation: {}` means forms
+        reason = "the client has not declared elicitation.form"
+    else:
+        return
+    with_ = f" with {' and '.join(modes)}" if modes else ""
+    needed = {name: {mode: {} for mode in modes}}
+    raise NotCapable(f"the call sends {method}{with_} to its client, but {reason}", requiredCapabilities=needed)
 
 
 def _as(answer: Any, wanted: Any) -> Any:
