@@ -291,7 +291,7 @@ class App(Declarations):
             self._serving,
             Seals(self._secret),
             is_public=self._authenticate is None,
-            bytes_out=self.limits.bytes_out,
+            limits=self.limits,
         )
 
     def changed(self, what: Lists) -> None:

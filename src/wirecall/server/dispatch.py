@@ -19,7 +19,8 @@ import asyncio
 import logging
 import time
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -166,6 +167,15 @@ class Dispatcher:
             self._in_flight -= 1
             if logged:
                 self._log_call(context, word, code, started)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Leave a running call out of those in flight while it waits for its caller. It goes on even if no place is free."""
+        self._in_flight -= 1
+        try:
+            yield
+        finally:
+            self._in_flight += 1
 
     def is_short(self, method: Method) -> bool:
         """Whether a method's way is short: a plain query that nobody watches needs its arguments and nothing else."""

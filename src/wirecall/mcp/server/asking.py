@@ -13,22 +13,25 @@ the handler starts again from the top when the answers come. Answers of earlier 
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import BadInput, Gone, NotCapable, RpcError, UsageError
+from wirecall.commands.run import RETRY_AFTER_MS
+from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled, block
 from wirecall.protocol.messages import decode_any, encode
 from wirecall.server.context import InputRequired
+from wirecall.server.dispatch import Dispatcher
+from wirecall.server.policy import Limits
 
 Id = int | str
-
-ANSWER_TIME = 3600.0  # seconds that a person may take to answer; a client that never does must not keep a call for ever
 
 # Ids of our questions, different in every process: an answer may reach another one.
 _PREFIX = os.urandom(4).hex()
@@ -48,6 +51,10 @@ class Outlet(Protocol):
 
     async def hang_up(self, retry: float) -> None:
         """End the connection, if there is one to come back to."""
+        ...
+
+    async def until_left(self, patience: float) -> None:
+        """Return when the client has had no connection for `patience` seconds."""
         ...
 
 
@@ -88,7 +95,8 @@ class Session:
         self.level = level  # the least log level it wants to see; None: none was set
         self.calls = {} if calls is None else calls  # what it may cancel
         self.subscriptions: set[str] = set()  # URIs of resources
-        self._asked: dict[Id, asyncio.Future[Raw]] = {}  # what it has not answered yet
+        self.waiting = 0  # calls that wait for its answers
+        self._asked: dict[Id, tuple[Call, asyncio.Future[Raw]]] = {}  # what it has not answered yet
 
     def wants(self, level: str) -> bool:
         """With a handshake the server decides until a level is set; without one, no level means no messages."""
@@ -96,31 +104,36 @@ class Session:
             return not self.revision.is_stateless and LEVELS.index(level) >= LEVELS.index("info")
         return LEVELS.index(level) >= LEVELS.index(self.level)
 
-    async def request(self, method: str, params: dict[str, Any], outlet: Outlet) -> Raw:
-        """Ask the client, and wait for what it says."""
+    async def request(self, call: "Call", method: str, params: dict[str, Any]) -> Raw:
+        """Send a request to the client, on the way of one of its calls, and return the client's result."""
         id = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
-        answer: asyncio.Future[Raw] = asyncio.get_running_loop().create_future()
-        self._asked[id] = answer
+        loop, limits = asyncio.get_running_loop(), call.waiting.limits
+        answer: asyncio.Future[Raw] = loop.create_future()
+        self._asked[id] = call, answer
+        left = loop.create_task(call.outlet.until_left(limits.away_time))
         try:
             message = encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params})
-            if not await sent(outlet.send(message)):
+            if not await sent(call.outlet.send(message)):
                 raise NotCapable("the question could not be sent to the client", ran="unknown")
-            async with asyncio.timeout(ANSWER_TIME):
-                return await answer
-        except TimeoutError:
-            raise NotCapable(f"the client has not answered within {ANSWER_TIME:g} s", ran="unknown") from None
+            coming: list[asyncio.Future[Any]] = [answer, left]
+            await asyncio.wait(coming, timeout=limits.answer_time, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            why = "has left without an answer" if left.done() else f"has not answered within {limits.answer_time:g} s"
+            raise NotCapable(f"the client {why}", ran="unknown")
         finally:
+            left.cancel()
             del self._asked[id]
 
-    def abandon(self) -> None:
-        """The client will answer nothing any more."""
-        for answer in self._asked.values():
-            if not answer.done():
+    def abandon(self, call: "Call | None" = None) -> None:
+        """End the wait for answers that will not come: those of one call, or all of them if the client has left."""
+        for asking, answer in self._asked.values():
+            if call in (None, asking) and not answer.done():
                 answer.set_exception(NotCapable("the client has left without an answer", ran="unknown"))
 
     def answered(self, id: Any, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
-        """The client has answered; False if nobody asked."""
-        answer = self._asked.get(id)
+        """Take an answer of the client; False if there is no such question."""
+        _, answer = self._asked.get(id, (None, None))
         if answer is None or answer.done():
             return False
         if error is not UNSET:
@@ -144,6 +157,38 @@ class _Error(Struct):
     data: Any = UNSET
 
 
+class Waiting:
+    """The calls that wait for an answer of their client.
+
+    A person may take an hour, so these calls take no place of `Limits.in_flight`: a client that leaves many questions open
+    would stop all other callers. They have limits of their own, which stop that client and no other.
+    """
+
+    def __init__(self, limits: Limits, dispatcher: Callable[[], Dispatcher]) -> None:
+        self.limits = limits
+        self._dispatcher = dispatcher
+        self._of_caller: Counter[str] = Counter()
+
+    @contextmanager
+    def place(self, session: Session, caller: str) -> Iterator[None]:
+        """Count a call as waiting, and not as in flight. Raises `Busy` if too many of its session or caller wait."""
+        for limit, count in (("waiting_per_session", session.waiting), ("waiting_per_caller", self._of_caller[caller])):
+            most = getattr(self.limits, limit)
+            if count >= most:
+                reason = f"{count} calls wait for answers of this client already: answer or cancel one of them"
+                raise Busy(reason, ran="no", limit=limit, max=most, retry_after_ms=RETRY_AFTER_MS)
+        session.waiting += 1
+        self._of_caller[caller] += 1
+        try:
+            with self._dispatcher().set_aside():
+                yield
+        finally:
+            session.waiting -= 1
+            self._of_caller[caller] -= 1
+            if not self._of_caller[caller]:
+                del self._of_caller[caller]
+
+
 class Question:
     """Something to ask the client; awaited, it is the answer."""
 
@@ -164,9 +209,19 @@ class Question:
 class Call:
     """The client's side of one request."""
 
-    def __init__(self, session: Session, outlet: Outlet, token: ProgressToken | UnsetType, params: Raw | UnsetType) -> None:
+    def __init__(
+        self,
+        session: Session,
+        outlet: Outlet,
+        caller: str,
+        waiting: Waiting,
+        token: ProgressToken | UnsetType,
+        params: Raw | UnsetType,
+    ) -> None:
+        self.outlet = outlet
+        self.waiting = waiting
         self._session = session
-        self._outlet = outlet
+        self._caller = caller
         self._token = token
         self._params = params
         self._progress: float | None = None
@@ -177,8 +232,9 @@ class Call:
         self.pause: Callable[[dict[str, Any], dict[str, Any]], bytes] | None = None  # what a call that asks is answered with
 
     def close(self) -> None:
-        """The call is answered."""
+        """End the conversation with the client: the call is answered or cancelled. A handler that still waits is told."""
         self._closed = True
+        self._session.abandon(self)
 
     # --- what it knows -----------------------------------------------------------------------------------------------
 
@@ -221,11 +277,11 @@ class Call:
     async def _tell(self, method: str, params: dict[str, Any]) -> None:
         """Send a notification, unless the call is answered."""
         if not self._closed and self._session.revision.has(f"tell {method}"):
-            await sent(self._outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params})))
+            await sent(self.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params})))
 
     async def hang_up(self, retry: float) -> None:
         if not self._closed:
-            await sent(self._outlet.hang_up(retry))
+            await sent(self.outlet.hang_up(retry))
 
     # --- what it is asked --------------------------------------------------------------------------------------------
 
@@ -264,14 +320,20 @@ class Call:
             check_capability(self._session, question.method, question.params)
         if self._session.revision.is_stateless:
             return self._at_hand(questions)
-        return list(await asyncio.gather(*(self._request(question) for question in questions)))
+        with self.waiting.place(self._session, self._caller):
+            asked = [asyncio.ensure_future(self._request(question)) for question in questions]
+            try:
+                return list(await asyncio.gather(*asked))
+            finally:
+                for one in asked:  # if one of several fails, the others are not waited for
+                    one.cancel()
 
     def _question(self, key: str | None, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> Question:
         self._count += 1
         return Question(self, key or f"input-{self._count}", method, params, decode)
 
     async def _request(self, question: Question) -> Any:
-        raw = await self._session.request(question.method, question.params, self._outlet)
+        raw = await self._session.request(self, question.method, question.params)
         return question.decode(decode_any(raw))
 
     def _at_hand(self, questions: Sequence[Question]) -> list[Any]:
@@ -307,7 +369,7 @@ def check_capability(session: Session, method: str, params: dict[str, Any]) -> N
     else:
         return
     with_ = f" with {' and '.join(modes)}" if modes else ""
-    needed = {name: {mode: {} for mode in modes}}
+    needed: dict[str, Any] = {name: {mode: {} for mode in modes}}
     raise NotCapable(f"the call sends {method}{with_} to its client, but {reason}", requiredCapabilities=needed)
 
 

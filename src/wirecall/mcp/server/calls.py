@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from wirecall.errors import InvalidParams, RpcError
+from wirecall.mcp.server.asking import Waiting
 from wirecall.mcp.server.catalog import Catalog, completed, from_texts, known_messages, prompt_result, read_result
 from wirecall.mcp.server.requests import Request
 from wirecall.mcp.server.states import INPUT_REQUIRED, States
@@ -19,14 +20,16 @@ from wirecall.protocol.messages import encode
 from wirecall.server.context import Context, InputRequired
 from wirecall.server.dispatch import Dispatcher
 from wirecall.server.method import Method
+from wirecall.server.policy import Limits
 
 
 class Calls:
     """Runs what a catalog offers."""
 
-    def __init__(self, catalog: Catalog, dispatcher: Callable[[], Dispatcher], states: States) -> None:
+    def __init__(self, catalog: Catalog, dispatcher: Callable[[], Dispatcher], states: States, limits: Limits) -> None:
         self._catalog = catalog
         self._dispatcher = dispatcher
+        self._waiting = Waiting(limits, dispatcher)
         self._states = states
 
     def context(
@@ -49,7 +52,7 @@ class Calls:
             idempotency_key=key,
             record=method.name if record is None else record,
         )
-        context._peer = request.call()
+        context._peer = request.call(self._waiting)
         context._shape = shape
         if request.session.revision.is_stateless and isinstance(request.params, Resumed):
             self._states.resume(context, request.params)

@@ -50,6 +50,9 @@ class Wire:
     async def hang_up(self, retry: float) -> None:
         """There is nothing to come back to."""
 
+    async def until_left(self, patience: float) -> None:
+        await self.stopping.wait()
+
 
 class Lines:
     """One client at the other end of a pipe."""

@@ -36,6 +36,7 @@ from wirecall.mcp.server.tools import Tools
 from wirecall.mcp.types import LEVELS, Cancelled, Initialize
 from wirecall.protocol.messages import Envelope, Invalid, encode
 from wirecall.server.dispatch import Dispatcher
+from wirecall.server.policy import Limits
 
 Handler = Callable[[Request], Awaitable[Any]]
 
@@ -65,15 +66,15 @@ class Server:
         seals: Seals,
         *,
         is_public: bool,
-        bytes_out: int,
+        limits: Limits,
     ) -> None:
         self.catalog = catalog
         self.seals = seals
         self.hub = Hub()
         self._info = {"name": identity.name, "version": identity.version}
         self._instructions = {"instructions": identity.instructions} if identity.instructions else {}
-        self.answers = Answers(self._info, bytes_out)
-        calls = Calls(catalog, dispatcher, States(seals))
+        self.answers = Answers(self._info, limits.bytes_out)
+        calls = Calls(catalog, dispatcher, States(seals), limits)
         self.tools = Tools(catalog, dispatcher, calls, self.answers)
         self._pages = Pages(catalog, is_public=is_public)
         self._handlers = self._table(calls)

@@ -46,6 +46,9 @@ class Nowhere:
     async def hang_up(self, retry: float) -> None:
         """There is no connection."""
 
+    async def until_left(self, patience: float) -> None:
+        """Return at once: there is no connection."""
+
 
 class Direct:
     """Events to the client at the other end of this request. Once it is cut, nothing goes out any more."""
@@ -75,6 +78,10 @@ class Direct:
 
     async def hang_up(self, retry: float) -> None:
         """There is nothing to come back to."""
+
+    async def until_left(self, patience: float) -> None:
+        """Wait for the end of the server: a client that leaves has cancelled, and its call is over anyway."""
+        await self.stopping.wait()
 
     async def finish(self, message: bytes | None) -> None:
         if message is not None:
@@ -148,6 +155,7 @@ class Channel:
         self._read = -1  # the last event that a reader was given
         self._unread = 0  # bytes of the events behind it
         self._readers = 0
+        self._came_or_left = asyncio.Event()
         self._news = asyncio.Event()
         self._caught_up = asyncio.Event()
         self._hung_up = False
@@ -164,12 +172,24 @@ class Channel:
     def reading(self) -> Iterator[None]:
         """Count a reader, from before its connection is open until it has left."""
         self._readers += 1
+        self._came_or_left.set()
         try:
             yield
         finally:
             self._readers -= 1
+            self._came_or_left.set()
             self._caught_up.set()
             self._forget()
+
+    async def until_left(self, patience: float) -> None:
+        """Return when no reader has been there for `patience` seconds."""
+        while True:
+            self._came_or_left.clear()
+            try:
+                async with asyncio.timeout(None if self._readers else patience):
+                    await self._came_or_left.wait()
+            except TimeoutError:
+                return
 
     async def hang_up(self, retry: float) -> None:
         """End the reader's connection after telling it when to come back; only 2025-11-25 allows that."""
