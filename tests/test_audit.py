@@ -416,6 +416,25 @@ async def test_a_trail_that_cannot_be_written_costs_a_log_line_not_the_command(
     assert "has no line for put k" in caplog.text
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
+def test_a_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path: Path, mode: int) -> None:
+    """Neither when the app starts, nor when a link takes the place of the trail while it runs."""
+    theirs = tmp_path / "theirs"
+    theirs.touch()
+    (tmp_path / "open").mkdir()
+    trail = tmp_path / "open" / "audit.jsonl"
+    moved = Audit(str(trail))
+    moved.append(entry(1))
+    (tmp_path / "open").chmod(mode)
+    trail.rename(tmp_path / "moved")
+    trail.symlink_to(theirs)
+    with pytest.raises(UsageError, match="symbolic link that other users can replace"):
+        audited(trail).handle_sync(call("put", {"value": 1}, key="one"))
+    moved.append(entry(2))
+    moved.close()
+    assert theirs.read_bytes() == b""
+
+
 @pytest.mark.parametrize("url", ["audit.jsonl", "file:", "syslog:x"])
 def test_a_url_that_is_no_trail_is_told_at_once(url: str) -> None:
     with pytest.raises(UsageError, match="is not an audit trail"):

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 # A room is a module or a package. Of the names that fit a module, the longest is its room.
 LAYERS = [
     {"errors", "digests", "logs", "process", "tasks"},
-    {"protocol", "ledger.base", "mcp"},
+    {"protocol", "ledger.base", "mcp", "files"},
     {"server", "ledger", "transports", "mcp.headers", "jsonrpc"},
     {"commands", "client", "audit", "tracing"},
     {"mcp.server", "mcp.client"},

@@ -24,7 +24,6 @@ from msgspec import structs
 from wirecall.ledger import memory
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
-    UNKNOWN_KEPT,
     Claim,
     Outcome,
     Record,
@@ -96,7 +95,6 @@ class World(RuleBasedStateMachine):
         self.generations = dict.fromkeys(IDS, 0)  # a record that was swept away makes room for a new command
         self.effects: dict[tuple[RecordId, int], list[Outcome]] = {}
         self.done: dict[RecordId, tuple[bytes, Outcome, float]] = {}
-        self.unknown_since: dict[RecordId, float] = {}
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -240,7 +238,7 @@ class World(RuleBasedStateMachine):
 
     # --- the rest of the world ---------------------------------------------------------------------------------------
 
-    @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE, LEASE + 1, RETENTION, 8 * RETENTION, UNKNOWN_KEPT]))
+    @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE, LEASE + 1, RETENTION, 8 * RETENTION, 7 * 86_400.0]))
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
 
@@ -257,15 +255,15 @@ class World(RuleBasedStateMachine):
     def check_swept(self, id: RecordId, before: Record | None, after: Record | None) -> None:
         assert before is not None and before.lease_left == 0, "the sweep touched a live lease"
         if after is None:
-            assert before.state in (State.TOMBSTONE, State.UNKNOWN), "evidence was swept away"
-            if before.state is State.UNKNOWN:
-                assert self.clock.now >= self.unknown_since[id] + UNKNOWN_KEPT, "unknown was forgotten too early"
-            self.generations[id] += 1
-            self.done.pop(id, None)
+            did_nothing = before.state is State.WAITING or (before.state is State.RUNNING and not before.committed)
+            assert did_nothing or before.state is State.TOMBSTONE, "evidence was swept away"
+            if before.state is State.TOMBSTONE:
+                self.generations[id] += 1
+                self.done.pop(id, None)
         elif before.state is State.DONE:
             assert after.state is State.TOMBSTONE
         else:
-            assert before.state in (State.RUNNING, State.WAITING)
+            assert before.state is State.RUNNING
             assert after.state is State.UNKNOWN
 
     @rule(id=ids)
@@ -300,15 +298,6 @@ class World(RuleBasedStateMachine):
                         continue
                     assert not self.try_token(transition, token), f"{transition} was accepted from a stranger"
             assert self.look(id) == before, "what was refused took place"
-
-    @invariant()
-    def remember_since_when_a_command_is_unknown(self) -> None:
-        for id in IDS:
-            record = self.look(id)
-            if record is not None and record.state is State.UNKNOWN:
-                self.unknown_since.setdefault(id, self.clock.now)
-            else:
-                self.unknown_since.pop(id, None)
 
     # --- what must hold at every moment ------------------------------------------------------------------------------
 

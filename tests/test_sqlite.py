@@ -464,7 +464,7 @@ async def test_an_outcome_is_one_page(ledger: SqliteLedger) -> None:
 
 async def test_an_outcome_with_another_retention_is_kept_for_that(path: Path) -> None:
     now = 1000.0
-    ledger = SqliteLedger(path, wall=lambda: now)
+    ledger = SqliteLedger(path, clock=lambda: now, wall=lambda: now)
     token = (await ledger.claim(claim("one"))).token
     assert await ledger.complete(token, DONE, 5)
     now += 4

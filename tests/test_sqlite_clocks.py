@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 
 from tests.contracts import claim_of, granted, outcome_of, present
@@ -64,6 +65,54 @@ async def test_a_lease_that_is_over_is_over_though_the_wall_clock_stands_still(p
     await ledger.aclose()
 
 
+@pytest.mark.parametrize("jumps", [[8 * 86_400.0], [-3600.0, 10 * 365 * 86_400.0], [9e4] * 12])
+@pytest.mark.parametrize("state", [State.DONE, State.TOMBSTONE, State.WAITING, State.UNKNOWN])
+async def test_setting_the_wall_clock_forgets_nothing(state: State, jumps: list[float], path: Path) -> None:
+    """P9: neither what a command answered, nor that it was done, nor that its outcome is unknown."""
+    clock = Clock()
+    ledger = await opened(path, clock)
+    record = await granted(ledger)
+    if state is State.UNKNOWN:
+        assert await ledger.abandon(record.token)
+    elif state is State.WAITING:
+        assert await ledger.suspend(record.token, outcome_of(), 1000)
+    else:
+        assert await ledger.complete(record.token, outcome_of(), 1000)
+    if state is State.TOMBSTONE:
+        clock.wall_time += 1001
+        clock.since_boot += 1001
+        assert await ledger.sweep() == 1
+    before = await present(ledger)
+    assert before.state is state
+    for jump in jumps:
+        clock.wall_time += jump
+        assert await ledger.sweep() == 0
+        assert await ledger.claim(claim_of()) == before
+    await ledger.aclose()
+
+
+async def test_a_wrong_wall_clock_after_a_boot_does_not_forget_that_a_command_was_done(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the time in which the machine was off only the wall clock tells, so an outcome may become old by mistake."""
+    clock = Clock()
+    before = await opened(path, clock)
+    record = await granted(before)
+    assert await before.complete(record.token, outcome_of(), 1000)
+    await before.aclose()
+    monkeypatch.setattr(sqlite_rows, "_boot_id", lambda: b"another boot....")
+    clock.since_boot, clock.wall_time = 10.0, clock.wall_time + 8 * 86_400
+    after = await opened(path, clock)
+    assert await after.sweep() == 1
+    for _ in range(2):
+        clock.wall_time += 8 * 86_400
+        assert await after.sweep() == 0
+        assert (await after.claim(claim_of())).state is State.TOMBSTONE
+    clock.since_boot += 7001
+    assert await after.sweep() == 1
+    await after.aclose()
+
+
 @pytest.mark.parametrize("since_boot", [10.0, 5000.0, 1e6])
 async def test_a_holder_of_another_boot_is_gone(since_boot: float, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the clock says, which began anew: the machine was restarted, so nobody holds anything."""
@@ -99,6 +148,77 @@ async def test_the_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
     ledger = await open_ledger(f"sqlite:{tmp_path}/a/b/ledger.db")
     assert stat.S_IMODE(os.stat(tmp_path / "a" / "b").st_mode) == 0o700
     await ledger.aclose()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+async def test_the_files_of_a_new_ledger_are_for_their_owner_alone(path: Path, umask: int) -> None:
+    """The WAL and its index too, as long as they are there."""
+    before = os.umask(umask)
+    try:
+        ledger = await open_ledger(f"sqlite:{path}")
+        await granted(ledger)
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+        await ledger.aclose()
+    finally:
+        os.umask(before)
+    assert modes == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
+
+
+async def test_a_file_that_exists_keeps_its_mode(path: Path) -> None:
+    """It may be the user's own, with tables that other programs read."""
+    path.touch()
+    path.chmod(0o640)
+    ledger = await open_ledger(f"sqlite:{path}")
+    await granted(ledger)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    await ledger.aclose()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o720])
+@pytest.mark.parametrize("link", ["file", "folder", "link behind a link"])
+async def test_a_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path: Path, mode: int, link: str) -> None:
+    open_to_all, elsewhere = tmp_path / "open", tmp_path / "elsewhere"
+    for folder in (open_to_all, elsewhere):
+        folder.mkdir()
+    path = open_to_all / "ledger.db"
+    if link == "file":
+        path.symlink_to(elsewhere / "theirs.db")
+    else:
+        (open_to_all / "folder").symlink_to(elsewhere)
+        path = open_to_all / "folder" / "deep" / "ledger.db"
+    if link == "link behind a link":
+        path = tmp_path / "ours.db"
+        path.symlink_to(open_to_all / "folder" / "ledger.db")
+    open_to_all.chmod(mode)
+    with pytest.raises(UsageError, match="symbolic link that other users can replace") as caught:
+        await open_ledger(f"sqlite:{path}")
+    assert f"(mode {mode:o})" in str(caught.value) and "fix: name the file itself" in str(caught.value)
+    assert not list(elsewhere.iterdir())
+
+
+async def test_a_link_that_takes_the_place_of_a_folder_later_is_not_followed(path: Path) -> None:
+    """By then it has been found to be a folder; SQLite itself looks again."""
+    elsewhere = path.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "ledger.db").touch()
+    (path.parent / "folder").symlink_to(elsewhere)
+    with pytest.raises(apsw.CantOpenError):
+        sqlite_file.connect(str(path.parent / "folder" / "ledger.db"))
+
+
+async def test_a_link_that_only_we_can_write_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "ledger.db").symlink_to("elsewhere/../elsewhere/ledger.db")
+    ledger = await open_ledger(f"sqlite:{tmp_path}/ledger.db")
+    await granted(ledger)
+    assert stat.S_IMODE((tmp_path / "elsewhere" / "ledger.db").stat().st_mode) == 0o600
+    await ledger.aclose()
+
+
+async def test_a_link_to_itself_is_told(path: Path) -> None:
+    path.symlink_to(path)
+    with pytest.raises(LedgerDown, match="Too many levels of symbolic links"):
+        await open_ledger(f"sqlite:{path}")
 
 
 async def test_a_relative_path_means_the_folder_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

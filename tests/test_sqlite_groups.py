@@ -28,7 +28,7 @@ from msgspec import Struct, structs
 
 from tests.test_ledger_model import IDS, LEASE, ONCE, QUIET, RETENTION, Clock
 from wirecall import process
-from wirecall.ledger.base import UNKNOWN_KEPT, Claim, LedgerDown, Outcome, Record, RecordId, State, Token
+from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
 from wirecall.ledger.memory import MemoryLedger
 from wirecall.ledger.sqlite.commits import Commits
 from wirecall.ledger.sqlite.file import Patience, connect, open_file
@@ -46,7 +46,7 @@ class ThreadlessWriter(Writer):
 
     def __init__(self, path: str, table: Table) -> None:
         patience = Patience()
-        db = connect(path, 0, patience)
+        db = connect(path, patience)
         db.pragma("synchronous", "off")  # the machine stays up
         self.pid = process.pid
         self.lent, self.reading = threading.RLock(), threading.Lock()
@@ -194,7 +194,7 @@ class Groups(RuleBasedStateMachine):
             connection.close()
         self.folder.cleanup()
 
-    @rule(seconds=st.sampled_from([1.0, LEASE, LEASE + 1, RETENTION, 8 * RETENTION, UNKNOWN_KEPT]))
+    @rule(seconds=st.sampled_from([1.0, LEASE, LEASE + 1, RETENTION, 8 * RETENTION, 7 * 86_400.0]))
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
 

@@ -93,7 +93,9 @@ def mutants() -> Iterator[tuple[str, Mutant]]:
         yield f"{name} in any state", {name: [("AND state = 'unknown'", "")]}
     yield "a first claim with any fence", {"put_first": [("(SELECT fence FROM wirecall_meta) = ?", "? IS NOT NULL")]}
     yield "a first claim of anything", {"put_first": [("INSERT INTO", "REPLACE INTO"), ("ON CONFLICT DO NOTHING", "")]}
-    yield "a sweep at any time", {"due": [("due <= :wall AND expires_at <= :wall", ":wall > 0")]}
+    clocks = ("due <= :wall AND expires_at <= :wall", ":wall > 0"), ("lease_until <= :clock OR", ":clock > 0 OR")
+    yield "a sweep at any time", {"due": list(clocks)}
+    yield "a sweep of what is unknown", {"due": [("AND state <> 'unknown'", ""), *clocks]}
 
 
 MUTANTS = dict(mutants())

@@ -35,6 +35,7 @@ from msgspec import Struct
 
 from wirecall import process
 from wirecall.errors import InternalError, RpcError
+from wirecall.files import real_path
 from wirecall.logs import logger
 from wirecall.server.context import Context, InputRequired
 
@@ -42,6 +43,7 @@ FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have
 PATIENCE = 1.0  # seconds for the lock; another line is written in some 0.00005
 AGAIN = 0.0002  # seconds until it is tried again
+NAME = "The audit trail"
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -64,6 +66,7 @@ class Audit:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
+        real_path(path, NAME)  # a mistake shows when the app starts; after a command it could only be logged
         self._begin()
         self._last = FIRST
 
@@ -156,8 +159,10 @@ class Audit:
             self._forget_file()
             self._seen = -1
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            real = real_path(self.path, NAME)
+            os.makedirs(os.path.dirname(real), exist_ok=True)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._file = os.open(real, flags, 0o600)
         return self._file
 
     def _write(self, file: int, entry: Entry) -> None:

@@ -31,7 +31,6 @@ from wirecall.ledger import memory
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
     TOMBSTONE_FACTOR,
-    UNKNOWN_KEPT,
     Ledger,
     LedgerDown,
     Outcome,
@@ -295,9 +294,10 @@ async def remove_by_resolve(ledger: Ledger, store: Store, record: Record) -> Non
 
 
 async def remove_by_sweep(ledger: Ledger, store: Store, record: Record) -> None:
-    assert await ledger.abandon(record.token)
-    store.age(ID, UNKNOWN_KEPT + 1)
-    assert await ledger.sweep() == 1
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    for retentions in (1, TOMBSTONE_FACTOR - 1):
+        store.age(ID, retentions * RETENTION + 1)
+        assert await ledger.sweep() == 1
 
 
 @pytest.mark.parametrize("remove", [remove_by_release, remove_by_resolve, remove_by_sweep])
@@ -499,20 +499,6 @@ async def test_a_claim_that_continues_has_no_special_right_elsewhere(ledger: Led
     assert (await granted(ledger, structs.replace(ID, key="absent"), continues=True)).attempts == 1
 
 
-async def test_a_waiting_record_survives_its_old_lease_and_goes_to_unknown_after_its_retention(
-    ledger: Ledger, store: Store
-) -> None:
-    record = await in_state(State.WAITING, ledger, store)
-    store.age(ID, RETENTION - 60)
-    assert await ledger.sweep() == 0
-    assert (await present(ledger)).state is State.WAITING
-    store.age(ID, 120)
-    assert await ledger.sweep() == 1
-    unknown = await present(ledger)
-    assert (unknown.state, unknown.token) == (State.UNKNOWN, record.token)
-    assert (await ledger.claim(claim_of(continues=True))).state is State.UNKNOWN
-
-
 # --- DONE, TOMBSTONE, gone (P9) --------------------------------------------------------------------------------------
 
 
@@ -573,30 +559,46 @@ async def test_the_sweep_buries_and_after_eight_retentions_forgets(ledger: Ledge
     assert (await granted(ledger)).attempts == 1
 
 
-async def test_unknown_is_kept_for_a_week(ledger: Ledger, store: Store) -> None:
-    """However short the retention: somebody has to look at it."""
-    await in_state(State.UNKNOWN, ledger, store, retention=1.0)
-    store.age(ID, UNKNOWN_KEPT - 60)
-    assert await ledger.sweep() == 0
-    assert (await present(ledger)).state is State.UNKNOWN
-    store.age(ID, 61)
-    assert await ledger.sweep() == 1
-    assert await ledger.get(ID) is None
-
-
 @pytest.mark.parametrize("turn", ["claim", "sweep", "abandon"])
-async def test_however_it_became_unknown_it_is_kept_for_a_week(turn: str, ledger: Ledger, store: Store) -> None:
+async def test_unknown_is_kept_until_a_person_resolves_it(turn: str, ledger: Ledger, store: Store) -> None:
+    """P9: whatever made it unknown, however short its retention, and however far the store's clock jumps."""
     record = await granted(ledger, retention=1.0)
     if turn == "abandon":
         assert await ledger.abandon(record.token)
     else:
         store.age(ID, LEASE + 2)
         await (ledger.claim(claim_of()) if turn == "claim" else ledger.sweep())
-    assert (await present(ledger)).state is State.UNKNOWN
-    store.age(ID, UNKNOWN_KEPT - 60)
+    for days in (8, 3650):
+        store.age(ID, days * 86_400)
+        assert await ledger.sweep() == 0
+        assert (await ledger.claim(claim_of(on_crash="rerun"))).state is State.UNKNOWN
+    assert await ledger.resolve(ID, None)
+    assert await ledger.get(ID) is None
+
+
+async def test_a_clock_that_jumps_forward_does_not_let_a_command_run_again_that_was_done(
+    ledger: Ledger, store: Store
+) -> None:
+    """P9: the jump costs the payload at most, since the time of a tombstone begins when it becomes one."""
+    done = await in_state(State.DONE, ledger, store)
+    store.age(ID, 100 * RETENTION)
+    assert (await ledger.sweep(), await ledger.sweep()) == (1, 0)
+    again = await ledger.claim(claim_of(on_crash="rerun"))
+    assert (again.state, again.token) == (State.TOMBSTONE, done.token)
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.WAITING])
+async def test_the_sweep_removes_what_did_nothing(state: State, ledger: Ledger, store: Store) -> None:
+    """A run that never reached its commit point, and a call whose caller never answered, leave nothing to look into."""
+    record = await granted(ledger, committed=state is State.WAITING)
+    assert state is State.RUNNING or await ledger.suspend(record.token, outcome_of(), RETENTION)
+    store.age(ID, RETENTION - 60)
     assert await ledger.sweep() == 0
-    store.age(ID, 61)
+    store.age(ID, LEASE + 61)
     assert await ledger.sweep() == 1
+    assert await ledger.get(ID) is None
+    assert not await ledger.commit_point(record.token, LEASE)
+    assert (await granted(ledger, continues=state is State.WAITING)).attempts == 1
 
 
 async def test_the_sweep_leaves_the_evidence_of_a_vanished_holder_for_the_whole_retention(
@@ -647,12 +649,11 @@ async def test_the_sweep_changes_no_more_than_its_limit_and_gets_there_in_the_en
 
 
 async def test_the_sweep_of_every_state_at_once(ledger: Ledger, store: Store) -> None:
-    due = {State.UNKNOWN: UNKNOWN_KEPT, State.TOMBSTONE: (TOMBSTONE_FACTOR - 1) * RETENTION}
     for state in State:
         id = structs.replace(ID, key=state.value)
         await in_state(state, ledger, store, id)
-        store.age(id, due.get(state, LEASE + RETENTION) + 1)
-    assert await ledger.sweep() == 5
+        store.age(id, (TOMBSTONE_FACTOR - 1) * RETENTION + 1)
+    assert await ledger.sweep() == 4
     assert await ledger.counts() == {**dict.fromkeys(State, 0), State.TOMBSTONE: 1, State.UNKNOWN: 2}
     assert await ledger.sweep() == 0
 

@@ -3,7 +3,7 @@
 The rules of the file:
 
 1. A chore is a task of its own, and is known until it ends. Without an event loop it cannot be done.
-2. A ledger that is away is asked again, for as long as the record may still be there. Who only waits to ask again is woken
+2. A ledger that is away is asked again, for up to a week. Who only waits to ask again is woken
    when the app stops.
 3. What is taken back has done nothing in its run. What an earlier run may have done stays on record.
 4. Records that are due are swept about once a minute, in small batches.
@@ -14,13 +14,15 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from wirecall.ledger.base import UNKNOWN_KEPT, Claim, Ledger, LedgerDown, State, Token
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, State, Token
 from wirecall.logs import logger
 from wirecall.tasks import at_home, end, is_alive
 
 # Seconds until a ledger that is away is asked again: at once at first, and never rarely.
 FIRST_PAUSE = 0.025
 LAST_PAUSE = 5.0
+
+GIVE_UP = 7 * 86_400.0  # seconds that a failed write is tried again
 
 # A claim whose answer was lost may reach the store later than the question whether it did; so we ask twice.
 UNCLAIM_AGAIN = 10.0
@@ -82,11 +84,11 @@ class Chores:
         await self._persist(take_back)
 
     def persist(self, action: Callable[[], Awaitable[Any]]) -> None:
-        """Try until it works, for as long as the record may still be there; when the app stops, as long as it is given."""
+        """Retry a write until it succeeds, for up to a week; when the app stops, for as long as its grace allows."""
         self.do(self._persist(action))
 
     async def _persist(self, action: Callable[[], Awaitable[Any]]) -> None:
-        patience, delay = UNKNOWN_KEPT, FIRST_PAUSE
+        patience, delay = GIVE_UP, FIRST_PAUSE
         while patience > 0:
             try:
                 await action()

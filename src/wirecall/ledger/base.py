@@ -13,11 +13,15 @@ The rules of the contract:
    its lease is left, not when it ends.
 5. Outcomes are bytes. Nothing looks at whether a result is true, empty or null.
 6. A store that cannot be reached raises `LedgerDown`, and nothing else of its driver's.
+7. Only a person forgets that an outcome is unknown: no clock removes an UNKNOWN record. DONE becomes absent only by way of
+   TOMBSTONE, whose time begins when it becomes one. So a store's clock that jumps forward, however far, makes a record
+   unknown or drops its payload, but it never lets a retry run what may have taken effect.
 
     absent ──claim──► RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
-                      │  │ ▲ └─release─► absent
+                      │  │ ▲ └─release; lease and retention over, not committed─► absent
                       │  │ └──claim by a successor, lease over: not committed, rerun, reconcile; the same claim again
                       │  ├──suspend──► WAITING ──claim that continues──► RUNNING
+                      │  │                └──retention over──► absent
                       │  └──lease over, on_crash unknown; abandon──► UNKNOWN ──complete by its holder; resolve──► DONE
                       └──lapse: the lease ends now                          └──resolve: not done──► absent
 """
@@ -32,7 +36,6 @@ from wirecall.errors import UsageError, WirecallError
 
 MAX_ATTEMPTS = 5
 TOMBSTONE_FACTOR = 8
-UNKNOWN_KEPT = 7 * 86_400.0
 
 
 class LedgerDown(WirecallError):
@@ -215,8 +218,9 @@ class Ledger(Protocol):
     async def sweep(self, limit: int = 500) -> int:
         """Housekeeping on at most `limit` records that are due; gives the number it changed.
 
-        DONE whose retention is over becomes TOMBSTONE, which goes after 8 times the retention in all. RUNNING and WAITING
-        whose lease and retention are over become UNKNOWN, and that goes after UNKNOWN_KEPT.
+        DONE whose retention is over becomes TOMBSTONE, which is removed after 8 times the retention in all. RUNNING whose
+        lease and retention are over becomes UNKNOWN if it is committed, and stays so until `resolve` or a late `complete`.
+        RUNNING that is not committed, and WAITING, have done nothing: they are removed.
         """
         ...
 

@@ -1,5 +1,6 @@
 """The ledger in a dict: one process, gone with it. For development and tests, and the shortest telling of the contract."""
 
+import math
 import time
 from collections.abc import Callable
 from itertools import count
@@ -8,7 +9,6 @@ import msgspec
 
 from wirecall.ledger.base import (
     TOMBSTONE_FACTOR,
-    UNKNOWN_KEPT,
     Claim,
     Outcome,
     Record,
@@ -47,7 +47,7 @@ class MemoryLedger:
             row.retention = claim.retention
             row.hold(self._clock(), claim.lease)
         elif verdict == "to_unknown":
-            row.turn(State.UNKNOWN, expires=self._clock() + UNKNOWN_KEPT)
+            row.turn(State.UNKNOWN, expires=math.inf)
         elif verdict == "to_tombstone":
             row.bury(self._clock())
         return row.view(self._clock())
@@ -101,7 +101,7 @@ class MemoryLedger:
     async def abandon(self, token: Token) -> bool:
         row = self._held(token, State.RUNNING)
         if row:
-            row.turn(State.UNKNOWN, expires=self._clock() + UNKNOWN_KEPT)
+            row.turn(State.UNKNOWN, expires=math.inf)
         return row is not None
 
     async def lapse(self, token: Token) -> bool:
@@ -138,11 +138,10 @@ class MemoryLedger:
         for row in due:
             if row.record.state is State.DONE:
                 row.bury(self._clock())
-            elif row.record.state in (State.TOMBSTONE, State.UNKNOWN):
+            elif row.record.state is State.RUNNING and row.record.committed:
+                row.turn(State.UNKNOWN, expires=math.inf)
+            else:  # it is a tombstone, or nothing was done
                 del self._rows[row.record.id]
-            else:
-                row.turn(State.UNKNOWN, expires=self._clock() + UNKNOWN_KEPT)
-                row.record = msgspec.structs.replace(row.record, outcome=None)  # an interim answer is no outcome
         return len(due)
 
     async def ping(self) -> None:

@@ -241,7 +241,7 @@ END $$
 INSERT INTO wirecall.version (number) VALUES (%(number)s)
 
 -- name: claim
-SELECT * FROM wirecall.claim(%(items)s::json, {max_attempts}, make_interval(secs => {unknown_kept}), {burial})
+SELECT * FROM wirecall.claim(%(items)s::json, {max_attempts}, make_interval(secs => {forever}), {burial})
 
 -- name: complete
 SELECT * FROM wirecall.complete(%(items)s::json, %(again)s)
@@ -279,7 +279,7 @@ RETURNING true
 
 -- name: abandon
 UPDATE wirecall.ledger
-SET state = 'unknown', lease_until = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => {unknown_kept})
+SET state = 'unknown', lease_until = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => {forever})
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
     AND state = 'running'
 RETURNING true
@@ -320,11 +320,12 @@ SELECT state, count(*) FROM wirecall.ledger GROUP BY state
 -- name: sweep
 -- The clock is read in a subquery: as a volatile function in the condition itself it would keep the index out.
 WITH due AS (
-    SELECT caller, method, key, state FROM wirecall.ledger WHERE expires_at <= (SELECT clock_timestamp())
+    SELECT caller, method, key, CASE WHEN state = 'running' AND NOT committed THEN 'released' ELSE state END AS state
+    FROM wirecall.ledger WHERE expires_at <= (SELECT clock_timestamp()) AND state <> 'unknown'
     ORDER BY expires_at LIMIT %(limit)s FOR UPDATE SKIP LOCKED
 ), gone AS (
     DELETE FROM wirecall.ledger AS l USING due
-    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state IN ('tombstone', 'unknown')
+    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state IN ('tombstone', 'waiting', 'released')
     RETURNING 1
 ), buried AS (
     UPDATE wirecall.ledger AS l
@@ -334,10 +335,10 @@ WITH due AS (
     RETURNING 1
 ), lost AS (
     UPDATE wirecall.ledger AS l
-    SET state = 'unknown', lease_until = clock_timestamp(), kind = NULL, payload = NULL, digest = NULL,
-        expires_at = clock_timestamp() + make_interval(secs => {unknown_kept})
+    SET state = 'unknown', lease_until = clock_timestamp(),
+        expires_at = clock_timestamp() + make_interval(secs => {forever})
     FROM due
-    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state IN ('running', 'waiting')
+    WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'running'
     RETURNING 1
 )
 SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM buried) + (SELECT count(*) FROM lost)

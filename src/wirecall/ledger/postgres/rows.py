@@ -16,7 +16,6 @@ from msgspec import Struct, json
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
     TOMBSTONE_FACTOR,
-    UNKNOWN_KEPT,
     Claim,
     LedgerDown,
     Outcome,
@@ -26,6 +25,8 @@ from wirecall.ledger.base import (
     Token,
 )
 
+FOREVER = 1e10  # seconds, some 300 years
+
 Params: TypeAlias = dict[str, Any]
 Row: TypeAlias = tuple[Any, ...]
 Rows: TypeAlias = list[Row]
@@ -34,7 +35,7 @@ Rows: TypeAlias = list[Row]
 def _parts() -> dict[str, str]:
     """The named parts of the SQL file, their constants filled in."""
     text = files("wirecall.ledger.postgres").joinpath("postgres.sql").read_text("utf-8")
-    constants = {"max_attempts": MAX_ATTEMPTS, "unknown_kept": UNKNOWN_KEPT, "burial": TOMBSTONE_FACTOR - 1}
+    constants = {"max_attempts": MAX_ATTEMPTS, "forever": FOREVER, "burial": TOMBSTONE_FACTOR - 1}
     filled = re.sub(r"\{(\w+)\}", lambda name: str(constants[name[1]]), text)
     _, *parts = re.split(r"^-- name: (.+)\n", filled, flags=re.MULTILINE)
     return {name: part.strip() for name, part in zip(parts[::2], parts[1::2], strict=True)}

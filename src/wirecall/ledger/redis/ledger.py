@@ -4,8 +4,7 @@ The rules of the file:
 
 1. A transition is one script of the folder `lua`, which touches one key and reads the server's clock. So a cluster is as
    good as a server.
-2. A record never goes because its lease is over: the lease is a field. The key's own expiry only removes what no longer
-   matters.
+2. A record never goes because its lease is over: the lease is a field. Only a tombstone's key has an expiry of its own.
 3. Nothing is sent twice. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a
    script that the server does not know is sent again, in full, since then nothing has run. (A claim may be repeated with
    its nonce: it finds its own record, RUNNING, and gets it back as its own.)

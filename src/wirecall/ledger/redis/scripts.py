@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from wirecall.ledger.base import MAX_ATTEMPTS, TOMBSTONE_FACTOR, UNKNOWN_KEPT, Outcome, Record, RecordId, State
+from wirecall.ledger.base import MAX_ATTEMPTS, TOMBSTONE_FACTOR, Outcome, Record, RecordId, State
 
 # How long the key outlives the record: a duplicate that waits elsewhere looks twice a second, however short the retention.
 GRACE = 60.0
@@ -78,8 +78,7 @@ class Script(Struct, frozen=True):
 
 def _script(name: str, *, writes: bool = True) -> Script:
     constants = f"""
-    local MAX_ATTEMPTS, TOMBSTONE_FACTOR = {MAX_ATTEMPTS}, {TOMBSTONE_FACTOR}
-    local UNKNOWN_KEPT, GRACE = {micros(UNKNOWN_KEPT)}, {micros(GRACE)}
+    local MAX_ATTEMPTS, TOMBSTONE_FACTOR, GRACE = {MAX_ATTEMPTS}, {TOMBSTONE_FACTOR}, {micros(GRACE)}
     """
     folder = files("wirecall.ledger.redis") / "lua"
     source = constants.encode() + (folder / "common.lua").read_bytes() + (folder / f"{name}.lua").read_bytes()

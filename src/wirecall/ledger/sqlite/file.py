@@ -6,16 +6,17 @@ import os
 import random
 import struct
 import sys
+import threading
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 import apsw
 
 from wirecall.errors import UsageError
-from wirecall.ledger.base import (
-    LedgerDown,
-)
+from wirecall.files import real_path
+from wirecall.ledger.base import LedgerDown
 
 PATIENCE = 5.0  # seconds that a write waits for the lock of the file
 APPLICATION_ID = int.from_bytes(b"wcll", "big")
@@ -23,6 +24,8 @@ VERSION = 1
 
 # WAL needs memory that all users of the file share, so they must live under one kernel.
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs"}
+
+_CREATING = threading.Lock()
 
 
 def _statements() -> dict[str, str]:
@@ -36,13 +39,13 @@ SQL = _statements()
 
 def open_file(path: str, columns: tuple[str, ...]) -> "tuple[apsw.Connection, apsw.Connection, Patience]":
     """A connection to write and one to read, to a file that is fit to be a ledger; and the patience of the first."""
-    _prepare_folder(path)
+    real = _prepare_file(path)
     patience = Patience()
     try:
-        db = connect(path, apsw.SQLITE_OPEN_CREATE, patience)
+        db = connect(real, patience)
         try:
             _make_fit(db, path, columns)
-            reader = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READONLY)
+            reader = apsw.Connection(real, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_NOFOLLOW)
         except BaseException:
             db.close()
             raise
@@ -52,20 +55,29 @@ def open_file(path: str, columns: tuple[str, ...]) -> "tuple[apsw.Connection, ap
     return db, reader, patience
 
 
-def _prepare_folder(path: str) -> None:
-    folder = os.path.dirname(path)
+def _prepare_file(path: str) -> str:
+    """Make the folder and the file for their owner alone, unless they exist; return the path of the file itself.
+
+    SQLite gives the WAL, its index and the journals the rights of the file.
+    """
     if os.path.isdir(path):
         raise UsageError(f"The ledger {path} is a folder.", fix="name a file in it")
-    if (kind := _file_system(folder)) in REMOTE:
+    if (kind := _file_system(os.path.dirname(path))) in REMOTE:
         raise down(
             f"The ledger {path} is on a network file system ({kind}).",
             "SQLite's locks and shared memory do not reach other hosts",
             "use a local disk, or a ledger in PostgreSQL or Redis",
         )
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        real = real_path(path, "The ledger")
+        os.makedirs(os.path.dirname(real), mode=0o700, exist_ok=True)
+        # To close a file drops all locks that this process has on it. So only a new one is touched here, and no other
+        # thread connects to it before it is closed again.
+        with _CREATING, suppress(FileExistsError):
+            os.close(os.open(real, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        raise down(f"The folder of the ledger {path} cannot be made.", str(error)) from error
+        raise down(f"The ledger {path} cannot be opened.", str(error), _MAY_WRITE) from error
+    return real
 
 
 def _file_system(folder: str) -> str:
@@ -79,8 +91,9 @@ def _file_system(folder: str) -> str:
     return max(above, key=lambda mount: mount[0], default=(0, ""))[1]  # the first of equals, so the last one mounted
 
 
-def connect(path: str, create: int = 0, patience: "Patience | None" = None) -> apsw.Connection:
-    db = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE | create)
+def connect(path: str, patience: "Patience | None" = None) -> apsw.Connection:
+    """Open a connection; `path` has no symbolic links, and none may take a place in it afterwards."""
+    db = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_NOFOLLOW)
     try:
         db.set_busy_handler(patience or Patience())
         db.pragma("synchronous", "full")  # a commit is on the disk, not only with the kernel
@@ -267,6 +280,7 @@ def down(what: str, why: str = "", fix: str = "") -> LedgerDown:
     return LedgerDown(str(UsageError(what, why, fix)))
 
 
+_MAY_WRITE = "see that its folder exists and that this process may write to it"
 _TROUBLES: tuple[tuple[type[apsw.Error], str, str], ...] = (
     (apsw.FullError, "has no room left", "free space on its disk; the ledger goes on by itself"),
     (
@@ -275,7 +289,7 @@ _TROUBLES: tuple[tuple[type[apsw.Error], str, str], ...] = (
         "find the process, or the handler in a transaction, that holds it; the ledger goes on by itself",
     ),
     (apsw.ReadOnlyError, "is read-only", "let this process write to the file and its folder"),
-    (apsw.CantOpenError, "cannot be opened", "see that its folder exists and that this process may write to it"),
+    (apsw.CantOpenError, "cannot be opened", _MAY_WRITE),
     (apsw.NotADBError, "is not an SQLite file", "name another file"),
     (apsw.CorruptError, "is damaged", "restore it from a backup, with its -wal"),
     (apsw.IOError, "cannot be read or written", "see what the kernel's log says about the disk"),

@@ -6,8 +6,9 @@ The rules of the file:
    fsync, and nobody is answered before that. Whatever wants the write lock of the file asks this thread for it, so its
    queue is the order; only while that is empty, an event loop commits what its tasks have asked for (`Turns`).
 2. Readers wait for nobody (WAL): a claim that changes nothing is answered by a read in the calling thread.
-3. Leases are measured by the clock that counts from boot, which people cannot set, and a record tells which boot it means:
-   a lease of another boot is over. Retention, and the times people read, are wall time.
+3. Leases are measured by the clock that counts from boot, which cannot be set, and a record tells which boot it means: a
+   lease of another boot is over. Retention is over when the wall clock says so and, within one boot, that clock too. The
+   times that people read are wall time.
 4. The file may be the user's own, with the tables that `transactional` handlers write to. So its `user_version` is left
    alone, its `application_id` is set only in a file that we made, and the version of our tables is in one of them. In the
    same process use apsw for it: Python's sqlite3 is a second copy of SQLite, and two copies release each other's locks.
@@ -30,7 +31,6 @@ import apsw
 from wirecall import process
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
-    UNKNOWN_KEPT,
     Claim,
     LedgerDown,
     Outcome,
@@ -120,7 +120,7 @@ class SqliteLedger:
         return await self._change("release", token)
 
     async def abandon(self, token: Token) -> bool:
-        return await self._change("abandon", token, kept=UNKNOWN_KEPT)
+        return await self._change("abandon", token)
 
     async def lapse(self, token: Token) -> bool:
         return await self._change("lapse", token)

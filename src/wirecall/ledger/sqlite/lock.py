@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import apsw
 
+from wirecall.files import real_path
 from wirecall.ledger.base import Claim, CommitUnknown, Locked, NotCommitted, Record
 from wirecall.ledger.sqlite.file import PATIENCE, SQL, connect
 from wirecall.ledger.sqlite.rows import Fences, Table, take_fences
@@ -26,7 +27,7 @@ class HandlerLock:
         self._may_commit = False
 
     def take(self, claim: Claim) -> None:
-        db = connect(self._path)
+        db = connect(real_path(self._path, "The ledger"))
         try:
             db.pragma("foreign_keys", True)  # the handler could not: inside a transaction it has no effect
             db.execute(SQL["begin"])

@@ -1,6 +1,7 @@
 """The rows of an SQLite ledger, and what the transitions do to them. Who calls them has begun a transaction, or has none:
 see `Table`."""
 
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import apsw
 
 from wirecall.ledger.base import (
     TOMBSTONE_FACTOR,
-    UNKNOWN_KEPT,
     Claim,
     Outcome,
     Record,
@@ -131,21 +131,24 @@ class Table:
             nonce=row.nonce,
             committed=bool(row.committed),
             attempts=row.attempts,
-            lease_left=self._lease_left(row),
+            lease_left=self._time_left(row) if row.state == "running" else 0.0,
             started_at=row.started_at,
             completed_at=row.completed_at,
             outcome=None if kind is None or digest is None else Outcome(kind, row.payload, digest),
         )
 
-    def _lease_left(self, row: Row) -> float:
-        """Nothing, if it was given in another boot; where no boot is told, a rest longer than the whole shows that."""
+    def _time_left(self, row: Row) -> float:
+        """How much of the lease or retention is left by the clock that counts from boot; 0 if it began in another boot.
+
+        Where the system does not tell the boot, a rest that is longer than the whole shows that the clock began anew.
+        """
         left = row.lease_until - self._clock()
         is_other_boot = row.boot != self._boot and row.boot and self._boot
         return 0.0 if left <= 0 or is_other_boot or left > row.lease + 1 else left
 
     def judge(self, row: Row, claim: Claim) -> tuple[Record, Verdict]:
         record = self.record(row)
-        return record, decide(record, claim, expired=row.expires_at <= self._wall())
+        return record, decide(record, claim, expired=row.expires_at <= self._wall() and not self._time_left(row))
 
     def answer(self, claim: Claim, db: apsw.Cursor) -> Record | None:
         """The record that answers a claim as it stands; None where the claim has to be written."""
@@ -232,15 +235,20 @@ class Table:
         )
 
     def _unknown(self, row: Row) -> Row:
-        """What a WAITING record held was not its outcome, so it goes."""
-        blank = row._replace(outcome_kind=None, payload=None, digest=None)
-        due, expires_at = row.started_at + UNKNOWN_KEPT, self._wall() + UNKNOWN_KEPT
-        return blank._replace(state="unknown", lease_until=0.0, due=due, expires_at=expires_at)
+        return row._replace(state="unknown", lease_until=0.0, due=math.inf, expires_at=math.inf)
 
     def _buried(self, row: Row) -> Row:
         retention = row.due - row.started_at
-        due, expires_at = row.started_at + TOMBSTONE_FACTOR * retention, self._wall() + (TOMBSTONE_FACTOR - 1) * retention
-        return row._replace(state="tombstone", lease_until=0.0, due=due, expires_at=expires_at, payload=None)
+        left = (TOMBSTONE_FACTOR - 1) * retention
+        return row._replace(
+            state="tombstone",
+            lease=left,
+            lease_until=self._clock() + left,
+            boot=self._boot,
+            due=row.started_at + TOMBSTONE_FACTOR * retention,
+            expires_at=self._wall() + left,
+            payload=None,
+        )
 
     def change(self, name: str, values: dict[str, Any], db: apsw.Cursor, _: Fences) -> bool:
         """A transition that is one statement of its own; whether it applied."""
@@ -250,9 +258,12 @@ class Table:
 
     def complete(self, token: Token, outcome: Outcome, retention: float, db: apsw.Cursor, fences: Fences) -> bool:
         """As `change`, for the one that every command needs: values in the order in which the statement names them."""
-        id, wall = token.id, self._wall()
-        ended = (wall, retention, outcome.kind, outcome.payload, outcome.digest)
-        db.execute(_COMPLETE, (*ended, id.caller, id.method, id.key, token.fence, token.nonce))
+        id = token.id
+        times = (retention, self._clock(), self._boot, self._wall())
+        db.execute(
+            _COMPLETE,
+            (*times, outcome.kind, outcome.payload, outcome.digest, id.caller, id.method, id.key, token.fence, token.nonce),
+        )
         if db.connection.changes():
             return True
         return self.change("complete_late", with_token(token, {"retention": retention, **parts(outcome)}), db, fences)
@@ -270,19 +281,16 @@ class Table:
         db.execute(SQL["remove"], (id.caller, id.method, id.key))
 
     def sweep(self, limit: int, db: apsw.Cursor, _: Fences) -> int:
-        due = [Row(*row) for row in db.execute(SQL["due"], {"wall": self._wall(), "limit": limit})]
-        return sum(self._swept(row, db) for row in due)
-
-    def _swept(self, row: Row, db: apsw.Cursor) -> bool:
-        if row.state in ("tombstone", "unknown"):
-            db.execute(SQL["remove"], row[:3])
-        elif row.state == "done":
-            db.execute(SQL["put"], self._buried(row))
-        elif self._lease_left(row) > 0:  # the wall clock was set forward; the holder is alive
-            return False
-        else:
-            db.execute(SQL["put"], self._unknown(row))
-        return True
+        now = {"wall": self._wall(), "clock": self._clock(), "boot": self._boot}
+        due = [Row(*row) for row in db.execute(SQL["due"], {**now, "limit": limit})]
+        for row in due:
+            if row.state == "done":
+                db.execute(SQL["put"], self._buried(row))
+            elif row.state == "running" and row.committed:
+                db.execute(SQL["put"], self._unknown(row))
+            else:  # it is a tombstone, or nothing was done
+                db.execute(SQL["remove"], row[:3])
+        return len(due)
 
 
 def with_token(token: Token, values: dict[str, Any]) -> dict[str, Any]:

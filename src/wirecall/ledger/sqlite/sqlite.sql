@@ -22,8 +22,8 @@ CREATE TABLE wirecall_commands (
     nonce        BLOB    NOT NULL,
     committed    INTEGER NOT NULL CHECK (committed IN (0, 1)),
     attempts     INTEGER NOT NULL CHECK (attempts >= 0),
-    lease        REAL    NOT NULL,  -- how long it was when it began
-    lease_until  REAL    NOT NULL,  -- by the clock that counts from boot
+    lease        REAL    NOT NULL,  -- how long the lease of a running record is; the retention of one that has ended
+    lease_until  REAL    NOT NULL,  -- when that is over, by the clock that counts from boot; 0 if it is over
     boot         BLOB    NOT NULL,  -- which boot that was; empty where the system does not tell
     due          REAL    NOT NULL,  -- until when it is kept, at least: its retention after started_at
     expires_at   REAL    NOT NULL,  -- when its retention is over, or its lease and that; like the others, by the wall clock
@@ -115,7 +115,8 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 -- name: complete
 -- The common case, in which the retention stays as it is, and with it the place in the table.
 UPDATE wirecall_commands
-SET state = 'done', lease_until = 0, expires_at = :wall + :retention, completed_at = :wall,
+SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot = :boot,
+    expires_at = :wall + :retention, completed_at = :wall,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce
     AND state = 'running' AND due = started_at + :retention;
@@ -123,14 +124,16 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 -- name: complete_late
 -- All others: nobody knew how it ended until now, or the method was declared anew meanwhile.
 UPDATE wirecall_commands
-SET state = 'done', lease_until = 0, due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
+SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot = :boot,
+    due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce
     AND state IN ('running', 'unknown');
 
 -- name: suspend
 UPDATE wirecall_commands
-SET state = 'waiting', attempts = 0, lease_until = 0, due = started_at + :retention, expires_at = :wall + :retention,
+SET state = 'waiting', attempts = 0, lease = :retention, lease_until = :clock + :retention, boot = :boot,
+    due = started_at + :retention, expires_at = :wall + :retention,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
@@ -140,7 +143,7 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 
 -- name: abandon
 UPDATE wirecall_commands
-SET state = 'unknown', lease_until = 0, due = started_at + :kept, expires_at = :wall + :kept
+SET state = 'unknown', lease_until = 0, due = 9e999, expires_at = 9e999
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
 -- name: lapse
@@ -151,7 +154,8 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 -- name: resolve_done
 -- By an operator, without a token.
 UPDATE wirecall_commands
-SET state = 'done', lease_until = 0, due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
+SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot = :boot,
+    due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown';
 
@@ -170,8 +174,10 @@ SET lease_until = 0, expires_at = :wall + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts > 1;
 
 -- name: due
+-- The wall clock says so, and the clock from boot too, unless the time began in another boot (see `Table`).
 SELECT * FROM wirecall_commands
-WHERE due <= :wall AND expires_at <= :wall
+WHERE due <= :wall AND expires_at <= :wall AND state <> 'unknown'
+    AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''))
 LIMIT :limit;
 
 -- name: page

@@ -1,5 +1,5 @@
 -- What every script begins with: the clock, and the writes that several transitions share. redis_scripts.py puts this file,
--- and before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR, UNKNOWN_KEPT and GRACE, in front of each of the others.
+-- and before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR and GRACE, in front of each of the others.
 --
 -- KEYS[1] is the record, a hash, and the only key that a script touches. Times and durations are whole microseconds. They
 -- stay below 2^53, so a Lua number holds them exactly; but Lua prints 14 digits, so they are written with %.0f.
@@ -15,11 +15,6 @@ local function whole(number)
   return string.format('%.0f', number)
 end
 
--- The key's own expiry is the broom behind the sweep: it comes a while after the last moment at which the record matters.
-local function keep(micros)
-  redis.call('PEXPIRE', KEYS[1], whole((micros + GRACE) / 1000))
-end
-
 -- Whether the token in ARGV[1] (fence) and ARGV[2] (nonce) holds the record, and it is in one of these states.
 local function held(...)
   local state, fence, nonce = unpack(redis.call('HMGET', KEYS[1], 'state', 'fence', 'nonce'))
@@ -32,10 +27,9 @@ end
 
 -- Each of these is one write, with whatever other fields the caller adds to it.
 
--- A lease from now on. A record that nobody touches again is swept to UNKNOWN after lease and retention.
+-- A lease from now on. The sweep looks at the record when lease and retention are over.
 local function hold(lease, retention, ...)
   redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease), 'expires', whole(now + lease + retention), ...)
-  keep(lease + retention + UNKNOWN_KEPT)
 end
 
 local function turn(state, kept, ...)
@@ -43,15 +37,16 @@ local function turn(state, kept, ...)
 end
 
 local function to_unknown()
-  turn('unknown', UNKNOWN_KEPT)
-  keep(UNKNOWN_KEPT)
+  turn('unknown', 0) -- it never expires: `due` and the sweep leave it alone
 end
 
 local function bury()
   local kept = (TOMBSTONE_FACTOR - 1) * redis.call('HGET', KEYS[1], 'retention')
   turn('tombstone', kept)
   redis.call('HDEL', KEYS[1], 'payload')
-  keep(kept)
+  -- Only a tombstone has an expiry of its own, a while after the sweep would remove it: a server whose clock jumps forward
+  -- would remove every other record at once, and a retry would run.
+  redis.call('PEXPIRE', KEYS[1], whole((kept + GRACE) / 1000))
 end
 
 -- No payload is another thing than an empty one.
@@ -66,7 +61,6 @@ end
 
 local function finish(retention, kind, digest, payload)
   turn_with_outcome('done', retention, kind, digest, payload, 'retention', retention, 'completed_at', whole(now))
-  keep(TOMBSTONE_FACTOR * retention)
 end
 
 -- The record as a reader sees it, false if there is none: the lengths of the fields (-1: none), a line end, the fields. One

@@ -3,5 +3,4 @@
 
 if not held('running') then return 0 end
 turn_with_outcome('waiting', ARGV[3], ARGV[4], ARGV[5], ARGV[6], 'attempts', '0')
-keep(ARGV[3] + UNKNOWN_KEPT)
 return 1

@@ -1,12 +1,12 @@
 -- Housekeeping on one record: what is due, and 1 if anything was.
 
-local state, expires = unpack(redis.call('HMGET', KEYS[1], 'state', 'expires'))
-if not state or tonumber(expires) > now then return 0 end
+local state, committed, expires = unpack(redis.call('HMGET', KEYS[1], 'state', 'committed', 'expires'))
+if not state or state == 'unknown' or tonumber(expires) > now then return 0 end
 if state == 'done' then
   bury()
-elseif state == 'tombstone' or state == 'unknown' then
-  redis.call('DEL', KEYS[1])
-else
+elseif state == 'running' and committed == '1' then
   to_unknown()
+else -- it is a tombstone, or nothing was done
+  redis.call('DEL', KEYS[1])
 end
 return 1
