@@ -68,6 +68,27 @@ async def test_a_child_that_dies_is_told_with_its_last_words_and_started_anew() 
         assert await client.call("x", [2]) == [2]
 
 
+async def test_a_child_that_ends_before_it_is_written_to_is_told_with_its_last_words(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    code = f"import os, time\nos.close(0)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\nraise SystemExit('no licence')"
+    child = Child([sys.executable, "-c", code], stderr="keep", grace=PATIENCE)
+    await child.open(lambda line: None, lambda error: None)
+    try:
+        with pytest.raises((NotSent, ConnectionLost)):  # as soon as the pipe is known to be closed
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    writing = asyncio.ensure_future(child.write(b"{}"))
+                    await asyncio.sleep(0.01)
+                    if not writing.done():
+                        go.touch()
+                    await writing
+        with pytest.raises(NotSent, match="ended with 1; its last words: no licence"):
+            await child.write(b"{}")
+    finally:
+        go.touch()
+        await child.aclose()
+
+
 async def test_a_keyed_call_survives_the_death_of_the_child(tmp_path: Path) -> None:
     once = f"import pathlib; p = pathlib.Path({str(tmp_path / 'died')!r}); p.exists() or (p.touch(), sys.exit(1))"
     async with connect(echo(once), discover=False, retry=Retry(first=0.01)) as client:

@@ -75,7 +75,8 @@ _WHICH = {
 
 def _unreached(error: CallFailed, target: Target) -> Failure:
     is_silent = isinstance(error, TimedOut)
-    gone = "process did not start, or ended before it answered" if isinstance(error, NotSent) else "left before it answered"
+    did_start = not isinstance(error, NotSent) or not isinstance(error.__cause__, OSError)
+    gone = "left before it answered" if did_start else "process did not start"
     what = "The server does not answer." if is_silent else f"The server {gone}."
     next = "run the command by itself to see more" if target.kind == "command" else "look into the server's log"
     next = f"{_WHICH[target.kind]}; --timeout if it is slow" if is_silent else next

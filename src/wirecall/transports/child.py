@@ -93,15 +93,21 @@ class Child:
         return self._process.pid if self._process else None
 
     async def write(self, line: bytes) -> None:
-        """One line in, its end included. It waits while the child does not read."""
+        """Write one line and its end. Waits while the child does not read."""
         process = self._process
-        if process is None or process.stdin is None or process.stdin.is_closing():
+        if process is None or process.stdin is None:
             raise NotSent("the server process has ended")
-        try:
-            process.stdin.write(line + b"\n")
-            await process.stdin.drain()
-        except (ConnectionError, OSError) as error:
-            raise ConnectionLost(f"the server process does not read: {error}") from error
+        lost: type[CallFailed] = NotSent
+        if not process.stdin.is_closing():
+            try:
+                process.stdin.write(line + b"\n")
+                await process.stdin.drain()
+                return
+            except OSError:
+                lost = ConnectionLost
+        # A child that has closed its stdin is about to end: the error tells how, and quotes its last words.
+        await asyncio.wait(self._tasks, timeout=self._grace)
+        raise lost(self._last_words(process))
 
     async def aclose(self) -> None:
         """End the process, and all that belongs to it."""
@@ -156,7 +162,7 @@ class Child:
 
     def _last_words(self, process: asyncio.subprocess.Process) -> str:
         code = process.returncode
-        how = "closed its output" if code is None else f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
+        how = "closed a pipe" if code is None else f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
         return f"the server process {how}" + (f"; its last words: {self.said}" if self.said else "")
 
     async def _hear(self, stderr: asyncio.StreamReader | None) -> None:
