@@ -16,9 +16,14 @@ demo: $(VENV)/base  ## the main job, in a few seconds
 # Test processes. Many tests wait for other processes, so more of them than cores: make test WORKERS=8 TESTS=tests/mcp
 WORKERS ?= 4
 TESTS ?=
+# full: kills, races and models at their whole length
+SIZE ?= small
+
+# Without byte code on the disk, each of the many processes that tests start would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 test: $(VENV)/test  ## all tests, with real SQLite, Redis and PostgreSQL
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
+	TEST_SIZE=$(SIZE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 check: $(VENV)/test  ## lint, format, types
 	$(BIN)/ruff check .

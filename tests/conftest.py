@@ -1,5 +1,6 @@
 """Fixtures of all tests: real servers, started when the first test asks for one, and an empty ledger of each kind."""
 
+import gc
 import signal
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from wirecall.ledger.base import Ledger
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine makes an example slow, but not wrong.
-hypothesis.settings.register_profile("wirecall", deadline=None)
+hypothesis.settings.register_profile("wirecall", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("wirecall")
 
 
@@ -35,6 +36,12 @@ def pytest_report_to_serializable() -> Generator[None, Any, Any]:
         return value
 
     return escaped((yield))
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of the garbage collector's sight: tests that collect garbage look at their own only."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

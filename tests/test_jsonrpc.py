@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.size import sized
 from wirecall import UsageError, jsonrpc
 from wirecall.errors import EncodeError
 from wirecall.protocol.messages import encode
@@ -229,7 +230,7 @@ snippets = st.sampled_from([b"[", b"]", b"{", b"}", b'"', b"\\", b",", b":", b"1
 mangled = st.builds(lambda parts: b"".join(parts), st.lists(entries | snippets | st.binary(max_size=3), max_size=8))
 
 
-@settings(max_examples=400)
+@settings(max_examples=sized(small=100, full=400))
 @given(st.one_of(st.binary(), mangled))
 def test_any_bytes_give_a_valid_reply_or_nothing(data: bytes) -> None:
     reply = jsonrpc.dispatch_line(data, echo)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from msgspec import structs
 
+from tests.size import sized
 from wirecall.ledger import memory
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
@@ -380,7 +381,7 @@ QUIET = settings(
 
 def test_whatever_workers_clock_sweep_and_operator_do_a_command_takes_effect_once() -> None:
     """P5, B2: over random histories; a failure is shrunk to the shortest one."""
-    run_state_machine_as_test(World, settings=settings(QUIET, max_examples=300))
+    run_state_machine_as_test(World, settings=settings(QUIET, max_examples=sized(small=60, full=300)))
 
 
 # --- and it notices --------------------------------------------------------------------------------------------------

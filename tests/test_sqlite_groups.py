@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from msgspec import Struct, structs
 
+from tests.size import sized
 from tests.test_ledger_model import IDS, LEASE, ONCE, QUIET, RETENTION, Clock
 from wirecall import process
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
@@ -342,7 +343,9 @@ def step(coroutine: Coroutine[Any, Any, Any] | None) -> Any:
 
 def test_what_is_committed_together_comes_to_the_same_as_one_after_the_other() -> None:
     """P5: in every order, with every trouble."""
-    run_state_machine_as_test(Groups, settings=settings(QUIET, max_examples=60, stateful_step_count=25))
+    run_state_machine_as_test(
+        Groups, settings=settings(QUIET, max_examples=sized(small=20, full=60), stateful_step_count=25)
+    )
 
 
 # --- and the model notices -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.size import sized
 from tests.test_ledger_model import QUIET, Attempt, World
 from wirecall.ledger.base import Claim, Record
 from wirecall.ledger.sqlite import rows as sqlite_rows
@@ -65,7 +66,7 @@ class AloneWorld(World):
 
 
 def test_statements_that_come_alone_let_a_command_take_effect_once() -> None:
-    run_state_machine_as_test(AloneWorld, settings=settings(QUIET, max_examples=100))
+    run_state_machine_as_test(AloneWorld, settings=settings(QUIET, max_examples=sized(small=30, full=100)))
 
 
 # --- and the model notices -------------------------------------------------------------------------------------------

@@ -70,20 +70,22 @@ async def test_a_child_that_dies_is_told_with_its_last_words_and_started_anew() 
 
 async def test_a_child_that_ends_before_it_is_written_to_is_told_with_its_last_words(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    code = f"import os, time\nos.close(0)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\nraise SystemExit('no licence')"
+    wait = f"while not os.path.exists({str(go)!r}): time.sleep(0.01)"
+    code = f"import os, time\nos.close(0)\n{wait}\nraise SystemExit('no licence')"
     child = Child([sys.executable, "-c", code], stderr="keep", grace=PATIENCE)
+
+    async def write_until_it_fails() -> None:
+        while True:
+            await child.write(b"{}")
+            await asyncio.sleep(0)
+
     await child.open(lambda line: None, lambda error: None)
     try:
-        with pytest.raises((NotSent, ConnectionLost)):  # as soon as the pipe is known to be closed
-            async with asyncio.timeout(PATIENCE):
-                while True:
-                    writing = asyncio.ensure_future(child.write(b"{}"))
-                    await asyncio.sleep(0.01)
-                    if not writing.done():
-                        go.touch()
-                    await writing
-        with pytest.raises(NotSent, match="ended with 1; its last words: no licence"):
-            await child.write(b"{}")
+        writing = asyncio.create_task(write_until_it_fails())
+        await asyncio.wait({writing}, timeout=0.3)  # by now the pipe is closed, most likely, but the child lives
+        go.touch()
+        with pytest.raises((NotSent, ConnectionLost), match="ended with 1; its last words: no licence"):
+            await writing
     finally:
         go.touch()
         await child.aclose()

@@ -11,11 +11,13 @@ import pytest
 
 from tests.faults import Caller, Child, Effects, check, child, make_shop
 from tests.servers import DURABLE, Postgres, Store
+from tests.size import sized
 from wirecall.ledger.base import State
 
-PROCESSES = 8
-COPIES = 16
-KEYS = 200
+PROCESSES = sized(small=4, full=8)
+COPIES = sized(small=8, full=16)
+KEYS = sized(small=50, full=200)
+STORM = sized(small=100, full=500)
 
 # Calls of one process under way at once: below `Limits.in_flight`, else some are told "busy".
 SIDE_BY_SIDE = 40
@@ -29,7 +31,7 @@ def effects(tmp_path: Path) -> Effects:
 
 
 @durable
-async def test_each_of_200_keys_takes_effect_once_however_many_processes_send_it(store: Store, effects: Effects) -> None:
+async def test_each_key_takes_effect_once_however_many_processes_send_it(store: Store, effects: Effects) -> None:
     keys = [f"key-{number}" for number in range(KEYS)]
     async with AsyncExitStack() as stack:
         children = [await stack.enter_async_context(child(store.url, effects)) for _ in range(PROCESSES)]
@@ -45,13 +47,13 @@ async def test_each_of_200_keys_takes_effect_once_however_many_processes_send_it
 async def test_a_storm_on_one_key_of_a_ledger_that_nobody_has_opened_yet(store: Store, effects: Effects) -> None:
     async with AsyncExitStack() as stack:
         children = [await stack.enter_async_context(child(store.url, effects)) for _ in range(PROCESSES)]
-        told = await race(children, ["the-key"], copies=500)
-    assert told["the-key"].total() == PROCESSES * 500
+        told = await race(children, ["the-key"], copies=STORM)
+    assert told["the-key"].total() == PROCESSES * STORM
     assert_each_took_effect_once(told, effects)
     assert await counts(store) == {State.DONE: 1}
 
 
-async def test_eight_processes_open_a_new_database_together(postgres_server: Postgres, effects: Effects) -> None:
+async def test_many_processes_open_a_new_database_together(postgres_server: Postgres, effects: Effects) -> None:
     with psycopg.connect(postgres_server.url, autocommit=True) as db:
         db.execute("DROP DATABASE IF EXISTS brand_new WITH (FORCE)")
         db.execute("CREATE DATABASE brand_new")
