@@ -13,7 +13,7 @@ import pytest
 from tests.calls import batch, call, error, make_app, read, result
 from tests.servers import Store
 from wirecall import App, Context
-from wirecall.server.policy import Limits
+from wirecall.protocol.limits import Limits
 from wirecall.tasks import start
 from wirecall.transports.stdio import serve_streams
 

@@ -27,7 +27,6 @@ EXCEPTIONS = {
     ("app", "declarations"),
     ("server", "commands"),
     ("server", "jsonrpc"),
-    ("transports", "server"),
 }
 # The only rooms that import a package from outside the standard library.
 FOREIGN = {

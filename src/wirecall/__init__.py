@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from wirecall import jsonrpc
 from wirecall.app import App
 from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
+from wirecall.protocol.limits import Limits
 from wirecall.server.context import Context
-from wirecall.server.policy import Limits
 from wirecall.server.terms import CannotTell, Done, Kind, NotDone, ToolAnnotations
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from wirecall.declarations import Declarations
 from wirecall.errors import CannotWait, UsageError
 from wirecall.ledger.base import check_url, open_ledger
+from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Data, Id
 from wirecall.server.method import Method
-from wirecall.server.policy import ANONYMOUS, Limits, Mode, Policy
+from wirecall.server.policy import ANONYMOUS, Mode, Policy
 from wirecall.server.terms import Done, Execution, Kind, NotDone, Terms
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ loop is done there.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import types
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from contextvars import Context
 from typing import Any, TypeVar
@@ -60,3 +61,21 @@ async def wait_for_all(tasks: "Sequence[asyncio.Future[Any]]", timeout: float) -
 def end(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
+
+
+@types.coroutine
+def resume(coroutine: Coroutine[Any, Any, Any], awaited: Any) -> Generator[Any, Any, Any]:
+    """Await a coroutine that was begun in the running task and has asked to wait for `awaited`."""
+    while True:
+        try:
+            try:
+                sent = yield awaited
+            except GeneratorExit:
+                coroutine.close()
+                raise
+            except BaseException as error:
+                awaited = coroutine.throw(error)
+            else:
+                awaited = coroutine.send(sent)
+        except StopIteration as finished:
+            return finished.value

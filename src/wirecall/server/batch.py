@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from wirecall.tasks import start
+from wirecall.tasks import resume, start
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -147,21 +147,3 @@ def _beside(coroutine: Coro, on_wait: Callable[[], None]) -> Generator[Any, Any,
         return finished.value
     on_wait()
     return (yield from resume(coroutine, awaited))
-
-
-@types.coroutine
-def resume(coroutine: Coro, awaited: Any) -> Generator[Any, Any, Any]:
-    """Await a coroutine that was begun in the running task and has asked to wait for `awaited`."""
-    while True:
-        try:
-            try:
-                sent = yield awaited
-            except GeneratorExit:
-                coroutine.close()
-                raise
-            except BaseException as error:
-                awaited = coroutine.throw(error)
-            else:
-                awaited = coroutine.send(sent)
-        except StopIteration as finished:
-            return finished.value

@@ -45,11 +45,12 @@ from wirecall.logs import called, failed, logger
 from wirecall.process import new_nonce
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure
-from wirecall.server.batch import resume, run_batch
+from wirecall.server.batch import run_batch
 from wirecall.server.context import Context, InputRequired, correlation_of
 from wirecall.server.method import Method, Registry
 from wirecall.server.policy import ANONYMOUS, Policy, fingerprint
 from wirecall.server.terms import Execution
+from wirecall.tasks import resume
 
 Reply: TypeAlias = Answer | None  # None: nobody is owed one
 Pending: TypeAlias = Coroutine[Any, Any, Reply]

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from wirecall.errors import Gone, Unauthorized, UsageError
 from wirecall.logs import logger
-from wirecall.server.policy import ANONYMOUS, Limits
+from wirecall.protocol.limits import Limits
 from wirecall.transports.guard import Guard
 from wirecall.transports.request import Endpoint, Headers, HttpError, Receive, Request, Scope, Send, error_body
 from wirecall.transports.waiting import Waits
@@ -138,8 +138,8 @@ class HttpServer:
             raise HttpError(401, error.message, [("www-authenticate", error.www_authenticate)]) from None
         except TimeoutError:
             logger.error("authenticate() took too long")
-            raise HttpError(503, "who calls could not be found out in time", [("retry-after", "1")]) from None
-        if caller is None or caller == ANONYMOUS:  # "" is everybody whom nobody asked for a name
+            raise HttpError(503, "authentication timed out", [("retry-after", "1")]) from None
+        if caller is None or caller == "":  # "" is the anonymous caller
             raise HttpError(401, "not authenticated", [("www-authenticate", "Bearer")])
         if not isinstance(caller, str):
             raise UsageError(

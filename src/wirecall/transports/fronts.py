@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from wirecall.errors import UsageError
-from wirecall.server.policy import Limits
+from wirecall.protocol.limits import Limits
 from wirecall.transports.asgi import HttpServer
 from wirecall.transports.listeners import BACKLOG
 

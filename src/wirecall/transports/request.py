@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, overload
 
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
-from wirecall.server.policy import ANONYMOUS, Limits
+from wirecall.protocol.limits import Limits
 from wirecall.transports.waiting import Waits, first_step
 
 Event: TypeAlias = MutableMapping[str, Any]
@@ -132,7 +132,7 @@ class Request:
         self.method: str = scope["method"]
         self.path = path
         self.headers = Headers(scope["headers"])
-        self.caller = ANONYMOUS
+        self.caller = ""  # anonymous, until authenticated
         self.holder = ""  # whose share an open stream counts against; "": there is none
         self.started = False  # a response has begun
         self._server = server

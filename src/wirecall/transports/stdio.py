@@ -23,9 +23,8 @@ from types import CoroutineType, coroutine
 from typing import Any, Protocol, TypeAlias
 
 from wirecall.logs import logger
-from wirecall.server.batch import resume
-from wirecall.server.policy import Limits
-from wirecall.tasks import start
+from wirecall.protocol.limits import Limits
+from wirecall.tasks import resume, start
 from wirecall.transports.descriptors import HIGH, Output, open_input
 from wirecall.transports.lines import Lines
 from wirecall.transports.process import LAST, Stop, protocol_streams, signals, woken_by_signals

@@ -26,10 +26,10 @@ from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageErr
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled, block
+from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import decode_any, encode
 from wirecall.server.context import InputRequired
 from wirecall.server.dispatch import Dispatcher
-from wirecall.server.policy import Limits
 
 Id = int | str
 

@@ -16,11 +16,11 @@ from wirecall.mcp.server.catalog import Catalog, completed, from_texts, known_me
 from wirecall.mcp.server.requests import Request
 from wirecall.mcp.server.states import INPUT_REQUIRED, States
 from wirecall.mcp.types import Complete, Resumed
+from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import encode
 from wirecall.server.context import Context, InputRequired
 from wirecall.server.dispatch import Dispatcher
 from wirecall.server.method import Method
-from wirecall.server.policy import Limits
 
 
 class Calls:

@@ -15,8 +15,8 @@ from wirecall.errors import InvalidRequest
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX, Params
 from wirecall.protocol import messages as frames
+from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid
-from wirecall.server.policy import Limits
 
 
 class Response(Struct, frozen=True):

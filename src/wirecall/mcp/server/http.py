@@ -23,8 +23,8 @@ from wirecall.mcp.server.http_handshake import Handshake
 from wirecall.mcp.server.http_rules import check_media, is_newer, refuse, single
 from wirecall.mcp.server.http_stateless import Stateless
 from wirecall.mcp.server.server import Server
+from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid
-from wirecall.server.policy import Limits
 from wirecall.transports.request import HttpError, Request
 
 

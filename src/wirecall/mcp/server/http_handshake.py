@@ -30,9 +30,9 @@ from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.server.subscriptions import forward, session_listener
 from wirecall.mcp.server.workers import OtherWorkers
+from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope
 from wirecall.server.batch import run_batch
-from wirecall.server.policy import Limits
 from wirecall.transports.request import HttpError, Pairs, Request
 
 SESSION = "mcp-session-id"

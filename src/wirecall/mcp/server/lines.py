@@ -24,9 +24,10 @@ from wirecall.mcp.server.results import failure, success
 from wirecall.mcp.server.server import Server
 from wirecall.mcp.server.subscriptions import forward, session_listener
 from wirecall.protocol import messages as frames
+from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid
 from wirecall.server.batch import run_batch
-from wirecall.server.policy import ANONYMOUS, Limits
+from wirecall.server.policy import ANONYMOUS
 
 Answer = bytes | None
 Plain = Callable[[bytes], "bytes | Coroutine[Any, Any, bytes | None] | None"]

@@ -34,9 +34,9 @@ from wirecall.mcp.server.states import States
 from wirecall.mcp.server.subscriptions import listen, subscribe, unsubscribe
 from wirecall.mcp.server.tools import Tools
 from wirecall.mcp.types import LEVELS, Cancelled, Initialize
+from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid, encode
 from wirecall.server.dispatch import Dispatcher
-from wirecall.server.policy import Limits
 
 Handler = Callable[[Request], Awaitable[Any]]
 
