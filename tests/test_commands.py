@@ -51,52 +51,6 @@ async def test_a_plain_function_that_returns_something_to_await_is_shielded_like
     await app.aclose()
 
 
-async def test_a_coroutine_without_an_await_is_as_quick_as_a_plain_function() -> None:
-    """It is never interrupted, so it needs no task of its own; what it returns may still have to be awaited, in one."""
-    app, tasks = make_app(), dict[str, Any]()
-
-    async def wait() -> int:
-        async with asyncio.timeout(5):
-            tasks["inner"] = asyncio.current_task()
-            await asyncio.sleep(0)
-        return 3
-
-    def look() -> None:
-        tasks["straight"] = asyncio.current_task()
-
-    @app.command
-    async def straight(value: int) -> int:
-        look()
-        return value
-
-    @app.command
-    async def asking() -> None:
-        tasks["asking"] = asyncio.current_task()
-
-    @app.command
-    async def waiting(value: int) -> int:
-        tasks["waiting"] = asyncio.current_task()
-        await asyncio.sleep(0)
-        return value
-
-    @app.command
-    async def passing() -> Any:
-        return wait()
-
-    @app.command
-    async def failing() -> None:
-        raise DomainError(4020, "no")
-
-    assert result(await app.handle(call("straight", {"value": 1}, key="a"))) == 1
-    assert result(await app.handle(call("waiting", {"value": 2}, key="b"))) == 2
-    assert result(await app.handle(call("passing", key="c"))) == 3
-    assert error(await app.handle(call("failing", key="d")))["code"] == 4020
-    assert error(await app.handle(call("failing", key="d")))["data"]["replayed"] is True
-    here = asyncio.current_task()
-    assert result(await app.handle(call("asking", key="e"))) is None
-    assert [tasks[name] is here for name in ("straight", "waiting", "inner", "asking")] == [True, False, False, False]
-
-
 async def test_every_kind_of_waiting_has_a_task_of_its_own() -> None:
     """Known by Python's instructions, which each version chooses anew: since 3.12, a comprehension is in its function."""
     app, tasks = make_app(), dict[str, Any]()

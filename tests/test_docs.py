@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests import docs_errors
+from tests import docs_errors, docs_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
@@ -86,6 +86,10 @@ def test_links_lead_somewhere(page: str) -> None:
 
 def test_the_page_of_errors_is_the_one_that_errors_py_makes() -> None:
     assert docs_errors.PAGE.read_text() == docs_errors.page(), "run: python -m tests.docs_errors"
+
+
+def test_the_states_of_a_run_are_those_of_the_table() -> None:
+    assert docs_run.PAGE.read_text() == docs_run.page(), "run: python -m tests.docs_run"
 
 
 def test_every_field_of_limits_is_explained() -> None:

@@ -14,7 +14,7 @@ from tests.calls import batch, call, error, make_app, read, result
 from tests.servers import Store
 from wirecall import App, Context
 from wirecall.protocol.limits import Limits
-from wirecall.tasks import start
+from wirecall.stepping import start
 from wirecall.transports.stdio import serve_streams
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="tasks begin at once since Python 3.12")

@@ -13,7 +13,7 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from wirecall.declarations import Declarations
-from wirecall.errors import CannotWait, UsageError
+from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Data, Id
@@ -156,17 +156,13 @@ class App(Declarations):
 
     def handle_sync(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
         """The same without an event loop, for handlers that do not wait; one that tries to is an error."""
-        answer: Any = (self._dispatcher or self._build()).handle(data, caller, True, replayed)
-        return self._step(answer) if type(answer) is CoroutineType else answer
+        reply: Any = (self._dispatcher or self._build()).handle(data, caller, True, replayed)
+        if type(reply) is CoroutineType:
+            from wirecall.stepping import run_now
 
-    def _step(self, pending: "CoroutineType[Any, Any, bytes | None]") -> bytes | None:
-        try:
-            pending.send(None)
-        except StopIteration as finished:
-            answer: bytes | None = finished.value
-            return answer
-        pending.close()
-        raise CannotWait
+            reply = run_now(reply)
+        answer: bytes | None = reply
+        return answer
 
     def asgi(self) -> "HttpServer":
         """An ASGI application: `/rpc` for JSON-RPC, `/mcp` for MCP, `/healthz` and `/readyz` for supervisors."""
@@ -323,14 +319,15 @@ class App(Declarations):
         from wirecall.audit import Audit
         from wirecall.commands.execute import Commands
         from wirecall.server.dispatch import Dispatcher
+        from wirecall.server.events import Events
 
         self._audit = Audit(self._audit_path) if self._audit_path else None
-        note = self._audit.note if self._audit else None
+        events = Events([self._audit.note] if self._audit else [])
         return Dispatcher(
             self.registry,
             Policy(self.mode, self.limits),
-            Commands(self.ledger, note),
-            note=note,
+            Commands(self.ledger, events.call_ended),
+            events,
             middleware=self._middleware,
             execution=self._execution,
             strict=self._strict,

@@ -34,10 +34,9 @@ import msgspec
 from msgspec import Struct
 
 from wirecall import process
-from wirecall.errors import InternalError, RpcError
 from wirecall.files import real_path
 from wirecall.logs import logger
-from wirecall.server.context import Context, InputRequired
+from wirecall.server.events import Ended
 
 FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have
@@ -78,21 +77,22 @@ class Audit:
         self._seen = -1  # size of the file after our own last line
         self._queue = _Queue(self._add_in_time)
 
-    def note(self, context: Context, digest: bytes, started: float, error: BaseException | None) -> None:
-        """A line about a call that has just ended; `started` is by `time.perf_counter`."""
-        outcome, code = _ended(error)
+    def note(self, ended: Ended) -> None:
+        """Add a line about a call of a command that has just ended; a call whose params did not fit has none."""
+        if ended.fingerprint is None:
+            return
         self.append(
             Entry(
                 time=time.time(),
-                caller=context.caller,
-                method=context.record,
-                key=context.idempotency_key,
-                digest=digest.hex(),
-                id=context.correlation_id,
-                outcome=outcome,
-                code=code,
-                replayed=context.replayed,
-                duration_ms=round((time.perf_counter() - started) * 1000, 3),
+                caller=ended.caller,
+                method=ended.method,
+                key=ended.key,
+                digest=ended.fingerprint.hex(),
+                id=ended.correlation_id,
+                outcome=ended.outcome,
+                code=ended.code,
+                replayed=ended.replayed,
+                duration_ms=round(ended.duration_ms, 3),
             )
         )
 
@@ -215,17 +215,6 @@ class _Queue:
                 more = bool(self.lines)
                 if not more:
                     self._thread = None
-
-
-def _ended(error: BaseException | None) -> tuple[str, int | None]:
-    """How a call ended, in a word, and with which code."""
-    if error is None:
-        return "ok", None
-    if isinstance(error, InputRequired):
-        return "input required", None
-    if isinstance(error, asyncio.CancelledError):
-        return "cancelled", None
-    return "error", error.code if isinstance(error, RpcError) else InternalError.CODE
 
 
 class Report(Struct, frozen=True):

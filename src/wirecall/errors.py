@@ -2,7 +2,8 @@
 
     WirecallError
     ├── UsageError                 our user's mistake: a registration, an option, a call in the wrong place
-    │   └── CannotWait             a handler tried to wait inside handle_sync
+    │   ├── CannotWait             a handler tried to wait inside handle_sync
+    │   └── OtherLoop              an app is used in a second event loop while the first is alive
     ├── EncodeError                a value that JSON cannot carry
     ├── Gone                       the other side of a connection has left: there is nobody to tell
     ├── Unauthorized               what `authenticate` raises to refuse a caller: 401, with its own WWW-Authenticate
@@ -65,6 +66,17 @@ class CannotWait(UsageError):
             "A handler tried to wait inside handle_sync.",
             "there is no event loop to wait in; the handler was stopped",
             "use `await app.handle(...)`",
+        )
+
+
+class OtherLoop(UsageError):
+    """An app was used in an event loop while it serves in another one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The app is serving in another event loop.",
+            "its commands in flight, its connections and its timers belong to that loop",
+            "use one event loop at a time, or close the first: connect_sync(app) has a loop until its client is closed",
         )
 
 

@@ -1,141 +1,182 @@
-"""What nobody waits for, but `aclose`: what a lost ledger left undone is made good, and what is over is swept away.
+"""Background work of an app: retries writes that failed while the ledger was down, renews leases, and sweeps old records.
 
-The rules of the file:
-
-1. A chore is a task of its own, and is known until it ends. Without an event loop it cannot be done.
-2. A ledger that is away is asked again, for up to a week. Who only waits to ask again is woken
-   when the app stops.
-3. What is taken back has done nothing in its run. What an earlier run may have done stays on record.
-4. Records that are due are swept about once a minute, in small batches.
+1. A background task is known until it ends; `aclose` waits for it. Without an event loop there is none.
+2. A write is retried for up to a week. A pause between two attempts ends when the app stops.
+3. A claim is taken back only by the run that made it, and that run has done nothing. What an earlier run may have done stays
+   on record.
+4. Leases are renewed after a third of their time. One timer serves all runs, since few live that long.
+5. Records that are due are swept about once a minute, in small batches.
 """
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from wirecall.commands.run import Run
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, State, Token
 from wirecall.logs import logger
-from wirecall.tasks import at_home, end, is_alive
 
 # Seconds until a ledger that is away is asked again: at once at first, and never rarely.
 FIRST_PAUSE = 0.025
 LAST_PAUSE = 5.0
 
-GIVE_UP = 7 * 86_400.0  # seconds that a failed write is tried again
+GIVE_UP = 7 * 86_400.0  # seconds that a failed write is retried
 
-# A claim whose answer was lost may reach the store later than the question whether it did; so we ask twice.
+# A claim whose reply was lost may reach the store later than the question whether it did, so the question is asked twice.
 UNCLAIM_AGAIN = 10.0
+
+# Seconds between two renewals of a lease, at least: no event loop keeps a shorter one alive.
+LEAST_BEAT = 0.01
 
 SWEEP_EVERY = 60.0
 SWEEP_BATCH = 500
 
 
-class Chores:
-    """The chores of an app in this process."""
+class Background:
+    """The background work of an app in one event loop."""
 
     def __init__(self) -> None:
         self.closing = False  # the app stops: nothing new is begun
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._naps: set[asyncio.Future[None]] = set()
-        self._sweeps: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
+        self._pauses: set[asyncio.Future[None]] = set()
+        self._renewals: dict[Run, float | None] = {}  # when a lease is due by the loop's clock; None: being renewed
+        self._beat: asyncio.TimerHandle | None = None
+        self._sweep: asyncio.TimerHandle | None = None
 
-    def do(self, chore: Any) -> None:
-        """Begin a coroutine that nobody waits for."""
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a background task."""
         try:
-            task = asyncio.get_running_loop().create_task(chore)
-        except RuntimeError:  # no event loop: it cannot be done
-            chore.close()
+            task = asyncio.get_running_loop().create_task(work)
+        except RuntimeError:  # without an event loop there is no background
+            work.close()
             return
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def under_way(self) -> "list[asyncio.Task[Any]]":
-        return list(filter(is_alive, list(self._tasks)))  # other threads may add to them
+    @property
+    def tasks(self) -> "list[asyncio.Task[Any]]":
+        return list(self._tasks)
 
     def stop(self) -> None:
+        """Begin nothing new, and end every pause."""
         self.closing = True
-        for timer in list(self._sweeps.values()):
-            timer.cancel()  # it only marks it, in whatever loop it is
+        for timer in filter(None, (self._sweep, None if self._renewals else self._beat)):
+            timer.cancel()
+        for pause in self._pauses:
+            _end(pause)
 
-    def wake(self) -> None:
-        """Whoever sleeps goes on at once."""
-        for nap in list(self._naps):
-            at_home(nap, end, nap)
-
-    # --- what a lost ledger left undone ------------------------------------------------------------------------------
+    # --- writes that failed ------------------------------------------------------------------------------------------
 
     def unclaim(self, ledger: Ledger, claim: Claim) -> None:
-        """A claim whose answer was lost may stand in the ledger; nothing ran, so it is taken back."""
-        self.do(self._unclaim(ledger, claim))
+        """Take back a claim whose reply was lost: it may stand in the ledger, and nothing ran."""
+        self.start(self._unclaim(ledger, claim))
 
     async def _unclaim(self, ledger: Ledger, claim: Claim) -> None:
         async def take_back() -> None:
             record = await ledger.get(claim.id)
             if record is None or record.nonce != claim.nonce:
                 return
-            if record.state is State.UNKNOWN and record.attempts == 1:  # a retry came before us, after the lease
+            if record.state is State.UNKNOWN and record.attempts == 1:  # a retry came first, after the lease
                 await ledger.resolve(claim.id, None)
             else:
                 await give_back(ledger, record.token, record.attempts)
 
-        await self._persist(take_back)
-        await self._nap(UNCLAIM_AGAIN)
-        await self._persist(take_back)
+        await self.persist(take_back)
+        await self._pause(UNCLAIM_AGAIN)
+        await self.persist(take_back)
 
-    def persist(self, action: Callable[[], Awaitable[Any]]) -> None:
+    async def persist(self, write: Callable[[], Awaitable[Any]]) -> None:
         """Retry a write until it succeeds, for up to a week; when the app stops, for as long as its grace allows."""
-        self.do(self._persist(action))
-
-    async def _persist(self, action: Callable[[], Awaitable[Any]]) -> None:
         patience, delay = GIVE_UP, FIRST_PAUSE
         while patience > 0:
             try:
-                await action()
+                await write()
                 return
             except LedgerDown:
-                await (asyncio.sleep(FIRST_PAUSE) if self.closing else self._nap(delay))
+                await (asyncio.sleep(FIRST_PAUSE) if self.closing else self._pause(delay))
             patience -= delay
             delay = min(2 * delay, LAST_PAUSE)
 
-    async def _nap(self, delay: float) -> None:
+    async def _pause(self, delay: float) -> None:
         """Sleep, but not while the app stops."""
+        if self.closing:
+            return
         loop = asyncio.get_running_loop()
-        nap: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_later(0 if self.closing else delay, end, nap)
-        self._naps.add(nap)
+        pause = loop.create_future()
+        timer = loop.call_later(delay, _end, pause)
+        self._pauses.add(pause)
         try:
-            await nap
+            await pause
         finally:
             timer.cancel()
-            self._naps.discard(nap)
+            self._pauses.discard(pause)
+
+    # --- leases ------------------------------------------------------------------------------------------------------
+
+    def renew(self, run: Run) -> None:
+        """Keep the lease of a run alive until `release`."""
+        assert run.loop is not None
+        self._plan(run, run.loop, run.loop.time())
+
+    def release(self, run: Run) -> None:
+        """Stop renewing. The timer stays: the next run is likely to need it, and letting it pass is cheap."""
+        self._renewals.pop(run, None)
+
+    def _plan(self, run: Run, loop: asyncio.AbstractEventLoop, renewed: float) -> None:
+        self._renewals[run] = due = renewed + max(run.method.terms.lease / 3, LEAST_BEAT)
+        if self._beat is None or self._beat.when() > due:
+            if self._beat is not None:
+                self._beat.cancel()
+            self._beat = loop.call_at(due, self._renew_due, loop)
+
+    def _renew_due(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._beat = None
+        now = loop.time()
+        for run, due in list(self._renewals.items()):
+            if due is not None and due <= now:
+                self._renewals[run] = None
+                self.start(self._renew(run, loop, now))
+        later = [due for due in self._renewals.values() if due is not None]
+        if later:
+            self._beat = loop.call_at(min(later), self._renew_due, loop)
+
+    async def _renew(self, run: Run, loop: asyncio.AbstractEventLoop, begun: float) -> None:
+        """Renew one lease. The next renewal waits for this one: a slow store is not asked for more."""
+        assert run.ledger is not None and run.token is not None
+        try:
+            if not await run.ledger.heartbeat(run.token, run.method.terms.lease):
+                self.release(run)  # another holder has the record
+        except LedgerDown as error:
+            logger.warning("%s: the lease was not renewed: %s", run.claim.id, error)
+        finally:
+            if run in self._renewals:
+                self._plan(run, loop, begun)  # from its begin: the store may have counted the lease from there
 
     # --- sweeps ------------------------------------------------------------------------------------------------------
 
-    def plan_sweep(self, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> None:
-        """Sweep about once a minute, at a random moment, so that many processes do not sweep together.
-
-        Every loop plans its own, since nobody knows which of them will go on running.
-        """
-        if loop not in self._sweeps and not self.closing:
-            self._forget_closed()
+    def plan_sweep(self, ledger: Ledger) -> None:
+        """Sweep about once a minute, at a random moment, so that many processes do not sweep together."""
+        if self._sweep is None and not self.closing:
             delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
-            self._sweeps[loop] = loop.call_later(delay, lambda: self.do(self._sweep(ledger, loop)))
+            loop = asyncio.get_running_loop()
+            self._sweep = loop.call_later(delay, lambda: self.start(self._swept(ledger)))
 
-    def _forget_closed(self) -> None:
-        for loop in [loop for loop in list(self._sweeps) if loop.is_closed()]:
-            self._sweeps.pop(loop, None)
-
-    async def _sweep(self, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> None:
+    async def _swept(self, ledger: Ledger) -> None:
         try:
             while not self.closing and await ledger.sweep(SWEEP_BATCH) == SWEEP_BATCH:
                 continue
         except LedgerDown as error:
             logger.warning("the ledger was not swept: %s", error)
-        self._sweeps.pop(loop, None)
-        self.plan_sweep(ledger, loop)
+        self._sweep = None
+        self.plan_sweep(ledger)
+
+
+def _end(pause: "asyncio.Future[None]") -> None:
+    if not pause.done():
+        pause.set_result(None)
 
 
 def give_back(ledger: Ledger, token: Token, attempt: int) -> Awaitable[bool]:
-    """Nothing was done in this run. If an earlier one may have done something, the record is its evidence and stays."""
+    """Release a record that this run did nothing with. If an earlier run may have acted, the record stays as evidence."""
     return ledger.release(token) if attempt == 1 else ledger.lapse(token)

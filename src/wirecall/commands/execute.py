@@ -1,114 +1,178 @@
-"""The life of one command with a key: claim, run, record, or answer from the record.
+"""The life of a command with a key: claim it, run it under a lease or in a transaction, record its outcome, and stop.
 
-`Commands.execute` is step 5 and 6 of a call. This file decides who waits, what an interruption means, and what happens when
-the app stops. Whose run it is, is in `claims`; a run is led to its end in `leases` or, for methods that are transactional,
-in `transactions`.
+`Commands.execute` is steps 5 and 6 of a call. The states of a run are the table in `run`.
 
-The rules of the file:
-
-1. A handler that can wait runs in a task of its own. Its caller may go away or run out of time; before the commit point
-   that cancels the handler and releases the record, after it the handler finishes and its outcome is recorded.
-2. A handler that cannot wait runs in its caller's task: nothing can interrupt it.
-3. An app that stops claims nothing more, and gives handlers past their commit point time to finish.
+1. Nothing runs before the ledger gave back a record with this run's nonce. Duplicates in this process await the first
+   (`Flight`); duplicates elsewhere are seen through the ledger, by claiming again.
+2. A handler that can wait runs in a task of its own. Its caller may leave or run out of time: before the commit point that
+   cancels the handler and releases the record; after it the handler finishes, and its outcome is recorded.
+3. A handler that cannot wait runs in its caller's task: nothing can interrupt it.
+4. A ledger that is lost before the run refuses the command. One that is lost after it costs the caller nothing: the true
+   outcome is answered, and recording it is retried.
+5. An app that stops claims nothing more, and gives handlers past their commit point time to finish.
+6. An app belongs to one event loop at a time. When that loop is closed, the next one takes over.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from hashlib import sha256
+from typing import Any, TypeAlias
 
-from wirecall.commands.background import Chores
-from wirecall.commands.claims import Claims
-from wirecall.commands.endings import stopping
-from wirecall.commands.handlers import called
-from wirecall.commands.leases import Leases
-from wirecall.commands.outcome import Sealed, answer
-from wirecall.commands.run import Call, Note, Noted, Run, not_noted
-from wirecall.commands.transactions import Transactions
-from wirecall.errors import DeadlineExceeded
-from wirecall.ledger.base import Claim, Ledger, Outcome, RecordId
-from wirecall.process import new_nonce
-from wirecall.server.context import Context
-from wirecall.server.method import Method
-from wirecall.tasks import at_home, is_alive, start, wait_for_all
+import msgspec
+from msgspec import Raw
 
-# How long we wait for handlers that do not heed their cancellation.
+from wirecall.commands.background import Background, give_back
+from wirecall.commands.outcome import (
+    RETRY_AFTER_MS,
+    answer,
+    failure_of,
+    in_progress,
+    is_refusal,
+    outcome_of,
+    recorded,
+    stopping,
+    stored,
+    unavailable,
+    unknown,
+)
+from wirecall.commands.run import Event, Handler, Run, State
+from wirecall.errors import (
+    DeadlineExceeded,
+    FixedError,
+    InternalError,
+    KeyConflict,
+    KeyInProgress,
+    LedgerUnavailable,
+    OtherLoop,
+    OutcomeUnknown,
+    RpcError,
+    UsageError,
+)
+from wirecall.ledger.base import (
+    Claim,
+    CommitUnknown,
+    Ledger,
+    LedgerDown,
+    Locked,
+    NotCommitted,
+    Outcome,
+    Record,
+    RecordId,
+    Transaction,
+    TryAgain,
+)
+from wirecall.ledger.base import State as RecordState
+from wirecall.logs import logger
+from wirecall.server.call import Call
+from wirecall.server.context import Context, InputRequired
+from wirecall.server.terms import CannotTell, Done, NotDone
+from wirecall.stepping import in_thread, settled, start
+
+# Seconds that a stop waits for handlers that do not heed their cancellation.
 LAST_WORDS = 1.0
+
+# Seconds between two claims of a duplicate whose first run is in another process.
+FIRST_POLL = 0.025
+LAST_POLL = 0.5
+
+# How often a transaction that the store undid is tried again; nothing of it has escaped.
+TRIES = 5
+
+Ended: TypeAlias = tuple[Outcome, bool]  # an outcome, and whether another run left it
+Report: TypeAlias = Callable[[Call, BaseException | None], None]
 
 
 class Commands:
-    """The commands of an app that are under way in this process."""
+    """The commands of an app that are in flight in this process."""
 
-    def __init__(self, ledger: Callable[[], Awaitable[Ledger]], note: Note | None = None) -> None:
+    def __init__(self, ledger: Callable[[], Awaitable[Ledger]], report: Report) -> None:
         self.left = 0  # commands that go on although their callers have left
-        self._note = note
-        self._runs: dict[Run, asyncio.Task[None]] = {}
-        self._chores = Chores()
-        self._claims = Claims(ledger, self._chores)
-        self._leases = Leases(self._chores)
-        self._transactions = Transactions(self._claims.open, self._chores)
+        self._ledger = ledger
+        self._report = report
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._flights: dict[RecordId, Flight] = {}
+        self._tasks: dict[Run, asyncio.Task[None]] = {}
+        self._background = Background()
 
-    def execute(
-        self, context: Context, method: Method, fingerprint: bytes, call: Call, *, alone: bool
-    ) -> Coroutine[Any, Any, Sealed]:
-        """Run the command, or answer from the run there was. `alone` means: no event loop, so nothing may wait."""
+    def _bind(self) -> None:
+        """Belong to the running loop; what a loop that is closed has left behind is forgotten, since it never ends."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            raise OtherLoop
+        if self._loop is not None:
+            closing = self._background.closing
+            self.left, self._flights, self._tasks, self._background = 0, {}, {}, Background()
+            self._background.closing = closing
+        self._loop = loop
+
+    async def execute(self, call: Call, handler: Handler) -> Raw:
+        """Run the command, or answer from the run there was."""
+        method, alone = call.method, call.frame.alone
+        if not alone:
+            self._bind()
+        assert call.key is not None and call.fingerprint is not None
         claim = Claim(
-            id=RecordId(context.caller, context.record, context.idempotency_key or ""),
-            fingerprint=fingerprint,
-            nonce=new_nonce(),
+            id=RecordId(call.caller, call.record, call.key),
+            fingerprint=call.fingerprint,
+            nonce=os.urandom(16),
             lease=method.terms.lease,
             retention=method.terms.retention,
             on_crash=method.terms.on_crash,
             committed=not method.terms.commit_point,
-            continues=context._peer is not None and context._peer.continues,
+            continues=call.peer is not None and call.peer.continues,
             alone=alone,
         )
-        run = context._command = Run(method, context, claim, alone)
-        return self._serve(run, call) if method.timeout is None or alone else self._serve_in_time(run, call)
-
-    # --- the caller's side -------------------------------------------------------------------------------------------
-
-    async def _serve_in_time(self, run: Run, call: Call) -> Sealed:
-        deadline = asyncio.timeout(run.method.timeout)
+        run = call.run = Run(method, claim, alone)
+        if method.timeout is None or alone:
+            return await self._serve(call, run, handler)
+        deadline = asyncio.timeout(method.timeout)
         try:
             async with deadline:
-                return await self._serve(run, call)
+                return await self._serve(call, run, handler)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise DeadlineExceeded(ran="unknown" if run.goes_on or run.others else "no") from None
+            raise DeadlineExceeded(ran=run.ran) from None
 
-    async def _serve(self, run: Run, call: Call) -> Sealed:
-        context = run.context
-        noted = Noted(self._note, context, run.claim.fingerprint) if self._note else not_noted
+    async def _serve(self, call: Call, run: Run, handler: Handler) -> Raw:
+        # Whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
-            found = await self._claims.found(run)
+            found = await self._found(run)
             if found is not None:
-                context.replayed = True
-                sealed = answer(found, replayed=True)
-                noted()
-                return sealed
+                call.replayed = True
+                result = answer(found, replayed=True)
+                self._report(call, None)
+                return result
         except BaseException as error:
-            noted(error)
+            self._report(call, error)
             raise
-        can_wait = run.method.can_wait
-        if not can_wait:
-            call, can_wait = called(call, run.method.straight)
-        if can_wait and not run.alone:
-            return await self._watch(run, call, noted)
-        return await self._body(run, call, noted)
 
-    async def _watch(self, run: Run, call: Call, noted: Callable[..., None]) -> Sealed:
-        """Wait for the task of a command; what interrupts the wait interrupts the command only if it has done nothing."""
-        assert run.loop is not None
+        # A function that cannot wait is called here and now: nothing interrupts it. It may still return an awaitable.
+        waits = call.method.can_wait
+        if not waits:
+            run.begin()
+            try:
+                result = handler()
+                waits = hasattr(result, "__await__")
+                handler = partial(_give, result)
+            except BaseException as error:
+                handler = partial(_raise, error)
+        if run.loop is None or not waits:
+            return await self._lead(call, run, handler)
+
+        # The handler gets a task of its own. A cancel of this wait is a cancel of the command only if nothing is done yet.
         run.ended = run.loop.create_future()
-        task = self._runs[run] = start(run.loop, self._apart(run, call, noted))
+        task = self._tasks[run] = start(run.loop, self._apart(call, run, handler))
         try:
-            sealed: Sealed = await run.ended
-            return sealed
+            return await run.ended
         except asyncio.CancelledError:
-            if not run.goes_on and not task.done():
-                _cancel(task, run)
+            if run.stops and not task.done():
+                run.cancel(task)
                 await asyncio.wait([task], timeout=LAST_WORDS)
             if not task.done():
                 self.left += 1
@@ -118,73 +182,406 @@ class Commands:
     def _back(self, _: "asyncio.Task[None]") -> None:
         self.left -= 1
 
-    # --- the command's side ------------------------------------------------------------------------------------------
-
-    async def _apart(self, run: Run, call: Call, noted: Callable[..., None]) -> None:
-        """The task of a command. Its caller, if it is still there, is told from within: to ask the task when it is done
-        takes a turn of the loop more, and a callback that forgets the task another one."""
+    async def _apart(self, call: Call, run: Run, handler: Handler) -> None:
+        """The task of a command. It tells its caller from within: to await the task costs a turn of the loop more."""
         try:
-            self._ended(run, await self._body(run, call, noted))
+            result = await self._lead(call, run, handler)
         except asyncio.CancelledError:
-            self._ended(run, error=stopping(run))
+            self._tell(run, stopping(run))
             raise
         except GeneratorExit:  # there is no loop any more
             raise
         except BaseException as error:
-            self._ended(run, error=error)
+            self._tell(run, error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-
-    def _ended(self, run: Run, sealed: Sealed | None = None, error: BaseException | None = None) -> None:
-        self._runs.pop(run, None)
-        if run.ended is None or run.ended.done():  # the caller is gone; what happened is in the ledger and in the log
-            return
-        if error is None:
-            run.ended.set_result(sealed)
         else:
-            run.ended.set_exception(error)
+            self._tell(run, result)
 
-    async def _body(self, run: Run, call: Call, noted: Callable[..., None]) -> Sealed:
+    def _tell(self, run: Run, ending: Raw | BaseException) -> None:
+        self._tasks.pop(run, None)
+        if run.ended is None or run.ended.done():  # the caller has left; the outcome is in the ledger and in the log
+            return
+        if isinstance(ending, BaseException):
+            run.ended.set_exception(ending)
+        else:
+            run.ended.set_result(ending)
+
+    async def _lead(self, call: Call, run: Run, handler: Handler) -> Raw:
+        """Lead the run to its end, and tell the duplicates that wait for it."""
         outcome: Outcome | None = None
         try:
-            mode = self._transactions if run.claim.on_crash == "transactional" else self._leases
-            outcome, run.context.replayed = await mode.lead(run, call)
-            sealed = answer(outcome, replayed=run.context.replayed, recorded=run.context.recorded)
+            lead = self._transact if run.claim.on_crash == "transactional" else self._hold
+            outcome, call.replayed = await lead(call, run, handler)
+            result = answer(outcome, replayed=call.replayed, recorded=call.recorded)
         except BaseException as error:
-            noted(error)
+            self._report(call, error)
             raise
         finally:
-            self._claims.land(run, outcome)
-        noted()
-        return sealed
+            self._land(run, outcome)
+        self._report(call, None)
+        return result
+
+    # --- whose run it is ---------------------------------------------------------------------------------------------
+
+    async def _found(self, run: Run) -> Outcome | None:
+        """Return the outcome of another run of this command; None if the command is granted to this run."""
+        mine = Flight(run.claim.fingerprint)
+        # `setdefault` is one step: threads without an event loop may come at the same moment.
+        while (first := self._flights.setdefault(run.claim.id, mine)) is not mine:
+            run.to(Event.FOLLOW)
+            if run.alone:
+                raise in_progress()
+            outcome = await first.join(run.claim.fingerprint, run.method.terms.wait)
+            if outcome is not None:
+                return outcome
+        run.hear(Event.LEAD)
+        try:
+            ledger = await self._open(run)
+            if run.claim.on_crash == "transactional":
+                return None  # the transaction claims
+            record = await self._claimed(ledger, run, mine)
+            found = None if run.holds(record) else recorded(record)
+            if found is None and self._background.closing:
+                with suppress(LedgerDown):
+                    await give_back(ledger, record.token, record.attempts)
+                raise stopping(run)
+        except BaseException as error:
+            mine.is_refused = isinstance(error, LedgerUnavailable)
+            if not mine.is_forsaken:
+                self._land(run, None)
+            raise
+        if found is not None:
+            self._land(run, found)
+        else:
+            mine.is_granted = True
+            run.grant(ledger, record)
+        return found
+
+    async def _open(self, run: Run) -> Ledger:
+        if self._background.closing:
+            raise stopping(run)
+        try:
+            ledger = await self._ledger()
+        except (LedgerDown, UsageError) as error:
+            raise unavailable(error) from error
+        if run.loop is not None:  # without an event loop, records are swept by hand
+            self._background.plan_sweep(ledger)
+        return ledger
+
+    async def _claimed(self, ledger: Ledger, run: Run, flight: "Flight") -> Record:
+        """Return this run's own record, or one that answers the call; wait for a run in another process."""
+        patience, delay = run.method.terms.wait, FIRST_POLL
+        while True:
+            try:
+                if ledger.is_tidy or run.alone:
+                    record = await ledger.claim(run.claim)
+                else:
+                    # In a task of its own: a claim on its way to a server cannot be called back, only undone.
+                    claiming = asyncio.get_running_loop().create_task(ledger.claim(run.claim))
+                    try:
+                        record = await asyncio.shield(claiming)
+                    except asyncio.CancelledError:
+                        flight.is_forsaken = True
+                        self._background.start(self._forsake(ledger, run, claiming))
+                        raise
+            except LedgerDown as error:
+                self._background.unclaim(ledger, run.claim)
+                raise unavailable(error) from error
+            if record.fingerprint != run.claim.fingerprint:
+                raise KeyConflict(ran="no")
+            if record.state is not RecordState.RUNNING or run.holds(record):
+                return record
+            run.to(Event.FOLLOW)
+            if patience <= 0 or run.alone or self._background.closing:
+                raise in_progress()
+            await asyncio.sleep(min(delay, patience))
+            patience -= delay
+            delay = min(2 * delay, LAST_POLL)
+
+    async def _forsake(self, ledger: Ledger, run: Run, claiming: "asyncio.Task[Record]") -> None:
+        """Give back a record whose caller left while it was being claimed, before a duplicate here asks for it."""
+        try:
+            record = await claiming
+            if run.holds(record):
+                await give_back(ledger, record.token, record.attempts)
+        except LedgerDown:
+            self._background.unclaim(ledger, run.claim)
+        finally:
+            self._land(run, None)
+
+    def _land(self, run: Run, outcome: Outcome | None) -> None:
+        flight = self._flights.pop(run.claim.id, None)
+        if flight is not None:
+            flight.land(outcome)
+
+    # --- under a lease -----------------------------------------------------------------------------------------------
+
+    async def _hold(self, call: Call, run: Run, handler: Handler) -> Ended:
+        """Run the handler while the lease is renewed, and record its outcome."""
+        assert run.ledger is not None and run.token is not None
+        if run.ended is not None:  # else the handler is over already
+            self._background.renew(run)
+        try:
+            outcome = await _reconciled(call, run) if run.attempt > 1 and run.method.terms.reconcile else None
+            outcome = outcome or await _handled(run, handler)
+        except InputRequired as pause:
+            raise await self._suspended(call, run, pause) from pause
+        except BaseException as error:
+            raise await self._failed(call, run, error) from error
+        finally:
+            if run.ended is not None:
+                self._background.release(run)
+
+        terms = run.method.terms
+        write = partial(run.ledger.complete, run.token, stored(outcome, terms.max_stored_result), terms.retention)
+        try:
+            if await write():
+                return outcome, False
+            # Another holder has the record. Its outcome counts; where it has none, this one is the truth about this run.
+            logger.warning("lost lease: %s was taken over while it ran", run.claim.id)
+            record = await run.ledger.get(run.claim.id)
+            if record is not None and record.state is RecordState.DONE:
+                return recorded(record), True
+        except LedgerDown as error:
+            logger.error("%s is done but not recorded yet: %s", run.claim.id, error)
+            call.recorded = False
+            self._background.start(self._background.persist(write))
+        except asyncio.CancelledError:
+            self._background.start(self._background.persist(write))
+            if run.ended is None or self._background.closing:
+                raise
+            # In a task of its own, and not cancelled by us: the handler's own timeout came in its last moment.
+        return outcome, False
+
+    async def _suspended(self, call: Call, run: Run, pause: InputRequired) -> BaseException:
+        """The handler asks its caller: the record waits for the leg that brings the answer."""
+        assert run.ledger is not None and run.token is not None
+        if not run.hear(Event.PAUSE):
+            late = UsageError("The handler asked its caller after its commit point.", "it would be run again from the top")
+            return await self._failed(call, run, late)
+        interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
+        try:
+            await run.ledger.suspend(run.token, interim, run.method.terms.retention)
+        except LedgerDown as error:
+            self._background.unclaim(run.ledger, run.claim)
+            return unavailable(error)
+        return pause
+
+    async def _failed(self, call: Call, run: Run, error: BaseException) -> BaseException:
+        """The handler ended without an outcome: tell the ledger, and return the error for the caller."""
+        assert run.ledger is not None and run.token is not None
+        stopped = run.state in (State.CANCELLED, State.STOPPING)
+        run.to(Event.REFUSE if is_refusal(error) else Event.RAISE)
+        undecided, record = isinstance(error, Undecided), None
+        try:
+            if run.state is State.UNDONE:
+                await give_back(run.ledger, run.token, run.attempt)
+            elif run.claim.on_crash == "unknown" or undecided:
+                await run.ledger.abandon(run.token)
+            else:
+                await run.ledger.lapse(run.token)
+            record = await run.ledger.get(run.claim.id) if undecided else None
+        except LedgerDown as down:
+            logger.error("%s: the ledger could not be told how the run ended: %s", run.claim.id, down)
+            if run.state is State.UNDONE:
+                self._background.unclaim(run.ledger, run.claim)
+        return unknown(run.claim.id, record) if undecided else failure_of(call, run, error, stopped=stopped)
+
+    # --- in a transaction --------------------------------------------------------------------------------------------
+
+    async def _transact(self, call: Call, run: Run, handler: Handler) -> Ended:
+        """Claim, run and record in one transaction of the store: all of it is committed together, or nothing is.
+
+        A duplicate waits, in the store, for the transaction that holds the record. A transaction that the store undid is
+        tried again. One that was lost before its commit is refused, since nothing was done; one that was lost during it is
+        unknown.
+        """
+        ledger: Any = await self._open(run)
+        for _ in range(TRIES):
+            try:
+                if run.state in (State.STOPPING, State.LEAVING):  # cancelled while the store undid the last try
+                    raise asyncio.CancelledError
+                run.to(Event.FOLLOW)  # another run may have to be waited for
+                async with ledger.transaction(run.claim, run.method.terms.wait) as transaction:
+                    return await _in_transaction(ledger, transaction, run, handler)
+            except TryAgain:
+                run.hear(Event.UNDO)
+                run.claim = msgspec.structs.replace(run.claim, nonce=os.urandom(16))
+            except _Orphaned:
+                run.hear(Event.UNDO)
+                await self._bury_holder(ledger, run)
+            except BaseException as error:
+                raise _undone(call, run, error) from error
+        raise KeyInProgress("the database kept undoing the transaction", ran="no", retry_after_ms=RETRY_AFTER_MS)
+
+    async def _bury_holder(self, ledger: Ledger, run: Run) -> None:
+        """Settle a record that no transaction holds: it was begun when the method was declared otherwise, and its holder has
+        vanished. What may have happened is unknown; a run that had not begun makes way."""
+        claim = msgspec.structs.replace(run.claim, on_crash="unknown", nonce=os.urandom(16))
+        try:
+            record = await ledger.claim(claim)
+            if record.state is RecordState.RUNNING and record.nonce == claim.nonce:
+                await ledger.release(record.token)
+        except LedgerDown as error:
+            self._background.unclaim(ledger, claim)
+            raise unavailable(error) from error
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def aclose(self, grace: float) -> None:
         """Stop claiming, release what has done nothing yet, let handlers past their commit point finish within `grace`."""
-        self._stop()
-        under_way = [*self._chores.under_way(), *self._claims.under_way()]
-        await wait_for_all(under_way, grace)
-        runs = dict(self._runs)
-        left = [*filter(is_alive, runs.values()), *self._chores.under_way()]
+        self._bind()
+        self._background.stop()
+        for run, task in list(self._tasks.items()):
+            if run.stops:
+                run.cancel(task)
+        in_flight = [*self._background.tasks, *(flight.ended() for flight in self._flights.values())]
+        if in_flight:
+            await asyncio.wait(in_flight, timeout=grace)
+        runs = dict(self._tasks)
+        left = [*runs.values(), *self._background.tasks]
         for task in left:
-            at_home(task, task.cancel)
-        await wait_for_all(left, LAST_WORDS)
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=LAST_WORDS)
         for run, task in runs.items():
-            if task.done():  # one that was cancelled before it began could not tell its caller
-                at_home(task, partial(self._ended, run, error=stopping(run)))
-
-    def _stop(self) -> None:
-        self._chores.stop()
-        self._leases.rest()
-        for run, task in list(self._runs.items()):
-            if not run.goes_on and is_alive(task):
-                at_home(task, _cancel, task, run)
-        self._chores.wake()
+            if task.done():  # a task that was cancelled before it began could not tell its caller
+                self._tell(run, stopping(run))
 
 
-def _cancel(task: "asyncio.Task[None]", run: Run) -> None:
-    """Between two transitions a cancel would leave the record in doubt, so there the run only sees the wish."""
-    run.cancelled = True
-    if run.interruptible:
-        task.cancel()
+class Flight:
+    """The one run of a command in this process, and the duplicates that wait for it."""
+
+    __slots__ = ("_fingerprint", "_landed", "_waiting", "is_forsaken", "is_granted", "is_refused")
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self._fingerprint = fingerprint
+        self.is_granted = False
+        self.is_refused = False  # the ledger is away: the duplicates need not find out one after another
+        self.is_forsaken = False  # its caller left while the claim was on its way: the record is being given back
+        self._waiting: list[asyncio.Future[Outcome | None]] = []
+        self._landed: tuple[Outcome | None] | None = None
+
+    async def join(self, fingerprint: bytes, wait: float) -> Outcome | None:
+        """Return the outcome, or None when the run ended without one."""
+        if fingerprint != self._fingerprint and self.is_granted:
+            raise KeyConflict(ran="no")
+        future = self.ended()
+        try:
+            async with asyncio.timeout(wait):
+                outcome = await future
+        except TimeoutError:
+            raise in_progress() from None
+        if self.is_refused:
+            raise LedgerUnavailable(ran="no")
+        # Until the ledger has granted the record, it is open whose params are the right ones: the duplicate asks itself.
+        return outcome if fingerprint == self._fingerprint else None
+
+    def ended(self) -> "asyncio.Future[Outcome | None]":
+        future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        if self._landed is not None:  # in another thread, a moment ago
+            future.set_result(*self._landed)
+        return future
+
+    def land(self, outcome: Outcome | None) -> None:
+        """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
+        self._landed = (outcome,)  # before the list is read: a duplicate that comes later sees it
+        for future in self._waiting:
+            with suppress(RuntimeError):  # its loop is closed
+                future.get_loop().call_soon_threadsafe(_wake, future, outcome)
+
+
+def _wake(future: "asyncio.Future[Outcome | None]", outcome: Outcome | None) -> None:
+    if not future.done():
+        future.set_result(outcome)
+
+
+class Undecided(Exception):
+    """A reconcile function does not know how the earlier run ended."""
+
+
+class _Orphaned(Exception):
+    """A transaction found a record whose holder, in another mode, has vanished."""
+
+
+def _give(result: Any) -> Any:
+    return result
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+async def _handled(run: Run, handler: Handler) -> Outcome:
+    """Run the handler. Its result and its own errors are outcomes; anything else it raises is not."""
+    if run.state in (State.GRANTED, State.CANCELLED, State.ASKING):  # else it was called before it got here
+        run.begin()
+    try:
+        result = handler()
+        if hasattr(result, "__await__"):
+            result = await settled(result)
+    except FixedError:
+        raise
+    except RpcError as error:
+        run.to(Event.RETURN)
+        return outcome_of("error", error, run.claim.id)
+    run.to(Event.RETURN)
+    return outcome_of("result", result, run.claim.id)
+
+
+async def _reconciled(call: Call, run: Run) -> Outcome | None:
+    """Ask the method's reconcile function about the run of a holder that vanished; None: that run did nothing."""
+    method = run.method
+    if run.state is State.CANCELLED:
+        raise asyncio.CancelledError
+    run.to(Event.ASK)
+    ask = partial(method.reconcile, Context(call))
+    verdict = await settled(in_thread(ask) if method.blocking and not run.alone else ask())
+    if isinstance(verdict, Done):
+        run.to(Event.RETURN)
+        return outcome_of("result", verdict.result, run.claim.id)
+    if isinstance(verdict, NotDone):
+        return None
+    if not isinstance(verdict, CannotTell):
+        logger.error("%s: reconcile returned %r, expected Done, NotDone or CannotTell", method.name, verdict)
+    raise Undecided
+
+
+async def _in_transaction(ledger: Ledger, transaction: Transaction, run: Run, handler: Handler) -> Ended:
+    record = transaction.record
+    if record.fingerprint != run.claim.fingerprint:
+        raise KeyConflict(ran="no")
+    if not run.holds(record):
+        if record.state is not RecordState.RUNNING:
+            return recorded(record), True
+        raise _Orphaned if record.lease_left == 0 else in_progress()
+    if run.state is State.LEAVING:  # cancelled in the moment in which the transaction began
+        raise asyncio.CancelledError
+    run.grant(ledger, record)
+    run.db = transaction.db
+    run.to(Event.TRANSACT)
+    outcome = await _handled(run, handler)
+    # From here on only the store knows. A recorded error undoes the handler's writes, and is kept.
+    terms = run.method.terms
+    await transaction.complete(stored(outcome, terms.max_stored_result), terms.retention, undo=outcome.kind == "error")
+    return outcome, False
+
+
+def _undone(call: Call, run: Run, error: BaseException) -> BaseException:
+    """Return the error for the caller of a transaction that was not committed, as far as is known."""
+    if isinstance(error, InputRequired):
+        return error
+    if isinstance(error, RpcError) and not isinstance(error, InternalError) and not error.is_remote:
+        return error
+    if isinstance(error, Locked):
+        return in_progress()
+    if isinstance(error, CommitUnknown):
+        run.hear(Event.DOUBT)  # a caller that has left must not hear "no"
+        return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
+    if isinstance(error, LedgerDown):
+        return unavailable(error)
+    stopped = run.state in (State.STOPPING, State.LEAVING)
+    run.hear(Event.UNDO if isinstance(error, NotCommitted) else Event.RAISE)
+    return failure_of(call, run, error, stopped=stopped)

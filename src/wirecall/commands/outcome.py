@@ -1,33 +1,55 @@
-"""How a command ended, as the ledger keeps it and as the caller hears it.
+"""How a command ended: as the ledger keeps it, and as its caller hears it.
 
-Values become bytes once (`outcome_of`); what is kept of them may be less (`stored`); a record gives them back, or the reason
-why it cannot (`recorded`); and an outcome becomes an answer (`answer`), marked when it is a replay.
+With an outcome: values become bytes once (`outcome_of`); the ledger may keep less of them (`stored`); a record gives them
+back, or the reason why it cannot (`recorded`); and an outcome becomes an answer (`answer`), marked when it is a replay.
+
+Without one (`failure_of`): `ran` is "no" only where nothing can have happened. A handler's own refusal is passed on as it
+is, unless the handler had passed its commit point. The cause of a failure goes to the log, not to the caller.
 """
 
+import asyncio
+from hashlib import sha256
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import UNSET, Raw
 
-from wirecall.digests import sha256
-from wirecall.errors import EncodeError, InternalError, OutcomeUnknown, ResultNotRetained, RpcError
-from wirecall.ledger.base import Outcome, Record, RecordId, State
-from wirecall.logs import failed
+from wirecall.commands.run import LostLease, Run
+from wirecall.errors import (
+    Busy,
+    CannotWait,
+    EncodeError,
+    InternalError,
+    InvalidParams,
+    InvalidRequest,
+    KeyInProgress,
+    LedgerUnavailable,
+    MethodNotFound,
+    NotCapable,
+    OutcomeUnknown,
+    ResultNotRetained,
+    RpcError,
+    UsageError,
+)
+from wirecall.ledger.base import LedgerDown, Outcome, Record, RecordId, State
+from wirecall.logs import failed, logger
 from wirecall.protocol.messages import ErrorObject, encode, failure
+from wirecall.server.call import Call
+from wirecall.stepping import is_closing, needs_loop
 
-Ended = tuple[Outcome, bool]  # an outcome, and whether another run left it
+# Milliseconds after which a caller may ask again for a command that is in progress.
+RETRY_AFTER_MS = 1000
+
+# Errors of ours that a handler raises to say: not now, not like this. They are not outcomes, and nothing was done.
+REFUSALS = (Busy, InvalidParams, InvalidRequest, KeyInProgress, LedgerUnavailable, MethodNotFound, NotCapable)
 
 
-class Sealed(Struct, frozen=True, gc=False):
-    """A result as bytes, and whether it comes from the ledger."""
-
-    result: Raw
-    replayed: bool
+# --- with an outcome -------------------------------------------------------------------------------------------------
 
 
 def outcome_of(kind: Literal["result", "error"], value: Any, id: RecordId) -> Outcome:
-    """An outcome as bytes. Of a result that cannot be encoded only the fact remains, since the effect has happened; of an
-    error its code and its message: it is still an error, and what a transaction did is undone."""
+    """Encode an outcome. Of a result that JSON cannot carry only the fact remains, since the effect has happened; of such an
+    error its code and message, so that it stays an error, and a transaction is undone."""
     try:
         payload = encode(failure(None, value).error if kind == "error" else value)
     except EncodeError as error:
@@ -35,11 +57,11 @@ def outcome_of(kind: Literal["result", "error"], value: Any, id: RecordId) -> Ou
         if kind == "result":
             return Outcome("result", None, b"")
         payload = encode(ErrorObject(value.code, value.message.encode(errors="replace").decode()))
-    return Outcome(kind, payload, sha256(payload))
+    return Outcome(kind, payload, sha256(payload).digest())
 
 
 def stored(outcome: Outcome, limit: int) -> Outcome:
-    """What the ledger keeps: of a large result only the digest, of a large error its code and the start of its message."""
+    """Return what the ledger keeps: of a large result the digest, of a large error its code and the start of its message."""
     if outcome.payload is None or len(outcome.payload) <= limit:
         return outcome
     if outcome.kind == "result":
@@ -49,7 +71,7 @@ def stored(outcome: Outcome, limit: int) -> Outcome:
 
 
 def recorded(record: Record) -> Outcome:
-    """The outcome a record holds, or the error that says why it holds none."""
+    """Return the outcome that a record holds, or raise the error that says why it holds none."""
     if record.state is State.UNKNOWN:
         raise unknown(record.id, record)
     assert record.outcome is not None
@@ -58,27 +80,64 @@ def recorded(record: Record) -> Outcome:
     return record.outcome
 
 
-def answer(outcome: Outcome, *, replayed: bool, recorded: bool = True) -> Sealed:
-    """What the caller gets: a result, or the recorded error raised, with its marks in `data`."""
+def answer(outcome: Outcome, *, replayed: bool, recorded: bool = True) -> Raw:
+    """Return the result, or raise the recorded error, with its marks in `data`."""
     if outcome.payload is None:
         raise InternalError(ran="yes")
     if outcome.kind == "result":
-        return Sealed(Raw(outcome.payload), replayed)
-    raise _as_error(outcome.payload, {"replayed": True} if replayed else {} if recorded else {"recorded": False})
-
-
-def unknown(id: RecordId, record: Record | None) -> OutcomeUnknown:
-    """Nobody knows; what is known of the record helps whoever finds out."""
-    known: dict[str, Any] = {} if record is None else {"started_at": record.started_at, "attempts": record.attempts}
-    return OutcomeUnknown(ran="unknown", record=str(id), **known)
+        return Raw(outcome.payload)
+    error = _decode_error(outcome.payload)
+    data = None if error.data is UNSET else error.data
+    marks = {"replayed": True} if replayed else {} if recorded else {"recorded": False}
+    if marks:
+        data = {**data, **marks} if isinstance(data, dict) else {**marks, **({} if data is None else {"data": data})}
+    raise RpcError(error.code, error.message, data)
 
 
 _decode_error = msgspec.json.Decoder(ErrorObject).decode
 
 
-def _as_error(payload: bytes, marks: dict[str, bool]) -> RpcError:
-    error = _decode_error(payload)
-    data = None if error.data is UNSET else error.data
-    if marks:
-        data = {**data, **marks} if isinstance(data, dict) else {**marks, **({} if data is None else {"data": data})}
-    return RpcError(error.code, error.message, data)
+# --- without an outcome ----------------------------------------------------------------------------------------------
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether a handler says that it did nothing. An error of a server that it called says so about that server alone."""
+    return isinstance(error, REFUSALS) and not error.is_remote
+
+
+def failure_of(call: Call, run: Run, error: BaseException, *, stopped: bool) -> BaseException:
+    """Return the error for the caller of a handler that ended without an outcome; `stopped` says that we cancelled it."""
+    undone = run.ran == "no"
+    if is_closing(error) or (isinstance(error, asyncio.CancelledError) and stopped):
+        return error
+    if isinstance(error, KeyboardInterrupt) or (is_refusal(error) and undone):
+        return error
+    if run.alone and needs_loop(error):
+        return CannotWait()
+    if isinstance(error, LostLease):
+        return in_progress()
+    if isinstance(error, LedgerDown) and undone:  # at the commit point, so the handler went no further
+        return unavailable(error)
+    id = run.claim.id
+    failed(run.method.name, call.correlation_id, error, caller=id.caller, key=id.key)
+    return InternalError(ran=run.ran)
+
+
+def in_progress() -> KeyInProgress:
+    """Another run of the command is in flight, or was a moment ago: its outcome is not known here."""
+    return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+
+
+def unknown(id: RecordId, record: Record | None) -> OutcomeUnknown:
+    """The outcome is unknown; the facts of the record help an operator to find it out."""
+    known: dict[str, Any] = {} if record is None else {"started_at": record.started_at, "attempts": record.attempts}
+    return OutcomeUnknown(ran="unknown", record=str(id), **known)
+
+
+def unavailable(error: LedgerDown | UsageError) -> LedgerUnavailable:
+    logger.error("the ledger is unavailable: %s", error)
+    return LedgerUnavailable(ran="no")
+
+
+def stopping(run: Run) -> LedgerUnavailable:
+    return LedgerUnavailable("the server is stopping", ran=run.ran)

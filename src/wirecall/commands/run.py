@@ -1,81 +1,207 @@
-"""A command under way: what its handler sees of it, who waits for it, what keeps it alive, and who takes note of its end."""
+"""One run of a command in this process: its states and events as one table, and what its handler sees of it.
+
+The ledger's record says what is known of a command everywhere (`ledger.base`). A run is one process's attempt at it, from
+the claim to the last write. `TABLE` says where each event leads; an event that the table does not have for a state is a bug,
+and `Run.to` raises. Events from outside may come at any time: `Run.hear` stays where the table has nothing for them.
+docs/commands.md draws the table.
+"""
 
 import asyncio
+import enum
 import hashlib
 import hmac
-import time
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeAlias
 
-from wirecall.errors import CannotWait, KeyConflict, KeyInProgress, LedgerUnavailable
-from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, State, Token
-from wirecall.logs import logger
-from wirecall.process import loop_if_any, running_loop
-from wirecall.server.context import Context, Passed
+from msgspec import Raw
+
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, Token
+from wirecall.ledger.base import State as RecordState
+from wirecall.server.context import Passed
 from wirecall.server.method import Method
+from wirecall.stepping import run_now
 
-# What a caller who must come back is told.
-RETRY_AFTER_MS = 1000
+# Calls the handler; returns its result, or an awaitable of it.
+Handler: TypeAlias = Callable[[], Any]
 
-# Seconds between two renewals of a lease, at least: no event loop keeps a shorter one alive, and it should not try.
-LEAST_BEAT = 0.01
+Ran: TypeAlias = Literal["no", "unknown"]
 
-# Calls the handler: gives what it returned, or something to await for it.
-Call = Callable[[], Any]
 
-# Told about every call of a command that was admitted: arguments' digest, start, error.
-Note = Callable[[Context, bytes, float, BaseException | None], None]
+class State(enum.Enum):
+    """Where a run stands. The value is the line that the docs show."""
+
+    CLAIMING = "The ledger is asked for the record."
+    FOLLOWING = "Another run has the record; this one waits for its outcome."
+    LEAVING = "Cancelled while another run has the record."
+    GRANTED = "The record is held; the handler has not begun."
+    CANCELLED = "Cancelled before the handler began."
+    FREE = "The handler runs, before its commit point: it can still be interrupted, and nothing is done."
+    STOPPING = "The handler was cancelled before its commit point, and is ending."
+    MARKING = "The handler has called commit_point(), and the ledger is being told."
+    COMMITTED = "The handler is past its commit point, and the ledger knows."
+    ENTERED = "A handler without a commit point runs: it counts as past it from the start."
+    OPEN = "The handler runs inside a transaction: all its writes there can still be undone."
+    SPILLED = "The handler runs inside a transaction and has called commit_point(): it acts outside of it, too."
+    ASKING = "The reconcile function is asked about an earlier run."
+    RECORDING = "The handler has ended with an outcome, and the ledger is being told."
+    UNDONE = "The handler has ended without an outcome, and nothing was done."
+    DOUBTFUL = "The handler has ended without an outcome, and may have done something."
+
+
+class Event(enum.Enum):
+    """What happens to a run."""
+
+    FOLLOW = "another run has the record"
+    LEAD = "that run ended without an outcome"
+    GRANT = "the ledger grants the record"
+    CANCEL = "the caller leaves, the time is over, or the server stops"
+    BEGIN = "the handler begins"
+    ENTER = "a handler without a commit point begins"
+    TRANSACT = "the handler begins inside a transaction"
+    ASK = "an earlier run left the record"
+    MARK = "the handler calls commit_point()"
+    MARKED = "the ledger has the commit point"
+    LOSE = "the ledger refuses the commit point"
+    PAUSE = "the handler asks its caller for input"
+    RETURN = "the handler returns, or raises an error that is its answer"
+    REFUSE = "the handler refuses the call"
+    RAISE = "the handler fails"
+    UNDO = "the store undoes the transaction"
+    DOUBT = "the store cannot tell what became of the transaction"
+
+
+_S, _E = State, Event
+
+TABLE: dict[tuple[State, Event], State] = {
+    # Whose run is it?
+    (_S.CLAIMING, _E.FOLLOW): _S.FOLLOWING,
+    (_S.FOLLOWING, _E.FOLLOW): _S.FOLLOWING,
+    (_S.FOLLOWING, _E.LEAD): _S.CLAIMING,
+    (_S.CLAIMING, _E.GRANT): _S.GRANTED,
+    (_S.FOLLOWING, _E.GRANT): _S.GRANTED,
+    # The handler begins, in one of three ways; a successor asks first what its predecessor did.
+    (_S.GRANTED, _E.BEGIN): _S.FREE,
+    (_S.GRANTED, _E.ENTER): _S.ENTERED,
+    (_S.GRANTED, _E.TRANSACT): _S.OPEN,
+    (_S.GRANTED, _E.ASK): _S.ASKING,
+    (_S.ASKING, _E.BEGIN): _S.FREE,
+    (_S.ASKING, _E.ENTER): _S.ENTERED,
+    # The commit point. From the call on the run counts as committed; if the ledger refuses it, the handler goes no further.
+    (_S.FREE, _E.MARK): _S.MARKING,
+    (_S.MARKING, _E.MARK): _S.MARKING,
+    (_S.MARKING, _E.MARKED): _S.COMMITTED,
+    (_S.MARKING, _E.LOSE): _S.FREE,
+    (_S.FREE, _E.MARKED): _S.COMMITTED,
+    (_S.ENTERED, _E.MARK): _S.COMMITTED,
+    (_S.COMMITTED, _E.MARK): _S.COMMITTED,
+    (_S.OPEN, _E.MARK): _S.SPILLED,
+    (_S.SPILLED, _E.MARK): _S.SPILLED,
+    (_S.ASKING, _E.MARK): _S.ASKING,
+    # A cancel stops what has done nothing. In every other state the run goes on, and nothing changes.
+    (_S.FOLLOWING, _E.CANCEL): _S.LEAVING,
+    (_S.GRANTED, _E.CANCEL): _S.CANCELLED,
+    (_S.FREE, _E.CANCEL): _S.STOPPING,
+    (_S.OPEN, _E.CANCEL): _S.STOPPING,
+    # The handler asks its caller: it has done nothing yet, since it starts from the top with the answer.
+    (_S.FREE, _E.PAUSE): _S.UNDONE,
+    (_S.ENTERED, _E.PAUSE): _S.UNDONE,
+    (_S.STOPPING, _E.PAUSE): _S.UNDONE,
+    (_S.OPEN, _E.PAUSE): _S.UNDONE,
+    (_S.SPILLED, _E.PAUSE): _S.UNDONE,
+    # The handler ends with an outcome.
+    (_S.FREE, _E.RETURN): _S.RECORDING,
+    (_S.STOPPING, _E.RETURN): _S.RECORDING,
+    (_S.MARKING, _E.RETURN): _S.RECORDING,
+    (_S.COMMITTED, _E.RETURN): _S.RECORDING,
+    (_S.ENTERED, _E.RETURN): _S.RECORDING,
+    (_S.OPEN, _E.RETURN): _S.RECORDING,
+    (_S.SPILLED, _E.RETURN): _S.RECORDING,
+    (_S.ASKING, _E.RETURN): _S.RECORDING,
+    # It ends without one. "Not now, not like this" means that nothing was done, unless the handler marked its commit point.
+    (_S.FREE, _E.REFUSE): _S.UNDONE,
+    (_S.STOPPING, _E.REFUSE): _S.UNDONE,
+    (_S.ENTERED, _E.REFUSE): _S.UNDONE,
+    (_S.OPEN, _E.REFUSE): _S.UNDONE,
+    (_S.SPILLED, _E.REFUSE): _S.UNDONE,
+    (_S.MARKING, _E.REFUSE): _S.DOUBTFUL,
+    (_S.COMMITTED, _E.REFUSE): _S.DOUBTFUL,
+    (_S.ASKING, _E.REFUSE): _S.DOUBTFUL,
+    (_S.FOLLOWING, _E.RAISE): _S.UNDONE,
+    (_S.LEAVING, _E.RAISE): _S.DOUBTFUL,
+    (_S.GRANTED, _E.RAISE): _S.UNDONE,
+    (_S.CANCELLED, _E.RAISE): _S.UNDONE,
+    (_S.FREE, _E.RAISE): _S.UNDONE,
+    (_S.STOPPING, _E.RAISE): _S.UNDONE,
+    (_S.OPEN, _E.RAISE): _S.UNDONE,
+    (_S.SPILLED, _E.RAISE): _S.UNDONE,
+    (_S.MARKING, _E.RAISE): _S.DOUBTFUL,
+    (_S.COMMITTED, _E.RAISE): _S.DOUBTFUL,
+    (_S.ENTERED, _E.RAISE): _S.DOUBTFUL,
+    (_S.ASKING, _E.RAISE): _S.DOUBTFUL,
+    # A transaction: its commit decides, and where the store does not tell, nothing is known.
+    (_S.OPEN, _E.UNDO): _S.UNDONE,
+    (_S.SPILLED, _E.UNDO): _S.UNDONE,
+    (_S.RECORDING, _E.UNDO): _S.UNDONE,
+    (_S.RECORDING, _E.RAISE): _S.DOUBTFUL,
+    (_S.OPEN, _E.DOUBT): _S.DOUBTFUL,
+    (_S.SPILLED, _E.DOUBT): _S.DOUBTFUL,
+    (_S.STOPPING, _E.DOUBT): _S.DOUBTFUL,
+    (_S.RECORDING, _E.DOUBT): _S.DOUBTFUL,
+    (_S.UNDONE, _E.FOLLOW): _S.FOLLOWING,
+}
+
+# A cancel interrupts what waits in these states. CANCELLED is not among them: its task has not begun, and has to release the
+# record when it does. Nor are the last three: a write to the ledger that is cut leaves the record in doubt.
+INTERRUPTIBLE = frozenset({_S.FOLLOWING, _S.LEAVING, _S.FREE, _S.STOPPING, _S.OPEN})
+
+# A run in these states stops when it is cancelled. Any other finishes, although its caller has left.
+STOPS = INTERRUPTIBLE | {_S.CLAIMING, _S.GRANTED, _S.CANCELLED, _S.UNDONE}
+
+# In these states nothing was done, and a caller that leaves hears ran: "no".
+NOTHING_DONE = frozenset({_S.CLAIMING, _S.GRANTED, _S.CANCELLED, _S.FREE, _S.STOPPING, _S.OPEN, _S.UNDONE})
+
+
+class LostLease(Exception):
+    """The run may not pass its commit point: it was cancelled, or another holder has taken the record over."""
 
 
 class Run:
-    """A command under way, as its handler's context sees it."""
+    """One run of a command."""
 
-    __slots__ = (
-        "alone",
-        "attempt",
-        "cancelled",
-        "claim",
-        "committed",
-        "context",
-        "db",
-        "ended",
-        "fence",
-        "forsaken",
-        "interruptible",
-        "ledger",
-        "loop",
-        "marked",
-        "method",
-        "others",
-        "passed",
-        "token",
-    )
+    __slots__ = ("alone", "attempt", "claim", "db", "ended", "fence", "ledger", "loop", "method", "state", "token")
 
-    def __init__(self, method: Method, context: Context, claim: Claim, alone: bool) -> None:
+    def __init__(self, method: Method, claim: Claim, alone: bool) -> None:
         self.method = method
-        self.context = context
         self.claim = claim
-        self.alone = alone  # no event loop: nothing may wait
+        self.alone = alone  # there is no event loop, so nothing may wait
+        self.state = State.CLAIMING
         self.ledger: Ledger | None = None
         self.token: Token | None = None
         self.attempt = 1
         self.fence = 0
-        self.committed = False  # from here on, it may have happened
-        self.marked = False  # the handler has called ctx.commit_point()
-        self.passed = False  # the ledger knows that the run is committed
-        self.interruptible = False  # the handler runs, and no transition is under way
-        self.cancelled = False
-        self.forsaken = False  # its caller left while the claim was on its way
-        self.others = False  # another run of the same command was seen
         self.db: Any = None
-        self.ended: asyncio.Future[Any] | None = None  # what its caller awaits
-        self.loop: asyncio.AbstractEventLoop | None = None if alone else running_loop()
+        self.ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
+        self.loop = None if alone else asyncio.get_running_loop()
+
+    def to(self, event: Event) -> None:
+        """Move to the state that the table has for an event."""
+        self.state = TABLE[self.state, event]
+
+    def hear(self, event: Event) -> bool:
+        """Move if the table has the event for this state; return whether it has."""
+        state = TABLE.get((self.state, event))
+        self.state = state or self.state
+        return state is not None
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it is finished although nobody waits for it: it may have done something; in a transaction, elsewhere."""
-        return self.committed or (self.marked and self.db is not None)
+    def stops(self) -> bool:
+        """Whether a cancel ends the run; otherwise it finishes although its caller has left."""
+        return self.state in STOPS
+
+    @property
+    def ran(self) -> Ran:
+        """The word for a caller that does not hear the outcome."""
+        return "no" if self.state in NOTHING_DONE else "unknown"
 
     @property
     def downstream_key(self) -> str:
@@ -85,226 +211,56 @@ class Run:
 
     def holds(self, record: Record) -> bool:
         """Whether the ledger granted the record to this run."""
-        return record.state is State.RUNNING and record.nonce == self.claim.nonce
+        return record.state is RecordState.RUNNING and record.nonce == self.claim.nonce
 
-    def granted(self, ledger: Ledger, record: Record) -> None:
+    def grant(self, ledger: Ledger, record: Record) -> None:
+        """The ledger gave the record to this run."""
+        self.to(Event.GRANT)
         self.ledger = ledger
         self.token = record.token
         self.attempt = record.attempts
         self.fence = record.fence
-        self.committed = self.passed = self.claim.committed
+
+    def begin(self) -> None:
+        """Begin the handler, unless the run was cancelled before."""
+        if self.state is State.CANCELLED:
+            raise asyncio.CancelledError
+        self.to(Event.ENTER if self.claim.committed else Event.BEGIN)
+
+    def cancel(self, task: "asyncio.Task[None]") -> None:
+        """Stop the run if it has done nothing yet, at once where it waits."""
+        self.hear(Event.CANCEL)
+        if self.state in INTERRUPTIBLE:
+            task.cancel()
 
     def commit_point(self) -> Awaitable[None]:
-        """From the moment of the call the run counts as committed here; the awaitable writes that to the ledger.
+        """Mark the commit point; the awaitable writes it to the ledger.
 
-        Called again, it writes again until the ledger has taken it: a handler that tries once more must not slip past.
+        Called again, it writes again until the ledger has it: a handler that tries once more must not slip past.
         """
-        self.marked = True
-        if self.passed or self.db is not None:
-            return Passed()
         if self.loop is None:
-            return _stepped(self._write_commit_point())
-        if loop_if_any() is not None:  # else: a thread beside it
-            self.committed = True
-            return self._write_commit_point()
-        asyncio.run_coroutine_threadsafe(self._write_commit_point(), self.loop).result()
-        return Passed()
+            run_now(self._mark())
+            return Passed()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # the handler runs in a thread beside the loop, and blocks
+            asyncio.run_coroutine_threadsafe(self._mark(), self.loop).result()
+            return Passed()
+        self.hear(Event.MARK)  # now, and not when the coroutine is awaited: the handler may act in between
+        return Passed() if self.state is State.COMMITTED else self._mark()
 
-    async def _write_commit_point(self) -> None:
-        """Unless the ledger says that it is written, the handler goes no further, so nothing was done."""
+    async def _mark(self) -> None:
+        """Write the commit point. Unless the ledger has it, the handler goes no further, so nothing was done."""
+        if not self.hear(Event.MARK):
+            raise LostLease(f"{self.claim.id}: the run was cancelled before its commit point, or is over")
+        if self.state is not State.MARKING:  # the ledger knows already, or the store's transaction takes its place
+            return
         assert self.ledger is not None and self.token is not None
-        self.committed = self.passed or not self.cancelled
         try:
-            if not self.cancelled and await self.ledger.commit_point(self.token, self.method.terms.lease):
-                self.passed = True
-                return
+            marked = await self.ledger.commit_point(self.token, self.method.terms.lease)
         except LedgerDown:
-            self.committed = self.passed
+            self.hear(Event.LOSE)
             raise
-        self.committed = self.passed
-        raise LostLease(f"{self.claim.id}: the lease was over before the commit point")
-
-
-def in_progress() -> KeyInProgress:
-    """Another run of the command is under way, or was until a moment ago: nobody here knows how it ends."""
-    return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
-
-
-class LostLease(Exception):
-    """Another holder took the command over: this one must stop before its effect."""
-
-
-def _stepped(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None]:
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return Passed()
-    coroutine.close()
-    raise CannotWait
-
-
-def in_thread(call: Call) -> Awaitable[Any]:
-    """Call a function that blocks in a thread beside the loop."""
-    return asyncio.to_thread(_without_stop, call)
-
-
-def _without_stop(call: Call) -> Any:
-    try:
-        return call()
-    except (StopIteration, GeneratorExit) as error:  # of a future, the one is refused, and the other closes who awaits it
-        raise RuntimeError(f"the function raised {type(error).__name__}") from error
-
-
-async def settled(result: Any) -> Any:
-    """What a function returned, once nothing in it has to be awaited any more."""
-    while hasattr(result, "__await__"):
-        result = await result
-    return result
-
-
-def is_waiting(error: BaseException) -> bool:
-    """Whether a handler failed because it needs an event loop and there is none."""
-    return isinstance(error, RuntimeError) and str(error) == "no running event loop"
-
-
-def is_closing(error: BaseException) -> bool:
-    """Whether the coroutine that caught an exception is being closed, in contrast to a handler that raised GeneratorExit.
-
-    Python closes the coroutine that is awaited first, and then raises a new GeneratorExit in the one that awaits it. So that
-    one comes from no frame below; a handler's own does.
-    """
-    trace = error.__traceback__
-    return isinstance(error, GeneratorExit) and (trace is None or trace.tb_next is None)
-
-
-class Noted:
-    """Takes note, once, of how a call of a command ended, whoever is still there to hear it."""
-
-    def __init__(self, note: Note | None, context: Context, fingerprint: bytes) -> None:
-        self._note, self._context, self._fingerprint = note, context, fingerprint
-        self._started = time.perf_counter()
-
-    def __call__(self, error: BaseException | None = None) -> None:
-        if self._note is not None:
-            self._note(self._context, self._fingerprint, self._started, error)
-
-
-def not_noted(_: BaseException | None = None) -> None:
-    """In place of `Noted` where nobody keeps notes."""
-
-
-class Flight:
-    """The one run of a command in this process, and those who wait for it."""
-
-    __slots__ = ("_fingerprint", "_landed", "_waiting", "is_granted", "is_refused")
-
-    def __init__(self, fingerprint: bytes) -> None:
-        self._fingerprint = fingerprint
-        self.is_granted = False
-        self.is_refused = False  # the ledger is away: who waits need not find out one after another
-        self._waiting: list[asyncio.Future[Outcome | None]] = []
-        self._landed: tuple[Outcome | None] | None = None
-
-    async def join(self, fingerprint: bytes, wait: float) -> Outcome | None:
-        """The outcome, or None when the run ended without one."""
-        if fingerprint != self._fingerprint and self.is_granted:
-            raise KeyConflict(ran="no")
-        future = self.ended()
-        try:
-            async with asyncio.timeout(wait):
-                outcome = await future
-                if self.is_refused:
-                    raise LedgerUnavailable(ran="no")
-                # Until the ledger has granted it, nobody knows whose params are the right ones: ask for yourself.
-                return outcome if fingerprint == self._fingerprint else None
-        except TimeoutError:
-            raise in_progress() from None
-
-    def ended(self) -> "asyncio.Future[Outcome | None]":
-        future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        if self._landed is not None:  # in another thread, a moment ago
-            _tell(future, *self._landed)
-        return future
-
-    def land(self, outcome: Outcome | None) -> None:
-        """Tell all who wait. Some may wait in the loop of another thread, which sleeps until it is woken."""
-        self._landed = (outcome,)  # before the others are counted: who comes after that sees it
-        here = loop_if_any() if self._waiting else None
-        for future in self._waiting:
-            if future.get_loop() is here:
-                _tell(future, outcome)
-                continue
-            with suppress(RuntimeError):  # its loop is closed, and nobody waits any more
-                future.get_loop().call_soon_threadsafe(_tell, future, outcome)
-
-
-def _tell(future: "asyncio.Future[Outcome | None]", outcome: Outcome | None) -> None:
-    if not future.done():
-        future.set_result(outcome)
-
-
-class Heartbeats:
-    """Renews the leases of the runs under way, each after a third of it. One timer serves all runs of an event loop, since
-    few live that long; threads may have loops of their own. A renewal waits for the one before it: a store that is slow
-    already is not asked for more."""
-
-    def __init__(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        self._spawn = spawn
-        self._due: dict[Run, float | None] = {}  # by the clock of the loop that the run is in; None: it is being renewed
-        self._timers: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
-
-    def start(self, run: Run) -> None:
-        assert run.loop is not None
-        self._plan(run, run.loop, run.loop.time())
-
-    def stop(self, run: Run) -> None:
-        """The timer stays: the next run is likely to come before it, and to cancel one costs more than to let it pass."""
-        self._due.pop(run, None)
-
-    def rest(self) -> None:
-        """No run will come."""
-        if not self._due and (timer := self._timers.pop(asyncio.get_running_loop(), None)):
-            timer.cancel()
-
-    def _plan(self, run: Run, loop: asyncio.AbstractEventLoop, renewed: float) -> None:
-        timer = self._timers.get(loop)
-        self._due[run] = due = renewed + max(run.method.terms.lease / 3, LEAST_BEAT)
-        if timer is None:
-            self._forget_closed()
-        if timer is None or timer.when() > due:
-            self._arm(loop, due)
-
-    def _forget_closed(self) -> None:
-        """What a loop that is closed has left behind is over."""
-        for loop in [loop for loop in list(self._timers) if loop.is_closed()]:
-            self._timers.pop(loop, None)
-        for run in [run for run in list(self._due) if run.loop and run.loop.is_closed()]:
-            self._due.pop(run, None)
-
-    def _arm(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        if timer := self._timers.get(loop):
-            timer.cancel()
-        self._timers[loop] = loop.call_at(due, self._beat, loop)
-
-    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        del self._timers[loop]
-        now = loop.time()
-        ours = [(run, due) for run, due in list(self._due.items()) if run.loop is loop and due is not None]
-        for run, due in ours:
-            if due <= now:
-                self._due[run] = None
-                self._spawn(self._renew(run, loop, now))
-        if later := [due for _, due in ours if due > now]:
-            self._arm(loop, min(later))
-
-    async def _renew(self, run: Run, loop: asyncio.AbstractEventLoop, begun: float) -> None:
-        assert run.ledger is not None and run.token is not None
-        try:
-            if not await run.ledger.heartbeat(run.token, run.method.terms.lease):
-                self._due.pop(run, None)  # another has it now
-        except LedgerDown as error:
-            logger.warning("%s: no heartbeat: %s", run.claim.id, error)
-        finally:
-            if run in self._due and not loop.is_closed():
-                self._plan(run, loop, begun)  # from its begin, as the store may have counted the lease from there
+        self.hear(Event.MARKED if marked else Event.LOSE)
+        if not marked:
+            raise LostLease(f"{self.claim.id}: the lease was over before the commit point")

@@ -13,10 +13,10 @@ import asyncio
 import contextvars
 import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from wirecall.tasks import resume, start
+from wirecall.stepping import beside, start
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -77,7 +77,7 @@ class _Batch(Generic[E, T]):
             if type(outcome) is not types.CoroutineType:
                 outcomes[position] = outcome
             elif not self._in_lane(entry):
-                outcomes[position] = await _beside(outcome, self._join)
+                outcomes[position] = await beside(outcome, self._join)
                 self._check()
             elif self._lane_taken:
                 self.aside.append((position, outcome))
@@ -86,7 +86,7 @@ class _Batch(Generic[E, T]):
 
     async def _take_lane(self, position: int, coroutine: Coro) -> None:
         self._lane_taken = True
-        self.outcomes[position] = await _beside(coroutine, self._join)
+        self.outcomes[position] = await beside(coroutine, self._join)
         self._check()
         while self.aside:
             position, coroutine = self.aside.popleft()
@@ -136,14 +136,3 @@ def _cancels() -> int:
     except RuntimeError:  # no event loop
         return 0
     return task.cancelling() if task else 0
-
-
-@types.coroutine
-def _beside(coroutine: Coro, on_wait: Callable[[], None]) -> Generator[Any, Any, Any]:
-    """Await a coroutine in the running task; `on_wait` is called when it waits for the first time, if it ever does."""
-    try:
-        awaited = coroutine.send(None)
-    except StopIteration as finished:
-        return finished.value
-    on_wait()
-    return (yield from resume(coroutine, awaited))

@@ -1,96 +1,67 @@
 """The context of a call: what a handler, or a middleware, may know about it, and what it may tell and ask its caller.
 
-1. It works the same in every call: where there is no command or no MCP client, what they would give is a plain default, and
-   what they would be told (`Passed`) goes nowhere. What cannot be had at all is an error that says why.
-2. It knows of the layers above only what they put into it: `commands` a command, MCP a peer.
+It works the same in every call: without a command or an MCP client its members have plain defaults, and what it would send
+goes nowhere (`Passed`). A member that cannot work at all raises an error that says why.
 """
 
 from collections.abc import Awaitable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from wirecall.errors import NotCapable, UsageError
-from wirecall.protocol.messages import Id
+from wirecall.server.call import Call
 
 if TYPE_CHECKING:
     from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
-    from wirecall.server.method import Method
 
 
 class Context:
     """What a handler, or a middleware, may know about the call it serves."""
 
-    __slots__ = (
-        "_command",
-        "_correlation",
-        "_frame",
-        "_method",
-        "_peer",
-        "_reached",
-        "_result",
-        "_shape",
-        "caller",
-        "id",
-        "idempotency_key",
-        "kind",
-        "method",
-        "params",
-        "position",
-        "record",
-        "recorded",
-        "replayed",
-        "state",
-    )
+    __slots__ = ("_call", "caller", "id", "idempotency_key", "kind", "method", "params", "position", "record")
 
-    def __init__(
-        self,
-        method: "Method",
-        *,
-        id: Id | UnsetType,
-        params: Raw | UnsetType,
-        caller: str,
-        position: int | None,
-        idempotency_key: str | None,
-        record: str | None = None,
-    ) -> None:
-        self._method = method
-        self.method = method.name
-        self.record = record or method.name  # the ledger's name for the method
-        self.kind = method.kind
-        self.id = id
-        self.params = params
-        self.caller = caller
-        self.position = position
-        self.idempotency_key = idempotency_key
-        self.replayed = False  # the answer comes from the ledger
-        self.recorded = True  # the ledger knows of the answer
-        self.state: dict[str, Any] = {}
-        self._correlation: Any = None
-        self._command: Any = None
-        self._frame: Any = None
-        self._reached = False  # the middleware has let the call through
-        self._result: Any = None
-        self._peer: Any = None  # the MCP side of the call, if it came that way
-        self._shape: Any = None  # what makes the function's value the call's result, if that is not the value itself
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.method = call.method.name
+        self.record = call.record  # the ledger's name for the method
+        self.kind = call.method.kind
+        self.id = call.id
+        self.params = call.params
+        self.caller = call.caller
+        self.position = call.position
+        self.idempotency_key = call.key
 
     @property
     def is_notification(self) -> bool:
-        return self.id is UNSET
+        return self._call.id is UNSET
 
     @property
     def correlation_id(self) -> Any:
         """The request's id, in every log record of the call; for a notification one is made, for logs only (P8)."""
-        if self._correlation is None:
-            self._correlation = correlation_of(self.id)
-        return self._correlation
+        return self._call.correlation_id
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the answer comes from the ledger."""
+        return self._call.replayed
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the ledger knows of the answer."""
+        return self._call.recorded
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """A place for middleware to leave values for the handler."""
+        return self._call.state
 
     @property
     def meta(self) -> dict[str, Any]:
         """The `_meta` object beside the params, or an empty one."""
-        if self._peer is not None:
-            told: dict[str, Any] = self._peer.meta
+        if self._call.peer is not None:
+            told: dict[str, Any] = self._call.peer.meta
             return told
         try:
             meta = UNSET if self.params is UNSET else _decode_meta(self.params).meta
@@ -107,35 +78,35 @@ class Context:
     @property
     def attempt(self) -> int:
         """Which run of this command this is, counted from 1."""
-        return self._command.attempt if self._command else 1
+        return self._call.run.attempt if self._call.run else 1
 
     @property
     def fence(self) -> int:
         """A number that grows with every run of this command, for conditional writes in the handler's own tables."""
-        return self._command.fence if self._command else 0
+        return self._call.run.fence if self._call.run else 0
 
     @property
     def downstream_key(self) -> str | None:
         """A key for calls to other services: the same on every attempt of this command, and different for any other."""
-        return self._command.downstream_key if self._command else None
+        return self._call.run.downstream_key if self._call.run else None
 
     @property
     def db(self) -> Any:
         """The open transaction of a `transactional` command."""
-        if self._command is None or self._command.db is None:
+        if self._call.run is None or self._call.run.db is None:
             raise UsageError(
                 "ctx.db is there for transactional commands only.",
                 "the record and the handler's writes share one transaction",
                 'declare the command with on_crash="transactional", and use a ledger that has transactions',
             )
-        return self._command.db
+        return self._call.run.db
 
     def commit_point(self) -> Awaitable[None]:
         """Mark the first effect that cannot be repeated. Until here a crash, cancel or timeout means: nothing done.
 
         A coroutine function awaits it. In a plain function it blocks, which is why such a command runs in a thread.
         """
-        passed: Awaitable[None] = self._command.commit_point() if self._command else Passed()
+        passed: Awaitable[None] = self._call.run.commit_point() if self._call.run else Passed()
         return passed
 
     # --- what an MCP client can be told and asked --------------------------------------------------------------------
@@ -143,21 +114,21 @@ class Context:
     @property
     def revision(self) -> str | None:
         """The revision of MCP that the caller speaks; None for plain JSON-RPC."""
-        return self._peer.revision if self._peer else None
+        return self._call.peer.revision if self._call.peer else None
 
     @property
     def client_capabilities(self) -> dict[str, Any]:
         """What the client has declared that it can do, `{}` for plain JSON-RPC."""
-        return self._peer.capabilities if self._peer else {}
+        return self._call.peer.capabilities if self._call.peer else {}
 
     def progress(self, progress: float, total: float | None = None, message: str | None = None) -> Awaitable[None]:
         """Tell how far the call has come, if its caller wants to know. The number must grow."""
-        told: Awaitable[None] = self._peer.progress(progress, total, message) if self._peer else Passed()
+        told: Awaitable[None] = self._call.peer.progress(progress, total, message) if self._call.peer else Passed()
         return told
 
     def log(self, level: "Level", data: Any, logger: str | None = None) -> Awaitable[None]:
         """Send a log message to the client, if it wants to see this level."""
-        told: Awaitable[None] = self._peer.log(level, data, logger) if self._peer else Passed()
+        told: Awaitable[None] = self._call.peer.log(level, data, logger) if self._call.peer else Passed()
         return told
 
     def elicit(self, message: str, schema: Any, *, key: str | None = None) -> "Awaitable[Elicited]":
@@ -199,22 +170,18 @@ class Context:
 
     def hang_up(self, retry: float) -> Awaitable[None]:
         """End the HTTP connection and go on: the client collects the answer after `retry` seconds (2025-11-25)."""
-        done: Awaitable[None] = self._peer.hang_up(retry) if self._peer else Passed()
+        done: Awaitable[None] = self._call.peer.hang_up(retry) if self._call.peer else Passed()
         return done
 
     def _asked(self) -> Any:
-        if self._peer is None:
+        if self._call.peer is None:
             raise NotCapable("the call came over plain JSON-RPC, where a client cannot be asked", ran="no")
-        return self._peer
+        return self._call.peer
 
 
-def correlation_of(id: Any) -> Any:
-    """The id itself where it is plain, its text where only the bytes are exact, a made-up one for a notification."""
-    if id is UNSET:
-        import secrets  # late: `import wirecall` stays light
-
-        return f"n-{secrets.token_hex(8)}"
-    return bytes(id).decode() if isinstance(id, Raw) else id
+def call_of(context: Context) -> Call:
+    """Return the call behind a context, for the steps of the server."""
+    return context._call
 
 
 class InputRequired(BaseException):

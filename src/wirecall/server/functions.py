@@ -4,8 +4,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-_IS_COROUTINE = 0x80  # inspect.CO_COROUTINE
-
 
 def documented(function: Callable[..., Any]) -> str:
     """The docstring, as a reader who sees only it would like it."""
@@ -19,18 +17,6 @@ def is_async(function: Callable[..., Any]) -> bool:
 
     target = getattr(function, "func", function)  # functools.partial
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
-
-
-def straight(function: Callable[..., Any]) -> types.CodeType | None:
-    """The code of a coroutine function without an `await`: like a plain function, it is never interrupted, and needs no task
-    of its own unless it asks for one."""
-    from opcode import opmap  # late, as above
-
-    code = code_of(function)
-    if code is None or not code.co_flags & _IS_COROUTINE or mentions(code, "current_task"):
-        return None
-    instructions = code.co_code[::2]  # what stands between them is their arguments
-    return None if opmap.get("SEND", 0) in instructions else code  # every kind of waiting is one that sends
 
 
 def code_of(function: Callable[..., Any]) -> types.CodeType | None:

@@ -13,7 +13,7 @@ from wirecall.errors import UsageError
 from wirecall.protocol.params import Signature
 from wirecall.server.context import Context
 from wirecall.server.contradictions import check, check_reconciler
-from wirecall.server.functions import code_of, documented, is_async, mentions, straight
+from wirecall.server.functions import code_of, documented, is_async, mentions
 from wirecall.server.terms import EVERYWHERE, Execution, Exposed, KeyRule, Kind, Terms
 
 
@@ -59,14 +59,11 @@ class Method:
         self.idempotent = idempotent
         self.open_world = open_world
         self.is_async = is_async(function)
-        self.straight = straight(function)
         self.signature = Signature(function, inject=Context, keyed=self.is_command)
         self.terms = _settled(terms or Terms(), function, self.signature)
         # In a plain function ctx.commit_point() blocks, so it must not run on the loop.
         self.blocking = blocking or (self.is_command and self.terms.commit_point and not self.is_async)
-        self.can_wait = (
-            self.blocking or self.terms.on_crash in ("reconcile", "transactional") or (self.is_async and not self.straight)
-        )
+        self.can_wait = self.blocking or self.terms.on_crash in ("reconcile", "transactional") or self.is_async
         check(self, reserved)
         self._reconciler = _reconciler(self)
         self.bind = self.signature.bind

@@ -1,6 +1,6 @@
 """What may be called, how, and by which key: the rules between parsing a message and running a method.
 
-`Policy.admit` takes a parsed message and its method and gives a `Context`, or the error that answers the message. An
+`Policy.admit` takes a parsed message and its method and returns a `Call`, or the error that answers the message. An
 error raised here is always answered, under id null where the message has none (P2, P6). After admission a notification is
 silent, whatever happens to it.
 
@@ -18,7 +18,7 @@ from wirecall.protocol import messages as frames
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Message
 from wirecall.protocol.params import KEY, META
-from wirecall.server.context import Context
+from wirecall.server.call import Call, Frame
 from wirecall.server.method import Method
 
 Mode: TypeAlias = Literal["development", "production"]
@@ -32,20 +32,16 @@ class Policy(Struct, frozen=True):
     mode: Mode = "development"
     limits: Limits = Limits()
 
-    def admit(
-        self, message: Message, method: Method, *, caller: str, position: int | None, key: str | None = None
-    ) -> Context:
-        """The context of a call that may run. `key` is an idempotency key that came beside the message."""
+    def admit(self, message: Message, method: Method, frame: Frame, position: int | None) -> Call:
+        """Return the call of a message that may run, or raise the error that answers it."""
         frames.check_params_shape(message.params)
-        self._check_id(message, method)
-        key = self._key(message.params, method, UNSET if key is None else key) if method.is_command else None
-        return Context(method, id=message.id, params=message.params, caller=caller, position=position, idempotency_key=key)
-
-    def _check_id(self, message: Message, method: Method) -> None:
-        if method.is_command and (message.id is UNSET or message.id is None):
+        if method.is_command and (message.id is UNSET or message.id is None):  # P2
             raise InvalidRequest(f"{method.name} is a command: it is executed only with an id", method=method.name)
-        if message.id is UNSET and not method.notification_allowed:
+        if message.id is UNSET and not method.notification_allowed:  # P6
             raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
+        beside = UNSET if frame.key is None else frame.key
+        key = self._key(message.params, method, beside) if method.is_command else None
+        return Call(method, frame, id=message.id, params=message.params, position=position, key=key)
 
     def _key(self, params: Raw | UnsetType, method: Method, beside: Any) -> str | None:
         given = UNSET if params is UNSET else take_key(params, method.signature.key_position)

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 
 from wirecall.logs import logger
 from wirecall.protocol.limits import Limits
-from wirecall.tasks import resume, start
+from wirecall.stepping import resume, start
 from wirecall.transports.descriptors import HIGH, Output, open_input
 from wirecall.transports.lines import Lines
 from wirecall.transports.process import LAST, Stop, protocol_streams, signals, woken_by_signals

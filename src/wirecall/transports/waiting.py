@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Generator, Iterator
 from types import CoroutineType, coroutine
 from typing import Any
 
-from wirecall.tasks import resume
+from wirecall.stepping import resume
 
 
 def first_step(awaitable: Awaitable[Any]) -> tuple[bool, Any]:

@@ -25,7 +25,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from wirecall.errors import UsageError
 from wirecall.ledger.base import LedgerDown
-from wirecall.tasks import start
+from wirecall.stepping import start
 
 PREFIX = "wirecall:"
 

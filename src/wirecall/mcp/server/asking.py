@@ -1,7 +1,7 @@
 """The other side: what is known of a client, what it is told and asked while a call runs.
 
 A `Session` is the negotiated state of a client: of a connection or a session token in the revisions with a handshake, of a
-single request where every request describes itself. A `Call` is the client's side of one request; the handler meets it as
+single request where every request describes itself. A `Peer` is the client's side of one request; the handler meets it as
 `ctx.progress`, `ctx.log`, `ctx.elicit`, `ctx.sample` and `ctx.roots`.
 
 A question has one form for the handler and two on the wire. With a handshake it is a request to the client, and the handler
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.commands.run import RETRY_AFTER_MS
+from wirecall.commands.outcome import RETRY_AFTER_MS
 from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
@@ -96,7 +96,7 @@ class Session:
         self.calls = {} if calls is None else calls  # what it may cancel
         self.subscriptions: set[str] = set()  # URIs of resources
         self.waiting = 0  # calls that wait for its answers
-        self._asked: dict[Id, tuple[Call, asyncio.Future[Raw]]] = {}  # what it has not answered yet
+        self._asked: dict[Id, tuple[Peer, asyncio.Future[Raw]]] = {}  # what it has not answered yet
 
     def wants(self, level: str) -> bool:
         """With a handshake the server decides until a level is set; without one, no level means no messages."""
@@ -104,7 +104,7 @@ class Session:
             return not self.revision.is_stateless and LEVELS.index(level) >= LEVELS.index("info")
         return LEVELS.index(level) >= LEVELS.index(self.level)
 
-    async def request(self, call: "Call", method: str, params: dict[str, Any]) -> Raw:
+    async def request(self, call: "Peer", method: str, params: dict[str, Any]) -> Raw:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
         id = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
         loop, limits = asyncio.get_running_loop(), call.waiting.limits
@@ -125,7 +125,7 @@ class Session:
             left.cancel()
             del self._asked[id]
 
-    def abandon(self, call: "Call | None" = None) -> None:
+    def abandon(self, call: "Peer | None" = None) -> None:
         """End the wait for answers that will not come: those of one call, or all of them if the client has left."""
         for asking, answer in self._asked.values():
             if call in (None, asking) and not answer.done():
@@ -194,7 +194,7 @@ class Question:
 
     __slots__ = ("call", "decode", "key", "method", "params")
 
-    def __init__(self, call: "Call", key: str, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> None:
+    def __init__(self, call: "Peer", key: str, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> None:
         self.call = call
         self.key = key
         self.method = method
@@ -206,7 +206,7 @@ class Question:
         return answers[0]
 
 
-class Call:
+class Peer:
     """The client's side of one request."""
 
     def __init__(

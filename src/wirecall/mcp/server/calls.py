@@ -1,6 +1,6 @@
 """Calls of an app's functions by MCP's methods: prompts, resources and completions; tools have a file of their own.
 
-A request becomes a `Context` and takes the dispatcher's steps like any other call: middleware, binding, ledger. What differs
+A request becomes a `Call` and takes the dispatcher's steps like any other call: middleware, binding, ledger. What differs
 is the shape of the result. A call that asks its client gives its questions instead of a result, in whatever shape that is.
 """
 
@@ -18,7 +18,8 @@ from wirecall.mcp.server.states import INPUT_REQUIRED, States
 from wirecall.mcp.types import Complete, Resumed
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import encode
-from wirecall.server.context import Context, InputRequired
+from wirecall.server.call import Call
+from wirecall.server.context import InputRequired
 from wirecall.server.dispatch import Dispatcher
 from wirecall.server.method import Method
 
@@ -32,7 +33,7 @@ class Calls:
         self._waiting = Waiting(limits, dispatcher)
         self._states = states
 
-    def context(
+    def call(
         self,
         request: Request,
         method: Method,
@@ -41,31 +42,31 @@ class Calls:
         *,
         record: str | None = None,
         key: str | None = None,
-    ) -> Context:
-        """A call of a function, ready to run. `shape` makes its result of what the function returns."""
-        context = Context(
+    ) -> Call:
+        """Return a call of a function, ready to run. `shape` makes its result of the function's value."""
+        call = Call(
             method,
+            self._dispatcher().frame(request.caller),
             id=request.id,
             params=arguments,
-            caller=request.caller,
             position=request.position,
-            idempotency_key=key,
-            record=method.name if record is None else record,
+            key=key,
+            record=record,
+            peer=request.call(self._waiting),
+            shape=shape,
         )
-        context._peer = request.call(self._waiting)
-        context._shape = shape
         if request.session.revision.is_stateless and isinstance(request.params, Resumed):
-            self._states.resume(context, request.params)
-        return context
+            self._states.resume(call, request.params)
+        return call
 
-    async def run(self, context: Context) -> bytes:
-        """The result of a call, or the questions it waits for, as bytes."""
+    async def run(self, call: Call) -> bytes:
+        """Return the result of a call, or the questions it waits for, as bytes."""
         try:
-            return bytes(await self._dispatcher().call(context))
+            return bytes(await self._dispatcher().call(call))
         except InputRequired as pause:
             return pause.interim
         finally:
-            context._peer.close()
+            call.peer.close()
 
     # --- methods -----------------------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ class Calls:
         method = self._catalog.prompt(request.params.name).method
         texts = request.params.arguments
         arguments = from_texts(method, {} if texts is UNSET else texts)
-        result = await self.run(self.context(request, method, arguments, prompt_result(method)))
+        result = await self.run(self.call(request, method, arguments, prompt_result(method)))
         revision = request.session.revision
         if result.startswith(INPUT_REQUIRED) or revision.value("structured") == "any":
             return result
@@ -86,7 +87,7 @@ class Calls:
             raise RpcError(int(revision.value("resource not found") or 0), "Resource not found", {"uri": uri})
         resource, names = found
         arguments = from_texts(resource.method, names)
-        result = await self.run(self.context(request, resource.method, arguments, read_result(resource, uri)))
+        result = await self.run(self.call(request, resource.method, arguments, read_result(resource, uri)))
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
         return result[:-1] + b',"ttlMs":0,"cacheScope":"private"}'
@@ -99,7 +100,7 @@ class Calls:
         if method is None:
             return completed([])
         arguments = [params.argument.value, params.context.arguments][: len(method.signature.parameters)]
-        return await self.run(self.context(request, method, Raw(encode(arguments)), completed))
+        return await self.run(self.call(request, method, Raw(encode(arguments)), completed))
 
     def _check_ref(self, kind: str, of: str) -> None:
         known: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from wirecall.mcp import headers
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.results import failure
 from wirecall.mcp.server.streams import Direct
-from wirecall.tasks import resume
+from wirecall.stepping import resume
 from wirecall.transports.request import JSON, HttpError, Request
 
 KEY = "idempotency-key"

@@ -13,7 +13,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import InvalidParams, UnknownVersion
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision
-from wirecall.mcp.server.asking import Call, Id, Outlet, Session, Waiting
+from wirecall.mcp.server.asking import Id, Outlet, Peer, Session, Waiting
 from wirecall.mcp.server.gate import meta_of
 from wirecall.mcp.types import (
     LEVELS,
@@ -65,10 +65,10 @@ class Request(Struct):
     key: Any  # from the HTTP header
     position: int | None
 
-    def call(self, waiting: Waiting) -> Call:
+    def call(self, waiting: Waiting) -> Peer:
         meta = self.params.meta
         token = UNSET if meta is UNSET else meta.token
-        return Call(self.session, self.outlet, self.caller, waiting, token, self.raw)
+        return Peer(self.session, self.outlet, self.caller, waiting, token, self.raw)
 
 
 def params_of(message: Envelope, wanted: Any) -> Any:

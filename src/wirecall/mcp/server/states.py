@@ -16,11 +16,11 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import BadInput
-from wirecall.mcp.server.asking import Call
+from wirecall.mcp.server.asking import Peer
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.types import Resumed
 from wirecall.protocol.messages import encode
-from wirecall.server.context import Context
+from wirecall.server.call import Call
 from wirecall.server.policy import fingerprint
 
 STATE_LIFETIME = 3600.0  # a person may take this long to answer a question
@@ -39,32 +39,32 @@ class States:
     def __init__(self, seals: Seals) -> None:
         self._seals = seals
 
-    def resume(self, context: Context, params: Resumed) -> None:
+    def resume(self, call: Call, params: Resumed) -> None:
         """Give the call the answers of this round and of those before, and a way to ask."""
-        call: Call = context._peer
+        peer: Peer = call.peer
         if params.state is not UNSET or params.responses is not UNSET:
-            call.continues = True
-            call.answers = self._answers(context, params)
-        # No reference back to the context: a cycle for every call would keep the garbage collector busy.
-        call.pause = partial(self._pause, context.record, context.params, context.caller, context.idempotency_key)
+            peer.continues = True
+            peer.answers = self._answers(call, params)
+        # No reference back to the call: a cycle for every call would keep the garbage collector busy.
+        peer.pause = partial(self._pause, call.record, call.params, call.caller, call.key)
 
-    def _answers(self, context: Context, params: Resumed) -> dict[str, dict[str, Any]]:
+    def _answers(self, call: Call, params: Resumed) -> dict[str, dict[str, Any]]:
         given = {} if params.responses is UNSET else params.responses
         if params.state is UNSET:
             return given
-        state = self._opened(context, params.state)
-        if context.idempotency_key not in (None, state.key):
+        state = self._opened(call, params.state)
+        if call.key not in (None, state.key):
             raise BadInput("requestState: the call began with another idempotency key, or without one")
-        context.idempotency_key = state.key
+        call.key = state.key
         return {**state.answers, **given}
 
-    def _opened(self, context: Context, sealed: str) -> _State:
+    def _opened(self, call: Call, sealed: str) -> _State:
         try:
-            _, value = self._seals.open("state", context.caller, sealed)
+            _, value = self._seals.open("state", call.caller, sealed)
         except BrokenSeal:
             raise BadInput("requestState: not the one that was given for this call, or too old") from None
         state = msgspec.json.decode(value, type=_State)
-        if state.digest != _digest(context.record, context.params):
+        if state.digest != _digest(call.record, call.params):
             raise BadInput("requestState: it belongs to another call")
         return state
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw
 
-from wirecall.commands.run import RETRY_AFTER_MS
+from wirecall.commands.outcome import RETRY_AFTER_MS
 from wirecall.errors import (
     BadInput,
     FixedError,
@@ -74,17 +74,17 @@ class Tools:
     async def _run(self, request: Request, method: Method, arguments: Raw, marks: dict[str, Any]) -> bytes:
         key = _key_of(method, request.params, arguments, request.key)
         record = f"tools/call:{method.name}"
-        context = self._calls.context(request, method, arguments, self._shape(method), record=record, key=key)
+        call = self._calls.call(request, method, arguments, self._shape(method), record=record, key=key)
         try:
-            result = await self._calls.run(context)
-            if context.replayed and result.startswith(INPUT_REQUIRED):
+            result = await self._calls.run(call)
+            if call.replayed and result.startswith(INPUT_REQUIRED):
                 _check_waiting(result, request.session)
             return result
         finally:
-            if context.replayed:
+            if call.replayed:
                 request.outlet.replayed.append(request.id)
                 marks[REPLAYED_META] = True
-            if not context.recorded:
+            if not call.recorded:
                 marks[RECORDED_META] = False
 
     # --- the short way -----------------------------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""What observers hear of a call: one `Ended`, when its work is over. The log is one observer, the audit trail another.
+
+A command that goes on after its caller has left ends when its handler does, and is reported then.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+
+from wirecall.errors import InternalError, RpcError
+from wirecall.logs import called
+from wirecall.server.call import Call
+from wirecall.server.context import InputRequired
+
+Word: TypeAlias = Literal["ok", "error", "cancelled", "input required"]
+
+
+class Ended(Struct, frozen=True, kw_only=True):
+    """One call that has ended, served or refused."""
+
+    correlation_id: Any
+    method: str  # as in the ledger: a tool's is tools/call:NAME
+    kind: str | None = None  # None: there is no such method
+    position: int | None = None  # in a batch, from 0
+    caller: str = ""
+    key: str | None = None
+    fingerprint: bytes | None = None  # of a command whose params fit
+    outcome: Word
+    code: int | None = None
+    replayed: bool = False
+    duration_ms: float = 0.0
+
+
+Observer: TypeAlias = Callable[[Ended], None]
+
+
+class Events:
+    """Tells the observers of an app, and the log, of every call."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = observers
+        self.observed = bool(observers)  # by more than the log
+
+    def call_ended(self, call: Call, error: BaseException | None = None) -> None:
+        """Report a call that was admitted."""
+        if not self.observed and not call.frame.logged:
+            return
+        outcome, code = _word(error)
+        ended = Ended(
+            correlation_id=call.correlation_id,
+            method=call.record,
+            kind=call.method.kind.value,
+            position=call.position,
+            caller=call.caller,
+            key=call.key,
+            fingerprint=call.fingerprint,
+            outcome=outcome,
+            code=code,
+            replayed=call.replayed,
+            duration_ms=(time.perf_counter() - call.started) * 1000,
+        )
+        if call.frame.logged:
+            log(ended)
+        for observer in self._observers:
+            observer(ended)
+
+
+def log(ended: Ended) -> None:
+    """Write the log record of a call."""
+    called(
+        correlation_id=ended.correlation_id,
+        method=ended.method,
+        kind=ended.kind,
+        position=ended.position,
+        duration_ms=ended.duration_ms,
+        outcome="replayed" if ended.replayed else ended.outcome,
+        code=ended.code,
+        caller=ended.caller or None,
+        idempotency_key=ended.key,
+    )
+
+
+def _word(error: BaseException | None) -> tuple[Word, int | None]:
+    """Return how a call ended, in a word, and with which code."""
+    if error is None:
+        return "ok", None
+    if isinstance(error, InputRequired):
+        return "input required", None
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled", None
+    return "error", error.code if isinstance(error, RpcError) else InternalError.CODE

@@ -1,0 +1,40 @@
+"""The states of a run in docs/commands.md, made from `commands/run.py`: `python -m tests.docs_run` writes them, and a test
+compares."""
+
+from pathlib import Path
+
+from wirecall.commands.run import NOTHING_DONE, STOPS, TABLE, Event, State
+
+PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
+START, END = "<!-- made by tests/docs_run.py -->\n", "<!-- end -->\n"
+
+
+def section() -> str:
+    """Return the diagram and the table of states as they should be."""
+    arrows: dict[tuple[State, State], list[Event]] = {}
+    for (state, event), to in TABLE.items():
+        if to is not state:
+            arrows.setdefault((state, to), []).append(event)
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {State.CLAIMING.name}"]
+    lines += [f"    {a.name} --> {b.name}: {', '.join(each.name.lower() for each in by)}" for (a, b), by in arrows.items()]
+    lines += [
+        f"    {state.name} --> [*]" for state in State if not any(a is state for a, b in arrows if b is not State.FOLLOWING)
+    ]
+    lines += ["```", "", "| State | Meaning | Cancelled here | The caller hears |", "| --- | --- | --- | --- |"]
+    for state in State:
+        stops = "stops" if state in STOPS else "finishes"
+        ran = "no" if state in NOTHING_DONE else "unknown"
+        lines.append(f'| {state.name} | {state.value} | {stops} | `ran: "{ran}"` |')
+    lines += ["", "| Event | When |", "| --- | --- |"]
+    lines += [f"| {event.name.lower()} | {event.value} |" for event in Event]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return the page with the section as it should be."""
+    before, rest = PAGE.read_text().split(START)
+    return before + START + section() + END + rest.split(END, 1)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
