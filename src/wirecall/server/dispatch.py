@@ -60,22 +60,33 @@ Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
 # Results that cannot change between the end of their call and the writing of the reply, so that one encode serves all.
 _CONSTANT = frozenset({int, str, float, bool, types.NoneType})
 
+# A shorter result is not counted against `Limits.bytes_out` before the reply is written: 50 of them are nothing to keep.
+COUNTED = 1024
+
 BUSY_RETRY_MS = 100
 
 
 class Frame:
     """What the entries of one message share."""
 
-    __slots__ = ("alone", "caller", "in_full", "key", "logged", "replayed")
+    __slots__ = ("alone", "caller", "in_full", "key", "logged", "replayed", "room")
 
     def __init__(
-        self, caller: str, alone: bool, replayed: list[Id] | None, logged: bool, in_full: bool, key: str | None = None
+        self,
+        caller: str,
+        alone: bool,
+        replayed: list[Id] | None,
+        logged: bool,
+        in_full: bool,
+        key: str | None = None,
+        room: int | None = None,
     ) -> None:
         self.caller = caller
         self.alone = alone  # no event loop: nothing may wait
         self.replayed = replayed  # where the ids of replayed answers are collected, if anybody asked
         self.logged = logged
         self.key = key  # an idempotency key that came beside the message
+        self.room = room  # bytes that the results of a batch may still take; None for a single call
         self.in_full = in_full  # somebody looks at every call, or holds it back: even a plain query takes all the steps
 
 
@@ -102,7 +113,7 @@ class Dispatcher:
         self._execution = execution
         self._strict = strict
         self._in_flight = 0
-        # A frame is only read, so the calls that nobody watches share two: with an event loop, and without.
+        # The frame of a single call is only read, so the calls that nobody watches share two: with a loop, and without.
         self._quiet = [Frame(ANONYMOUS, alone, None, False, self._in_full) for alone in (False, True)]
 
     def handle(
@@ -126,12 +137,12 @@ class Dispatcher:
         if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
             return self._refuse(read if is_batch else [read], is_batch)
         logged = logger.isEnabledFor(logging.INFO)
+        if is_batch:
+            return self._batch(read, Frame(caller, alone, replayed, logged, logged or self._in_full, room=limits.bytes_out))
         if logged or replayed is not None or caller != ANONYMOUS or key is not None:
             frame = Frame(caller, alone, replayed, logged, logged or self._in_full, key)
         else:
             frame = self._quiet[alone]
-        if is_batch:
-            return self._batch(read, frame)
         reply: Any = self._begin(frame, read, None)
         if type(reply) is types.CoroutineType:
             return self._single(reply)
@@ -277,9 +288,10 @@ class Dispatcher:
             result = method.function(*method.bind(message.params))
         except BaseException as error:
             return self._failure(frame, message, method, error)
-        if type(result) in _CONSTANT:
+        kind = type(result)
+        if kind in _CONSTANT and (kind is not str or len(result) < COUNTED):
             return Success(result, id)
-        if type(result) is types.CoroutineType:
+        if kind is types.CoroutineType:
             return self._step(frame, message, id, method, result)
         return self._finish(frame, message, id, method, settled(result))
 
@@ -288,13 +300,21 @@ class Dispatcher:
         try:
             return self._finish(frame, message, id, method, resume(coroutine, coroutine.send(None)))
         except StopIteration as finished:
-            return Success(finished.value, id) if type(finished.value) in _CONSTANT else _sealed(finished.value, id)
+            result = finished.value
         except BaseException as error:
             return self._failure(frame, message, method, error)
+        if type(result) in _CONSTANT and (type(result) is not str or len(result) < COUNTED):
+            return Success(result, id)
+        try:
+            answer = self._sealed(frame, result, id)
+        except BaseException as error:
+            return self._failure(frame, message, method, error)
+        return answer if type(answer) is Success or frame.alone else _after_a_turn(answer)
 
     async def _finish(self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[Any]) -> Reply:
         try:
-            return _sealed(await awaitable, id)
+            answer = self._sealed(frame, await awaitable, id)
+            return answer if type(answer) is Success or frame.alone else await _after_a_turn(answer)
         except BaseException as error:
             return self._failure(frame, message, method, error)
 
@@ -307,9 +327,14 @@ class Dispatcher:
             context = self._policy.admit(message, method, caller=frame.caller, position=position, key=frame.key)
             context._frame = frame
             result = await self._guarded(context)
-            if result is not context._result:  # a middleware has another one
-                result = Raw(frames.encode(result))
-            reply = Success(result, None if context.id is UNSET else context.id)
+            if context.id is UNSET:
+                reply = None
+            elif result is context._result and type(result) is Raw:
+                reply = self._kept(frame, result, memoryview(result).nbytes, context.id)
+            else:  # a constant, or what a middleware gave in its place
+                reply = self._sealed(frame, result, context.id)
+            if type(reply) is Failure and not frame.alone:
+                reply = await _after_a_turn(reply)
         except BaseException as error:
             reply = self._failure(frame, message, method, error, context)
         if frame.logged:
@@ -415,6 +440,26 @@ class Dispatcher:
 
     # --- the reply -------------------------------------------------------------------------------------------------
 
+    def _sealed(self, frame: Frame, result: Any, id: Id) -> Answer:
+        """Return the answer with a result that cannot change any more."""
+        if type(result) is str:
+            return self._kept(frame, result, len(result), id)
+        if type(result) in _CONSTANT:
+            return Success(result, id)
+        data = frames.encode(result)
+        return Success(Raw(data), id) if len(data) < COUNTED else self._kept(frame, Raw(data), len(data), id)
+
+    def _kept(self, frame: Frame, result: str | Raw, size: int, id: Id) -> Answer:
+        """Return the answer, or an error if the results of the batch are too long with this one.
+
+        Here and not when the reply is written, so that no batch keeps more than one reply may hold.
+        """
+        if frame.room is not None:
+            if size > frame.room:
+                return failure(id, self._too_long())
+            frame.room -= size
+        return Success(result, id)
+
     def _seal(self, answer: Answer) -> bytes:
         """One answer as bytes. A result that cannot be sent costs its own entry, and no other."""
         try:
@@ -422,7 +467,7 @@ class Dispatcher:
         except EncodeError as error:
             failed("a reply", correlation_of(answer.id), error)
             return frames.encode(failure(answer.id, InternalError()))
-        return data if len(data) <= self._policy.limits.bytes_out else self._too_large(answer)
+        return data if len(data) <= self._policy.limits.bytes_out else frames.encode(failure(answer.id, self._too_long()))
 
     def _seal_batch(self, answers: list[Answer]) -> bytes:
         """One encode for all; only if that fails, or is too long, one by one."""
@@ -436,16 +481,21 @@ class Dispatcher:
         sealed = []
         for answer in answers:
             data = self._seal(answer)
-            data = data if len(data) <= room else self._too_large(answer)
+            data = data if len(data) <= room else frames.encode(failure(answer.id, self._too_long()))
             room -= len(data)
             sealed.append(data)
         return make_batch(sealed)
 
-    def _too_large(self, answer: Answer) -> bytes:
+    def _too_long(self) -> InternalError:
         limit = self._policy.limits.bytes_out
         reason = f"the reply is longer than {limit} bytes"
-        error = InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran="yes")
-        return frames.encode(failure(answer.id, error))
+        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran="yes")
+
+
+async def _after_a_turn(refused: Answer) -> Answer:
+    """Let other calls run after a result that was too long: to make and to write it took a while."""
+    await asyncio.sleep(0)
+    return refused
 
 
 def _shape(shape: Callable[[Any], Any], call: Call) -> Any:
@@ -473,10 +523,6 @@ class _Unwritable:
 
     def model_dump(self, mode: str) -> Any:
         raise self._error
-
-
-def _sealed(result: Any, id: Id) -> Success:
-    return Success(result if type(result) in _CONSTANT else Raw(frames.encode(result)), id)
 
 
 def _key_for_many() -> UsageError:
