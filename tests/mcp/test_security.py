@@ -36,7 +36,6 @@ from tests.mcp.asgi import (
 from wirecall import App, Context, Limits, RpcError, ToolAnnotations, UsageError
 from wirecall.ledger.base import LedgerDown
 from wirecall.mcp.headers import _is_same
-from wirecall.mcp.server import asking as peer
 from wirecall.mcp.server import relay, sessions, streams, subscriptions
 from wirecall.mcp.server.relay import Relay
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
@@ -231,9 +230,8 @@ async def test_the_end_of_a_session_is_the_end_of_its_questions() -> None:
         assert (await waiting.message())["result"]["isError"] is True
 
 
-async def test_a_question_that_is_never_answered_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "ANSWER_TIME", 0.05)
-    async with asking(make_app()) as (_, waiting, _question):
+async def test_a_question_that_is_never_answered_ends() -> None:
+    async with asking(make_app(limits=Limits(answer_time=1))) as (_, waiting, _question):
         assert (await waiting.message())["result"]["isError"] is True
 
 
