@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw
 
 from tests.calls import batch, call, error, make_app, read, result
 from tests.test_jsonrpc import json_values
-from wirecall import App, Limits, UsageError, connect, jsonrpc
+from wirecall import App, Context, Limits, UsageError, connect, jsonrpc
 from wirecall.digests import SHORT, sha256
 from wirecall.errors import InvalidParams, KeyConflict
 from wirecall.server.policy import fingerprint
@@ -84,6 +84,64 @@ def test_bytes_out_costs_the_entries_that_do_not_fit() -> None:
     answers = read(app.handle_sync(batch(*[call("repeat", [n], id=n) for n in (300, 900, 301, 302)])))
     assert [answer["id"] for answer in answers] == [300, 900, 301, 302]
     assert ["result" in answer for answer in answers] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("name", ["text", "items", "straight", "late", "put"])
+async def test_a_batch_keeps_no_more_than_one_reply_may_hold(name: str, watched: bool) -> None:
+    """J11: a result that does not fit is dropped as soon as it is there, and other calls get their turn."""
+    app, effects = make_app(limits=Limits(bytes_out=1_000_000)), list[int]()
+    app.query(name="text")(lambda n: "x" * n)
+    app.query(name="items")(lambda n: ["x" * n])
+
+    @app.query
+    async def straight(n: int) -> list[str]:
+        return ["x" * n]
+
+    @app.query
+    async def late(n: int) -> list[str]:
+        await asyncio.sleep(0)
+        return ["x" * n]
+
+    @app.command(max_stored_result=1000)
+    def put(n: int) -> list[str]:
+        effects.append(n)
+        return ["x" * n]
+
+    if watched:
+
+        @app.middleware
+        async def watch(ctx: Context, call_next: Any) -> Any:
+            return await call_next(ctx)
+
+    turns = 0
+
+    async def other_work() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    keys = [f"k-{number}" if name == "put" else None for number in range(50)]
+    message = batch(*(call(name, {"n": 900_000}, id=number, key=key) for number, key in enumerate(keys)))
+    other = asyncio.create_task(other_work())
+    await asyncio.sleep(0)
+    tracemalloc.start()
+    try:
+        turns = 0
+        answers = read(await app.handle(message))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        other.cancel()
+    assert [answer["id"] for answer in answers] == [*range(50)]
+    assert ["result" in answer for answer in answers] == [True, *[False] * 49]
+    assert {answer["error"]["data"]["ran"] for answer in answers[1:]} == {"yes"}
+    assert peak < 25_000_000 and turns > 1
+    if name == "put":
+        assert len(effects) == 50
+        assert error(await app.handle(call("put", {"n": 900_000}, key="k-49")))["code"] == 41010
+        assert len(effects) == 50
 
 
 async def test_in_flight_calls_are_bounded_and_the_rest_told_to_come_back() -> None:

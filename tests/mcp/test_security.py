@@ -36,7 +36,6 @@ from tests.mcp.asgi import (
 from wirecall import App, Context, Limits, RpcError, ToolAnnotations, UsageError
 from wirecall.ledger.base import LedgerDown
 from wirecall.mcp.headers import _is_same
-from wirecall.mcp.server import asking as peer
 from wirecall.mcp.server import relay, sessions, streams, subscriptions
 from wirecall.mcp.server.relay import Relay
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
@@ -231,9 +230,8 @@ async def test_the_end_of_a_session_is_the_end_of_its_questions() -> None:
         assert (await waiting.message())["result"]["isError"] is True
 
 
-async def test_a_question_that_is_never_answered_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "ANSWER_TIME", 0.05)
-    async with asking(make_app()) as (_, waiting, _question):
+async def test_a_question_that_is_never_answered_ends() -> None:
+    async with asking(make_app(limits=Limits(answer_time=1))) as (_, waiting, _question):
         assert (await waiting.message())["result"]["isError"] is True
 
 
@@ -444,6 +442,33 @@ async def test_an_array_is_answered_within_the_limit() -> None:
             assert [answer["id"] for answer in answers] == [0, 1, 2, 3, 4]
             assert ["result" in answer for answer in answers] == [True, True, False, False, False]
             assert answers[4]["error"]["data"]["limit"] == "bytes_out"
+
+
+@pytest.mark.parametrize("way", ["http", "stdio"])
+async def test_an_array_keeps_no_more_than_one_reply_may_hold(way: str) -> None:
+    """J11: an answer that does not fit is dropped as soon as it is there. A command that ran says so, and has its record."""
+    app, effects = make_app(limits=Limits(bytes_out=1_000_000)), list[int]()
+
+    @app.command
+    def much() -> str:
+        effects.append(1)
+        return "x" * 900_000
+
+    calls = [request("tools/call", {"name": "much", "_meta": {KEY: f"k-{number}"}}, number) for number in range(50)]
+    async with over_http(app, R2) as client, over_stdio(app, R2) as pipe:
+        tracemalloc.start()
+        try:
+            if way == "stdio":
+                pipe.write(calls)
+            answers = await (client.post(calls).json() if way == "http" else pipe.line())
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert ["result" in answer for answer in answers] == [True, *[False] * 49]
+        assert {answer["error"]["data"]["ran"] for answer in answers[1:]} == {"yes"}
+        assert peak < 25_000_000
+        again = await client.post({**calls[49], "id": 99}).json()
+        assert again["error"]["code"] == 41010 and len(effects) == 50
 
 
 def test_a_number_in_a_header_is_compared_exactly() -> None:

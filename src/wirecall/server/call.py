@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Frame:
     """What the calls of one message share."""
 
-    __slots__ = ("alone", "caller", "in_full", "key", "logged", "replayed")
+    __slots__ = ("alone", "caller", "in_full", "key", "logged", "replayed", "room")
 
     def __init__(
         self,
@@ -32,12 +32,14 @@ class Frame:
         logged: bool = False,
         key: str | None = None,
         replayed: list[Id] | None = None,
+        room: int | None = None,
     ) -> None:
         self.caller = caller
         self.alone = alone  # there is no event loop: nothing may wait
         self.in_full = in_full  # even a plain query takes all the steps, since middleware or the log sees every call
         self.logged = logged
         self.key = key  # an idempotency key that came beside the message
+        self.room = room  # bytes that the results of a batch may still take; None for a single call
         self.replayed = replayed  # collects the ids of replayed answers, if the sender asked for them
 
 

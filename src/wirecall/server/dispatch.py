@@ -61,6 +61,9 @@ Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
 # Results that cannot change between the end of their call and the writing of the reply, so that one encode serves all.
 _CONSTANT = frozenset({int, str, float, bool, types.NoneType})
 
+# A shorter result is not counted against `Limits.bytes_out` before the reply is written: 50 of them are nothing to keep.
+COUNTED = 1024
+
 BUSY_RETRY_MS = 100
 
 
@@ -99,7 +102,7 @@ class Dispatcher:
         self._execution = execution
         self._strict = strict
         self._in_flight = 0
-        # A frame is only read, so anonymous calls that are not logged share two: with an event loop, and without.
+        # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
         self._quiet = [Frame(ANONYMOUS, alone=alone, in_full=self._in_full) for alone in (False, True)]
 
     def handle(
@@ -133,10 +136,9 @@ class Dispatcher:
             ]
             return make_reply(answers, is_batch)
         logged = logger.isEnabledFor(logging.INFO)
-        if logged or replayed is not None or caller != ANONYMOUS or key is not None:
-            frame = Frame(
-                caller, alone=alone, in_full=logged or self._in_full, logged=logged, key=key, replayed=replayed
-            )  # fmt: skip
+        if is_batch or logged or replayed is not None or caller != ANONYMOUS or key is not None:
+            in_full, room = logged or self._in_full, limits.bytes_out if is_batch else None
+            frame = Frame(caller, alone=alone, in_full=in_full, logged=logged, key=key, replayed=replayed, room=room)
         else:
             frame = self._quiet[alone]
         if is_batch:
@@ -194,24 +196,26 @@ class Dispatcher:
             return self._serve(frame, message, method, position)
         try:
             result = method.function(*method.bind(message.params))
-            if type(result) in _CONSTANT:
+            if type(result) in _CONSTANT and type(result) is not str:
                 return Success(result, id)
             if type(result) is types.CoroutineType:
                 # A coroutine that does not wait is run on the spot: 1.4 times faster than awaiting it, in a batch of 50.
                 try:
                     awaited = result.send(None)
                 except StopIteration as finished:
-                    return _success(finished.value, id)
+                    return self._answer(frame, _sealed(finished.value), id)
                 return self._finish(frame, message, id, method, resume(result, awaited))
             if hasattr(result, "__await__"):
                 return self._finish(frame, message, id, method, settled(result))
-            return _success(result, id)
+            return self._answer(frame, _sealed(result), id)
         except BaseException as error:
             return self._failure(frame, message, method, error)
 
     async def _finish(self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[Any]) -> Reply:
         try:
-            return _success(await awaitable, id)
+            answer: Any = self._answer(frame, _sealed(await awaitable), id)
+            reply: Reply = await answer if type(answer) is types.CoroutineType else answer
+            return reply
         except BaseException as error:
             return self._failure(frame, message, method, error)
 
@@ -235,7 +239,11 @@ class Dispatcher:
             result = await self.run(call)
         except RpcError as error:
             return None if call.id is UNSET else failure(call.id, error)
-        return None if call.id is UNSET else Success(result, call.id)
+        if call.id is UNSET:
+            return None
+        answer: Any = self._answer(frame, result, call.id)
+        reply: Reply = await answer if type(answer) is types.CoroutineType else answer
+        return reply
 
     def _refused(self, frame: Frame, message: Message | Invalid, position: int | None, error: RpcError) -> Reply:
         """Return the answer to a message that was not admitted."""
@@ -388,6 +396,19 @@ class Dispatcher:
 
     # --- the reply ---------------------------------------------------------------------------------------------------
 
+    def _answer(self, frame: Frame, result: Any, id: Id) -> "Answer | Pending":
+        """Return the answer with a result; or an error, if the results of the batch are too long with this one.
+
+        That is found out here and not when the reply is written, so that no batch keeps more than one reply may hold.
+        """
+        if frame.room is not None and type(result) in (str, Raw):
+            size = memoryview(result).nbytes if type(result) is Raw else len(result)
+            if size > frame.room:
+                refusal = failure(id, self._too_long())
+                return refusal if frame.alone else _after_a_turn(refusal)
+            frame.room -= size if size >= COUNTED else 0
+        return Success(result, id)
+
     def _seal(self, answer: Answer) -> bytes:
         """Encode one answer. A result that cannot be sent costs its own entry, and no other."""
         try:
@@ -395,7 +416,7 @@ class Dispatcher:
         except EncodeError as error:
             failed("a reply", correlation_of(answer.id), error)
             return frames.encode(failure(answer.id, InternalError()))
-        return data if len(data) <= self._policy.limits.bytes_out else self._too_large(answer)
+        return data if len(data) <= self._policy.limits.bytes_out else frames.encode(failure(answer.id, self._too_long()))
 
     def _seal_batch(self, answers: list[Answer]) -> bytes:
         """One encode for all; only if that fails, or is too long, one by one."""
@@ -409,25 +430,30 @@ class Dispatcher:
         sealed = []
         for answer in answers:
             data = self._seal(answer)
-            data = data if len(data) <= room else self._too_large(answer)
+            data = data if len(data) <= room else frames.encode(failure(answer.id, self._too_long()))
             room -= len(data)
             sealed.append(data)
         return make_batch(sealed)
 
-    def _too_large(self, answer: Answer) -> bytes:
+    def _too_long(self) -> InternalError:
         limit = self._policy.limits.bytes_out
         reason = f"the reply is longer than {limit} bytes"
-        error = InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran="yes")
-        return frames.encode(failure(answer.id, error))
+        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran="yes")
 
 
 def _around(layer: Middleware, inner: Next, context: Context) -> Awaitable[Any]:
     return layer(context, inner)
 
 
-def _success(result: Any, id: Id) -> Success:
-    """An answer whose result can no longer be changed: it is encoded when its entry ends, not when the reply is written."""
-    return Success(result if type(result) in _CONSTANT else Raw(frames.encode(result)), id)
+def _sealed(result: Any) -> Any:
+    """Return a result that can no longer be changed: it is encoded when its entry ends, not when the reply is written."""
+    return result if type(result) in _CONSTANT else Raw(frames.encode(result))
+
+
+async def _after_a_turn(refusal: Answer) -> Answer:
+    """Let other calls run after a result that was too long: making and encoding it took a while."""
+    await asyncio.sleep(0)
+    return refusal
 
 
 def _shaped(shape: Callable[[Any], Any], handler: Handler) -> Any:

@@ -10,7 +10,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from wirecall.mcp.server import gate
 from wirecall.mcp.server.asking import Session
 from wirecall.mcp.server.gate import Incoming, Response
 from wirecall.mcp.server.http_rules import EVENTS, REPLAYED, accepts, is_newer, key_of, refuse, single, while_there
-from wirecall.mcp.server.results import success
+from wirecall.mcp.server.results import Room, success
 from wirecall.mcp.server.server import Server
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
@@ -127,19 +126,20 @@ class Handshake:
             await refuse(request, InvalidParams(reason), None, revision)
             return
         channel = self._channel(request, known)
-        begin = partial(self._entry, known.session, channel, request.caller)
+        begin = partial(self._entry, known.session, channel, request.caller, self._server.answers.room(revision))
         limit = self._limits.concurrency
         entries = gate.without_doubles(entries)
         answering: Any = run_batch(entries, begin, self._server.tools.is_command, concurrency=limit)
-        fitting = partial(self._server.answers.fitting, entries, revision=revision)
-        await self._serve(request, known, channel, _several(answering, fitting, channel))
+        await self._serve(request, known, channel, _several(answering, channel))
 
-    async def _entry(self, session: Session, channel: Channel, caller: str, entry: Incoming, position: int) -> bytes | None:
+    async def _entry(
+        self, session: Session, channel: Channel, caller: str, room: Room, entry: Incoming, position: int
+    ) -> bytes | None:
         answer = await self._server.answer(entry, session, channel, caller=caller, position=position)
         if answer is not None and channel.is_used:
             await channel.send(answer)  # the stream is open: each answer goes out when it is ready
             return None
-        return answer
+        return await room.kept(entry, answer)
 
     # --- work --------------------------------------------------------------------------------------------------------
 
@@ -271,10 +271,10 @@ async def _one(answering: Any, channel: Channel) -> bytes | None:
         channel.finish()
 
 
-async def _several(answering: Any, fitting: Callable[[list[bytes | None]], list[bytes]], channel: Channel) -> bytes | None:
+async def _several(answering: Any, channel: Channel) -> bytes | None:
     """The answers as one array, or one by one in the stream if that is open."""
     try:
-        answers = fitting(await answering)
+        answers = [answer for answer in await answering if answer is not None]
         if not channel.is_used:
             return make_batch(answers) if answers else None
         for answer in answers:

@@ -20,7 +20,7 @@ from wirecall.mcp.server.asking import Id, Session
 from wirecall.mcp.server.gate import Incoming, Response
 from wirecall.mcp.server.hub import Listener
 from wirecall.mcp.server.requests import described_params, described_session
-from wirecall.mcp.server.results import failure, success
+from wirecall.mcp.server.results import Room, failure, success
 from wirecall.mcp.server.server import Server
 from wirecall.mcp.server.subscriptions import forward, session_listener
 from wirecall.protocol import messages as frames
@@ -178,14 +178,15 @@ class Lines:
 
     async def _several(self, entries: list[Incoming]) -> Answer:
         assert self._session is not None
-        begin = partial(self._entry, self._session)
+        begin = partial(self._entry, self._session, self._server.answers.room(self._session.revision))
         limit = self._limits.concurrency
         answers: list[Answer] = await run_batch(entries, begin, self._server.tools.is_command, concurrency=limit)
-        owed = self._server.answers.fitting(entries, answers, self._session.revision)
+        owed = [answer for answer in answers if answer is not None]
         return make_batch(owed) if owed else None
 
-    async def _entry(self, session: Session, entry: Incoming, position: int) -> Answer:
-        return await self._server.answer(entry, session, self._wire, caller=ANONYMOUS, position=position)
+    async def _entry(self, session: Session, room: Room, entry: Incoming, position: int) -> Answer:
+        answer = await self._server.answer(entry, session, self._wire, caller=ANONYMOUS, position=position)
+        return await room.kept(entry, answer)
 
 
 def _is_mcp(message: Envelope) -> bool:

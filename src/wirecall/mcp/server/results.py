@@ -4,10 +4,11 @@
    one; they are put in front of the bytes, so only a result with a `_meta` of its own is taken apart again.
 2. An id that cannot be told is null in the older revisions and left out in the newer ones.
 3. An error's message has its reason in it: most clients show nothing else, neither to people nor to models.
-4. No reply is longer than `Limits.bytes_out`, be it one answer or an array of them. What does not fit is told so instead.
+4. No reply is longer than `Limits.bytes_out`, be it one answer or an array of them (`Room`): an error takes the place of an
+   answer that does not fit, as soon as that is made, so an array keeps no more than one reply may hold.
 """
 
-from collections.abc import Sequence
+import asyncio
 from typing import Any
 
 import msgspec
@@ -36,22 +37,14 @@ class Answers:
         """The answer to a request. Raises if it is too long."""
         answer = success(id, self._stamped(result, revision))
         if len(answer) > self._bytes_out:
-            raise self._too_long()
+            raise self.too_long()
         return answer
 
-    def fitting(self, entries: Sequence[Incoming], answers: Sequence[bytes | None], revision: Revision) -> list[bytes]:
-        """The answers of an array, in one reply that is not too long: an entry whose answer does not fit is told so."""
-        room, kept = self._bytes_out, []
-        for entry, answer in zip(entries, answers, strict=True):
-            if answer is None:
-                continue
-            if len(answer) > room:
-                answer = failure(entry.id, self._too_long(), revision)
-            room -= len(answer)
-            kept.append(answer)
-        return kept
+    def room(self, revision: Revision) -> "Room":
+        """Return the room for the answers of one array."""
+        return Room(self._bytes_out, self.too_long(), revision)
 
-    def _too_long(self) -> RpcError:
+    def too_long(self) -> RpcError:
         reason = f"the answer is longer than {self._bytes_out} bytes"
         return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self._bytes_out, ran="yes")
 
@@ -69,6 +62,25 @@ class Answers:
         members = msgspec.json.decode(data)
         meta = {**members.get("_meta", {}), f"{PREFIX}serverInfo": self._info}
         return encode({"resultType": "complete", **members, "_meta": meta})
+
+
+class Room:
+    """The bytes that the answers of one array may still take."""
+
+    def __init__(self, left: int, too_long: RpcError, revision: Revision) -> None:
+        self._left = left
+        self._too_long = too_long
+        self._revision = revision
+
+    async def kept(self, entry: Incoming, answer: bytes | None) -> bytes | None:
+        """Return the answer to an entry, or an error in place of one that does not fit."""
+        if answer is None:
+            return None
+        if len(answer) > self._left:
+            answer = failure(entry.id, self._too_long, self._revision)
+            await asyncio.sleep(0)  # to make and to write it took a while: other calls get their turn
+        self._left -= len(answer)
+        return answer
 
 
 def success(id: Id, result: bytes) -> bytes:
