@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import socket
+import sys
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -36,9 +38,12 @@ from tests.mcp.asgi import (
 from wirecall import App, Context, Limits, RpcError, ToolAnnotations, UsageError
 from wirecall.ledger.base import LedgerDown
 from wirecall.mcp.headers import _is_same
-from wirecall.mcp.server import relay, sessions, streams, subscriptions
-from wirecall.mcp.server.relay import Relay
+from wirecall.mcp.server import sessions, streams, subscriptions
+from wirecall.mcp.server import workers as others
+from wirecall.mcp.server.hub import Hub
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
+from wirecall.mcp.server.sessions import Ended
+from wirecall.mcp.server.workers import Workers
 
 every_revision = pytest.mark.parametrize("revision", REVISIONS)
 READS = ToolAnnotations(readOnlyHint=True)
@@ -480,6 +485,13 @@ def test_a_number_in_a_header_is_compared_exactly() -> None:
 # --- workers ---------------------------------------------------------------------------------------------------------
 
 
+def worker(folder: Path | None, secret: str, heard: list[Any]) -> Workers:
+    def take(*told: Any) -> None:
+        heard.append(told)
+
+    return Workers(Hub(), Seals(secret), shared=True, on_end=take, on_message=take, folder=folder)
+
+
 async def test_a_folder_that_is_not_ours_is_not_used(tmp_path: Path) -> None:
     open_to_all, elsewhere, link, file = (tmp_path / name for name in ("open", "elsewhere", "link", "file"))
     open_to_all.mkdir()
@@ -489,22 +501,20 @@ async def test_a_folder_that_is_not_ours_is_not_used(tmp_path: Path) -> None:
     file.touch()
     for folder in (open_to_all, link, file):
         with pytest.raises((UsageError, FileExistsError)):
-            await Relay(Seals("s"), lambda _: None, folder).open()
+            await worker(folder, "s", []).open()
     assert list(elsewhere.iterdir()) == []
 
 
 @asynccontextmanager
-async def workers(folder: Path, *secrets: str) -> AsyncIterator[list[tuple[Relay, list[Any]]]]:
-    pairs = []
-    for secret in secrets:
-        heard: list[Any] = []
-        pairs.append((Relay(Seals(secret), heard.append, folder), heard))
-    for each, _ in pairs:
+async def workers(folder: Path, *secrets: str) -> AsyncIterator[list[tuple[Workers, list[Any]]]]:
+    heard: list[list[Any]] = [[] for _ in secrets]
+    made = [worker(folder, secret, told) for secret, told in zip(secrets, heard, strict=True)]
+    for each in made:
         await each.open()
     try:
-        yield pairs
+        yield list(zip(made, heard, strict=True))
     finally:
-        for each, _ in pairs:
+        for each in made:
             await each.aclose()
 
 
@@ -515,50 +525,143 @@ async def test_workers_hear_each_other_whatever_lies_in_their_folder(
     folder = tmp_path / "relay"
     async with workers(folder, "one", "one", "two") as [(one, _), (_, heard), (stranger, strange)]:
         with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(folder / f"1-dead{relay.SOCKET}"))
+            dead.bind(str(folder / f"1-dead{others.SOCKET}"))
         with socket.socket(socket.AF_UNIX) as silent:
-            silent.bind(str(folder / f"2-silent{relay.SOCKET}"))
+            silent.bind(str(folder / f"2-silent{others.SOCKET}"))
             silent.listen(1)
-            victim = next(path for path in folder.glob(f"{os.getpid()}-*{relay.SOCKET}") if path != one._path)
+            victim = next(path for path in folder.glob(f"{os.getpid()}-*{others.SOCKET}") if path != one._path)
             for garbage in (b"", b"\xff\xfe", b"A.B", b"{}", b"x" * 100_000):
                 _, writer = await asyncio.open_unix_connection(victim)
                 writer.write(garbage)
                 writer.close()
-            stranger.tell({"kind": "tools", "uri": "strange"})
-            one.tell({"kind": "tools", "uri": None})
+            stranger.pass_on("caller", "strange", b"{}")
+            one.pass_on("caller", "token", b"{}")
 
             async def told() -> bool:
-                return bool(heard) and not (folder / f"1-dead{relay.SOCKET}").exists()
+                return bool(heard) and not (folder / f"1-dead{others.SOCKET}").exists()
 
             await eventually(told)
-        assert (heard, strange) == ([{"kind": "tools", "uri": None}], [])
+        assert (heard, strange) == ([("caller", "token", b"{}")], [])
     assert all(record.levelname == "WARNING" for record in caplog.records)
 
 
 async def test_what_waits_for_other_workers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "MAX_WAITING", 100_000)
-    monkeypatch.setattr(relay, "PATIENCE", 0.2)
+    monkeypatch.setattr(others, "MAX_WAITING", 100_000)
+    monkeypatch.setattr(others, "PATIENCE", 0.2)
     async with workers(tmp_path / "relay", "one") as [(one, _)]:
         with socket.socket(socket.AF_UNIX) as stuck:
-            stuck.bind(str(tmp_path / "relay" / f"1-stuck{relay.SOCKET}"))
+            stuck.bind(str(tmp_path / "relay" / f"1-stuck{others.SOCKET}"))
             stuck.listen(1)
             for _ in range(100):
-                one.tell({"message": "x" * 10_000})
+                one.pass_on("caller", "token", b"x" * 10_000)
             assert len(one._tasks) < 10
             await asyncio.wait(one._tasks, timeout=PATIENCE)
         assert one._waiting == 0
 
 
-async def test_marks_are_bounded_and_do_not_slow_messages_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens and ends sessions all day fills no disk."""
-    monkeypatch.setattr(relay, "MAX_MARKS", 20)
-    monkeypatch.setattr(relay, "MARKS_ADDED", 10)
+async def test_marks_are_bounded_and_what_has_ended_stays_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that opens and ends sessions all day fills no disk, and revives neither its sessions nor those of others."""
+    monkeypatch.setattr(others, "MAX_MARKS", 20)
+    monkeypatch.setattr(others, "MARKS_ADDED", 10)
+    now = int(time.time() * 1000)
+    ended = [Ended("bob", "of-bob", now - 1000), *(Ended("ann", f"{number:03}", now + number) for number in range(100))]
+    async with workers(tmp_path / "relay", "one", "one") as [(one, _), (other, _)]:
+        for each in ended:
+            one.tell_ended(each)
+        assert len(list((tmp_path / "relay" / others.MARKS).iterdir())) <= 30
+        assert all(other.know_ended(each) for each in ended)
+        assert other.know_ended(Ended("ann", "open", now + 50))  # the price is paid by the caller that ends so many
+        assert not other.know_ended(Ended("ann", "newer", now + 1000))
+        assert not other.know_ended(Ended("bob", "open", now - 2000))
+
+
+async def test_marks_of_many_callers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others, "MAX_MARKS", 20)
+    monkeypatch.setattr(others, "MARKS_ADDED", 10)
+    now = int(time.time() * 1000)
+    ended = [Ended(f"caller{number}", "id", now + number) for number in range(100)]
     async with workers(tmp_path / "relay", "one") as [(one, _)]:
-        for number in range(100):
-            one.mark(f"{number:03}")
-        assert len(list((tmp_path / "relay" / relay.MARKS).iterdir())) <= 30
-        assert one.is_marked("099") and not one.is_marked("000")
-        assert len(list((tmp_path / "relay").iterdir())) == 2  # the socket, and the marks in a folder of their own
+        for each in ended:
+            one.tell_ended(each)
+        assert len(list((tmp_path / "relay" / others.MARKS).iterdir())) <= 30
+        assert all(one.know_ended(each) for each in ended)
+        assert not one.know_ended(Ended("caller1", "id", now + 1000))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_session_stays_ended_however_many_end_after_it(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_ENDED", 10)
+    monkeypatch.setattr(others, "MAX_MARKS", 10)
+    monkeypatch.setattr(others, "MARKS_ADDED", 5)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    more: Any = {"secret": "s3cret"} if shared else {}
+    app = make_app(authenticate=lambda headers: headers.get("authorization"), **more)
+    asgi = app.asgi()
+    await asgi.open()
+
+    async def session(caller: str) -> HttpClient:
+        client = HttpClient(asgi, R4, headers={"authorization": caller})
+        await client.open()
+        return client
+
+    async def status(client: HttpClient) -> int:
+        return (await client.post(request("ping")).started()).status
+
+    bob, used = await session("bob"), await session("ann")
+    ended = [await session("ann") for _ in range(40)]
+    for client in ended:
+        assert (await client.exchange("DELETE").started()).status == 204
+        await client.close()
+    assert {await status(client) for client in ended} == {404}
+    assert (await status(bob), await status(used)) == (200, 200)  # of another caller; and in use here
+    assert await status(await session("ann")) == 200
+    for client in (bob, used):
+        await client.close()
+    await asgi.aclose()
+
+
+async def test_folders_of_workers_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without a living worker and without a mark that still matters; no other folder of that name is touched."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = """
+import asyncio, os, signal, sys, time
+from wirecall.mcp.server.hub import Hub
+from wirecall.mcp.server.sealed import Seals
+from wirecall.mcp.server.sessions import Ended
+from wirecall.mcp.server.workers import Workers
+
+async def main():
+    one = Workers(Hub(), Seals(sys.argv[1]), shared=True, on_end=print, on_message=print)
+    await one.open()
+    if sys.argv[2] != "none":
+        one.tell_ended(Ended("ann", "id", int((time.time() - float(sys.argv[2])) * 1000)))
+    print(one._folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    left = {}
+    for name, mark in (("young", "60"), ("old", str(3 * 86_400)), ("killed", "none")):
+        killed = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code, name, mark),
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=asyncio.subprocess.PIPE,
+        )
+        told, _ = await killed.communicate()
+        left[name] = Path(told.decode().strip())
+    assert left["killed"].exists()  # the last that was killed
+    strange = tmp_path / "wirecall-1-strange"
+    strange.mkdir()
+    alive, fresh = worker(None, "alive", []), worker(None, "fresh", [])
+    await alive.open()
+    await fresh.open()
+    assert [name for name, path in left.items() if path.exists()] == ["young"]
+    assert strange.exists() and alive._folder.exists()
+    await alive.aclose()
+    await fresh.aclose()
+    assert sorted(tmp_path.iterdir()) == sorted([strange, left["young"]])
 
 
 async def test_a_session_ends_although_no_mark_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,7 +673,7 @@ async def test_a_session_ends_although_no_mark_can_be_made(tmp_path: Path, monke
     client = HttpClient(asgi, R4)
     await client.open()
     (folder,) = tmp_path.iterdir()
-    (folder / relay.MARKS).rmdir()  # somebody tidies up
+    (folder / others.MARKS).rmdir()  # somebody tidies up
     assert (await client.exchange("DELETE").started()).status == 204
     assert (await client.post(request("ping")).started()).status == 404
     await client.close()

@@ -5,7 +5,7 @@
 2. A disconnect is no cancellation: the call goes on, and its events are kept for a reader who comes back (`streams`).
 3. An answer is plain JSON until something is told before it: then it is a stream. So are the answers of an array, of which
    each goes out when it is ready.
-4. What belongs to another worker, or to all of them, is passed on (`other_workers`).
+4. What belongs to another worker, or to all of them, is passed on (`workers`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from wirecall.mcp.server.server import Server
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.server.subscriptions import forward, session_listener
-from wirecall.mcp.server.workers import OtherWorkers
+from wirecall.mcp.server.workers import Workers
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope
 from wirecall.server.batch import run_batch
@@ -47,7 +47,9 @@ class Handshake:
     def __init__(self, server: Server, limits: Limits, *, shared: bool) -> None:
         self._server = server
         self._limits = limits
-        self._others = OtherWorkers(server.hub, server.seals, shared=shared, on_end=self._ended, on_message=self._heard)
+        self._others = Workers(
+            server.hub, server.seals, shared=shared, on_end=lambda ended: self._sessions.end(ended), on_message=self._heard
+        )
         self._sessions = Sessions(server.seals, self._others.know_ended)
         self._shelf = Shelf()
         self._work: set[asyncio.Task[Any]] = set()
@@ -173,10 +175,6 @@ class Handshake:
         task.add_done_callback(self._work.discard)
         return task
 
-    def _ended(self, id: str) -> None:
-        """Another worker has seen the end of a session."""
-        self._sessions.end(id)
-
     def _heard(self, caller: str, token: str, data: bytes) -> None:
         """A session has said something to another worker."""
         try:
@@ -226,10 +224,10 @@ class Handshake:
             self._server.hub.remove(listener)
 
     async def delete(self, request: Request) -> None:
-        self._of_session(request)
-        id = self._sessions.id(request.caller, request.headers[SESSION])
-        self._sessions.end(id)
-        self._others.tell_ended(id)
+        ended = self._of_session(request).ended
+        assert ended is not None
+        self._sessions.end(ended)
+        self._others.tell_ended(ended)
         await request.respond(204)
 
     def _of_session(self, request: Request) -> Known:

@@ -1,12 +1,19 @@
-"""The sessions of the older revisions, over HTTP.
+"""Sessions of the revisions with a handshake over HTTP.
 
 A session's id is a sealed text (`sealed`) that carries what was negotiated, so any process with the same secret serves it.
 What is only here is what cannot travel: calls under way, streams, questions to the client. So a session that is forgotten
 because there are too many is read from its token again, and one that has ended has to be remembered.
+
+A session that has ended stays ended, however many others a caller ends after it. `within` is the rule: where too many have
+ended, the sessions of the caller with the most are forgotten one by one and replaced by the opening of the newest of them;
+every session of that caller that was opened until then counts as ended, unless this process knows that it is alive. So a
+caller that floods the list ends its own sessions early, and its client sends `initialize` again.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable
+import hashlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -33,6 +40,44 @@ class _Negotiated(Struct):
 
     revision: str
     capabilities: dict[str, Any]
+    opened: int = 0  # Unix time in milliseconds
+
+
+class Ended(Struct, frozen=True):
+    """A session that has ended."""
+
+    caller: str  # a digest
+    id: str
+    opened: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.caller}.{self.id}"
+
+    def is_among(self, opened: Callable[[str], int | None]) -> bool:
+        """Return whether the session is listed, or a newer one of its caller stands for it; `opened` is the list."""
+        if opened(self.name) is not None:
+            return True
+        return any((opened(several) or 0) >= self.opened for several in (self.caller, EVERY_CALLER))
+
+
+EVERY_CALLER = "all"  # not a digest
+
+
+def within(ended: Mapping[str, int], oldest: int, limit: int) -> dict[str, int]:
+    """Return a list of ended sessions without those that are too old to matter, cut down to a limit.
+
+    An entry without an id stands for every session of its caller that was opened until then.
+    """
+    kept = {name: opened for name, opened in ended.items() if opened >= oldest}
+    while len(kept) > limit:
+        (caller, number), *_ = Counter(name.partition(".")[0] for name in kept).most_common(1)
+        if number == 1:  # no caller has more than one: that many callers end their sessions
+            return {EVERY_CALLER: max(kept.values())}
+        last = max(opened for name, opened in kept.items() if name.partition(".")[0] == caller)
+        kept = {name: opened for name, opened in kept.items() if name.partition(".")[0] != caller}
+        kept[caller] = last
+    return kept
 
 
 _decode = msgspec.json.Decoder(_Negotiated).decode
@@ -41,8 +86,9 @@ _decode = msgspec.json.Decoder(_Negotiated).decode
 class Known:
     """A session, and what this process keeps for it."""
 
-    def __init__(self, session: Session, id: str = "") -> None:
-        self.id = id
+    def __init__(self, session: Session, ended: Ended | None = None) -> None:
+        self.ended = ended  # what to remember of it after its end
+        self.id = "" if ended is None else ended.id
         self.session = session
         self.channels: OrderedDict[str, Channel] = OrderedDict()
         self._standing: Listener | None = None
@@ -70,68 +116,58 @@ class Known:
 
 
 class Sessions:
-    """Those that this process knows. `is_marked` says whether another has seen the end of one."""
+    """The sessions that this process knows. `is_ended` says whether another process has seen the end of one."""
 
-    def __init__(self, seals: Seals, is_marked: Callable[[str], bool]) -> None:
+    def __init__(self, seals: Seals, is_ended: Callable[[Ended], bool]) -> None:
         self._seals = seals
-        self._is_marked = is_marked
+        self._is_ended = is_ended
         self._known: OrderedDict[str, Known] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def token(self, caller: str, session: Session) -> str:
-        """A new session's id, good for its caller alone."""
+        """Return a new session's id, good for its caller alone."""
         capabilities: dict[str, Any] = {
             name: {mode: {} for mode in modes if mode in declared}
             for name, modes in _USED.items()
             if isinstance(declared := session.capabilities.get(name), dict)
         }
-        return self._seals.seal("session", caller, _Negotiated(session.revision.name, capabilities), LIFETIME)
+        negotiated = _Negotiated(session.revision.name, capabilities, int(time.time() * 1000))
+        return self._seals.seal("session", caller, negotiated, LIFETIME)
 
     def find(self, caller: str, token: str) -> Known:
-        """The session behind a token; HttpError 404 if it is none of this caller's, or has ended."""
-        id, value = self._opened(caller, token)
+        """Return the session behind a token; HttpError 404 if the caller has no such session, or it has ended."""
+        try:
+            id, value = self._seals.open("session", caller, token)
+        except BrokenSeal:
+            raise HttpError(404, "no such session: send initialize") from None
         known = self._known.get(id)
-        if known is None and self._is_marked(id):
-            self.end(id)
-        if id in self._ended:
-            raise HttpError(404, "the session has ended: send initialize")
         if known is None:
             told = _decode(value)
-            known = self._known[id] = Known(Session(REVISIONS[told.revision], told.capabilities), id)
-            self._make_room()
+            ended = Ended(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
+            if ended.is_among(self._ended.get) or self._is_ended(ended):
+                raise HttpError(404, "the session has ended: send initialize")
+            known = self._known[id] = Known(Session(REVISIONS[told.revision], told.capabilities), ended)
+            # Forget the session that was silent for longest. One that waits for its client's answer must not be forgotten,
+            # or a caller that opens many sessions could cut off the others.
+            if len(self._known) > MAX_SESSIONS:
+                for _ in range(MAX_SESSIONS):
+                    oldest, silent = next(iter(self._known.items()))
+                    if not silent.is_busy:
+                        break
+                    self._known.move_to_end(oldest)
+                self._known.popitem(last=False)
         self._known.move_to_end(id)
         return known
 
-    def id(self, caller: str, token: str) -> str:
-        """What is known of a session outside of its token."""
-        return self._opened(caller, token)[0]
-
-    def end(self, id: str) -> None:
-        known = self._known.pop(id, None)
+    def end(self, ended: Ended) -> None:
+        """End a session, and remember that it has ended."""
+        known = self._known.pop(ended.id, None)
         if known is not None:
             known.stand(None)
             known.session.abandon()
-        self._ended[id] = None
+        self._ended[ended.name] = ended.opened
         if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    def _opened(self, caller: str, token: str) -> tuple[str, bytes]:
-        try:
-            return self._seals.open("session", caller, token)
-        except BrokenSeal:
-            raise HttpError(404, "no such session: send initialize") from None
-
-    def _make_room(self) -> None:
-        """Forget the session that was silent for longest. One that waits for its client's answer must not be forgotten, or
-        whoever opens many sessions could cut off everybody else's."""
-        if len(self._known) <= MAX_SESSIONS:
-            return
-        for _ in range(MAX_SESSIONS):
-            id, known = next(iter(self._known.items()))
-            if not known.is_busy:
-                break
-            self._known.move_to_end(id)
-        self._known.popitem(last=False)
+            self._ended = within(self._ended, int((time.time() - LIFETIME) * 1000), MAX_ENDED)

@@ -1,21 +1,59 @@
-"""What this worker tells the others, and what it hears from them; nothing where it is alone.
+"""The other workers: processes of one host with the same secret, of which any serves any request.
 
-kind, uri                  a list or a resource has changed: those who listen there are told
-ended                      a session has ended; workers that start later find a mark
-caller, session, message   a session has said something that is of no use here, or of use everywhere
+An answer to a question belongs to the worker whose handler asked, a cancellation to the one that runs the call, a change to
+those that have streams open; and a client with two connections meets two workers. So a worker passes on what it has no use
+for, and every other worker looks whether it has. It tells:
+
+    kind, uri                  a list or a resource has changed: listeners there are told
+    ended                      a session has ended
+    caller, session, message   a session has sent something that is of no use here, or of use everywhere
+
+1. Each worker listens on a socket in a folder that only its user can enter. The folder's name follows from the secret, so
+   workers with the same secret find each other. Messages are sealed with the secret as well.
+2. A worker does not wait for the others. It forgets one that is gone; one that does not take a message in time misses it;
+   while too much waits for the others, further messages are dropped.
+3. A worker that starts later has to know the sessions that have ended. They are marks: files in a folder of their own, named
+   as `sessions.Ended` says, with the time of the session's opening as their own.
+4. A worker holds a lock on the folder while it lives. A folder without a lock and without marks is left from workers that
+   were killed: the next worker that starts removes it.
 """
 
 import asyncio
+import os
+import re
+import stat
+import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from wirecall.errors import UsageError
+from wirecall.logs import logger
 from wirecall.mcp.server.hub import Hub
-from wirecall.mcp.server.relay import Relay
-from wirecall.mcp.server.sealed import Seals
+from wirecall.mcp.server.sealed import BrokenSeal, Seals
+from wirecall.mcp.server.sessions import Ended, within
+
+PATIENCE = 5.0  # seconds for a worker to take a message
+LIFETIME = 60.0
+MARKED = 2 * 86_400.0  # seconds that a mark is kept: longer than the session it is about could live
+MAX_MARKS = 10_000  # files; a worker looks for more with every `MARKS_ADDED` of its own
+MARKS_ADDED = 1000
+MAX_WAITING = 32 << 20  # bytes that the others have not taken yet
+BACKLOG = 1024
+
+SOCKET, MARKS = ".socket", "ended"
+_FOLDER = re.compile(r"wirecall-[0-9]+-[0-9a-f]{12}")
 
 
-class OtherWorkers:
-    """The workers that share our secret. `on_end` and `on_message` take what they tell of sessions."""
+class Workers:
+    """One worker among those with the same secret; if none is `shared`, it is alone and tells nothing.
+
+    `on_end` and `on_message` take what the others tell of sessions.
+    """
 
     def __init__(
         self,
@@ -23,49 +61,204 @@ class OtherWorkers:
         seals: Seals,
         *,
         shared: bool,
-        on_end: Callable[[str], None],
+        on_end: Callable[[Ended], None],
         on_message: Callable[[str, str, bytes], None],
+        folder: Path | None = None,
     ) -> None:
+        user = os.getuid() if hasattr(os, "getuid") else 0
+        self._folder = folder or Path(tempfile.gettempdir()) / f"wirecall-{user}-{seals.name}"
+        self._marks = self._folder / MARKS
         self._hub = hub
-        self._relay = Relay(seals, self._heard) if shared else None
+        self._seals = seals
+        self._shared = shared
         self._on_end = on_end
         self._on_message = on_message
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self._path: Path | None = None  # of our socket
+        self._lock = -1
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting = 0
+        self._marked = 0
 
     async def open(self) -> None:
-        if self._relay is not None:
-            self._loop = asyncio.get_running_loop()
-            await self._relay.open()
-            self._hub.beyond = self._changed
+        """Listen to the others, if there may be any. UsageError if the folder is not ours alone."""
+        if not self._shared:
+            return
+        with suppress(OSError):  # a folder of temporary files need not be readable
+            for path in self._folder.parent.iterdir():
+                if path != self._folder and _FOLDER.fullmatch(path.name):
+                    _remove_abandoned(path)
+        while True:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            found = self._folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
+                why = "another user could pretend to be a worker"
+                fix = "remove it, or set TMPDIR to a folder of your own"
+                raise UsageError(f"{self._folder} is not ours alone.", why, fix)
+            self._lock = _locked(self._folder, exclusive=False)
+            with suppress(FileNotFoundError):
+                if os.fstat(self._lock).st_ino == self._folder.lstat().st_ino:
+                    break
+            os.close(self._lock)  # another worker has removed the folder meanwhile
+        self._marks.mkdir(mode=0o700, exist_ok=True)
+        self._forget_marks()
+        name = f"{os.getpid()}-{os.urandom(3).hex()}"
+        early = self._folder / f".{name}"
+        self._server = await asyncio.start_unix_server(self._received, early, backlog=BACKLOG)
+        # The others see it only now: between binding and listening it would refuse them, as a dead one does.
+        self._path = early.rename(self._folder / f"{name}{SOCKET}")
+        loop = asyncio.get_running_loop()
+
+        def changed(kind: str, uri: str | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._tell, {"kind": kind, "uri": uri})
+
+        self._hub.beyond = changed
 
     async def aclose(self) -> None:
-        if self._relay is not None:
-            self._hub.beyond = None
-            await self._relay.aclose()
+        """Leave the others. The last one removes the folder, unless it has marks."""
+        if self._server is None or self._path is None:
+            return
+        self._hub.beyond = None
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1)
+        self._server.close()
+        self._server = None
+        self._path.unlink(missing_ok=True)
+        os.close(self._lock)
+        with suppress(OSError):  # another worker is alive, or there are marks
+            self._lock = _locked(self._folder, exclusive=True)
+            try:
+                self._marks.rmdir()
+                self._folder.rmdir()
+            finally:
+                os.close(self._lock)
+
+    # --- what this worker tells --------------------------------------------------------------------------------------
 
     def pass_on(self, caller: str, token: str | None, data: bytes) -> None:
-        """What a session has said, to whoever has use for it."""
-        if self._relay is not None and token is not None:
-            self._relay.tell({"caller": caller, "session": token, "message": data.decode()})
+        """Give the others what a session has sent."""
+        if token is not None:
+            self._tell({"caller": caller, "session": token, "message": data.decode()})
 
-    def tell_ended(self, id: str) -> None:
-        """A session has ended, for those who are there and for those who start later."""
-        if self._relay is not None:
-            self._relay.tell({"ended": id})
-            self._relay.mark(id)
+    def tell_ended(self, session: Ended) -> None:
+        """Tell the others that a session has ended, also those that start later."""
+        if self._server is None:
+            return
+        self._tell({"ended": session})
+        self._marked += 1
+        if self._marked % MARKS_ADDED == 0:
+            self._forget_marks()
+        try:
+            self._mark(session.name, session.opened)
+        except OSError as error:  # the disk is full, or the folder was removed
+            logger.warning("workers that start later do not know of a session that has ended: %s", error)
 
-    def know_ended(self, id: str) -> bool:
-        """Whether one of them has seen the end of a session."""
-        return self._relay is not None and self._relay.is_marked(id)
+    def know_ended(self, session: Ended) -> bool:
+        """Return whether a worker has seen the end of a session."""
 
-    def _changed(self, kind: str, uri: str | None) -> None:
-        if self._relay is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._relay.tell, {"kind": kind, "uri": uri})
+        def opened(name: str) -> int | None:
+            try:
+                return (self._marks / name).stat().st_mtime_ns // 1_000_000
+            except OSError:
+                return None
 
-    def _heard(self, told: dict[str, Any]) -> None:
-        if "kind" in told:
-            self._hub.tell_here(told["kind"], told["uri"])
-        elif "ended" in told:
-            self._on_end(told["ended"])
-        else:
-            self._on_message(told["caller"], told["session"], told["message"].encode())
+        return self._server is not None and session.is_among(opened)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._server is None:
+            return
+        sealed = self._seals.seal("relay", "", message, LIFETIME).encode()
+        for path in self._folder.glob(f"[0-9]*{SOCKET}"):
+            if path != self._path and self._waiting + len(sealed) <= MAX_WAITING:
+                self._waiting += len(sealed)
+                task = asyncio.get_running_loop().create_task(self._send(path, sealed))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, path: Path, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE):
+                _, writer = await asyncio.open_unix_connection(path)
+                writer.write(data)
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (ConnectionRefusedError, FileNotFoundError):  # it died, and left its socket behind
+            path.unlink(missing_ok=True)  # noqa: ASYNC240  # as quick as the connection itself
+        except (OSError, TimeoutError) as error:
+            logger.warning("another worker could not be told: %s", str(error) or "it takes too long")
+        finally:
+            self._waiting -= len(data)
+
+    # --- marks -------------------------------------------------------------------------------------------------------
+
+    def _mark(self, name: str, opened: int) -> None:
+        path = self._marks / name
+        path.touch()
+        os.utime(path, ns=(opened * 1_000_000, opened * 1_000_000))
+
+    def _forget_marks(self) -> None:
+        """Remove the marks that are too old or too many (`within`)."""
+        with suppress(OSError):
+            with os.scandir(self._marks) as found:
+                marks = {mark.name: mark.stat().st_mtime_ns // 1_000_000 for mark in found}
+            kept = within(marks, int((time.time() - MARKED) * 1000), MAX_MARKS)
+            for name, opened in kept.items() - marks.items():  # before those are removed that it stands for
+                self._mark(name, opened)
+            for name in marks.keys() - kept.keys():
+                (self._marks / name).unlink(missing_ok=True)
+
+    # --- what the others tell ----------------------------------------------------------------------------------------
+
+    async def _received(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            data = bytearray()
+            async with asyncio.timeout(PATIENCE):
+                while chunk := await reader.read(1 << 16):
+                    data += chunk
+                    if len(data) > MAX_WAITING:
+                        raise BrokenSeal("too long")
+            _, value = self._seals.open("relay", "", data.decode("ascii"))
+            told = msgspec.json.decode(value)
+            if "kind" in told:
+                self._hub.tell_here(told["kind"], told["uri"])
+            elif "ended" in told:
+                self._on_end(msgspec.convert(told["ended"], Ended))
+            else:
+                self._on_message(told["caller"], told["session"], told["message"].encode())
+        except (BrokenSeal, UnicodeError, OSError, TimeoutError, LookupError) as error:
+            logger.warning("a message from another worker is of no use: %r", error)
+        finally:
+            writer.close()
+
+
+def _locked(folder: Path, *, exclusive: bool) -> int:
+    """Return a descriptor that holds a lock on a folder; BlockingIOError if another process has one that excludes it."""
+    import fcntl  # late: Windows does not have it
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder of this user in which no worker lives and no mark is young enough to matter."""
+    with suppress(OSError):
+        lock = _locked(folder, exclusive=True)
+        try:
+            found = os.fstat(lock)
+            young = time.time() - MARKED
+            if found.st_uid != os.getuid() or found.st_mode & 0o077:
+                return
+            if any(mark.stat().st_mtime > young for mark in (folder / MARKS).glob("*")):
+                return
+            for left in [*(folder / MARKS).glob("*"), *folder.iterdir()]:
+                left.rmdir() if left.name == MARKS else left.unlink()
+            folder.rmdir()
+        finally:
+            os.close(lock)
