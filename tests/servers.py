@@ -35,7 +35,7 @@ from tests.ports import free_port
 from wirecall.ledger import memory
 from wirecall.ledger.base import Ledger, RecordId, open_ledger
 
-PATIENCE = 20.0  # seconds that a server may take to answer for the first time
+PATIENCE = 60.0  # seconds that a server may take to answer for the first time
 
 KINDS = ("memory", "sqlite", "redis", "postgres")
 DURABLE = ("sqlite", "redis", "postgres")

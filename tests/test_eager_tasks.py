@@ -19,7 +19,7 @@ from wirecall.transports.stdio import serve_streams
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="tasks begin at once since Python 3.12")
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 @pytest.fixture(autouse=True)

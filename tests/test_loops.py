@@ -16,7 +16,7 @@ from wirecall import App, UsageError
 from wirecall.commands.execute import Commands, Flight
 from wirecall.ledger.base import Outcome
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 @pytest.fixture(params=["memory", "sqlite"])

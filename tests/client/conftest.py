@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from wirecall import App
 from wirecall.transports import serve as run_http
 from wirecall.transports.listeners import bind
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -263,7 +263,7 @@ async def test_nobody_waits_longer_for_the_kinds_than_its_own_time() -> None:
         began = time.monotonic()
         with pytest.raises(TimedOut):
             await client.call("x", timeout=0.2)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < PATIENCE / 2
         first.cancel()
         await asyncio.wait({first})
 

@@ -56,7 +56,7 @@ INSERT = "INSERT INTO crash_effects VALUES "
 PASSED_ON = 8
 
 # Seconds after which a process that does not come to an end is ended by its alarm.
-LIFETIME = 20
+LIFETIME = 60
 
 
 class Order(Struct, frozen=True, kw_only=True):

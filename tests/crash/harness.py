@@ -75,7 +75,7 @@ AFTERWARDS = {"ran": "replayed", "reconciled": "replayed", "replayed": "replayed
 
 LEASE, SHORT_LEASE = 30.0, 1.0  # of the trials that age it, and of those that wait for it
 BRIEFLY, LONG = 0.05, 10.0  # how long a duplicate waits in these two
-PATIENCE = 20.0  # for a definite answer
+PATIENCE = 60.0  # for a definite answer
 
 STEPS: tuple[Step, ...] = get_args(Step)
 

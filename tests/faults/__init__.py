@@ -29,7 +29,7 @@ from tests.transports import ask
 from wirecall import App, Context, Done, NotDone
 
 LEASE = 0.3
-PATIENCE = 30.0  # seconds after which a test gives up on something that should have happened
+PATIENCE = 60.0  # seconds after which a test gives up on something that should have happened
 
 
 # --- effects, and who asks for them ----------------------------------------------------------------------------------

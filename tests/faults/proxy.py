@@ -32,7 +32,7 @@ Direction: TypeAlias = Literal["up", "down"]  # to the server, to the client
 Target: TypeAlias = tuple[str, int] | str  # host and port, or the path of a Unix socket
 Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 CHUNK = 1 << 16
 LONGEST_PATTERN = 200
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from wirecall import App
 from wirecall.transports.stdio import serve_streams
 
-PATIENCE = 15.0
+PATIENCE = 60.0
 
 R1, R2, R3, R4, R5 = REVISIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28")
 LEGACY = REVISIONS[:4]

@@ -13,7 +13,7 @@ from types import TracebackType
 from tests.ports import free_port
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "everything.py"
-PATIENCE = 20.0  # seconds until it answers, and until it is gone
+PATIENCE = 60.0  # seconds until it answers, and until it is gone
 
 
 class Everything:

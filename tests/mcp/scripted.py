@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from aiohttp import web
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 Json: TypeAlias = dict[str, Any]
 

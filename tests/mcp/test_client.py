@@ -27,7 +27,7 @@ from wirecall.mcp.client.client import McpClient
 from wirecall.mcp.client.results import Tool
 from wirecall.testing import Faults
 
-PATIENCE = 40.0
+PATIENCE = 60.0
 WAYS = ("memory", "http", "stdio")
 COMMAND = [sys.executable, str(PROGRAM)]
 

@@ -27,7 +27,7 @@ from tests.mcp.node import installed, node
 # The SDKs warn of what the newest revision deprecates (sampling, roots); that is no matter of ours.
 pytestmark = pytest.mark.filterwarnings("ignore::mcp.MCPDeprecationWarning")
 
-PATIENCE = 30.0  # seconds for one story
+PATIENCE = 120.0  # seconds for one story
 TYPESCRIPT = ("@modelcontextprotocol/sdk@1.32.2", "@modelcontextprotocol/client@2.4.0")
 COMMAND = (sys.executable, str(PROGRAM))
 

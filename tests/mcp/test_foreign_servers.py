@@ -26,7 +26,7 @@ from wirecall import ToolError
 from wirecall.errors import Declined
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 40.0  # seconds until a server answers for the first time
+PATIENCE = 120.0  # seconds until a server answers for the first time
 TYPESCRIPT = {
     "typescript-1": ("@modelcontextprotocol/sdk@1.32.2", "@modelcontextprotocol/client@2.4.0"),
     "typescript-2": ("@modelcontextprotocol/server@2.4.0",),

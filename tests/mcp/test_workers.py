@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 WORKERS = 4
-PATIENCE = 30.0
+PATIENCE = 60.0
 SERVER = """
 import os
 from wirecall import App, Context

@@ -19,7 +19,7 @@ from wirecall.transports.request import Endpoint, Request
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 from wirecall.transports.serve import serve
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 Pairs = Sequence[tuple[str, str]]
 LOCAL = (("host", "localhost:8420"),)

