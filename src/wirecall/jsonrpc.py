@@ -7,7 +7,7 @@
 Parsing never raises on bad input: what cannot be read carries the answer it deserves, or the reason (J2).
 """
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -20,7 +20,6 @@ from wirecall.errors import (
     InvalidRequest,
     MethodNotFound,
     RpcError,
-    UsageError,
 )
 from wirecall.protocol.messages import (
     MAX_BATCH,
@@ -38,6 +37,8 @@ from wirecall.protocol.messages import (
     decode_value,
     encode,
     failure,
+    make_batch,
+    make_reply,
     opens_array,
     read,
     read_id,
@@ -133,22 +134,6 @@ def make_response(id: Id, result: Any) -> bytes:
 def make_error(id: Id, code: int, message: str, data: Any = None) -> bytes:
     """An error response; data of None is left out."""
     return encode(failure(id, RpcError(code, message, data)))
-
-
-def make_batch(messages: Iterable[bytes]) -> bytes:
-    """One array of ready messages. There is no empty batch in JSON-RPC 2.0: one that would be empty is not sent."""
-    ready = list(messages)
-    if not all(ready) or not ready:
-        raise UsageError("An empty batch is not a message.", "JSON-RPC 2.0 answers [] with an error", "send nothing")
-    return b"[%b]" % b",".join(ready)
-
-
-def make_reply(envelopes: Iterable[bytes | None], is_batch: bool) -> bytes | None:
-    """The reply to a message in manual mode (J9): None stands for a notification, and for a reply that nobody is owed."""
-    owed = [envelope for envelope in envelopes if envelope]
-    if not owed:
-        return None
-    return make_batch(owed) if is_batch else owed[0]
 
 
 def _make(head: dict[str, Any], params: Params, tail: dict[str, Any]) -> bytes:

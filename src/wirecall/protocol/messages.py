@@ -13,12 +13,13 @@ The rules of the file:
 5. A number id whose digits a Python int or float would not give back is carried as its bytes (J14). (-0 is 0.)
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeAlias, final
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import EncodeError, InvalidParams, InvalidRequest, LimitExceeded, ParseError, RpcError
+from wirecall.errors import EncodeError, InvalidParams, InvalidRequest, LimitExceeded, ParseError, RpcError, UsageError
 
 Id: TypeAlias = int | str | float | Raw | None
 Data: TypeAlias = bytes | bytearray | memoryview | str
@@ -360,6 +361,22 @@ def _check_finite(value: Any) -> None:
         raise EncodeError(str(error)) from error
     if _has_non_finite(plain):
         raise EncodeError("NaN and infinity are not JSON")
+
+
+def make_batch(messages: Iterable[bytes]) -> bytes:
+    """Join ready messages into one array. There is no empty batch in JSON-RPC 2.0: one that would be empty is not sent."""
+    ready = list(messages)
+    if not all(ready) or not ready:
+        raise UsageError("An empty batch is not a message.", "JSON-RPC 2.0 answers [] with an error", "send nothing")
+    return b"[%b]" % b",".join(ready)
+
+
+def make_reply(envelopes: Iterable[bytes | None], is_batch: bool) -> bytes | None:
+    """Return the reply to a message in manual mode (J9). None stands for a notification, and for a reply not owed."""
+    owed = [envelope for envelope in envelopes if envelope]
+    if not owed:
+        return None
+    return make_batch(owed) if is_batch else owed[0]
 
 
 def failure(id: Id, error: RpcError) -> Failure:

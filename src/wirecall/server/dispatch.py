@@ -39,10 +39,9 @@ from wirecall.errors import (
     UsageError,
     rebuilt,
 )
-from wirecall.jsonrpc import make_batch, make_reply
 from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
-from wirecall.protocol.messages import Answer, Data, Id, Invalid, Message, Success, failure
+from wirecall.protocol.messages import Answer, Data, Id, Invalid, Message, Success, failure, make_batch, make_reply
 from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Frame, correlation_of
 from wirecall.server.context import Context, InputRequired, call_of
