@@ -38,9 +38,9 @@ from tests.mcp.asgi import (
 from wirecall import App, Context, Limits, RpcError, ToolAnnotations, UsageError
 from wirecall.ledger.base import LedgerDown
 from wirecall.mcp.headers import _is_same
-from wirecall.mcp.server import sessions, streams, subscriptions
+from wirecall.mcp.server import changes, sessions, streams
 from wirecall.mcp.server import workers as others
-from wirecall.mcp.server.hub import Hub
+from wirecall.mcp.server.changes import Hub
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.server.sessions import Ended
 from wirecall.mcp.server.workers import Workers
@@ -216,7 +216,7 @@ async def test_many_sessions_do_not_cut_off_one_that_waits(monkeypatch: pytest.M
         assert taken.status == 202
         assert (await waiting.message())["result"]["content"][0]["text"] == "hello Ann"
         endpoint = client.asgi.routes["/mcp"]  # type: ignore[attr-defined]
-        assert len(endpoint._handshake._sessions) == 5
+        assert len(endpoint.sessions) == 5
 
 
 async def test_a_stream_that_cannot_be_opened_ends_no_other() -> None:
@@ -265,7 +265,7 @@ async def test_what_finished_streams_hold_is_bounded(monkeypatch: pytest.MonkeyP
             exchange = client.post(client.message("tools/call", {"name": "tell"}, number))
             ids.append((await exchange.events())[0].id)
         endpoint = client.asgi.routes["/mcp"]  # type: ignore[attr-defined]
-        assert endpoint._handshake._shelf.size <= 50_000
+        assert endpoint.shelf.size <= 50_000
         assert (await client.listen(ids[0]).started()).status == 400
         again = await client.listen(ids[-1]).started()
         assert [message.get("id") for message in await again.messages()] == [None, 9]
@@ -417,8 +417,8 @@ async def test_a_stream_forgets_what_was_read_and_says_so(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("revision", LEGACY)
 async def test_subscriptions_are_bounded(monkeypatch: pytest.MonkeyPatch, revision: str) -> None:
-    monkeypatch.setattr(subscriptions, "MAX_SUBSCRIPTIONS", 3)
-    monkeypatch.setattr(subscriptions, "MAX_SUBSCRIBED", 100)
+    monkeypatch.setattr(changes, "MAX_SUBSCRIPTIONS", 3)
+    monkeypatch.setattr(changes, "MAX_SUBSCRIBED", 100)
     app = make_app()
 
     @app.resource("test://{name}")
@@ -627,7 +627,7 @@ async def test_folders_of_workers_that_were_killed_are_removed(tmp_path: Path, m
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = """
 import asyncio, os, signal, sys, time
-from wirecall.mcp.server.hub import Hub
+from wirecall.mcp.server.changes import Hub
 from wirecall.mcp.server.sealed import Seals
 from wirecall.mcp.server.sessions import Ended
 from wirecall.mcp.server.workers import Workers

@@ -1,74 +1,455 @@
 """MCP over Streamable HTTP: one address, five revisions.
 
-A POST is judged in this order; the first that fails answers (section 2.5 of the protocol matrix):
+A POST is judged in this order; the first check that fails answers (section 2.5 of the protocol matrix):
 
     1 media types          406, 415
     2 the body             400 with -32700 or -32600
-    3 an array             the gate's rules, for the revision of its session
-    4 its era              an envelope in the body, or a version header that no older revision has: 2026-07-28. Else older
-    5 2026-07-28           envelope, headers, version, method, marked arguments: 400 and 404 before anything runs
-    5 older                `initialize`, or a session, or neither: then the version header counts, or else 2025-03-26
+    3 its era              an envelope in the body, or a version header that no older revision has: 2026-07-28. Else older
+    4 2026-07-28           envelope, headers, version, method, marked arguments: 400 and 404 before anything runs
+    4 an array             the rules of `arrays`, for the revision of its session
+    4 older                `initialize`, or a session, or neither: then the version header counts, or else 2025-03-26
 
-This file judges 1 to 4; `http_stateless` and `http_handshake` are 5.
+An answer is plain JSON until something is sent before it: then it is a stream. What differs between the eras is the client
+that leaves. At 2026-07-28 that is its cancellation. In the older revisions the call goes on, and its events are kept for a
+reader that comes back (`streams`); messages that belong to another worker are passed on (`workers`).
 """
 
-from collections.abc import Awaitable
+import asyncio
+import json
+from collections.abc import Awaitable, Coroutine
+from functools import lru_cache
+from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
+from wirecall.errors import (
+    Gone,
+    HeaderMismatch,
+    InvalidParams,
+    InvalidRequest,
+    MethodNotFound,
+    NotCapable,
+    ParseError,
+    RpcError,
+    UnknownVersion,
+)
+from wirecall.jsonrpc import make_batch
 from wirecall.mcp import headers
-from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED
-from wirecall.mcp.server import gate
-from wirecall.mcp.server.http_handshake import Handshake
-from wirecall.mcp.server.http_rules import check_media, is_newer, refuse, single
-from wirecall.mcp.server.http_stateless import Stateless
+from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
+from wirecall.mcp.server import arrays
+from wirecall.mcp.server.arrays import Incoming, Response
+from wirecall.mcp.server.asking import Session
+from wirecall.mcp.server.catalog import input_schema
+from wirecall.mcp.server.changes import forward, session_listener
+from wirecall.mcp.server.requests import BadEnvelope, described_params, described_revision, described_session
+from wirecall.mcp.server.results import failure, success
 from wirecall.mcp.server.server import Server
+from wirecall.mcp.server.sessions import Known, Sessions
+from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
+from wirecall.mcp.server.workers import Workers
+from wirecall.mcp.types import CallTool
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid
-from wirecall.transports.request import HttpError, Request
+from wirecall.server.batch import run_batch
+from wirecall.stepping import resume
+from wirecall.transports.request import JSON, HttpError, Pairs, Request
+
+SESSION = "mcp-session-id"
+LAST_EVENT = "last-event-id"
+KEY = "idempotency-key"
+REPLAYED = "idempotent-replayed"
+EVENTS = "text/event-stream"
+BOTH = frozenset({JSON, EVENTS})
+
+# Requests that change what every worker should know of a session.
+_FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
+
+# Refusals at 2026-07-28 that the status tells as well, as long as no stream has begun.
+_STATUS: dict[type[RpcError], int] = {
+    ParseError: 400,
+    InvalidRequest: 400,
+    BadEnvelope: 400,
+    HeaderMismatch: 400,
+    NotCapable: 400,
+    UnknownVersion: 400,
+    MethodNotFound: 404,
+}
 
 
 class McpEndpoint:
     """Serves `/mcp`."""
 
     def __init__(self, server: Server, limits: Limits, *, shared: bool) -> None:
+        self._server = server
         self._limits = limits
-        self._stateless = Stateless(server)
-        self._handshake = Handshake(server, limits, shared=shared)
+        self._marked: dict[str, dict[tuple[str, ...], str]] = {}  # arguments of each tool that a header repeats
+        self._workers = Workers(
+            server.hub, server.seals, shared=shared, on_end=lambda ended: self.sessions.end(ended), on_message=self._heard
+        )
+        self.sessions = Sessions(server.seals, self._workers.know_ended)
+        self.shelf = Shelf()
+        self._work: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
-        """Before the first request."""
-        await self._handshake.open()
+        """Listen to the other workers, if there may be any. Called before the first request."""
+        await self._workers.open()
 
     async def aclose(self, grace: float) -> None:
-        """After the last one."""
-        await self._handshake.aclose(grace)
+        """End the calls that still run for clients that have left; the ledger's commands end by themselves."""
+        for task in self._work:
+            task.cancel()
+        if self._work:
+            await asyncio.wait(self._work, timeout=grace)
+        await self._workers.aclose()
 
     def __call__(self, request: Request) -> Awaitable[None]:
         if request.method == "POST":
             return self._post(request)
         if request.method == "GET":
-            return self._handshake.get(request)
+            return self._get(request)
         if request.method == "DELETE":
-            return self._handshake.delete(request)
+            return self._delete(request)
         raise HttpError(405, "MCP is spoken with POST, GET and DELETE", [("allow", "POST, GET, DELETE")])
 
+    # --- POST --------------------------------------------------------------------------------------------------------
+
     async def _post(self, request: Request) -> None:
-        check_media(request)
-        message = gate.read(await request.body(), self._limits)
+        # Step 1: media types. A client takes both, since an answer may be either.
+        request.check_json()
+        if not _accepts(request, BOTH):
+            raise HttpError(406, f"Accept: it must list {JSON} and {EVENTS}, an answer may be either")
+        # Step 2: the body is one message, or an array of them.
+        message = arrays.read(await request.body(), self._limits)
+        # Step 3: its era. Most requests name the newest revision, so that is asked first.
         if type(message) is Envelope and headers.names(request.headers, STATELESS[-1].name):
-            await self._stateless.post(request, message)  # nearly always, so it is asked first
+            await self._post_described(request, message)
             return
-        version = single(request, headers.VERSION)
-        owed = isinstance(message, Envelope) and message.id is not UNSET
-        if not owed and version is not None and version not in REVISIONS:
+        version = _single(request, headers.VERSION)
+        is_owed = isinstance(message, Envelope) and message.id is not UNSET
+        if not is_owed and version is not None and version not in REVISIONS:
             raise HttpError(400, f"{headers.VERSION}: {version[:40]!r} is not served")
         if isinstance(message, list):
-            await self._handshake.post_array(request, message, version)
+            await self._post_array(request, message, version)
         elif isinstance(message, Invalid):
-            known = REVISIONS.get(version or "")
-            await refuse(request, message.error, message.id, known or UNSTATED)
-        elif isinstance(message, Envelope) and (is_newer(version) or gate.has_envelope(message)):
-            await self._stateless.post(request, message)
+            await _refuse(request, message.error, message.id, REVISIONS.get(version or "", UNSTATED))
+        elif isinstance(message, Envelope) and (_is_newer(version) or arrays.has_envelope(message)):
+            await self._post_described(request, message)
         else:
-            await self._handshake.post(request, message, version)
+            await self._post_older(request, message, version)
+
+    async def _post_described(self, request: Request, message: Envelope) -> None:
+        """Answer a message of 2026-07-28, which describes itself. The client's leaving is its cancellation."""
+        # The core of the revision sends no notifications over HTTP: one that comes is checked, and that is all.
+        if message.id is UNSET:
+            try:
+                if message.method in REQUESTS:
+                    raise InvalidRequest(f"{message.method} is a request: it needs an id")
+                headers.check_notification(request.headers, message.method)
+            except RpcError as error:
+                await _refuse(request, error, None, STATELESS[-1])
+                return
+            await request.respond(202)
+            return
+        outlet: Direct | None = None
+        try:
+            # Step 1: body and headers agree: envelope, headers, version, marked arguments.
+            params = described_params(message)
+            headers.check(request.headers, message.method, params)
+            described_revision(params)
+            if type(params) is CallTool:
+                marked = self._marked.get(params.name)
+                if marked is None and (tool := self._server.catalog.find(params.name)) is not None:
+                    marked = self._marked[params.name] = headers.marked(input_schema(tool))
+                if marked:
+                    arguments = Raw(b"{}") if params.arguments is UNSET else params.arguments
+                    headers.check_marked(request.headers, arguments, marked)
+            # Step 2: the answer. A plain function that reads gives it at once; anything else may wait, and may have
+            # something to send before its answer.
+            answer: Any = self._server.tools.at_once(message, params)
+            if type(answer) is not bytes:
+                outlet = Direct(request)
+                if answer is None:
+                    session, key = described_session(params), _key_of(request)
+                    answer = self._server.respond(
+                        message, session, outlet, caller=request.caller, key=key, cancellable=False, params=params
+                    )
+                answer = await _while_there(request, answer, outlet)
+        except Gone:
+            if outlet is not None and outlet.refusal is not None and not outlet.is_cut:
+                raise outlet.refusal from None  # `subscriptions/listen` needs a stream, and there is none
+            raise
+        except RpcError as error:
+            if outlet is None or not outlet.is_open:
+                await _refuse(request, error, message.id, STATELESS[-1], _STATUS.get(type(error), 200))
+                return
+            answer = failure(message.id, error, STATELESS[-1])
+        finally:
+            if outlet is not None:
+                outlet.close()
+        # Step 3: it goes out, at the end of the stream if one was opened.
+        if outlet is not None and outlet.is_open:
+            await outlet.finish(answer)
+        elif answer is None:
+            await request.respond(202)
+        else:
+            replayed = outlet is not None and outlet.replayed
+            await request.respond(200, answer, headers=[(REPLAYED, "true")] if replayed else ())
+
+    async def _post_older(self, request: Request, message: "Envelope | Response", version: str | None) -> None:
+        """Answer a message of a revision with a handshake."""
+        # `initialize` opens a session. Its id comes with every further request.
+        if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
+            id: Any = message.id
+            try:
+                session, result = self._server.opened(message)
+            except RpcError as error:
+                await _refuse(request, error, id, UNSTATED)
+                return
+            token: Pairs = ()
+            if session.revision.has("http session"):
+                token = [(SESSION, self.sessions.token(request.caller, session))]
+            await request.respond(200, success(id, result), headers=token)
+            return
+        if isinstance(message, Response) and _is_newer(version):
+            refused = InvalidRequest(f"MCP {version} asks clients nothing, so there is nothing to answer")
+            await _refuse(request, refused, None, STATELESS[-1])
+            return
+        known = self._session(request, version)
+        session = known.session
+        # A notification or an answer to a question is owed no answer: 202, or 400 with the reason.
+        if isinstance(message, Response) or message.id is UNSET:
+            try:
+                is_useful = self._server.take(message, session)
+            except RpcError as error:
+                await _refuse(request, error, None, session.revision)
+                return
+            if not is_useful:
+                self._workers.pass_on(request.caller, request.headers.get(SESSION), await request.body())
+            await request.respond(202)
+            return
+        # A request: its answer is JSON, or the last event of its stream.
+        if message.method in _FOR_ALL:
+            self._workers.pass_on(request.caller, request.headers.get(SESSION), await request.body())
+        channel, caller, key = self._channel(request, known), request.caller, _key_of(request)
+
+        async def work() -> bytes | None:
+            answer = await self._server.answer(message, session, channel, caller=caller, key=key)
+            if answer is None or not channel.is_used:
+                return answer
+            channel.put(answer)
+            return None
+
+        await self._serve(request, known, channel, work())
+
+    async def _post_array(self, request: Request, entries: list[Incoming], version: str | None) -> None:
+        """Answer the messages of an array (2025-03-26): as an array, or one by one in the stream if there is one."""
+        known = None if _is_newer(version) else self._session(request, version)
+        revision = STATELESS[-1] if known is None else known.session.revision
+        try:
+            arrays.check(entries, revision)
+            if _key_of(request) is not UNSET:
+                raise InvalidParams("Idempotency-Key is for a single call: use _meta in each entry")
+        except RpcError as error:
+            await _refuse(request, error, None, revision)
+            return
+        assert known is not None
+        entries = arrays.without_doubles(entries)
+        session, channel, caller = known.session, self._channel(request, known), request.caller
+        room = self._server.answers.room(revision)
+
+        async def begin(entry: Incoming, position: int) -> bytes | None:
+            answer = await self._server.answer(entry, session, channel, caller=caller, position=position)
+            if answer is None or not channel.is_used:
+                return await room.kept(entry, answer)
+            await channel.send(answer)  # the stream is open: each answer goes out when it is ready
+            return None
+
+        async def work() -> bytes | None:
+            is_command, limit = self._server.tools.is_command, self._limits.concurrency
+            answers: list[bytes | None] = await run_batch(entries, begin, is_command, concurrency=limit)
+            owed = [answer for answer in answers if answer is not None]
+            if not channel.is_used:
+                return make_batch(owed) if owed else None
+            for answer in owed:
+                channel.put(answer)
+            return None
+
+        await self._serve(request, known, channel, work())
+
+    # --- work of the older revisions ---------------------------------------------------------------------------------
+
+    def _channel(self, request: Request, known: Known) -> Channel:
+        request.holder = request.holder or known.id
+        has, unread = known.session.revision.has, self._limits.unread_bytes
+        return Channel(request.stopping, self.shelf, unread, numbered=has("http resume"), primed=has("http priming event"))
+
+    async def _serve(
+        self, request: Request, known: Known, channel: Channel, work: Coroutine[Any, Any, bytes | None]
+    ) -> None:
+        """Answer with what the work returns, or with the channel's events. A disconnect does not cancel the work, so it is a
+        task of its own."""
+        task = self._start(work)
+
+        def over(_: object) -> None:
+            channel.finish()
+            channel.started.set()
+            self.shelf.put(known.channels, channel)
+
+        task.add_done_callback(over)
+        with channel.reading(request.enter_stream):
+            await channel.started.wait()
+            if task.cancelled():
+                raise Gone("the server stops")
+            answer = task.result() if task.done() else None
+            if answer is not None:
+                # Which answers come from the ledger: of an array their ids, in ASCII as everything in a header.
+                told = json.dumps(channel.replayed) if answer.startswith(b"[") else "true"
+                await request.respond(200, answer, headers=[(REPLAYED, told)] if channel.replayed else ())
+            elif channel.is_used or not task.done():
+                known.keep(channel)
+                await channel.follow(request)
+            else:
+                await request.respond(202)
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    def _heard(self, caller: str, token: str, data: bytes) -> None:
+        """Take what a session has sent to another worker."""
+        try:
+            known = self.sessions.find(caller, token)
+        except HttpError:
+            return
+        message = arrays.read(data, self._limits)
+        if isinstance(message, (Envelope, Response)):
+            self._start(self._server.answer(message, known.session, Nowhere(), caller=caller, cancellable=False))
+
+    # --- GET and DELETE ----------------------------------------------------------------------------------------------
+
+    async def _get(self, request: Request) -> None:
+        """The standing stream of a session, or the rest of one that was cut."""
+        known = self._standing_session(request)
+        if not _accepts(request, frozenset({EVENTS})):
+            raise HttpError(406, f"Accept: a stream is {EVENTS}")
+        last = request.headers.get(LAST_EVENT)
+        if last is not None:
+            name, _, number = last.partition(".")
+            channel = known.channels.get(name)
+            is_number = number.isdecimal() and len(number) < 19
+            if channel is None or not is_number or not channel.has_all_after(int(number)):
+                # Not 404: that would say that the session is over.
+                raise HttpError(400, f"{LAST_EVENT}: no such stream here, or its events are gone")
+            with channel.reading():
+                await channel.follow(request, int(number))
+            return
+        request.holder = request.holder or known.id
+        outlet = Direct(request)
+        listener = session_listener(known.session)
+        self._server.hub.add(listener)
+        try:
+            await outlet.open()
+            known.stand(listener)
+            await _while_there(request, forward(listener, outlet), outlet)
+            await outlet.finish(None)
+        finally:
+            outlet.close()
+            known.leave(listener)
+            self._server.hub.remove(listener)
+
+    async def _delete(self, request: Request) -> None:
+        ended = self._standing_session(request).ended
+        assert ended is not None
+        self.sessions.end(ended)
+        self._workers.tell_ended(ended)
+        await request.respond(204)
+
+    def _standing_session(self, request: Request) -> Known:
+        """The session of a GET or a DELETE, which need one."""
+        version = _single(request, headers.VERSION)
+        if version is not None and version not in REVISIONS:
+            raise HttpError(400, f"{headers.VERSION}: {version[:40]!r} is not served")
+        if request.headers.get(SESSION) is None:
+            if version in REVISIONS and not _is_newer(version):
+                raise HttpError(400, f"{SESSION}: missing")
+            raise HttpError(405, "without a session there is only POST", [("allow", "POST")])
+        if _is_newer(version):
+            raise HttpError(405, f"MCP {version} has only POST", [("allow", "POST")])
+        return self._session(request, version)
+
+    def _session(self, request: Request, version: str | None) -> Known:
+        """The session a request belongs to; without one, what its version header says, for this request alone."""
+        token = _single(request, SESSION)
+        if token is not None:
+            return self.sessions.find(request.caller, token)
+        return Known(Session(REVISIONS.get(version or "", UNSTATED)))
+
+
+# --- requests and answers --------------------------------------------------------------------------------------------
+
+
+def _accepts(request: Request, media: frozenset[str]) -> bool:
+    """Return whether a client takes these media types. No Accept header is as good as `*/*`."""
+    fields = request.headers
+    accepted = ",".join(fields.all("accept")).encode() if fields.has_doubles else fields.first.get(b"accept")
+    return not accepted or media <= _media(accepted)
+
+
+@lru_cache(maxsize=256)  # clients send few different ones
+def _media(accepted: bytes) -> frozenset[str]:
+    """Those of our two media types that an Accept header lists."""
+    kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.decode("latin-1").split(",")}
+    return frozenset(media for media in BOTH if kinds & {media, "*/*", media.partition("/")[0] + "/*"})
+
+
+def _single(request: Request, name: str) -> str | None:
+    """A header field that decides something. Of two values a proxy in front may have judged the other one."""
+    if headers.is_doubled(request.headers, name):
+        raise HttpError(400, f"more than one {name} header")
+    return request.headers.get(name)
+
+
+def _key_of(request: Request) -> Any:
+    """The idempotency key that came as a header, or UNSET."""
+    key = _single(request, KEY)
+    return UNSET if key is None else key
+
+
+def _is_newer(version: str | None) -> bool:
+    """Return whether a version header names something else than an older revision."""
+    return version is not None and (version not in REVISIONS or REVISIONS[version].is_stateless)
+
+
+async def _refuse(request: Request, error: RpcError, id: Any, revision: Revision, status: int = 400) -> None:
+    """Answer with an error, and tell it by the status as well."""
+    await request.respond(status, failure(None if id is UNSET else id, error, revision))
+
+
+async def _while_there(request: Request, work: Coroutine[Any, Any, Any], outlet: Direct) -> Any:
+    """Await work whose client's leaving is its cancellation. The client is watched only if the work has to wait."""
+    try:
+        awaited = work.send(None)
+    except StopIteration as finished:
+        return finished.value
+    this = asyncio.current_task()
+    assert this is not None
+    watcher = asyncio.get_running_loop().create_task(request.gone())
+
+    def left(_: object) -> None:
+        if not watcher.cancelled():
+            watcher.exception()  # a transport that fails is as good as a client that has left
+            outlet.cut()
+
+    watcher.add_done_callback(left)
+    outlet.on_cut = this.cancel
+    try:
+        return await resume(work, awaited)
+    except asyncio.CancelledError:
+        if outlet.is_cut and this.uncancel() == 0:
+            raise Gone("the client has left") from None
+        raise
+    finally:
+        outlet.on_cut = None
+        watcher.cancel()

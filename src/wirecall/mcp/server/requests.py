@@ -14,7 +14,6 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall.errors import InvalidParams, UnknownVersion
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision
 from wirecall.mcp.server.asking import Id, Outlet, Peer, Session, Waiting
-from wirecall.mcp.server.gate import meta_of
 from wirecall.mcp.types import (
     LEVELS,
     PREFIX,
@@ -102,18 +101,14 @@ def described_params(message: Envelope) -> Params:
     try:
         params: Params = _DECODE[message.method](message.params)  # type: ignore[arg-type]
     except (KeyError, TypeError, msgspec.ValidationError):
-        params = _any_params(message)
+        try:
+            params = Params() if message.params is UNSET else _DECODERS[Params].decode(message.params)
+        except msgspec.ValidationError as error:
+            raise BadEnvelope(_explained(error)) from None
     meta = params.meta
     if meta is UNSET or meta.version is UNSET or meta.capabilities is UNSET:
         raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
     return params
-
-
-def _any_params(message: Envelope) -> Params:
-    try:
-        return meta_of(message)
-    except msgspec.ValidationError as error:
-        raise BadEnvelope(_explained(error)) from None
 
 
 def described_revision(params: Params) -> Revision:

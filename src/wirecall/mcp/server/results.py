@@ -16,8 +16,8 @@ from msgspec import UNSET
 
 from wirecall.errors import FixedError, InternalError, RpcError
 from wirecall.mcp.revisions import Revision
+from wirecall.mcp.server.arrays import Incoming
 from wirecall.mcp.server.asking import Id
-from wirecall.mcp.server.gate import Incoming
 from wirecall.mcp.server.states import INPUT_REQUIRED
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol.messages import ErrorObject, encode

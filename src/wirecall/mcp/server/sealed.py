@@ -1,7 +1,7 @@
 """Texts that a client keeps for us and brings back: session ids and the state of calls that take several rounds.
 
 A sealed text is `payload.signature`, both in base64url. What comes back is from an attacker until the signature says
-otherwise, so `open` checks it first, then what it is good for (`use`), whose it is (`caller`), and whether it is too old.
+otherwise, so `open` checks the signature first, then the use and the caller that the text was made for, and its age.
 The payload is not secret: nothing goes in that the caller may not see.
 
 Every process that shares the secret can open what another sealed: that is what lets any worker serve any request.
@@ -25,7 +25,7 @@ class BrokenSeal(Exception):
 
 class _Payload(Struct, array_like=True):
     use: str
-    caller: bytes  # a digest: names of callers are nobody's business
+    caller: bytes  # a digest: the text does not tell the caller's name
     until: float
     id: str
     value: msgspec.Raw
@@ -43,22 +43,12 @@ class Seals:
         self._clock = clock
 
     def seal(self, use: str, caller: str, value: Any, lifetime: float) -> str:
-        payload = msgspec.json.encode(
-            _Payload(
-                use, _digest(caller), self._clock() + lifetime, os.urandom(12).hex(), msgspec.Raw(msgspec.json.encode(value))
-            )
-        )
+        raw, until = msgspec.Raw(msgspec.json.encode(value)), self._clock() + lifetime
+        payload = msgspec.json.encode(_Payload(use, _digest(caller), until, os.urandom(12).hex(), raw))
         return f"{_text(payload)}.{_text(self._sign(payload))}"
 
     def open(self, use: str, caller: str, sealed: str) -> tuple[str, bytes]:
-        """The random id of a sealed text, and the JSON of its value."""
-        payload = self._verified(sealed)
-        told = _decode(payload)
-        if told.use != use or told.caller != _digest(caller) or told.until < self._clock():
-            raise BrokenSeal
-        return told.id, bytes(told.value)
-
-    def _verified(self, sealed: str) -> bytes:
+        """Return the random id of a sealed text, and the JSON of its value. BrokenSeal if it is not good for this."""
         head, _, tail = sealed.partition(".")
         try:
             payload, signature = _bytes(head), _bytes(tail)
@@ -66,7 +56,10 @@ class Seals:
             raise BrokenSeal from None
         if not hmac.compare_digest(self._sign(payload), signature):
             raise BrokenSeal
-        return payload
+        told = _decode(payload)
+        if told.use != use or told.caller != _digest(caller) or told.until < self._clock():
+            raise BrokenSeal
+        return told.id, bytes(told.value)
 
     def _sign(self, payload: bytes) -> bytes:
         return hmac.digest(self._key, payload, "sha256")
@@ -81,7 +74,7 @@ def _text(data: bytes) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Strict: one text, one meaning. Python's decoder skips what is no base64 unless it is told not to."""
+    """Decode base64url strictly, so that one text has one meaning: Python's decoder skips foreign characters by default."""
     data = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     if _text(data) != text:
         raise ValueError(text)

@@ -21,17 +21,16 @@ from msgspec import UNSET, Struct
 from wirecall.errors import Gone, InternalError, InvalidParams, InvalidRequest, MethodNotFound, RpcError
 from wirecall.logs import failed
 from wirecall.mcp.revisions import REQUESTS, STATELESS, Revision, offered
+from wirecall.mcp.server.arrays import Incoming, Response
 from wirecall.mcp.server.asking import Id, Outlet, Session
 from wirecall.mcp.server.calls import Calls
 from wirecall.mcp.server.catalog import Catalog
-from wirecall.mcp.server.gate import Incoming, Response
-from wirecall.mcp.server.hub import Hub
+from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
 from wirecall.mcp.server.pages import Pages
 from wirecall.mcp.server.requests import PARAMS, Request, params_of
 from wirecall.mcp.server.results import Answers, failure
 from wirecall.mcp.server.sealed import Seals
 from wirecall.mcp.server.states import States
-from wirecall.mcp.server.subscriptions import listen, subscribe, unsubscribe
 from wirecall.mcp.server.tools import Tools
 from wirecall.mcp.types import LEVELS, Cancelled, Initialize
 from wirecall.protocol.limits import Limits

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from wirecall.mcp.revisions import REVISIONS
 from wirecall.mcp.server.asking import Session
-from wirecall.mcp.server.hub import Listener
+from wirecall.mcp.server.changes import Listener
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.server.streams import Channel
 from wirecall.transports.request import HttpError

@@ -1,10 +1,11 @@
 """Server-sent events: what goes out before an answer, and the answer after it.
 
-`Direct` serves 2026-07-28: events go straight to the one who asked; when he leaves, the call is over. `Channel` serves the
-older revisions, where a client may lose its connection and come back: events are numbered and kept for a while, the call
-goes on, and whoever reads is only a reader (`Channel.follow`).
+`Direct` serves 2026-07-28: events go straight to the client; when it leaves, the call is over. `Channel` serves the older
+revisions, where a client may lose its connection and come back: events are numbered and kept for a while, the call goes on,
+and any connection of the client is only a reader (`Channel.follow`).
 
-An answer begins as plain JSON. It becomes a stream when the first event is sent, and not before.
+An answer begins as plain JSON. It becomes a stream when the first event is sent, and not before. If no stream is free then,
+events are dropped and the plain answer is sent.
 """
 
 import asyncio
@@ -26,13 +27,13 @@ _COMMENT = b": keep-alive\n\n"
 
 
 def event(message: bytes, id: str | None = None) -> bytes:
-    """One message, on one `data:` line."""
+    """Return one message as an event, on one `data:` line."""
     head = f"id: {id}\n".encode() if id is not None else b""
     return head + b"event: message\ndata: " + message + b"\n\n"
 
 
 class Nowhere:
-    """For messages that are owed no answer, and so have nothing to say before it."""
+    """The outlet of messages that are owed no answer."""
 
     is_shared = False
 
@@ -41,7 +42,7 @@ class Nowhere:
         self.replayed: list[int | str] = []
 
     async def send(self, message: bytes) -> None:
-        raise Gone("nobody waits for an answer")
+        raise Gone("no client waits for an answer")
 
     async def hang_up(self, retry: float) -> None:
         """There is no connection."""
@@ -51,7 +52,7 @@ class Nowhere:
 
 
 class Direct:
-    """Events to the client at the other end of this request. Once it is cut, nothing goes out any more."""
+    """Sends events to the client of this request, until it is cut."""
 
     is_shared = False
 
@@ -68,7 +69,7 @@ class Direct:
         self._lock: asyncio.Lock | None = None
 
     async def open(self) -> None:
-        """Begin the stream, although there is nothing to send yet."""
+        """Begin the stream before there is something to send."""
         self.is_open = True
         await self._request.open_stream()
         await self._write(_COMMENT)  # so that the client sees that it stands
@@ -89,14 +90,14 @@ class Direct:
         await self._request.close_stream()
 
     def cut(self) -> None:
-        """The client has left, or does not read: that is a cancellation (2026-07-28)."""
+        """Cancel the call: the client has left, or does not read (2026-07-28)."""
         self.is_cut = True
-        if self.on_cut is not None:  # once: a write that fails and the one who watches may both notice
+        if self.on_cut is not None:  # once: a write that fails and the watcher may both notice
             on_cut, self.on_cut = self.on_cut, None
             on_cut()
 
     def close(self) -> None:
-        """The answer is made: nothing goes out before it any more."""
+        """Send no more events: the answer is made."""
         self.is_cut = True
         if self._beat is not None:
             self._beat.cancel()
@@ -135,15 +136,15 @@ class Channel:
 
     is_shared = False
 
-    def __init__(self, request: Request, shelf: "Shelf", unread: int, *, numbered: bool, primed: bool) -> None:
+    def __init__(self, stopping: asyncio.Event, shelf: "Shelf", unread: int, *, numbered: bool, primed: bool) -> None:
         self.id = os.urandom(6).hex()
-        self.stopping = request.stopping
+        self.stopping = stopping
         self.replayed: list[int | str] = []
         self.started = asyncio.Event()  # there is something to send before the answer
         self.finished = False
         self.is_used = False  # something was sent before the answer
         self.size = 0  # bytes of the events that are kept
-        self._enter = request.enter_stream
+        self._enter: Callable[[], None] | None = None  # takes the place of a stream; HttpError if there is none
         self._is_refused = False  # there is no place for a stream, so the answer comes alone
         self._shelf = shelf
         self._max_unread = unread
@@ -169,14 +170,20 @@ class Channel:
             await self._caught_up.wait()
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Count a reader, from before its connection is open until it has left."""
+    def reading(self, enter: Callable[[], None] | None = None) -> Iterator[None]:
+        """Count a reader, from before its connection is open until it has left.
+
+        `enter` takes the place of a stream whose reader does not know yet whether there will be one. It holds the request,
+        so the channel keeps it no longer than the reader is there.
+        """
         self._readers += 1
+        self._enter = enter
         self._came_or_left.set()
         try:
             yield
         finally:
             self._readers -= 1
+            self._enter = None
             self._came_or_left.set()
             self._caught_up.set()
             self._forget()
@@ -241,7 +248,7 @@ class Channel:
             return
         if self._is_refused:
             raise Gone("no stream is free: the answer is sent without events")
-        if self._readers:
+        if self._enter is not None:
             try:
                 self._enter()
             except HttpError as error:

@@ -28,10 +28,10 @@ from wirecall.errors import (
     RpcError,
 )
 from wirecall.mcp.revisions import STATELESS, Revision
+from wirecall.mcp.server.arrays import Incoming
 from wirecall.mcp.server.asking import Id, Session, check_capability
 from wirecall.mcp.server.calls import Calls
 from wirecall.mcp.server.catalog import CallResult, Catalog, call_result, project
-from wirecall.mcp.server.gate import Incoming
 from wirecall.mcp.server.requests import Request, params_of
 from wirecall.mcp.server.results import Answers
 from wirecall.mcp.server.states import INPUT_REQUIRED

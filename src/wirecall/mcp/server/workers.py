@@ -33,7 +33,7 @@ import msgspec
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
-from wirecall.mcp.server.hub import Hub
+from wirecall.mcp.server.changes import Hub
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.server.sessions import Ended, within
 

@@ -1,0 +1,160 @@
+"""Changes of lists and resources: listeners, and how a client becomes one.
+
+1. A change is told to every listener that asked for its kind. What a listener has not taken yet is kept once: five changes
+   of one list are one message. So the memory of a slow listener is bounded by what there is to change.
+2. With a handshake a session hears of every list that changes, and of the resources it subscribed to.
+3. At 2026-07-28 a client asks for a stream (`subscriptions/listen`) and names what it wants to hear. It is told first which
+   of its wishes can happen here, then of changes, until it leaves or the server stops.
+4. What a client may ask for is bounded: in number, and in characters of all URIs.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from wirecall.errors import InvalidRequest
+from wirecall.mcp.revisions import STATELESS
+from wirecall.mcp.server.asking import Outlet, Session
+from wirecall.mcp.server.catalog import Catalog
+from wirecall.mcp.server.requests import Request
+from wirecall.mcp.types import PREFIX
+from wirecall.protocol.messages import encode
+
+MAX_PENDING = 1000  # messages that a listener has not taken
+MAX_SUBSCRIPTIONS = 1000
+MAX_SUBSCRIBED = 128 << 10  # characters of all URIs of a session
+
+
+class Listener:
+    """A client that wants to hear of changes. `wants` takes a kind ("tools", ..., "updated") and a URI."""
+
+    def __init__(self, wants: Callable[[str, str | None], bool], meta: dict[str, Any] | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._wants = wants
+        self._meta = meta
+        self._pending: dict[bytes, None] = {}
+        self._news = asyncio.Event()
+        self._closed = False
+
+    def hear(self, kind: str, uri: str | None) -> None:
+        """Keep a change for the client, if it wants to hear of it."""
+        if not self._wants(kind, uri) or len(self._pending) >= MAX_PENDING:
+            return
+        method = "notifications/resources/updated" if kind == "updated" else f"notifications/{kind}/list_changed"
+        params = {**({"uri": uri} if uri is not None else {}), **({"_meta": self._meta} if self._meta else {})}
+        message = encode({"jsonrpc": "2.0", "method": method, **({"params": params} if params else {})})
+        self._pending[message] = None
+        self._news.set()
+
+    def close(self) -> None:
+        """End `next`."""
+        self._closed = True
+        self._news.set()
+
+    async def next(self) -> bytes | None:
+        """Wait for the next message, and return it; None when the listener is closed."""
+        while not self._pending and not self._closed:
+            self._news.clear()
+            await self._news.wait()
+        if self._closed:
+            return None
+        message = next(iter(self._pending))
+        del self._pending[message]
+        return message
+
+
+class Hub:
+    """All listeners of this process."""
+
+    def __init__(self) -> None:
+        self._listeners: set[Listener] = set()
+        self.beyond: Callable[[str, str | None], None] | None = None  # tells the other workers
+
+    def add(self, listener: Listener) -> None:
+        self._listeners.add(listener)
+
+    def remove(self, listener: Listener) -> None:
+        self._listeners.discard(listener)
+
+    def tell(self, kind: str, uri: str | None = None) -> None:
+        """Tell every listener, here and in other workers. May be called from any thread."""
+        self.tell_here(kind, uri)
+        if self.beyond is not None:
+            self.beyond(kind, uri)
+
+    def tell_here(self, kind: str, uri: str | None) -> None:
+        for listener in tuple(self._listeners):
+            if not listener.loop.is_closed():
+                listener.loop.call_soon_threadsafe(listener.hear, kind, uri)
+
+
+async def forward(listener: Listener, outlet: Outlet) -> None:
+    """Send what a listener hears, until it is closed or the server stops."""
+    stopped = asyncio.get_running_loop().create_task(outlet.stopping.wait())
+    stopped.add_done_callback(lambda _: listener.close())
+    try:
+        while (message := await listener.next()) is not None:
+            await outlet.send(message)
+    finally:
+        stopped.cancel()
+
+
+# --- with a handshake ------------------------------------------------------------------------------------------------
+
+
+def session_listener(session: Session) -> Listener:
+    """Return a listener for what a session with a handshake is told."""
+    return Listener(lambda kind, uri: kind != "updated" or uri in session.subscriptions)
+
+
+async def subscribe(request: Request) -> Any:
+    """Answer `resources/subscribe`."""
+    subscriptions = request.session.subscriptions
+    if request.params.uri in subscriptions:
+        return b"{}"
+    if len(subscriptions) >= MAX_SUBSCRIPTIONS:
+        raise InvalidRequest(f"a session may subscribe to {MAX_SUBSCRIPTIONS} resources", limit="subscriptions")
+    if len(request.params.uri) + sum(map(len, subscriptions)) > MAX_SUBSCRIBED:
+        reason = f"the URIs that a session subscribes to may have {MAX_SUBSCRIBED} characters in all"
+        raise InvalidRequest(reason, limit="subscriptions")
+    subscriptions.add(request.params.uri)
+    return b"{}"
+
+
+async def unsubscribe(request: Request) -> Any:
+    """Answer `resources/unsubscribe`."""
+    request.session.subscriptions.discard(request.params.uri)
+    return b"{}"
+
+
+# --- without one (2026-07-28) ----------------------------------------------------------------------------------------
+
+
+async def listen(hub: Hub, catalog: Catalog, request: Request) -> Any:
+    """Answer `subscriptions/listen`: tell of changes until the client leaves or the server stops."""
+    # Of what the client asks for, only what can happen here is honoured.
+    asked, has = request.params.notifications, catalog.capabilities(STATELESS[-1])
+    kinds = {
+        "tools": asked.tools_list_changed,
+        "prompts": asked.prompts_list_changed,
+        "resources": asked.resources_list_changed,
+    }
+    honoured: dict[str, Any] = {f"{kind}ListChanged": True for kind, wanted in kinds.items() if wanted and kind in has}
+    if asked.resource_subscriptions and "resources" in has:
+        honoured["resourceSubscriptions"] = asked.resource_subscriptions[:MAX_SUBSCRIPTIONS]
+    uris = frozenset(honoured.get("resourceSubscriptions", ()))
+    meta = {f"{PREFIX}subscriptionId": request.id}
+    listener = Listener(lambda kind, uri: uri in uris if kind == "updated" else f"{kind}ListChanged" in honoured, meta)
+
+    async def send(method: str, params: dict[str, Any]) -> None:
+        await request.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": {"_meta": meta, **params}}))
+
+    hub.add(listener)
+    try:
+        await send("notifications/subscriptions/acknowledged", {"notifications": honoured})
+        await forward(listener, request.outlet)
+    finally:
+        hub.remove(listener)
+    if request.outlet.is_shared:  # on a pipe a message tells the end of a stream
+        await send("notifications/cancelled", {"requestId": request.id})
+    return {"_meta": meta}
