@@ -39,6 +39,7 @@ FOREIGN = {
     "aiohttp": {"transports.http_client"},
     "granian": {"transports.fronts"},
     "uvicorn": {"transports.fronts"},
+    "pydantic": {"mcp.server.forms"},
 }
 # Protocol code uses no event loop, no socket and no clock.
 PURE = {"errors", "jsonrpc", "ledger.base", "mcp.revisions", "mcp.types", "mcp.headers", "protocol"}

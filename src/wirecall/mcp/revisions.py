@@ -52,6 +52,7 @@ _TABLE: Final = {
     "ask roots/list":                               "+           +           +           +           +",
     "ask elicitation/create":                       "-           -           +           +           +",
     "ask elicitation url":                          "-           -           -           +           +",
+    "ask elicitation choices":                      "-           -           -           +           +",
     "tell notifications/progress":                  "+           +           +           +           +",
     "tell notifications/message":                   "+           +           +           +           +",
     "tell notifications/tools/list_changed":        "+           +           +           +           +",

@@ -132,7 +132,10 @@ class Context:
         return told
 
     def elicit(self, message: str, schema: Any, *, key: str | None = None) -> "Awaitable[Elicited]":
-        """Ask the person at the client. `schema` is a JSON Schema of a flat object, or a Struct to decode the answer to.
+        """Ask the person at the client with a form.
+
+        `schema` is a flat type (Struct, dataclass, TypedDict, pydantic model, or a single `bool`, `Literal`, ...), and the
+        answer's content is one; or it is the JSON Schema of a flat object. Answers that do not fit are refused.
 
         At 2026-07-28 the client asks and then calls again: the function starts from the top, with the answer at hand. So
         nothing may be done before the last question. `key` names the question; by default questions are numbered.

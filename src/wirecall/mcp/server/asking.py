@@ -25,6 +25,7 @@ from wirecall.commands.outcome import RETRY_AFTER_MS
 from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
+from wirecall.mcp.server.forms import Form, form_of
 from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled, block
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import decode_any, encode
@@ -286,12 +287,11 @@ class Peer:
     # --- what it is asked --------------------------------------------------------------------------------------------
 
     def elicit(self, message: str, schema: Any, key: str | None) -> Question:
-        wanted = None if isinstance(schema, dict) else schema
-        described = schema if wanted is None else _flat_schema(wanted)
-        params = {"message": message, "requestedSchema": described}
-        if self._session.revision.has("ask elicitation url"):
+        form, revision = form_of(schema), self._session.revision
+        params = {"message": message, "requestedSchema": form.schema(revision)}
+        if revision.has("ask elicitation url"):
             params = {"mode": "form", **params}
-        return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, wanted))
+        return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, form))
 
     def elicit_url(self, message: str, url: str, key: str | None) -> Question:
         params = {"mode": "url", "message": message, "url": url}
@@ -380,18 +380,8 @@ def _as(answer: Any, wanted: Any) -> Any:
         raise BadInput(f"the client's answer: {str(error).lower()}") from None
 
 
-def _elicited(answer: Any, wanted: Any) -> Elicited:
+def _elicited(answer: Any, form: Form | None) -> Elicited:
     told = _as(answer, Elicited)
     if told.action != "accept":
         return Elicited(told.action)
-    if wanted is None:
-        return Elicited("accept", told.content if isinstance(told.content, dict) else {})
-    return Elicited("accept", _as(told.content, wanted))
-
-
-def _flat_schema(wanted: Any) -> dict[str, Any]:
-    """A Struct as the flat schema that elicitation takes: an object of plain values, nothing by reference."""
-    schema = msgspec.json.schema(wanted)
-    name = schema.get("$ref", "").removeprefix("#/$defs/")
-    found = dict(schema.get("$defs", {}).get(name, schema))
-    return {"type": "object", "properties": found.get("properties", {}), "required": found.get("required", [])}
+    return Elicited("accept", {} if form is None else form.read(told.content))
