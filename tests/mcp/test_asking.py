@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import json
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -630,8 +632,8 @@ async def test_a_call_that_waits_for_an_answer_can_be_cancelled(transport: str) 
 class Till:
     """A command that asks before it acts."""
 
-    def __init__(self) -> None:
-        self.app = make_app()
+    def __init__(self, **options: Any) -> None:
+        self.app = make_app(**options)
         self.paid: list[str] = []
         self.begun = 0
 
@@ -643,6 +645,17 @@ class Till:
                 return "not paid"
             self.paid.append(answer.content["name"])
             return f"paid by {answer.content['name']}"
+
+        @self.app.command
+        async def pay_twice(cents: int, ctx: Context) -> str:
+            self.begun += 1
+            names = [(await ctx.elicit(f"Pay {cents}?", FORM, key=key)).content["name"] for key in ("who", "also")]
+            self.paid += names
+            return f"paid by {' and '.join(names)}"
+
+        @self.app.command(retention=10)
+        async def pay_soon(ctx: Context) -> str:
+            return str((await ctx.elicit("Pay?", FORM, key="who")).action)
 
         @self.app.command
         async def hasty(ctx: Context) -> str:
@@ -788,7 +801,7 @@ async def test_asking_after_the_commit_point_is_never_run_again() -> None:
     async with over_http(till.app, R5, capabilities=ALL) as client:
         answer = await client.call("tools/call", {"name": "hasty"}, meta=KEYED)
         assert answer.get("result", {}).get("resultType") != "input_required"
-        later = await client.call("tools/call", {"name": "hasty", "inputResponses": {"who": ANN}}, meta=KEYED)
+        later = await client.call("tools/call", {"name": "hasty"}, meta=KEYED)
         assert later["error"]["data"]["type"] == "outcome_unknown"
     assert till.paid == ["hasty"]
 
@@ -799,6 +812,88 @@ async def test_asking_after_the_commit_point_is_fine_where_the_handler_waits() -
         assert text(await client.tool("hasty", meta=KEYED)) == "done"
         assert (await client.tool("hasty", meta=KEYED))["_meta"][REPLAYED] is True
     assert till.paid == ["hasty"]
+
+
+# --- one state, one outcome ------------------------------------------------------------------------------------------
+
+
+def named(name: str) -> Any:
+    return {"action": "accept", "content": {"name": name}}
+
+
+@every_transport
+async def test_a_state_that_is_sent_again_has_no_second_effect(transport: str) -> None:
+    """Without a key: the ledger answers the state with the outcome that it had, whatever the answers beside it say now."""
+    till = Till()
+    async with speak(transport, till.app, R5, ALL) as client:
+        asked = await client.tool("pay", {"cents": 5})
+        for reply, replayed in ((ANN, None), (ANN, True), (named("Eve"), True), ({"action": "decline"}, True)):
+            found = await client.tool("pay", {"cents": 5}, members=again(asked, reply))
+            assert (text(found), found["_meta"].get(REPLAYED)) == ("paid by Ann", replayed)
+        await client.tool("pay", {"cents": 5})  # another call is another intent, and asks anew
+    assert till.paid == ["Ann"]
+
+
+async def test_a_state_that_is_sent_several_times_at_once_has_one_effect() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5})
+        params = {"name": "pay", "arguments": {"cents": 5}, **again(asked)}
+        several = [client.post(client.message("tools/call", params, id)) for id in range(10, 14)]
+        assert {text((await one.json())["result"]) for one in several} == {"paid by Ann"}
+    assert till.paid == ["Ann"]
+
+
+async def test_a_state_has_one_effect_in_all_processes(tmp_path: Path) -> None:
+    tills = [Till(secret="shared", ledger=f"sqlite:{tmp_path / 'ledger.db'}") for _ in range(2)]
+    async with (
+        over_http(tills[0].app, R5, capabilities=ALL) as first,
+        over_http(tills[1].app, R5, capabilities=ALL) as second,
+    ):
+        asked = await first.tool("pay", {"cents": 5})
+        for client in (second, first):
+            assert text(await client.tool("pay", {"cents": 5}, members=again(asked))) == "paid by Ann"
+    assert [till.paid for till in tills] == [[], ["Ann"]]
+
+
+async def test_states_of_several_rounds_have_one_effect() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        first = await client.tool("pay_twice", {"cents": 5})
+        seconds = [await client.tool("pay_twice", {"cents": 5}, members=again(first, named(name))) for name in "AB"]
+        for second in seconds:
+            members = {"inputResponses": {"also": named("C")}, "requestState": second["requestState"]}
+            assert text(await client.tool("pay_twice", {"cents": 5}, members=members)).startswith("paid by A and C")
+        assert text(await client.tool("pay_twice", {"cents": 5}, members=again(first))).startswith("paid by A and C")
+    assert till.paid == ["A", "C"]
+
+
+async def test_a_state_does_not_outlive_the_record_of_its_command() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        before = time.time()
+        state = (await client.tool("pay_soon"))["requestState"]
+        payload = state.partition(".")[0]
+        until = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))[2]
+    assert until <= time.time() + 10 and until >= before + 10
+
+
+@pytest.mark.parametrize("meta", [{}, KEYED])
+async def test_a_command_takes_no_answer_to_a_question_that_it_did_not_ask(meta: Any) -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        unsolicited = {"inputResponses": {"who": ANN}}
+        error = await client.tool_error("pay", {"cents": 5}, members=unsolicited, meta=meta)
+        assert (error["code"], error["data"]["type"]) == (-32602, "input_invalid")
+        assert till.begun == 0
+        asked = await client.tool("pay_twice", {"cents": 5}, meta=meta)
+        early = {**again(asked), "inputResponses": {"who": ANN, "also": ANN}}
+        error = await client.tool_error("pay_twice", {"cents": 5}, members=early, meta=meta)
+        assert (error["code"], error["data"]["type"]) == (-32602, "input_invalid")
+        assert till.begun == 1
+        found = await client.tool("pay_twice", {"cents": 5}, members=again(asked), meta=meta)
+        assert found["inputRequests"].keys() == {"also"}
+    assert till.paid == []
 
 
 @every_transport
