@@ -10,7 +10,10 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.calls import make_app
 from wirecall import App, Limits, jsonrpc
 
 app = App("verdicts", mode="development", limits=Limits(batch=1000, bytes_in=12 << 20))
@@ -42,6 +45,8 @@ ACCEPTED = {
     "an integer of 4300 digits": b"9" * 4300,
     "duplicate members": b'{"a":1,"a":2}',
     "depth 64": b"[" * 62 + b"]" * 62,  # with the request's own object and array
+    "towers of depth 64": b"[" + b",".join([b"[" * 61 + b"]" * 61] * 3) + b"]",
+    "a comb of depth 64": b"[[[]]," * 60 + b"[[]]" + b"]" * 60,
     "many brackets side by side": b"[" + b",".join([b"[]"] * 500) + b"]",
     "brackets inside strings": b'"' + b"[" * 500 + b'"',
     "brackets behind an escaped quote": b'"\\"' + b"[" * 500 + b'"',
@@ -83,6 +88,8 @@ TOO_DEEP = {
     "depth 65 of objects": b'{"a":' * 63 + b"1" + b"}" * 63,
     "depth 65 with brackets in strings": b'["]",' * 63 + b"1" + b"]" * 63,
     "depth 65 with quotes in strings": b'["\\"]",' * 63 + b"1" + b"]" * 63,
+    "one tower of depth 65 among others": b"[" + b",".join([b"[" * n + b"]" * n for n in (60, 61, 62, 61, 60)]) + b"]",
+    "a comb of depth 65": b"[[[]]," * 61 + b"[[]]" + b"]" * 61,
     "depth 100,000": b"[" * 100_000 + b"]" * 100_000,
 }
 
@@ -132,6 +139,22 @@ def test_refused_as_too_deep(name: str) -> None:
     error = json.loads(app.handle_sync(entry(TOO_DEEP[name])) or b"")["error"]
     assert error["data"]["limit"] == "depth"
     assert error["data"]["max"] == 64
+
+
+trees = st.recursive(st.just(1), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=40)
+
+
+@given(trees, st.integers(2, 12))
+def test_depth_is_that_of_the_deepest_value(tree: Any, limit: int) -> None:
+    """J11, whatever the shape."""
+
+    def depth(value: Any) -> int:
+        return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+    narrow = make_app(limits=Limits(depth=limit))
+    narrow.query(name="take")(lambda *rest: None)
+    data = entry(json.dumps(tree, separators=(",", ":")).encode())
+    assert verdict(json.loads(narrow.handle_sync(data) or b"")) == ("-32600 all" if depth(tree) + 2 > limit else "ok")
 
 
 @pytest.mark.parametrize(

@@ -237,27 +237,38 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'[]{}"\\'))
 
 
 def _is_deeper(data: bytes, limit: int) -> bool:
-    """Whether an entry nests deeper than `limit`, in time linear in the data and without a Python loop over its bytes.
-
-    Strings go first. In a skeleton of only brackets and quotes, a string without brackets is two quotes side by side,
-    and they cancel; a quote that is left over tells of a string with brackets in it, and a backslash of an escaped
-    quote: then a pattern removes the strings one by one. From pure brackets, each round takes the innermost level.
-    """
+    """Return whether an entry nests deeper than `limit`, in time linear in the data and without a loop over its bytes."""
     if len(data) <= 2 * limit:
         return False
+    # Step 1: only brackets and quotes stay. A string without brackets is two quotes side by side, and they cancel. A quote
+    # that is left over belongs to a string with brackets in it, a backslash to an escaped quote: then a pattern removes
+    # the strings one by one.
     skeleton = data.translate(_ONE_BRACKET, _NOT_STRUCTURE).replace(b'""', b"")
     if b'"' in skeleton or b"\\" in skeleton:
         skeleton = _without_strings(data).translate(_ONE_BRACKET, _NOT_STRUCTURE)
-    levels = limit + 1 if opens_array(data) else limit  # the array of a batch is nobody's depth
+    levels = limit + 1 if opens_array(data) else limit  # the array of a batch does not count
     too_many = b"[" * (levels + 1)
-    for _ in range(levels):
+    # Step 2: each round takes the innermost level away, as long as that is a good part of what is left.
+    rounds, is_wide = 0, True
+    while is_wide and rounds < levels:
         if too_many in skeleton:
             return True
         rest = skeleton.replace(b"[]", b"")
         if len(rest) == len(skeleton):
             return False  # empty, or brackets that do not match: not deep, and for the decoder to refuse
-        skeleton = rest
-    return b"[]" in skeleton
+        is_wide = len(rest) < len(skeleton) * 7 / 8
+        skeleton, rounds = rest, rounds + 1
+    # Step 3: every pair that is left has lost as many levels as there were rounds, and they are few. Over them, the depth is
+    # summed up.
+    import re  # late: few messages come here
+
+    depth = 0
+    for up, down in re.findall(rb"(\[+)(\]*)", skeleton):
+        depth += len(up)
+        if depth + (rounds if down else 0) > levels:
+            return True
+        depth = max(0, depth - len(down))
+    return False
 
 
 def _without_strings(data: bytes) -> bytes:

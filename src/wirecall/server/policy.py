@@ -7,6 +7,7 @@ silent, whatever happens to it.
 `fingerprint` is the identity of a command's params: two calls with one key must agree on it.
 """
 
+import gc
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -105,6 +106,8 @@ _QUOTED_KEY = f'"{KEY}"'.encode()
 
 _NO_PARAMS = Raw(b"{}")
 
+LARGE = 1 << 16  # bytes of params that may hold many objects
+
 # An integer with more zeros at its end is written with an exponent: `1e999999` must not become a million digits.
 MOST_ZEROS = 20
 _MANY_ZEROS = b"0" * (MOST_ZEROS + 1)
@@ -124,6 +127,18 @@ def fingerprint(params: Raw | UnsetType) -> bytes:
 
         # The decoder shows `_exact` only numbers with a fraction or an exponent, so long integers get an exponent.
         given = re.sub(_LONG_INTEGER, lambda found: found[1] or found[2] + b"e0", given, flags=re.DOTALL)
+    if len(given) < LARGE or not gc.isenabled():
+        return _digest(given)
+    # A megabyte can hold half a million arrays. While they are made, the garbage collector would look through them and
+    # through the arguments of the call several times, and find nothing: five times the work.
+    gc.disable()
+    try:
+        return _digest(given)
+    finally:
+        gc.enable()
+
+
+def _digest(given: bytes) -> bytes:
     try:
         value = _decode_exact(given)
     except (msgspec.ValidationError, RecursionError):
