@@ -110,7 +110,7 @@ async def rows(stack: AsyncExitStack, url: str) -> dict[str, tuple[Call, int]]:
 
     session = await stack.enter_async_context(aiohttp.ClientSession())
     plain = await stack.enter_async_context(connect(f"{url}/rpc"))
-    modern = await stack.enter_async_context(connect(f"{url}/mcp"))
+    modern = await stack.enter_async_context(connect(f"{url}/mcp", protocol="mcp"))
     official = await stack.enter_async_context(mcp.Client(f"{url}/mcp"))
     memory = await stack.enter_async_context(connect(wirecall_shop()))
     memory_mcp = await stack.enter_async_context(connect(wirecall_shop(), protocol="mcp"))

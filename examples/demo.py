@@ -135,7 +135,7 @@ def show_ledger(demo: Demo, ledger: str) -> None:
 async def show_mcp(demo: Demo, port: int) -> None:
     demo.title("The same server for MCP clients, old and new: an array where the revision has it")
     for revision, wire in (("2025-03-26", "array"), ("2026-07-28", "singles")):
-        async with connect(f"http://127.0.0.1:{port}/mcp", revision=revision) as client:
+        async with connect(f"http://127.0.0.1:{port}/mcp", protocol="mcp", revision=revision) as client:
             tools = {tool.name: tool for tool in await client.list_tools()}
             async with client.batch() as batch:
                 calls = [batch.call_tool("price", {"sku": sku}) for sku in ("tea", "coffee")]

@@ -11,7 +11,7 @@ from wirecall.server.terms import CannotTell, Done, Kind, NotDone, ToolAnnotatio
 
 if TYPE_CHECKING:
     from wirecall.client.connect import connect, connect_sync
-    from wirecall.client.retries import Retry
+    from wirecall.client.delivery import Retry
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(client, name)
     if name == "Retry":
-        from wirecall.client.retries import Retry
+        from wirecall.client.delivery import Retry
 
         return Retry
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

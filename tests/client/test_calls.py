@@ -118,7 +118,7 @@ async def test_what_cannot_be_sent_is_told_before() -> None:
         with pytest.raises(UsageError, match="by position and by name"):
             client.rpc.price("tea", sku="tea")
         with pytest.raises(UsageError, match="params of type int"):
-            await client.call("price", 7)
+            await client.call("price", 7)  # type: ignore[call-overload]
         assert await client.call("price", ["tea"], type=Price) == Price("tea", 300)
 
 

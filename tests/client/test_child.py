@@ -13,8 +13,8 @@ import pytest
 from tests.client.peers import PATIENCE, until
 from wirecall import Retry, connect
 from wirecall.errors import BadAnswer, ConnectionLost, NotSent, TimedOut
+from wirecall.mcp.client.changes import QUESTIONS, Inbox
 from wirecall.mcp.client.host import Host
-from wirecall.mcp.client.inbox import QUESTIONS, Inbox
 from wirecall.protocol.replies import Arrived
 from wirecall.transports.child import TURN, Child
 

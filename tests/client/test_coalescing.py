@@ -124,6 +124,6 @@ async def test_a_call_in_company_keeps_its_own_timeout() -> None:
         assert await asyncio.wait_for(long, PATIENCE) == [2]
 
 
-def test_a_window_that_is_none() -> None:
-    with pytest.raises(UsageError, match="is no window"):
+def test_a_window_that_is_too_long() -> None:
+    with pytest.raises(UsageError, match="coalesce must be from 0 to 1"):
         connect(["x"], coalesce=60)

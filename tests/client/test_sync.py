@@ -1,6 +1,7 @@
 """The client for scripts: the same methods, from any thread, and it closes itself."""
 
 import gc
+import inspect
 import subprocess
 import sys
 import threading
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 
 from tests.client.test_calls import CHILD, Price, shop
-from wirecall import connect_sync
+from wirecall import UsageError, connect_sync
+from wirecall.client.client import Client
+from wirecall.client.sync import SyncClient
 from wirecall.errors import MethodNotFound, NotSent
+from wirecall.mcp.client.client import McpClient
+from wirecall.mcp.client.sync import SyncMcpClient
 
 
 @pytest.mark.parametrize("target", [None, [sys.executable, "-c", CHILD]])
@@ -28,6 +33,37 @@ def test_calls_and_batches(target: Any) -> None:
             two = batch.rpc.stock.count("tea")
         assert batch.wire == "array"
         assert (one.result(), two.result()) == (Price("tea", 300), 1)
+
+
+@pytest.mark.parametrize(("twin", "original"), [(SyncClient, Client), (SyncMcpClient, McpClient)])
+def test_every_method_has_its_twin_with_the_same_parameters(twin: type, original: type) -> None:
+    """Written out, so that an editor sees them."""
+    own = {"open", "aclose", "entry", "tool_entry", "send_batch"}  # opened by itself, `close`, and what batches are made of
+    names = {name for name in dir(original) if not name.startswith("_")} - own
+    assert {name for name in dir(twin) if not name.startswith("_")} == names | {"close"}
+    for name in names:
+        method = getattr(original, name)
+        if not isinstance(method, property):
+            assert inspect.signature(getattr(twin, name)).parameters == inspect.signature(method).parameters, name
+
+
+def test_mcp_without_a_loop() -> None:
+    """Tools, batches and changes: the methods that give more than a value."""
+    app = shop()
+    with connect_sync(app, protocol="mcp") as client:
+        assert client.revision == "2026-07-28" and client.honours_keys and client.server["name"] == "shop"
+        assert "price" in [tool.name for tool in client.list_tools(order="safest")]
+        assert client.call_tool("price", {"sku": "tea"}, type=Price) == Price("tea", 300)
+        with client.batch() as batch:
+            one, two = batch.call_tool("price", {"sku": "tea"}), batch.call("tools/list")
+        assert one.result().structured == {"sku": "tea", "cents": 300} and "tools" in two.result()
+        with client.listen(tools=True) as changes:
+            app.changed("tools")
+            assert next(changes).kind == "tools"
+        assert list(changes) == []
+        client.ping()
+        with pytest.raises(UsageError, match="on_change"):
+            client.subscribe("shop://x")
 
 
 def test_from_many_threads() -> None:

@@ -354,7 +354,7 @@ async def test_a_lost_answer_is_asked_for_again_under_the_same_key(shop: App, re
     faults = Faults(drop_reply=2)
     async with client_of(shop, revision, wrap=faults.on) as client:
         entry = client.tool_entry("order", {"sku": "tea"}, type=int)
-        await client._run(entry)
+        await client._delivery.run(entry)
         assert entry.result() == 1 and entry.replayed and entry.attempts == 3
     assert calls(shop)["order tea"] == 1
 
@@ -522,7 +522,7 @@ async def test_two_hundred_commands_take_effect_once_each(revision: str, server:
 @pytest.mark.parametrize("revision", [R4, R5])
 async def test_a_server_process_that_died_is_started_and_greeted_again(revision: str) -> None:
     async with client_of(COMMAND, revision, **HANDLERS) as client:
-        way: Any = client._way
+        way: Any = client._conversation.link
         assert (await client.call_tool("test_simple_text")).text
         way._pipe._process.kill()
         await until(lambda: way._pipe is None)
@@ -532,7 +532,7 @@ async def test_a_server_process_that_died_is_started_and_greeted_again(revision:
 @pytest.mark.parametrize("revision", LEGACY)
 async def test_a_server_that_was_restarted_gets_a_new_session(shop: App, revision: str) -> None:
     async with served(shop) as url, client_of(f"{url}/mcp", revision) as client:
-        way: Any = client._way
+        way: Any = client._conversation.link
         first = way.session
         way.session = "of-a-server-that-is-no-more"
         found = await asyncio.gather(*(client.call_tool("price", {"sku": "tea"}) for _ in range(5)))
@@ -542,7 +542,7 @@ async def test_a_server_that_was_restarted_gets_a_new_session(shop: App, revisio
 
 async def test_what_was_subscribed_to_is_told_to_a_new_session(everything: Everything) -> None:
     async with client_of(everything.url, R4) as client, client.listen(uris=[WATCHED]) as changes:
-        way: Any = client._way
+        way: Any = client._conversation.link
         way.session = "gone"
         await client.call_tool("test_simple_text")
         assert await anext(changes) == Change("updated", WATCHED)  # it may have changed in between

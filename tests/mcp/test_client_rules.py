@@ -15,7 +15,7 @@ from tests.mcp.test_client import client_of
 from wirecall import Retry, RpcError
 from wirecall.errors import BadAnswer, ConnectionLost, HeaderMismatch, NotSent, Refused, TimedOut, UnknownVersion
 from wirecall.mcp.client.changes import Change
-from wirecall.mcp.client.headers import fault_of, rendered
+from wirecall.mcp.headers import fault_of, rendered
 from wirecall.testing import FakeClock
 
 QUICK = Retry(attempts=5, first=0.001, cap=0.01)
@@ -255,7 +255,7 @@ async def test_a_session_that_cannot_be_begun_again_is_tried_again_by_the_next_c
 async def test_a_process_that_is_slow_to_greet_is_not_greeted_twice() -> None:
     """A call that has no time for the greeting of a new process leaves nothing half done."""
     async with client_of([sys.executable, "-c", OLD_CHILD, "answers"], R4) as client:
-        way: Any = client._way
+        way: Any = client._conversation.link
         way._pipe._process.kill()
         await until(lambda: way._pipe is None)
         with pytest.raises(NotSent):
@@ -594,7 +594,7 @@ async def test_questions_that_cannot_be_answered_are_refused() -> None:
 
 
 async def test_a_stream_of_changes_that_breaks_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.mcp.client.listening.FIRST", 0.01)
+    monkeypatch.setattr("wirecall.mcp.client.changes.FIRST", 0.01)
 
     def answer(message: Any, seen: Seen) -> Reply:
         meta = {f"{META}subscriptionId": message["id"]}

@@ -16,7 +16,7 @@ from wirecall.cli.output import Output, ask, json_option, pretty
 from wirecall.cli.overrides import app_of, ledger_option
 from wirecall.cli.running import Interrupted, reading, run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
-from wirecall.client.retries import mint_key
+from wirecall.client.client import mint_key
 from wirecall.errors import OutcomeUnknown, UsageError
 
 

@@ -17,8 +17,7 @@ from msgspec import Struct, field
 
 from wirecall.cli.wires import JSON, Reply, Wire, answers, ids_of
 from wirecall.errors import BadAnswer, CallFailed, NotSent, Refused, TimedOut
-from wirecall.mcp.client.headers import repeated
-from wirecall.mcp.headers import VERSION
+from wirecall.mcp.headers import VERSION, repeated
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.types import KEYS_CAPABILITY, PREFIX
 

@@ -5,116 +5,146 @@
 | `"http://…"`, `"https://…"` | HTTP | MCP if the path ends in `/mcp`, else JSON-RPC |
 | `["python", "server.py"]` | a child process on stdio | JSON-RPC |
 | an `App` | memory | JSON-RPC |
+
+A type checker cannot read an address: with `protocol="mcp"` it sees an `McpClient`, without it a `Client`.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, overload
 from urllib.parse import urlsplit
 
 from wirecall.app import App
-from wirecall.client.client import Client
+from wirecall.client.client import Client, Plain
+from wirecall.client.delivery import Clock, Options, Retry
 from wirecall.client.links import HttpLink, LineLink, Link, MemoryLink
-from wirecall.client.options import MAX_BYTES, TIMEOUT, Options
-from wirecall.client.retries import Clock, RealClock, Retry
 from wirecall.client.sync import SyncClient
 from wirecall.errors import UsageError
 from wirecall.transports.child import Child, Stderr
 from wirecall.transports.http_client import HttpClient
+from wirecall.transports.memory import MemoryPipe
 
 if TYPE_CHECKING:
+    from wirecall.mcp.client.changes import Change, Log
     from wirecall.mcp.client.client import McpClient
+    from wirecall.mcp.client.conversation import Confirm, Trust
+    from wirecall.mcp.client.host import Elicit, ElicitUrl, Roots, Sample
+    from wirecall.mcp.client.sync import SyncMcpClient
 
-Target: TypeAlias = "str | Sequence[str] | App"
+Target: TypeAlias = str | Sequence[str] | App
 Protocol: TypeAlias = Literal["jsonrpc", "mcp"]
 
 
-@overload
-def connect(target: Target, *, protocol: Literal["mcp"], **options: Any) -> "McpClient": ...
-@overload
-def connect(target: Target, *, protocol: Literal["jsonrpc"], **options: Any) -> Client: ...
-@overload
-def connect(target: Target, *, protocol: None = None, **options: Any) -> Any: ...
-def connect(
-    target: Target,
-    *,
-    protocol: Protocol | None = None,
-    timeout: float = TIMEOUT,
-    retry: Retry | None = None,
-    headers: Mapping[str, str] | None = None,
-    coalesce: float | None = None,
-    discover: bool = True,
-    max_bytes: int = MAX_BYTES,
-    env: Mapping[str, str] | None = None,
-    cwd: str | None = None,
-    stderr: Stderr = "pass",
-    revision: str | None = None,
-    trust: Any = False,
-    confirm: Any = None,
-    clock: Clock | None = None,
-    chance: Callable[[], float] = random.random,
-    wrap: Callable[[Link], Link] | None = None,
-    **more: Any,
-) -> Any:
-    """A client, to be opened by `async with`.
+class ConnectOptions(TypedDict, total=False):
+    """The options of every client: `connect` explains them."""
 
-    `timeout` is the time of a call, all its attempts included; `retry` says how calls that may be repeated are repeated.
-    `headers` go with every HTTP request; `env` (added to ours), `cwd` and `stderr` ("pass" on, or only "keep" for errors)
-    are a child's. `coalesce` merges calls of so many seconds into one array. `discover=False` does not ask the server which
-    of its methods are commands. `max_bytes` is the largest answer that is read. `revision`, `trust`, `confirm` and whatever
-    `more` there is are MCP's. `clock`, `chance` and `wrap` are for tests: see `wirecall.testing`.
+    timeout: float
+    retry: Retry | None
+    headers: Mapping[str, str] | None
+    coalesce: float | None
+    discover: bool
+    max_bytes: int
+    env: Mapping[str, str] | None
+    cwd: str | None
+    stderr: Stderr
+    clock: Clock | None
+    chance: Callable[[], float]
+    wrap: Callable[[Link], Link] | None
+
+
+class McpOptions(ConnectOptions, total=False):
+    """The options of a client of MCP: `connect` explains them."""
+
+    revision: str | None
+    trust: "Trust"
+    confirm: "Confirm | None"
+    confirm_unknown: bool
+    sample: "Sample | None"
+    elicit: "Elicit | None"
+    elicit_url: "ElicitUrl | None"
+    roots: "Roots | None"
+    on_log: "Callable[[Log], object] | None"
+    on_change: "Callable[[Change], object] | None"
+    identity: Mapping[str, Any] | None
+
+
+@overload
+def connect(target: Target, *, protocol: Literal["mcp"], **options: Unpack[McpOptions]) -> "McpClient": ...
+@overload
+def connect(target: Target, *, protocol: Literal["jsonrpc"] | None = None, **options: Unpack[ConnectOptions]) -> Client: ...
+@overload
+def connect(target: Target, *, protocol: Protocol | None = None, **options: Unpack[McpOptions]) -> Client: ...
+def connect(target: Target, *, protocol: Protocol | None = None, **options: Any) -> Client:
+    """Return a client, to be opened by `async with`.
+
+    `timeout` (30 seconds) is the time of a call, all its attempts included; `retry` says how calls that may be repeated are
+    repeated. `headers` go with every HTTP request; `env` (added to ours), `cwd` and `stderr` ("pass" on, or only "keep" for
+    errors) are a child's. `coalesce` merges calls of so many seconds into one array. `discover=False` does not ask the
+    server which of its methods are commands. `max_bytes` (10 MB) is the largest answer that is read.
+
+    MCP: `revision` pins one. `trust` says whether annotations of tools are believed, `confirm` is asked before destructive
+    calls, with `confirm_unknown=True` also before calls of unknown tools. `sample`, `elicit`, `elicit_url` and `roots`
+    answer what the server asks (see `mcp.client.host`); `on_log` is told its log messages, `on_change` its changes.
+    `identity` is what the server is told of this client.
+
+    `clock`, `chance` and `wrap` are for tests: see `wirecall.testing`.
     """
     if not isinstance(target, (str, Sequence, App)):
         raise UsageError(
             f"connect({target!r}): there is nothing to connect to.",
             fix='use a URL, a command line as a list ("python", "server.py"), or an App',
         )
-    if timeout <= 0:
-        raise UsageError(f"timeout={timeout!r} has passed already.", fix="use a number above 0")
-    options = Options(
-        timeout=timeout,
-        retry=retry or Retry(),
-        headers=headers or {},
-        coalesce=coalesce,
-        discover=discover,
-        max_bytes=max_bytes,
-        revision=revision,
-        trust=trust,
-        confirm=confirm,
-        clock=clock or RealClock(),
-        chance=chance,
-        wrap=wrap or (lambda link: link),
-    )
-    child: dict[str, Any] = {"env": env, "cwd": cwd, "stderr": stderr}
-    if (protocol or _protocol_of(target)) == "mcp":
-        from wirecall.mcp.client.client import connect_mcp
+    if unknown := options.keys() - McpOptions.__annotations__.keys():
+        raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
+    given = {name: value for name, value in options.items() if value is not None}
+    shared = Options(**{name: given.pop(name) for name in ConnectOptions.__annotations__ if name in given})
+    http = partial(HttpClient, headers=shared.headers, max_bytes=shared.max_bytes)
+    child = partial(Child, env=shared.env, cwd=shared.cwd, stderr=shared.stderr, max_bytes=shared.max_bytes)
+    if not isinstance(target, (str, App)):
+        child(target)  # raises if it is not a command line
 
-        return connect_mcp(target, options, **child, **more)
-    if revision is not None or confirm is not None or trust or more:
-        names = [*more, *(name for name in ("revision", "trust", "confirm") if getattr(options, name))]
+    if _protocol(target, protocol) == "mcp":
+        from wirecall.mcp.client.client import mcp_client
+        from wirecall.mcp.client.links import McpHttpLink, McpLineLink, McpLink, SsePipe
+
+        link: McpLink
+        if isinstance(target, App):
+            link = McpLineLink(partial(MemoryPipe, target._connect))
+        elif isinstance(target, str):
+            sse = partial(SsePipe, target, headers=shared.headers, max_bytes=shared.max_bytes)
+            link = McpHttpLink(http(target), partial(McpLineLink, sse), shared.clock)
+        else:
+            link = McpLineLink(partial(child, target))
+        return mcp_client(link, shared, **given)
+
+    if names := [name for name, value in given.items() if value is not False]:
         raise UsageError(f"{', '.join(names)}: not for JSON-RPC.", "only MCP has it", 'use protocol="mcp", or drop it')
-    return _plain(target, options, child)
-
-
-def connect_sync(target: Target, **options: Any) -> Any:
-    """The same client for scripts: `with connect_sync(...) as client`, or without `with`; safe from any thread."""
-    return SyncClient(partial(connect, target, **options))
-
-
-def _protocol_of(target: Target) -> Protocol:
-    if isinstance(target, str) and urlsplit(target).path.rstrip("/").endswith("/mcp"):
-        return "mcp"
-    return "jsonrpc"
-
-
-def _plain(target: Target, options: Options, child: dict[str, Any]) -> Client:
+    kinds: dict[str, str] | None = None if shared.discover else {}
+    plain: Link
     if isinstance(target, App):
-        kinds = {method.name: method.kind.value for method in target.registry}
-        return Client(options.wrap(MemoryLink(target.handle)), options, kinds)
-    if isinstance(target, str):
-        http = HttpClient(target, headers=options.headers, max_bytes=options.max_bytes)
-        return Client(options.wrap(HttpLink(http)), options)
-    begin = partial(Child, target, max_bytes=options.max_bytes, **child)
-    begin()  # a command line that is none is told here
-    return Client(options.wrap(LineLink(begin)), options)
+        plain, kinds = MemoryLink(target.handle), {method.name: method.kind.value for method in target.registry}
+    else:
+        plain = HttpLink(http(target)) if isinstance(target, str) else LineLink(partial(child, target))
+    return Client(shared.wrap(plain), Plain(kinds), shared)
+
+
+@overload
+def connect_sync(target: Target, *, protocol: Literal["mcp"], **options: Unpack[McpOptions]) -> "SyncMcpClient": ...
+@overload
+def connect_sync(
+    target: Target, *, protocol: Literal["jsonrpc"] | None = None, **options: Unpack[ConnectOptions]
+) -> SyncClient: ...
+@overload
+def connect_sync(target: Target, *, protocol: Protocol | None = None, **options: Unpack[McpOptions]) -> SyncClient: ...
+def connect_sync(target: Target, *, protocol: Protocol | None = None, **options: Any) -> SyncClient:
+    """Return the same client for scripts: `with connect_sync(...) as client`, or without `with`; safe from any thread."""
+    if _protocol(target, protocol) == "mcp":
+        from wirecall.mcp.client.sync import SyncMcpClient
+
+        return SyncMcpClient(connect(target, protocol="mcp", **options))
+    return SyncClient(connect(target, protocol="jsonrpc", **options))
+
+
+def _protocol(target: Target, protocol: Protocol | None) -> Protocol:
+    is_mcp = isinstance(target, str) and urlsplit(target).path.rstrip("/").endswith("/mcp")
+    return protocol or ("mcp" if is_mcp else "jsonrpc")

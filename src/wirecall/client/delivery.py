@@ -1,36 +1,172 @@
-"""`Delivery`: the half of a client that sends entries until each is settled.
+"""`Delivery`: sends entries on one link until each of them is settled.
 
-    _deliver (attempts) -> _attempt (one exchange on the link) -> _again, after a pause, or settled
-
-The rules of the file:
+    deliver -> attempts (one exchange on the link each), with pauses between them -> rounds that the dialect asks for
 
 1. Every entry is settled by its deadline, and with exactly one of: a result; `NotSent`; refused (`ran == "no"`); ran, with
    the error; unknown (`ran == "unknown"`).
-2. "It has not run" is said of all attempts. After one that was lost, the refusal of the next says nothing about the first.
-3. The straight way costs no task: an entry that goes alone is delivered in its caller's.
+2. A call is repeated only if it is safe to repeat (`Entry.safe`: it only reads, or it has an idempotency key) and if that
+   may help: the server was not reached, the answer was lost, or the server asks to come again.
+3. Between attempts the client waits a random time of up to `first` seconds, doubled each time, up to `cap` (full jitter),
+   and never less than the server asked for. No attempt begins after the deadline of the call.
+4. "It has not run" is said of all attempts. After one that was lost, the refusal of the next says nothing about the first.
+5. An entry that goes alone is delivered in its caller's task: the straight way starts none.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec import UNSET, Struct
 
-from wirecall.client.exchange import Arrays, Entry, Exchange
-from wirecall.client.options import Options
-from wirecall.client.retries import asked_pause, may_help
-from wirecall.errors import CallFailed, ConnectionLost, EncodeError, NotSent, TimedOut, UsageError
+from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange, Wire
+from wirecall.client.links import Link
+from wirecall.errors import (
+    Busy,
+    CallFailed,
+    ConnectionLost,
+    Declined,
+    EncodeError,
+    KeyInProgress,
+    LedgerUnavailable,
+    NotSent,
+    RpcError,
+    TimedOut,
+    UsageError,
+)
 from wirecall.jsonrpc import make_batch
-from wirecall.protocol import messages as frames
-
-if TYPE_CHECKING:
-    from wirecall.client.links import Link
+from wirecall.protocol.messages import encode
+from wirecall.transports.sse import LONGEST_WAIT
 
 T = TypeVar("T")
 
 LEAST = 0.001  # seconds that an attempt needs at the very least
 AT_ONCE = 32  # entries of a batch that leave as single requests at the same time
+DOUBLINGS = 60  # of a pause; a float has room for 1023
+
+# Answers of proxies and servers that say "not now". Any other status will be the same the next time.
+_LATER = frozenset({429, 502, 503, 504})
+# A bad answer is not among them: a server that sends garbage once will do so again.
+_LOST = (NotSent, ConnectionLost, TimedOut, KeyInProgress, Busy, LedgerUnavailable)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+class Clock(Protocol):
+    """The time between attempts, for tests to replace."""
+
+    def time(self) -> float: ...
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class RealClock:
+    """Seconds that pass by themselves."""
+
+    time = staticmethod(time.monotonic)
+    sleep = staticmethod(asyncio.sleep)
+
+
+class Retry(Struct, frozen=True, kw_only=True):
+    """How a call that may be repeated is repeated."""
+
+    attempts: int = 8
+    first: float = 0.1
+    cap: float = 10.0
+    silence: float | None = None  # seconds without an answer after which an attempt counts as lost; None: the whole timeout
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or not 0 <= self.first <= self.cap or (self.silence is not None and self.silence <= 0):
+            raise UsageError(f"{self!r} cannot be followed.", fix="attempts >= 1, 0 <= first <= cap, silence > 0")
+
+    def pause(self, attempt: int, asked: float, chance: float) -> float:
+        """Return the seconds between attempt number `attempt` and the next; `chance` is a random number from 0 to 1."""
+        return max(asked, chance * min(self.cap, self.first * 2.0 ** min(attempt - 1, DOUBLINGS)))
+
+
+class Options(Struct, kw_only=True):
+    """What `connect` was told, as far as every client needs it; `connect` explains each option."""
+
+    timeout: float = 30.0
+    retry: Retry = Retry()
+    headers: Mapping[str, str] = {}
+    coalesce: float | None = None
+    discover: bool = True
+    max_bytes: int = 10 << 20  # of one answer: as much as one of our servers sends
+    env: Mapping[str, str] | None = None
+    cwd: str | None = None
+    stderr: Literal["pass", "keep"] = "pass"
+    clock: Clock = RealClock()
+    chance: Callable[[], float] = random.random
+    wrap: Callable[[Link], Link] = lambda link: link
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0:
+            raise UsageError(f"timeout must be greater than 0, got {self.timeout!r}.")
+        if self.coalesce is not None and not 0 <= self.coalesce <= 1:
+            raise UsageError(
+                f"coalesce must be from 0 to 1, got {self.coalesce!r}.",
+                "every call waits that many seconds",
+                "use a short time, such as 0.002",
+            )
+
+
+# --- when to repeat --------------------------------------------------------------------------------------------------
+
+
+def may_help(error: Exception) -> bool:
+    """Return whether the same call may end otherwise the next time."""
+    if isinstance(error, CallFailed) and error.status is not None:
+        return error.status in _LATER
+    return isinstance(error, _LOST) and not isinstance(error, Declined)
+
+
+def asked_pause(error: Exception | None) -> float:
+    """Return the seconds that the server asked the client to wait."""
+    if isinstance(error, CallFailed):
+        return error.retry_after or 0.0
+    told = error.data.get("retry_after_ms") if isinstance(error, RpcError) and isinstance(error.data, dict) else None
+    if not isinstance(told, int | float) or isinstance(told, bool):
+        return 0.0
+    return min(max(told, 0), LONGEST_WAIT * 1000) / 1000  # the bound first: a JSON number can be too large for a float
+
+
+# --- delivery --------------------------------------------------------------------------------------------------------
+
+
+class Dialect(Protocol):
+    """What a client and its server say to each other beyond JSON-RPC 2.0. `Plain` adds nothing; MCP has its own."""
+
+    has_rounds: bool  # a settled entry may have to be sent again (`goes_on`)
+
+    async def begin(self, delivery: "Delivery") -> None:
+        """Agree with the server on how to speak. The link is open."""
+
+    async def end(self) -> None:
+        """Stop. The link is still open."""
+
+    def check(self, entry: AnyEntry) -> None:
+        """Raise UsageError for an entry that the dialect cannot carry."""
+
+    async def prepare(self, entry: AnyEntry) -> None:
+        """Decide on the key of an entry and on whether it may be repeated (`safe`), before the first attempt."""
+
+    def params(self, entry: AnyEntry) -> Any:
+        """Return the params as they travel; UNSET for none."""
+
+    def read(self, entry: AnyEntry) -> Any:
+        """Return the result of an entry that was answered."""
+
+    async def only_reads(self, entry: AnyEntry) -> bool:
+        """Return whether an entry that may be repeated is a query."""
+
+    async def goes_on(self, entry: AnyEntry) -> bool:
+        """Return whether a settled entry is to be sent again: a call of several rounds."""
+
+    async def try_arrays(self) -> None:
+        """Find out whether the server takes arrays, if it may be one that drops them."""
 
 
 class _Call(Struct, frozen=True, gc=False, tag_field="jsonrpc", tag="2.0"):
@@ -40,90 +176,169 @@ class _Call(Struct, frozen=True, gc=False, tag_field="jsonrpc", tag="2.0"):
 
 
 class Delivery:
-    """Entries on one link, until they are settled. `Client` says what they carry, and which of them are `safe`."""
+    """Entries on one link, until they are settled."""
 
-    def __init__(self, link: "Link", options: Options) -> None:
+    def __init__(self, link: Link, dialect: Dialect, options: Options) -> None:
+        self.link = link
+        self.options = options
+        self.clock = options.clock
         self.arrays = Arrays()
-        self._link = link
-        self._options = options
-        self._clock = options.clock
+        self.state: Literal["new", "open", "closed"] = "new"
+        self._dialect = dialect
         self._last_id = 0
-        self._state = "new"  # then "open", then "closed"
+        self._coalescer = None if options.coalesce is None else Coalescer(options.coalesce, self._deliver_together)
 
-    def _params(self, entry: Entry) -> Any:
-        """The params as they travel; UNSET for none."""
-        raise NotImplementedError
+    async def open(self) -> None:
+        """Open the link, and agree with the server on how to speak."""
+        await self.link.open()
+        self.state = "open"
+        await self._dialect.begin(self)
 
-    async def _only_reads(self, entry: Entry) -> bool:
-        """Return whether an entry that may be repeated is a query: those of commands have a key."""
-        return entry.key is None or entry.query is True
+    async def aclose(self) -> None:
+        """Close the link. Calls in flight fail."""
+        if self.state != "closed":
+            await self._dialect.end()
+            self.state = "closed"
+            if self._coalescer is not None:
+                await self._coalescer.aclose()
+            await self.link.aclose()
 
-    def _begin(self, entry: Entry) -> None:
-        """From now on its time passes."""
-        if self._state == "new":
+    def next_id(self) -> int:
+        """Return the id of another request."""
+        self._last_id += 1
+        return self._last_id
+
+    # --- entries -----------------------------------------------------------------------------------------------------
+
+    async def run(self, entry: AnyEntry) -> None:
+        """Settle one entry."""
+        self._begin(entry)
+        await self._prepare(entry)
+        if entry.is_settled:
+            return
+        if self._coalescer is not None and entry.safe and self.arrays.legal:
+            await self._coalescer.add(entry, self.arrays.chunk)
+        else:
+            await self.deliver([entry])
+
+    async def run_together(self, entries: list[AnyEntry]) -> tuple[Wire, str]:
+        """Settle all entries, in arrays where that is legal; return how they went, and why so."""
+        for entry in entries:
+            self._begin(entry)
+        for entry in entries:
+            await self._prepare(entry)
+        left = [entry for entry in entries if not entry.is_settled]
+        if len(left) < 2:
+            reason = "there is one entry" if left else "nothing was sent"
+        else:
+            left = await self._deliver_arrays(left)
+            reason = self.arrays.reason
+            if not left:
+                return "array", reason
+        await side_by_side([partial(self.deliver, [entry]) for entry in left])
+        return "singles", reason
+
+    async def ask(self, method: str, timeout: float) -> AnyEntry:
+        """Send a query of the client's own, which needs no preparation; return it settled."""
+        entry: AnyEntry = Entry(method, None, self._dialect.read, timeout=timeout, query=True)
+        entry.safe = True
+        self._begin(entry)
+        await self.deliver([entry])
+        return entry
+
+    def _begin(self, entry: AnyEntry) -> None:
+        if self.state == "new":
             raise UsageError("The client is not open.", fix="async with connect(...) as client: ...")
-        entry.deadline = self._clock.time() + entry.timeout
+        entry.deadline = self.clock.time() + entry.timeout
+
+    async def _prepare(self, entry: AnyEntry) -> None:
+        if entry.is_notification:
+            entry.key = None
+            return
+        try:
+            await self._dialect.prepare(entry)
+        except (CallFailed, RpcError) as error:
+            entry.fail(error)
 
     # --- attempts ----------------------------------------------------------------------------------------------------
 
-    async def _deliver(self, entries: list[Entry], *, array: bool = False) -> list[Entry]:
-        """Settle entries by as many attempts as it takes; gives those back that a refused array carried."""
+    async def deliver(self, entries: list[AnyEntry], *, array: bool = False) -> list[AnyEntry]:
+        """Settle entries; return those that a refused array carried and that may be sent in another way."""
+        returned = await self._until_settled(entries, array)
+        if self._dialect.has_rounds:
+            for entry in entries:
+                while await self._dialect.goes_on(entry):
+                    entry.attempts = 0
+                    await self._until_settled([entry], False)
+        return returned
+
+    async def _until_settled(self, entries: list[AnyEntry], array: bool) -> list[AnyEntry]:
         while entries:
             exchange = await self._attempt(entries, array)
-            if exchange is not None and exchange.array and exchange.is_refused and self._learns(exchange):
+            if len(entries) == 1 and entries[0].error is None and entries[0].waiter is None:
+                break  # the straight way
+            is_refused = exchange is not None and exchange.array and exchange.is_refused
+            if exchange is not None and is_refused and self.arrays.learn(exchange.entries[0].error, len(exchange.entries)):
                 return exchange.entries
             entries = await self._repeated(entries)
         return []
 
-    async def _repeated(self, entries: list[Entry]) -> list[Entry]:
-        """Those of the entries that are to be sent again, when it is time."""
-        if len(entries) == 1 and entries[0].error is None and entries[0].waiter is None:
-            return []  # the straight way
-        now = self._clock.time()
-        # One entry whose server asks for a longer wait than its deadline allows does not hold up the others.
-        again = [entry for entry in entries if self._again(entry) and now + self._asked(entry) < entry.deadline]
-        # A query that ends the server process must not be sent to one worker after another.
-        for entry in [entry for entry in again if len(set(entry.deaths)) < len(entry.deaths)]:
-            if isinstance(entry.error, ConnectionLost) and await self._only_reads(entry):
-                why = "two connections were lost in the same way, so this query is not sent again"
-                entry.fail(ConnectionLost(f"{entry.method}: {why}: {entry.error}"))
-                again.remove(entry)
-        pause = self._pause(again) if again else 0.0
-        in_time = [entry for entry in again if self._clock.time() + pause < entry.deadline]
-        for entry in entries:
-            if entry not in in_time:
-                self._put_straight(entry)
-                self._wake(entry)
-        if in_time:
-            await self._clock.sleep(pause)
-        return in_time
-
-    def _learns(self, exchange: Exchange) -> bool:
-        return self.arrays.learn(exchange.entries[0].error, len(exchange.entries))
-
-    async def _deliver_arrays(self, entries: list[Entry]) -> list[Entry]:
-        """Arrays, as large as the server takes them; gives the entries back that must go alone."""
+    async def _deliver_arrays(self, entries: list[AnyEntry]) -> list[AnyEntry]:
+        """Settle entries in arrays as large as the server takes them; return those that must go alone."""
+        await self._dialect.try_arrays()
         while self.arrays.legal and self.arrays.chunk > 1 and entries:
             size = self.arrays.chunk
             chunks = [entries[start : start + size] for start in range(0, len(entries), size)]
-            returned = await side_by_side([partial(self._deliver, chunk, array=True) for chunk in chunks])
+            returned = await side_by_side([partial(self.deliver, chunk, array=True) for chunk in chunks])
             entries = [entry for chunk in returned for entry in chunk]
         return entries
 
-    async def _deliver_together(self, entries: list[Entry]) -> None:
+    async def _deliver_together(self, entries: list[AnyEntry]) -> None:
         left = await self._deliver_arrays(entries) if len(entries) > 1 else entries
-        await side_by_side([partial(self._deliver, [entry]) for entry in left])
+        await side_by_side([partial(self.deliver, [entry]) for entry in left])
 
-    async def _attempt(self, entries: list[Entry], array: bool) -> Exchange | None:
-        """One message there and its answers back. Every entry is settled afterwards."""
-        exchange = self._exchange(entries, array)
-        if exchange is None:
+    async def _attempt(self, entries: list[AnyEntry], array: bool) -> Exchange | None:
+        """Send one message and take its answers: every entry is settled afterwards. Return None if nothing can be sent."""
+        # 1. The message. The ids are new for every attempt.
+        messages, sendable = [], []
+        for entry in entries:
+            try:
+                if self.state == "closed":
+                    raise NotSent("the client is closed")
+                entry.attempts += 1
+                entry.is_settled, entry.error, entry.replayed, entry.retry_after = False, None, False, 0.0
+                if not entry.is_notification:
+                    self._last_id = entry.id = self._last_id + 1
+                params = self._dialect.params(entry)
+                messages.append(encode(_Call(entry.method, params, UNSET if entry.is_notification else entry.id)))
+                sendable.append(entry)
+            except (EncodeError, NotSent) as error:
+                if isinstance(error, EncodeError):
+                    entry.safe = False
+                    error = NotSent(f"{entry.method}: the params cannot be written as JSON: {error}")
+                entry.fail(error)
+                self._settled(entry)
+        if not sendable:
             return None
-        left = self._time_left(exchange.entries)
-        timers = self._timers(exchange, left) if len(entries) > 1 else ()
+        exchange = Exchange(make_batch(messages) if array else messages[0], sendable, array, self._settled)
+        # 2. The time: the longest of the entries. Those that wait less long have timers of their own.
+        now, silence = self.clock.time(), self.options.retry.silence
+        left = sendable[0].deadline - now if len(sendable) == 1 else max(entry.deadline for entry in sendable) - now
+        if silence is not None and all(entry.safe for entry in sendable):
+            left = min(left, silence)
+        left = max(left, 0.0)
+        timers: list[asyncio.TimerHandle] = []
+        if len(entries) > 1:
+            loop = asyncio.get_running_loop()
+            timers = [
+                loop.call_later(entry.deadline - now, self._expire, exchange, entry.id, entry.timeout)
+                for entry in exchange.open.values()
+                if entry.deadline - now < left - LEAST
+            ]
+        # 3. There and back.
         try:
             async with asyncio.timeout(left):
-                await self._link.exchange(exchange)
+                await self.link.exchange(exchange)
             exchange.end_of_answers()
         except CallFailed as error:
             if isinstance(error, ConnectionLost):
@@ -131,113 +346,80 @@ class Delivery:
                     entry.deaths = (*entry.deaths, exchange.begun)
             exchange.end(error)
         except TimeoutError:
-            exchange.end(self._timed_out(exchange, left))
+            exchange.end(timed_out(exchange, left))
         finally:
             for timer in timers:
                 timer.cancel()
         return exchange
 
-    def _exchange(self, entries: list[Entry], array: bool) -> Exchange | None:
-        """The message of an attempt; None if nothing in it can be sent."""
-        messages, sendable = [], []
-        for entry in entries:
-            try:
-                messages.append(self._encoded(entry))
-                sendable.append(entry)
-            except EncodeError as error:
-                entry.safe = False
-                entry.fail(NotSent(f"{entry.method}: the params cannot be written as JSON: {error}"))
-                self._settled(entry)
-            except NotSent as error:
-                entry.fail(error)
-                self._settled(entry)
-        if not sendable:
-            return None
-        return Exchange(make_batch(messages) if array else messages[0], sendable, array, self._settled)
-
-    def _encoded(self, entry: Entry) -> bytes:
-        if self._state == "closed":
-            raise NotSent("the client is closed")
-        entry.attempts += 1
-        entry.is_settled, entry.error, entry.replayed, entry.retry_after = False, None, False, 0.0
-        if entry.is_notification:
-            return frames.encode(_Call(entry.method, self._params(entry)))
-        self._last_id = entry.id = self._last_id + 1
-        return frames.encode(_Call(entry.method, self._params(entry), entry.id))
-
-    def _time_left(self, entries: Sequence[Entry]) -> float:
-        latest = entries[0].deadline if len(entries) == 1 else max(entry.deadline for entry in entries)
-        left = latest - self._clock.time()
-        silence = self._options.retry.silence
-        if silence is not None and all(entry.safe for entry in entries):
-            left = min(left, silence)
-        return max(left, 0.0)
-
-    def _timers(self, exchange: Exchange, longest: float) -> list[asyncio.TimerHandle]:
-        """For the entries that will wait less long than the longest one."""
-        loop, now = asyncio.get_running_loop(), self._clock.time()
-        waits = [(entry, entry.deadline - now) for entry in exchange.open.values()]
-        return [
-            loop.call_later(wait, partial(self._expire, exchange, entry.id, entry.timeout))
-            for entry, wait in waits
-            if wait < longest - LEAST
-        ]
-
-    def _expire(self, exchange: Exchange, id: int, timeout: float) -> None:
-        exchange.give_up(id, self._timed_out(exchange, timeout))
-
     @staticmethod
-    def _timed_out(exchange: Exchange, seconds: float) -> CallFailed:
-        if not exchange.sent:
-            return NotSent(f"the server could not be reached within {round(seconds, 2):g} s")
-        instead = f"; it sent {exchange.strays[0]}" if exchange.strays else ""
-        return TimedOut(f"no answer within {round(seconds, 2):g} s{instead}")
+    def _expire(exchange: Exchange, id: int, timeout: float) -> None:
+        exchange.give_up(id, timed_out(exchange, timeout))
 
     # --- again, or not -----------------------------------------------------------------------------------------------
 
-    def _settled(self, entry: Entry) -> None:
-        """Whoever waits for this entry alone need not wait for the others of its message."""
-        if entry.waiter is not None and not self._again(entry):
-            self._put_straight(entry)
-            self._wake(entry)
+    async def _repeated(self, entries: list[AnyEntry]) -> list[AnyEntry]:
+        """Return the entries that are to be sent again, after the pause before that; the others are settled for good."""
+        now = self.clock.time()
+        asked = {entry: max(entry.retry_after, asked_pause(entry.error)) for entry in entries if self._may_repeat(entry)}
+        # An entry whose server asks for a longer wait than its deadline allows does not hold up the others.
+        again = [entry for entry, pause in asked.items() if now + pause < entry.deadline]
+        # A query that ends the server process must not be sent to one worker after another.
+        for entry in [entry for entry in again if len(set(entry.deaths)) < len(entry.deaths)]:
+            if isinstance(entry.error, ConnectionLost) and await self._dialect.only_reads(entry):
+                why = "two connections were lost in the same way, so this query is not sent again"
+                entry.fail(ConnectionLost(f"{entry.method}: {why}: {entry.error}"))
+                again.remove(entry)
+        pause = 0.0
+        if again:
+            attempt, longest = max(entry.attempts for entry in again), max(asked[entry] for entry in again)
+            pause = self.options.retry.pause(attempt, longest, self.options.chance())
+        in_time = [entry for entry in again if self.clock.time() + pause < entry.deadline]
+        for entry in entries:
+            if entry not in in_time:
+                self._finish(entry)
+        if in_time:
+            await self.clock.sleep(pause)
+        return in_time
 
-    def _wake(self, entry: Entry) -> None:
+    def _may_repeat(self, entry: AnyEntry) -> bool:
+        """Return whether a settled entry is to be sent again, if the pause before that leaves time."""
+        error = entry.error
+        if error is None:
+            return False
+        is_lost = entry.attempts > 0 and isinstance(error, CallFailed | RpcError) and error.ran == "unknown"
+        entry.unclear = entry.unclear or is_lost
+        may_go = entry.safe and self.state == "open" and entry.attempts < self.options.retry.attempts
+        return may_go and may_help(error) and self.clock.time() < entry.deadline - LEAST
+
+    def _settled(self, entry: AnyEntry) -> None:
+        """Wake a caller that waits for this entry alone: it need not wait for the others of its message."""
+        if entry.waiter is not None and not self._may_repeat(entry):
+            self._finish(entry)
+
+    @staticmethod
+    def _finish(entry: AnyEntry) -> None:
+        """Settle an entry for good. An earlier attempt may have run, whatever the last one ended with."""
+        error = entry.error
+        if entry.unclear and isinstance(error, CallFailed | RpcError) and error.ran == "no":
+            if isinstance(error, CallFailed):
+                entry.fail(ConnectionLost(f"an attempt was lost, and the last one failed: {error}", status=error.status))
+            else:
+                error.ran = "unknown"
         if entry.waiter is not None and not entry.waiter.done():
             entry.waiter.set_result(None)
 
-    def _again(self, entry: Entry) -> bool:
-        """Whether a settled entry is to be sent again, if the pause before that leaves time."""
-        error: Any = entry.error
-        if error is None:
-            return False
-        is_lost = entry.attempts > 0 and getattr(error, "ran", "unknown") == "unknown"
-        entry.unclear = entry.unclear or is_lost
-        may_go = entry.safe and self._state == "open" and entry.attempts < self._options.retry.attempts
-        return may_go and may_help(error) and self._clock.time() < entry.deadline - LEAST
 
-    @staticmethod
-    def _put_straight(entry: Entry) -> None:
-        """An earlier attempt may have run, whatever became of the last one."""
-        error: Any = entry.error
-        if error is None or not entry.unclear or error.ran != "no":
-            return
-        if isinstance(error, CallFailed):
-            entry.fail(ConnectionLost(f"an attempt was lost, and the last one failed: {error}", status=error.status))
-        else:
-            error.ran = "unknown"
-
-    @staticmethod
-    def _asked(entry: Entry) -> float:
-        return max(entry.retry_after, 0.0 if entry.error is None else asked_pause(entry.error))
-
-    def _pause(self, entries: list[Entry]) -> float:
-        asked = max(self._asked(entry) for entry in entries)
-        attempt = max(entry.attempts for entry in entries)
-        return self._options.retry.pause(attempt, asked, self._options.chance())
+def timed_out(exchange: Exchange, seconds: float) -> CallFailed:
+    """Return the error of a message that was not answered within so many seconds."""
+    if not exchange.sent:
+        return NotSent(f"the server could not be reached within {round(seconds, 2):g} s")
+    instead = f"; it sent {exchange.strays[0]}" if exchange.strays else ""
+    return TimedOut(f"no answer within {round(seconds, 2):g} s{instead}")
 
 
 async def side_by_side(work: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
-    """The outcomes of all, `AT_ONCE` at a time."""
+    """Return the outcomes of all, `AT_ONCE` at a time."""
     if len(work) == 1:
         return [await work[0]()]
     places = asyncio.Semaphore(AT_ONCE)
@@ -249,3 +431,59 @@ async def side_by_side(work: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(begin)) for begin in work]
     return [task.result() for task in tasks]
+
+
+# --- coalescing ------------------------------------------------------------------------------------------------------
+
+
+class Coalescer:
+    """Collects entries for up to `window` seconds, and sends them together (B4).
+
+    Each caller is woken by its own answer, not by the last one. When a caller gives up, the others go on.
+    """
+
+    def __init__(self, window: float, send: Callable[[list[AnyEntry]], Awaitable[None]]) -> None:
+        self._window = window
+        self._send = send
+        self._waiting: list[AnyEntry] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def add(self, entry: AnyEntry, most: int) -> None:
+        """Send an entry together with others, `most` of them at once, and return when it is settled."""
+        loop = asyncio.get_running_loop()
+        entry.waiter = loop.create_future()
+        self._waiting.append(entry)
+        if len(self._waiting) >= most:
+            self._leave()
+        elif self._timer is None:
+            self._timer = loop.call_later(self._window, self._leave)
+        await entry.waiter
+
+    def _leave(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        entries, self._waiting = self._waiting, []
+        task = asyncio.get_running_loop().create_task(self._carry(entries))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _carry(self, entries: list[AnyEntry]) -> None:
+        try:
+            await self._send(entries)
+        finally:  # whatever happened: no caller is left waiting
+            for entry in entries:
+                if not entry.is_settled:
+                    entry.fail(ConnectionLost("the client was closed"))
+                if entry.waiter is not None and not entry.waiter.done():
+                    entry.waiter.set_result(None)
+
+    async def aclose(self) -> None:
+        """Send what waits; it will find the client closed. Wait for what is in flight to notice."""
+        if self._waiting:
+            self._leave()
+        for task in self._sending:
+            task.cancel()
+        if self._sending:
+            await asyncio.wait(self._sending)

@@ -1,7 +1,8 @@
 """Ways to a server of plain JSON-RPC: over HTTP, over a pipe of lines, and straight into an app.
 
-A link sends a message and gives every answer to its `Exchange`. It says by `exchange.sent` when the server may have the
-message, and raises a `CallFailed` when it breaks. Deadlines, retries and what an answer means are not its business.
+A link sends a message and gives every answer to its `Exchange`. It sets `exchange.sent` when the server may have the message
+and `exchange.begun` when the answer begins, and raises a `CallFailed` when it breaks. It knows nothing of deadlines, retries
+and what an answer means.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from wirecall.client.exchange import Exchange
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
 from wirecall.logs import logger
 from wirecall.protocol.messages import decode_value
-from wirecall.protocol.replies import Arrived, read_messages
+from wirecall.protocol.replies import Arrived, Message, read_messages
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 
 JSON = "application/json"
@@ -57,8 +58,10 @@ class HttpLink:
 
 
 def refuse_by_status(exchange: Exchange, answer: HttpAnswer, body: bytes) -> None:
-    """An answer that is not 200: a JSON-RPC error in its body counts, or else the status. Who is refused as a caller hears
-    that from the status, whatever the body says about it."""
+    """Take an answer whose status is not 2xx: JSON-RPC errors in its body count, or else the status.
+
+    401 and 403 refuse the caller, whatever the body says about it.
+    """
     if answer.status in (401, 403):
         exchange.refuse(status_error(answer, body))
         return
@@ -72,7 +75,7 @@ def refuse_by_status(exchange: Exchange, answer: HttpAnswer, body: bytes) -> Non
 
 
 def status_error(answer: HttpAnswer, body: bytes) -> CallFailed:
-    """RFC 9110, section 15: 4xx is the request's fault, so it was not carried out; after 5xx nobody knows."""
+    """Return a status as an error. After 4xx the request did not run (RFC 9110, section 15); after 5xx it may have."""
     text = f"HTTP {answer.status}"
     if 300 <= answer.status < 400:
         text += f", a redirect to {ascii(answer.headers.get('location', 'nowhere')[:200])[1:-1]}, which is not followed"
@@ -112,16 +115,13 @@ class LineLink:
         self._pipe: Pipe | None = None
         self._over: list[Pipe] = []  # ended by themselves, and not cleaned up yet
         self._opening = asyncio.Lock()
-        self._open: dict[Any, Exchange] = {}  # by the ids that are not answered yet
+        self._open: dict[int, Exchange] = {}  # by the ids that are not answered yet
         self._ends: dict[Exchange, asyncio.Future[None]] = {}
 
     async def open(self) -> None:
         await self._connected()
 
     async def exchange(self, exchange: Exchange) -> None:
-        await self._send(exchange)
-
-    async def _send(self, exchange: Exchange) -> None:
         """Write a message, and wait until it is answered."""
         pipe = self._pipe or await self._connected()
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -133,6 +133,8 @@ class LineLink:
             if not exchange.is_done:
                 await end
         finally:
+            if end.done() and not end.cancelled():
+                end.exception()  # retrieved, as the write may have failed first
             del self._ends[exchange]
             for id in exchange.known:
                 self._open.pop(id, None)
@@ -168,20 +170,23 @@ class LineLink:
     def _line(self, line: bytes) -> None:
         in_array, messages = read_messages(line)
         for message in messages:
-            exchange = self._open.get(message.id) if isinstance(message.id, int) else None
-            if exchange is None:
-                self._stray(message, in_array)
-                continue
-            exchange.take(message, in_array)
-        for exchange, end in self._ends.items():
-            if exchange.is_done and exchange.sent and not end.done():
-                end.set_result(None)
+            self._take(message, in_array)
 
-    def _stray(self, message: Any, in_array: bool) -> None:
-        """If one message alone is under way, what answers nobody is meant for it."""
-        logger.debug("a line that answers no call: %.200r", message)
-        if len(self._ends) == 1:
-            next(iter(self._ends)).take(message, in_array)
+    def _take(self, message: Message, in_array: bool) -> None:
+        """Give a message to the exchange that it answers."""
+        id: Any = message.id
+        exchange = self._open.get(id) if type(id) in (int, float) else None
+        if exchange is None:
+            logger.debug("a line that answers no call: %.200r", message)
+            # If one message alone is in flight, the line is meant for it.
+            alone = [one for one in self._ends if not one.is_standing]
+            if len(alone) != 1:
+                return
+            exchange = alone[0]
+        exchange.take(message, in_array)
+        end = self._ends[exchange]
+        if exchange.is_done and not end.done():
+            end.set_result(None)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

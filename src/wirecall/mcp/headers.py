@@ -5,14 +5,15 @@
     Mcp-Name                `params.name` or `params.uri`, of the methods that have one
     Mcp-Param-{name}        an argument of a tool whose schema marks it with `x-mcp-header`
 
-A header that is missing, doubled or says something else is refused with -32020 before anything runs. Names are compared
-without case, values with it. A value that a header cannot carry as it is comes as `=?base64?...?=`.
+A server refuses a header that is missing, doubled or says something else with -32020 before anything runs (`check`); a
+client writes them (`repeated`). Names are compared without case, values with it. A value that a header cannot carry as it is
+travels as `=?base64?...?=`: anything but printable ASCII, blanks at its ends, and what looks like that form itself.
 """
 
 import base64
 import re
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import UNSET, Raw
 
@@ -26,11 +27,19 @@ NAME = "mcp-name"
 PARAM = "mcp-param-"
 MARK = "x-mcp-header"
 
+Marks: TypeAlias = Mapping[tuple[str, ...], str]  # the name of a header, by the path to the property that it repeats
+
 # Which member of the params `Mcp-Name` repeats.
 _NAMED = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
 
 _NUMBER = re.compile(r"-?[0-9]{1,400}(\.[0-9]+)?")
 _OPEN, _CLOSE = "=?base64?", "?="
+_PLAIN = re.compile(r"[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?")  # fits a header as it is
+_SENTINEL = re.compile(r"=\?base64\?.*\?=")
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
+_MARKED_TYPES = ("string", "integer", "boolean")
+_DATA = frozenset({MARK, "const", "enum", "default", "examples"})  # members of a schema that hold values, not schemas
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
 class Fields(Protocol):
@@ -77,7 +86,7 @@ def check_notification(fields: Fields, method: str) -> None:
         _agree(_only(fields, METHOD), method, METHOD)
 
 
-def check_marked(fields: Fields, arguments: Raw, marked: Mapping[tuple[str, ...], str]) -> None:
+def check_marked(fields: Fields, arguments: Raw, marked: Marks) -> None:
     """The arguments that a tool's schema wants repeated."""
     given = decode_any(arguments)
     for path, name in marked.items():
@@ -135,3 +144,81 @@ def _is_same(text: str, value: Any) -> bool:
         # As an integer if it is one: as floats 2**53 and 2**53 + 1 are the same.
         return _NUMBER.fullmatch(text) is not None and (float(text) if "." in text else int(text)) == value
     return bool(text == value)
+
+
+# --- the client's side -----------------------------------------------------------------------------------------------
+
+
+def repeated(version: str, method: str, params: Any, marks: Marks) -> dict[str, str]:
+    """Return the headers of one message."""
+    told = {VERSION: version, METHOD: method}
+    name = named(method, params)
+    if name is not None:
+        told[NAME] = rendered(name)
+    if method == "tools/call":
+        for path, header in marks.items():
+            value = _at(params.get("arguments"), path)
+            # Null and what is left out have no header, nor has what the schema does not allow there.
+            if isinstance(value, (str, int)) or (isinstance(value, float) and value.is_integer()):
+                told[f"{PARAM}{header}"] = rendered(value)
+    return told
+
+
+def named(method: str, params: Any) -> str | None:
+    """Return what a call is about: the name of a tool or a prompt, the URI of a resource."""
+    member = _NAMED.get(method)
+    name = params.get(member) if member is not None and isinstance(params, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def rendered(value: object) -> str:
+    """Return a value as a header carries it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return str(int(value))
+    text = str(value)
+    if text == "" or (_PLAIN.fullmatch(text) and not _SENTINEL.fullmatch(text)):
+        return text
+    return f"{_OPEN}{base64.b64encode(text.encode()).decode()}{_CLOSE}"
+
+
+def fault_of(schema: Any) -> str | None:
+    """Return what is wrong with the marks of a tool's schema, if anything is: such a tool is not to be called over HTTP."""
+    plain = list(_plain_marks(schema))
+    if len(list(_all_marks(schema))) > len(plain):
+        return f"{MARK} stands where it cannot be followed: only plain properties may have it"
+    seen: set[str] = set()
+    for declared in plain:
+        name = declared[MARK]
+        if not (isinstance(name, str) and _TOKEN.fullmatch(name)):
+            return f"{MARK}: {name!r} is not a name that a header can have"
+        if name.lower() in seen:
+            return f"{MARK}: {name!r} is there twice"
+        if declared.get("type") not in _MARKED_TYPES:
+            return f"{MARK}: {name!r} marks a {declared.get('type')!r}; only {', '.join(_MARKED_TYPES)} may be marked"
+        seen.add(name.lower())
+    return None
+
+
+def _plain_marks(schema: Any) -> Iterable[dict[str, Any]]:
+    """Find the marked properties that can be followed from the top."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    for inner in properties.values() if isinstance(properties, dict) else ():
+        if isinstance(inner, dict):
+            if MARK in inner:
+                yield inner
+            yield from _plain_marks(inner)
+
+
+def _all_marks(schema: Any, is_schema: bool = True) -> Iterable[Any]:
+    """Find every mark, wherever a schema may stand. A property may have the name of the mark, and is not a mark then."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _all_marks(item)
+    elif isinstance(schema, dict):
+        if is_schema and MARK in schema:
+            yield schema[MARK]
+        for name, inner in schema.items():
+            if name not in _DATA or not is_schema:
+                yield from _all_marks(inner, is_schema=not (is_schema and name in _NAMED_SCHEMAS))

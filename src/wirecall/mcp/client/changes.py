@@ -1,24 +1,39 @@
-"""What a server tells of its changes, the same for all revisions.
+"""What a server sends on its own: changes, progress, log messages, questions.
 
     async with client.listen(tools=True, uris=["file:///notes"]) as changes:
         async for change in changes: ...
 
-With a handshake the server tells of its lists by itself, and of resources that were subscribed to. At 2026-07-28 it tells
-those who listen (`subscriptions/listen`), on a stream that may break: then it is asked for anew, and since anything may
-have changed in between, everything that is listened to counts as changed.
-
-A change that waits to be read is not told twice.
+With a handshake the server tells of changes of its lists by itself, and of resources that were subscribed to. At 2026-07-28
+it tells clients that listen (`subscriptions/listen`), on a stream that may break: then the client asks for another, and
+since anything may have changed in between, everything that is listened to counts as changed. A change that waits to be read
+is not told twice.
 """
 
 import asyncio
+import inspect
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
+from weakref import WeakValueDictionary
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Raw, Struct
 
-from wirecall.errors import WirecallError
+from wirecall.client.delivery import Clock, asked_pause
+from wirecall.errors import CallFailed, RpcError, TimedOut, WirecallError
+from wirecall.logs import logger
+from wirecall.mcp.client.host import Host
+from wirecall.mcp.revisions import Revision
+from wirecall.mcp.types import PREFIX, Cancelled, ProgressToken
+from wirecall.protocol.messages import ErrorObject, encode
+from wirecall.protocol.replies import UNREADABLE, Arrived
 
 Kind: TypeAlias = Literal["tools", "prompts", "resources", "updated"]
+Progress: TypeAlias = Callable[[float, float | None, str | None], object]
+
+QUESTIONS = 100  # of a server that wait for an answer
+FIRST, FURTHEST = 0.5, 30.0  # seconds before a stream that broke is asked for again
 
 # The notification of each kind.
 KINDS: dict[str, Kind] = {
@@ -36,8 +51,16 @@ class Change(Struct, frozen=True):
     uri: str | None = None
 
 
+class Log(Struct, frozen=True):
+    """A log message of the server's."""
+
+    level: str
+    data: Any = None
+    logger: str | None = None
+
+
 class Changes:
-    """The changes that somebody listens to, one after another."""
+    """The changes that a program listens to, one after another."""
 
     def __init__(
         self,
@@ -79,24 +102,287 @@ class Changes:
         del self._pending[change]
         return change
 
-    def wants(self, change: Change) -> bool:
-        return change.uri in self.uris if change.kind == "updated" else change.kind in self.lists
-
     def tell(self, change: Change) -> None:
-        if self.wants(change):
+        """Take a change, if it is one of those that are listened to."""
+        if change.uri in self.uris if change.kind == "updated" else change.kind in self.lists:
             self._pending[change] = None
             self._news.set()
 
-    def everything(self) -> list[Change]:
-        """What may have happened while nobody could hear it."""
-        return [*(Change(kind) for kind in sorted(self.lists)), *(Change("updated", uri) for uri in sorted(self.uris))]
+    def tell_everything(self) -> None:
+        """Take every change that may have happened while the client could not hear it."""
+        for kind in sorted(self.lists):
+            self.tell(Change(kind))
+        for uri in sorted(self.uris):
+            self.tell(Change("updated", uri))
 
     def finish(self, error: WirecallError | None = None) -> None:
-        """Nothing more will come."""
+        """End: nothing more will come."""
         self._over = self._over or error or True
         self._news.set()
 
-    def filter(self) -> dict[str, Any]:
-        """What `subscriptions/listen` asks for."""
-        wanted: dict[str, Any] = {f"{kind}ListChanged": True for kind in sorted(self.lists)}
-        return {**wanted, "resourceSubscriptions": sorted(self.uris)} if self.uris else wanted
+
+# --- listening -------------------------------------------------------------------------------------------------------
+
+
+class Listening:
+    """All that listen on one client, in the way of its revision."""
+
+    def __init__(
+        self,
+        call: Callable[[str, dict[str, Any]], Awaitable[None]],
+        listen: Callable[[dict[str, Any], Callable[[int], None]], Awaitable[None]],
+        timeout: float,
+        clock: Clock,
+    ) -> None:
+        self.is_stateless = False
+        self._call = call
+        self._listen = listen  # one `subscriptions/listen`, until it ends
+        self._timeout = timeout
+        self._clock = clock
+        self._all: list[Changes] = []
+        self._uris: Counter[str] = Counter()  # how many listen to a resource
+        self._streams: dict[Changes, asyncio.Task[None]] = {}
+        self._ids: dict[Any, Changes] = {}
+        self._acknowledged: dict[Changes, asyncio.Event] = {}
+
+    def tell(self, change: Change, subscription: Any) -> None:
+        """Pass a change on: to one stream if it names that, else to all that listen."""
+        only = self._ids.get(subscription) if subscription is not None else None
+        for changes in [only] if only is not None else self._all:
+            changes.tell(change)
+
+    def tell_everything(self) -> None:
+        """Count everything as changed: the client could not hear for a while."""
+        for changes in self._all:
+            changes.tell_everything()
+
+    def uris(self) -> list[str]:
+        """Return the resources that are listened to."""
+        return sorted(uri for uri, count in self._uris.items() if count > 0)
+
+    async def begin(self, changes: Changes) -> None:
+        """Listen; the server has agreed when this returns."""
+        self._all.append(changes)
+        try:
+            if self.is_stateless:
+                await self._begin_stream(changes)
+            else:
+                for uri in sorted(changes.uris):
+                    if not self._uris[uri]:
+                        await self._call("resources/subscribe", {"uri": uri})
+                self._uris.update(changes.uris)
+        except BaseException:
+            await self.end(changes)
+            raise
+
+    async def end(self, changes: Changes) -> None:
+        """Stop listening."""
+        if changes not in self._all:
+            return
+        self._all.remove(changes)
+        stream = self._streams.pop(changes, None)
+        if stream is not None:
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+            return
+        gone = [uri for uri in changes.uris if self._uris[uri] == 1]
+        self._uris.subtract(changes.uris)
+        for uri in gone:
+            with suppress(WirecallError):
+                await self._call("resources/unsubscribe", {"uri": uri})
+
+    async def aclose(self) -> None:
+        for changes in list(self._all):
+            changes.finish()
+        for task in self._streams.values():
+            task.cancel()
+        await asyncio.gather(*self._streams.values(), return_exceptions=True)
+
+    # --- 2026-07-28 --------------------------------------------------------------------------------------------------
+
+    async def _begin_stream(self, changes: Changes) -> None:
+        acknowledged = self._acknowledged[changes] = asyncio.Event()
+        stream = asyncio.get_running_loop().create_task(self._follow(changes))
+        self._streams[changes] = stream
+        waiting = asyncio.get_running_loop().create_task(acknowledged.wait())
+        try:
+            await asyncio.wait([stream, waiting], timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if stream.done():
+            stream.result()
+        elif not acknowledged.is_set():
+            raise TimedOut(f"the server did not say within {self._timeout:g} s what it will tell of")
+
+    async def _follow(self, changes: Changes) -> None:
+        """Ask, hear until the stream ends, and ask again. Raises what the server refuses the first time with."""
+        wanted: dict[str, Any] = {f"{kind}ListChanged": True for kind in sorted(changes.lists)}
+        if changes.uris:
+            wanted["resourceSubscriptions"] = sorted(changes.uris)
+        pause = FIRST
+        while True:
+            ids: list[int] = []
+
+            def began(id: int, ids: list[int] = ids) -> None:
+                self._ids[id] = changes
+                ids.append(id)
+
+            try:
+                await self._listen({"notifications": wanted}, began)
+                pause = FIRST
+            except (RpcError, CallFailed) as error:
+                if changes.honoured is None:
+                    raise
+                if isinstance(error, RpcError):
+                    changes.finish(error)
+                    return
+                logger.debug("a stream of changes broke: %s", error)
+                pause = max(pause, asked_pause(error))
+            finally:
+                for id in ids:
+                    self._ids.pop(id, None)
+            await self._clock.sleep(pause)
+            pause = min(FURTHEST, pause * 2)
+
+    def acknowledged(self, id: Any, honoured: dict[str, Any]) -> None:
+        """Take the server's word on what it will tell of."""
+        changes = self._ids.get(id)
+        if changes is None:
+            return
+        if changes.honoured is not None:  # it is not the first stream
+            changes.tell_everything()
+        changes.honoured = honoured
+        self._acknowledged[changes].set()
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+class Follower(Struct, weakref=True):
+    """The function that follows the progress of a call. The call holds it; with the call it is gone."""
+
+    told: Progress
+
+
+class _Progress(Struct, rename="camel"):
+    progress_token: ProgressToken
+    progress: float
+    total: float | None = None
+    message: str | None = None
+
+
+class _Told(Struct):
+    uri: str | None = None
+    notifications: dict[str, Any] | None = None
+    meta: dict[str, Any] = msgspec.field(default_factory=dict, name="_meta")
+
+
+class Inbox:
+    """Takes requests and notifications of one server.
+
+    1. A function that is told is called at once, in the order of the messages; a coroutine function has its turn after those
+       that were told before. What it raises is logged, and disturbs no one else.
+    2. A question of the server's is answered by the host, beside everything else; the server may take it back. At 2026-07-28
+       a server must not ask so, and gets no answer.
+    3. A message that cannot be read, or is of no known kind, is passed over; so is a question beyond `QUESTIONS` that wait
+       for an answer, or under the id of one of them: a server that asks so much does not listen.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        send: Callable[[bytes], Awaitable[None]],
+        on_log: Callable[[Log], object] | None,
+        on_change: Callable[[Change, Any], None],
+    ) -> None:
+        self.revision: Revision | None = None
+        self.followers: WeakValueDictionary[ProgressToken, Follower] = WeakValueDictionary()
+        self.acknowledged: Callable[[Any, dict[str, Any]], None] = lambda _id, _honoured: None
+        self.cancelled: Callable[[int | str], None] = lambda _id: None
+        self._host = host
+        self._send = send
+        self._on_log = on_log
+        self._on_change = on_change
+        self._answering: dict[int | str, asyncio.Task[None]] = {}  # questions of the server's, by their ids
+        self._turns: asyncio.Queue[tuple[Callable[..., Awaitable[object]], tuple[object, ...]]] = asyncio.Queue()
+        self._teller: asyncio.Task[None] | None = None
+
+    def hear(self, message: Arrived) -> None:
+        """Take one request or notification."""
+        params = Raw(b"{}") if message.params is UNSET else message.params
+        try:
+            if message.id is not UNSET:
+                self._asked(message)
+            elif message.method in KINDS:
+                told = msgspec.json.decode(params, type=_Told)
+                kind = KINDS[str(message.method)]
+                change = Change(kind, told.uri if kind == "updated" else None)
+                self._on_change(change, told.meta.get(f"{PREFIX}subscriptionId"))
+            elif message.method == "notifications/progress":
+                progress = msgspec.json.decode(params, type=_Progress)
+                follower = self.followers.get(progress.progress_token)
+                if follower is not None:
+                    self.tell(follower.told, progress.progress, progress.total, progress.message)
+            elif message.method == "notifications/message":
+                if self._on_log is not None:
+                    self.tell(self._on_log, msgspec.json.decode(params, type=Log))
+            elif message.method == "notifications/subscriptions/acknowledged":
+                told = msgspec.json.decode(params, type=_Told)
+                self.acknowledged(told.meta.get(f"{PREFIX}subscriptionId"), told.notifications or {})
+            elif message.method == "notifications/cancelled":
+                id = msgspec.json.decode(params, type=Cancelled).id
+                if isinstance(id, (int, str)):
+                    if id in self._answering:
+                        self._answering[id].cancel()
+                    self.cancelled(id)
+        except UNREADABLE as error:
+            logger.debug("a message of the server's cannot be read: %s", error)
+
+    async def aclose(self) -> None:
+        tasks = [task for task in (self._teller, *self._answering.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def tell(self, function: Callable[..., Any], *arguments: object) -> None:
+        """Call a function of the user's; a coroutine function waits for its turn."""
+        if inspect.iscoroutinefunction(function):
+            self._turns.put_nowait((function, arguments))
+            if self._teller is None:
+                self._teller = asyncio.get_running_loop().create_task(self._tell_in_turn())
+            return
+        try:
+            function(*arguments)
+        except Exception:
+            logger.exception("a callback failed")
+
+    async def _tell_in_turn(self) -> None:
+        while True:
+            function, arguments = await self._turns.get()
+            try:
+                await function(*arguments)
+            except Exception:
+                logger.exception("a callback failed")
+
+    def _asked(self, message: Arrived) -> None:
+        id = message.id
+        if (self.revision is not None and self.revision.is_stateless) or not isinstance(id, (int, str)):
+            logger.warning("the server asked %.100r, which it may not do; it gets no answer", message.method)
+            return
+        if id in self._answering or len(self._answering) >= QUESTIONS:
+            logger.debug("a question of the server's is passed over: %.100r", message.method)
+            return
+        task = asyncio.get_running_loop().create_task(self._answer(message))
+        self._answering[id] = task
+        task.add_done_callback(lambda _: self._answering.pop(id, None))
+
+    async def _answer(self, message: Arrived) -> None:
+        try:
+            asked = str(message.method)
+            result = {} if asked == "ping" else await self._host.answer(asked, message.params)
+            reply: dict[str, Any] = {"jsonrpc": "2.0", "id": message.id, "result": result}
+        except RpcError as error:
+            told = ErrorObject(error.code, error.message, UNSET if error.data is None else error.data)
+            reply = {"jsonrpc": "2.0", "id": message.id, "error": told}
+        with suppress(CallFailed):
+            await self._send(encode(reply))

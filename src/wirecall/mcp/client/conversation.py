@@ -1,72 +1,74 @@
-"""A client's conversation with one server of MCP: how it begins, what every message carries, how a call goes on to its end.
+"""MCP as a dialect of the client: how a conversation begins, what every message carries, how a call goes on to its end.
 
-    open -> handshake -> call: _params (envelope, key, progress, round) -> answer
+    begin -> handshake -> call: params (envelope, key, progress, round) -> answer
                                   ^-------- questions answered, headers mended, version replaced --------'
 
 At 2026-07-28 a result may be a question (`input_required`): the host answers, and the same call goes again with the
-answers, the server's state as it came, a new id and the same key. A refusal for a header that is missing (-32020) has the
-tools listed anew, one for the version (-32022) takes one that the server lists; both once, and both are safe: nothing has
+answers, the server's state exactly as it came, a new id and the same key. A refusal for a header that is missing (-32020)
+lists the tools anew, one for the version (-32022) takes one that the server lists; both once, and both are safe: nothing has
 run.
+
+For every call the conversation decides whether it is confirmed first, whether it has a key, and whether it may be repeated:
+
+1. Lists, resources, prompts and completions only read, and are repeated.
+2. A tool is repeated if it is called with an idempotency key and the server says that it honours keys; for such a server a
+   key is minted for every call. To any other server a key is harmless, but no reason to repeat.
+3. A tool is repeated if its annotations say that it is read-only or idempotent, and they are trusted (`trust=`).
+4. `confirm=` is awaited before a call of a tool that is destructive; if it declines, nothing is sent. Hints of a server that
+   is not trusted can only make a tool more dangerous: with `confirm_unknown=True` all its tools that do not say that they
+   are destructive are confirmed as well.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from wirecall.client.client import Client, decoded
-from wirecall.client.exchange import Arrays, Entry, Exchange
-from wirecall.client.links import Link
-from wirecall.client.options import Options
-from wirecall.client.retries import asked_pause, may_help
+from wirecall.client.client import decoded, mint_key
+from wirecall.client.delivery import LEAST, Delivery, Options, asked_pause, may_help, timed_out
+from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange
 from wirecall.errors import (
     BadAnswer,
     CallFailed,
     ConnectionLost,
+    Declined,
     HeaderMismatch,
     NotCapable,
+    NotSent,
     Refused,
     RpcError,
     TimedOut,
     UnknownVersion,
     UsageError,
+    WirecallError,
 )
-from wirecall.mcp.client.changes import Change
-from wirecall.mcp.client.headers import Marks
+from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, Listening, Log
 from wirecall.mcp.client.host import Host
-from wirecall.mcp.client.inbox import Inbox, Log
-from wirecall.mcp.client.listening import Listening
+from wirecall.mcp.client.links import McpHttpLink, McpLink
+from wirecall.mcp.client.lists import Lists
 from wirecall.mcp.client.negotiate import Agreed, Handshake
-from wirecall.mcp.client.rounds import Extra, asked_by
+from wirecall.mcp.client.results import Tool
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
 from wirecall.protocol.messages import encode
-from wirecall.protocol.replies import Arrived
+from wirecall.protocol.params import KEY
+from wirecall.protocol.replies import UNREADABLE
+
+T = TypeVar("T")
+Trust: TypeAlias = bool | Callable[[Tool], bool]
+Confirm: TypeAlias = Callable[[Tool, dict[str, Any]], bool | Awaitable[bool]]
 
 ROUNDS = 16  # of questions and answers in one call
 ARRAY_PROBE = 2.0  # seconds in which a server on a pipe has to answer its first array
 BEGINNINGS = 3  # attempts of each message of a handshake
 _OLD = (400, 404, 405)  # how a server of 2024-11-05 answers a POST to its stream
 _MODERN = (HeaderMismatch, NotCapable, UnknownVersion)  # errors that only newer servers have
-
-
-class Way(Link, Protocol):
-    """A link that speaks MCP: `McpHttpLink` or `McpLineLink`."""
-
-    revision: Revision | None
-    heard: Callable[[Arrived], None]
-    renew: Any
-    marks: Callable[[str], Marks]
-
-    @property
-    def is_pipe(self) -> bool: ...
-    @property
-    def older(self) -> "Callable[[], Way] | None": ...
-    async def post(self, exchange: Exchange) -> bool: ...
-    async def send(self, message: bytes) -> None: ...
-    async def listen(self) -> None: ...
+_MAY_ASK = frozenset({"tools/call", "prompts/get", "resources/read"})
+_READS = ("tools/list", "prompts/", "resources/", "completion/", "server/discover", "ping", "logging/")
 
 
 class _Message(Struct, tag_field="jsonrpc", tag="2.0"):
@@ -75,89 +77,135 @@ class _Message(Struct, tag_field="jsonrpc", tag="2.0"):
     params: Any = UNSET
 
 
-class Conversation(Client):
-    """A client as far as the protocol goes; `McpClient` has the methods that users call."""
+class _Question(Struct):
+    """A request of the server's in a result: it has no id."""
+
+    method: str
+    params: Raw = Raw(b"{}")
+
+
+class _Asked(Struct, rename="camel"):
+    """A result that is a question."""
+
+    input_requests: dict[str, _Question] = {}
+    request_state: Any = UNSET
+
+
+class _Kind(Struct, rename="camel"):
+    result_type: str = "complete"  # what older servers leave out (2026-07-28, basic)
+
+
+class Extra(Struct):
+    """What an entry of MCP has beside its params."""
+
+    read: Callable[[AnyEntry], Any] | None = None  # makes the result
+    follower: Follower | None = None
+    asked: _Asked | None = None  # the last result, if it is a question
+    round: dict[str, Any] = {}  # `inputResponses` and `requestState` of this attempt
+    rounds: int = 0
+    is_mended: bool = False
+
+
+_kind_of = msgspec.json.Decoder(_Kind).decode
+_asked_in = msgspec.json.Decoder(_Asked).decode
+
+
+class Conversation:
+    """The client's side of one conversation."""
 
     def __init__(
         self,
-        way: Way,
+        link: McpLink,
         options: Options,
         host: Host,
         *,
         identity: Mapping[str, Any],
-        on_log: Callable[[Log], Any] | None = None,
-        on_change: Callable[[Change], Any] | None = None,
+        revision: str | None = None,
+        trust: Trust = False,
+        confirm: Confirm | None = None,
+        confirm_unknown: bool = False,
+        on_log: Callable[[Log], object] | None = None,
+        on_change: Callable[[Change], object] | None = None,
     ) -> None:
-        super().__init__(options.wrap(way), options, kinds={})
+        if revision is not None and revision not in REVISIONS:
+            raise UsageError(f"revision={revision!r} is not known.", "MCP has five", f"use one of {', '.join(REVISIONS)}")
+        self.link = link
+        self.revision: Revision | None = None  # None: nothing is agreed yet
+        self.has_rounds = False
         self.honours_keys = False  # the server says that of the calls of a tool with one key, one runs
         self.server: dict[str, Any] = {}
         self.capabilities: dict[str, Any] = {}
         self.instructions: str | None = None
+        self.lists = Lists(self.ask, options.clock.time)
+        self._options = options
         self._host = host
         self._me = Raw(encode(dict(identity)))
-        self._pinned = _known(options.revision)
-        self._spoken: Revision | None = None
-        self._is_stateless = False
+        self._pinned = None if revision is None else REVISIONS[revision]
+        self._trust = trust
+        self._confirm = confirm
+        self._confirm_unknown = confirm_unknown
+        self._on_change = on_change
         self._has_tried_arrays = False
         self._level: str | None = None
         self._seal({})
-        self._on_change = on_change
-        self._inbox = Inbox(host, lambda message: self._way.send(message), on_log, self._changed)
-        self._listening = Listening(self.call, self._listen, options.timeout)
+        self._inbox = Inbox(host, lambda message: self.link.send(message), on_log, self._changed)
         self._inbox.acknowledged = self._acknowledged
         self._inbox.cancelled = self._cancelled
-        self._listens: dict[int, asyncio.Task[bool]] = {}
-        self._go(way)
+        self._listening = Listening(self.tell, self._listen, options.timeout, options.clock)
+        self._listens: dict[int | str, asyncio.Task[bool]] = {}
+        self._subscribed: Changes | None = None
+        self._delivery: Delivery | None = None
+        self._speak_on(link)
 
-    def _go(self, way: Way) -> None:
-        """Which way messages go from now on."""
-        self._way = way
-        way.heard = self._inbox.hear
+    @property
+    def is_stateless(self) -> bool:
+        return self.has_rounds
+
+    def _speak_on(self, link: McpLink) -> None:
+        self.link = link
+        link.heard = self._inbox.hear
+        link.marks = lambda name: self.lists.marks.get(name, {})
 
     # --- beginning and end -------------------------------------------------------------------------------------------
 
-    async def open(self) -> None:
-        """Open the connection, and agree on a revision."""
-        await super().open()
+    async def begin(self, delivery: Delivery) -> None:
+        """Agree on a revision, and listen to all lists if `on_change` was given."""
+        self._delivery = delivery
         try:
             agreed = await self._handshake().agree()
         except (Refused, RpcError) as refusal:
-            agreed = await self._agree_in_the_old_way(refusal)
+            # A server that refuses `initialize` may be one of 2024-11-05, which has another transport.
+            status = refusal.status if isinstance(refusal, Refused) else 400
+            older = self.link.older() if self.link.older is not None else None
+            is_modern = isinstance(refusal, _MODERN) or (self._pinned is not None and self._pinned.is_stateless)
+            if older is None or status not in _OLD or is_modern:
+                raise
+            try:
+                await older.open()
+            except CallFailed:
+                raise refusal from None
+            await self.link.aclose()
+            self._speak_on(older)
+            delivery.link = self._options.wrap(older)
+            agreed = await self._handshake().initialize(self._pinned or HANDSHAKE[-1])
         await self._adopt(agreed)
+        if self._on_change is not None and self.is_stateless:
+            await self.listen_to(())
 
-    async def _agree_in_the_old_way(self, refusal: Refused | RpcError) -> Agreed:
-        """A server that refuses `initialize` may be one of 2024-11-05, which has another transport (its successors tell)."""
-        status = refusal.status if isinstance(refusal, Refused) else 400
-        if self._way.older is None or status not in _OLD or isinstance(refusal, _MODERN):
-            raise refusal
-        if self._pinned is not None and self._pinned.is_stateless:
-            raise refusal
-        older = self._way.older()
-        try:
-            await older.open()
-        except CallFailed:
-            raise refusal from None
-        await self._way.aclose()
-        self._go(older)
-        self._link = self._options.wrap(older)
-        return await self._handshake().initialize(self._pinned or HANDSHAKE[-1])
-
-    async def aclose(self) -> None:
-        """Close the connection. Calls under way fail."""
+    async def end(self) -> None:
         await self._listening.aclose()
         await self._inbox.aclose()
-        await super().aclose()
 
     def _handshake(self) -> Handshake:
-        is_pipe = self._way.is_pipe
-        return Handshake(self._ask, self._describe, self._offer, pinned=self._pinned, may_be_silent=is_pipe)
+        is_pipe = self.link.is_pipe
+        return Handshake(self._request, self._describe, self._offer, pinned=self._pinned, may_be_silent=is_pipe)
 
     def _offer(self, revision: Revision) -> dict[str, Any]:
         capabilities = self._host.capabilities(revision)
         return {"protocolVersion": revision.name, "capabilities": capabilities, "clientInfo": self._me}
 
     def _describe(self, revision: Revision) -> dict[str, Any]:
-        """The envelope of 2026-07-28."""
+        """Return the envelope of 2026-07-28."""
         told = {
             f"{PREFIX}protocolVersion": revision.name,
             f"{PREFIX}clientCapabilities": Raw(encode(self._host.capabilities(revision))),
@@ -166,98 +214,168 @@ class Conversation(Client):
         return told if self._level is None else {**told, f"{PREFIX}logLevel": self._level}
 
     def _seal(self, envelope: dict[str, Any]) -> None:
-        """What every request carries in `_meta`, and the same as it travels if there is nothing else in it."""
+        """Keep what every request carries in `_meta`, also as it travels if there is nothing else in it."""
         self._envelope = envelope
         self._sealed = Raw(encode(envelope))
 
     async def _adopt(self, agreed: Agreed) -> None:
         """Speak as was agreed."""
+        assert self._delivery is not None
         revision = agreed.revision
-        self.revision, self._spoken, self._is_stateless = revision.name, revision, revision.is_stateless
+        self.revision = self.link.revision = self._inbox.revision = revision
+        self.has_rounds = self._listening.is_stateless = revision.is_stateless
         self.server, self.capabilities, self.instructions = agreed.server, agreed.capabilities, agreed.instructions
         experimental = agreed.capabilities.get("experimental")
         self.honours_keys = isinstance(experimental, dict) and KEYS_CAPABILITY in experimental
-        self._way.revision = self._inbox.revision = revision
-        self._listening.is_stateless = revision.is_stateless
-        if self.arrays.legal or not revision.has_arrays:  # what was learned of the server's arrays stays
+        self.lists.has_headers = isinstance(self.link, McpHttpLink) and revision.has("http headers repeat the body")
+        if self._delivery.arrays.legal or not revision.has_arrays:  # what was learned of the server's arrays stays
             has = "has" if revision.has_arrays else "has no"
-            self.arrays = Arrays(revision.has_arrays, f"MCP {revision.name} {has} arrays")
+            self._delivery.arrays = Arrays(revision.has_arrays, f"MCP {revision.name} {has} arrays")
         if revision.is_stateless:
             self._seal(self._describe(revision))
             return
-        await self._way.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
-        self._way.renew = self._renew
-        await self._way.listen()
+        await self.link.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
+        self.link.renew = self._renew
+        await self.link.listen()
 
     async def _renew(self) -> None:
-        """The server, or its session, is a new one: begin again."""
-        assert self._spoken is not None
-        await self._adopt(await self._handshake().initialize(self._spoken))
-        self._forget()
-        await self._begun_again()
-
-    async def _begun_again(self) -> None:
-        """What a new session has to be told."""
+        """Begin again: the server, or its session, is a new one. What the old one was told is told again."""
+        revision = self.revision
+        assert revision is not None
+        await self._adopt(await self._handshake().initialize(revision))
+        self.lists.forget()
+        again = [("resources/subscribe", {"uri": uri}) for uri in self._listening.uris()]
         if self._level is not None:
-            await self._plainly("logging/setLevel", {"level": self._level})
-        for uri in self._listening.uris():
-            await self._plainly("resources/subscribe", {"uri": uri})
-        self._listening.missed()
+            again.insert(0, ("logging/setLevel", {"level": self._level}))
+        for method, params in again:
+            with suppress(RpcError, CallFailed):  # its failure is not one of the call that waits
+                await self._request(method, params, revision)
+        self._listening.tell_everything()
 
-    async def _plainly(self, method: str, params: dict[str, Any]) -> None:
-        """A call beneath the renewing of sessions. What it meets is no matter of the call that waits for it."""
-        try:
-            await self._ask(method, params, self._spoken)
-        except (RpcError, CallFailed):
-            return
-
-    async def _ask(self, method: str, params: dict[str, Any], revision: Revision | None) -> Raw:
-        """One request beneath retries and wrappers: a handshake must not wait for itself."""
-        self._way.revision = revision
-        attempt, deadline = 1, self._clock.time() + self._options.timeout
+    async def _request(self, method: str, params: dict[str, Any], revision: Revision | None) -> Raw:
+        """Send one request beneath retries and wrappers, because a handshake must not wait for itself; return the result."""
+        self.link.revision = revision
+        clock, retry = self._options.clock, self._options.retry
+        attempt, deadline = 1, clock.time() + self._options.timeout
         while True:
-            entry = await self._ask_once(method, params)
-            error: Any = entry.error
+            entry = await self._post(method, params, self._options.timeout)
+            error = entry.error
             if error is None:
                 assert entry.raw is not None
                 return entry.raw
-            if self._way.is_pipe or attempt >= BEGINNINGS or not may_help(error) or isinstance(error, TimedOut):
+            pause = retry.pause(attempt, asked_pause(error), self._options.chance())
+            may_go = not self.link.is_pipe and attempt < BEGINNINGS and clock.time() + pause < deadline
+            if not may_go or not may_help(error) or isinstance(error, TimedOut):
                 raise error
-            pause = self._options.retry.pause(attempt, asked_pause(error), self._options.chance())
-            if self._clock.time() + pause >= deadline:
-                raise error
-            await self._clock.sleep(pause)
+            await clock.sleep(pause)
             attempt += 1
 
-    async def _ask_once(self, method: str, params: dict[str, Any]) -> Entry:
-        entry = Entry(method, params, lambda _entry: None, timeout=self._options.timeout)
-        self._last_id = entry.id = self._last_id + 1
-        exchange = Exchange(encode(_Message(entry.id, method, params)), [entry], False, lambda _entry: None)
+    async def _post(self, method: str, params: Any, timeout: float, *, array: bool = False) -> AnyEntry:
+        """Send one request, once and in any session; return it settled."""
+        assert self._delivery is not None
+        entry: AnyEntry = Entry(method, None, lambda _entry: None, timeout=timeout)
+        entry.id = self._delivery.next_id()
+        message = _Message(entry.id, method, params)
+        exchange = Exchange(encode([message] if array else message), [entry], array, lambda _entry: None)
         try:
-            async with asyncio.timeout(entry.timeout):
-                if await self._way.post(exchange):
+            async with asyncio.timeout(timeout):
+                if await self.link.post(exchange):
                     raise ConnectionLost("the server does not know the session it has just begun")
             exchange.end_of_answers()
         except CallFailed as error:
             exchange.end(error)
         except TimeoutError:
-            exchange.end(self._timed_out(exchange, entry.timeout))
+            exchange.end(timed_out(exchange, timeout))
         return entry
 
-    # --- what a call carries -----------------------------------------------------------------------------------------
+    async def try_arrays(self) -> None:
+        """Find out whether a server on a pipe drops arrays without a word, by a ping: its loss loses nothing."""
+        assert self._delivery is not None
+        arrays = self._delivery.arrays
+        if not arrays.legal or not self.link.is_pipe or self._has_tried_arrays or self.honours_keys:
+            return
+        entry = await self._post("ping", UNSET, ARRAY_PROBE, array=True)
+        self._has_tried_arrays = True
+        if not entry.ok:
+            arrays.legal, arrays.reason = False, "the server did not answer an array"
 
-    def entry(self, method: str, params: Any = None, *, timeout: float | None = None, **options: Any) -> Entry:
-        """A call to be made. Its time begins when it is sent."""
-        extra = options.pop("extra", None)
-        if isinstance(params, (list, tuple)):
-            raise UsageError(f"{method}: params by position.", "MCP has them by name only", "use a dict")
-        entry = super().entry(method, params, timeout=timeout, **options)
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    async def ask(
+        self, method: str, params: dict[str, Any] | None, read: Callable[[Raw], T], timeout: float | None = None
+    ) -> T:
+        """Call a method of MCP's own, and return its result as `read` makes it."""
+        assert self._delivery is not None
+
+        def read_raw(entry: AnyEntry) -> T:
+            assert entry.raw is not None
+            return read(entry.raw)
+
+        given = self._options.timeout if timeout is None else timeout
+        entry: Entry[T] = Entry(method, params, self.read, timeout=given, extra=Extra(read=read_raw))
+        await self._delivery.run(entry)
+        return entry.result()
+
+    async def tell(self, method: str, params: dict[str, Any]) -> None:
+        """Call a method of MCP's own whose result says nothing."""
+        await self.ask(method, params, lambda _raw: None)
+
+    def check(self, entry: AnyEntry) -> None:
+        if isinstance(entry.params, (list, tuple)):
+            raise UsageError(f"{entry.method}: params by position.", "MCP has them by name only", "use a dict")
         if isinstance(entry.params, Struct):
             entry.params = msgspec.to_builtins(entry.params)
-        entry.extra = extra or Extra()
-        return entry
+        if entry.extra is None:
+            entry.extra = Extra()
 
-    def _params(self, entry: Entry) -> Any:
+    async def prepare(self, entry: AnyEntry) -> None:
+        if entry.method != "tools/call":
+            entry.key = entry.key if isinstance(entry.key, str) else None
+            entry.safe = entry.method.startswith(_READS) or entry.query is True
+            return
+        params = entry.params or {}
+        name, arguments = str(params.get("name")), params.get("arguments")
+        tool = await self.lists.tool(name, entry.timeout) if self._trust or self._confirm else None
+        if name in self.lists.left_out:
+            raise NotSent(f"the tool {name!r} cannot be called over HTTP: its x-mcp-header are against the rules")
+        is_trusted = tool is not None and self.trusts(tool)
+        # 1. Confirmation: the word of a server that is not trusted counts against a tool, and never for it.
+        if self._confirm is not None:
+            if tool is not None and is_trusted:
+                is_asked = tool.destructive
+            else:
+                is_asked = self._confirm_unknown or (tool is not None and tool.annotations is not None and tool.destructive)
+            if is_asked:
+                agreed = self._confirm(tool or Tool(name), arguments or {})
+                if inspect.isawaitable(agreed):
+                    agreed = await agreed
+                if not agreed:
+                    raise Declined(f"{name} was not confirmed")
+                entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+        # 2. The key: the caller's, or the model's among the arguments, or a new one where that helps.
+        if not isinstance(entry.key, str):
+            own = arguments.get(KEY) if isinstance(arguments, dict) else None
+            if isinstance(own, str) and self.honours_keys:
+                entry.key = own
+            else:
+                entry.key = mint_key() if entry.key is True or (entry.key is None and self.honours_keys) else None
+        is_harmless = tool is not None and is_trusted and tool.idempotent
+        entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
+
+    def trusts(self, tool: Tool) -> bool:
+        return bool(self._trust(tool)) if callable(self._trust) else self._trust
+
+    async def only_reads(self, entry: AnyEntry) -> bool:
+        if entry.key is None or entry.query is True:
+            return True
+        # Every call of a tool has a key here. Its annotations tell, trusted or not: a false one only lets it repeat less.
+        with suppress(WirecallError):
+            left = max(entry.deadline - self._options.clock.time(), LEAST)
+            tool = await self.lists.tool(str((entry.params or {}).get("name")), left)
+            return tool is not None and tool.read_only
+        return False
+
+    def params(self, entry: AnyEntry) -> Any:
         members: dict[str, Any] = {**entry.params} if entry.params else {}
         extra: Extra = entry.extra
         own: dict[str, Any] = members.get("_meta", {})
@@ -274,113 +392,119 @@ class Conversation(Client):
             members |= extra.round
         return members or UNSET
 
-    def _converted(self, entry: Entry) -> Any:
+    def read(self, entry: AnyEntry) -> Any:
         extra: Extra = entry.extra
-        if self._is_stateless:
-            extra.asked = asked_by(entry)
+        if self.has_rounds:
+            assert entry.raw is not None
+            try:
+                kind = _kind_of(entry.raw).result_type
+                # A result of an unknown type is invalid (2026-07-28, basic).
+                if kind != "complete" and (kind != "input_required" or entry.method not in _MAY_ASK):
+                    raise BadAnswer(f"{entry.method}: a result of the unknown type {kind[:40]!r}")
+                extra.asked = None if kind == "complete" else _asked_in(entry.raw)
+            except UNREADABLE as error:
+                raise BadAnswer(f"{entry.method}: the result cannot be read: {error}") from None
             if extra.asked is not None:
                 return None  # the result is still to come
         return decoded(entry) if extra.read is None else extra.read(entry)
 
-    # --- to the end of a call ----------------------------------------------------------------------------------------
-
-    async def _deliver(self, entries: list[Entry], *, array: bool = False) -> list[Entry]:
-        returned = await super()._deliver(entries, array=array)
-        for entry in entries if self._is_stateless else ():
-            if entry.error is not None or entry.extra.asked is not None:
-                await self._go_on(entry)
-        return returned
-
-    async def _go_on(self, entry: Entry) -> None:
-        for _ in range(ROUNDS):
-            if not (await self._mended(entry) or await self._questioned(entry)):
-                return
-            entry.attempts = 0
-            await super()._deliver([entry])
-        entry.fail(BadAnswer(f"{entry.method}: the server goes on asking after {ROUNDS} rounds"))
-
-    async def _mended(self, entry: Entry) -> bool:
-        """Whether a refused call may go again as the server wants it."""
-        error, extra = entry.error, entry.extra
-        if extra.is_mended or not isinstance(error, (HeaderMismatch, UnknownVersion)):
+    async def goes_on(self, entry: AnyEntry) -> bool:
+        extra: Extra = entry.extra
+        error = entry.error
+        if error is None and extra.asked is None:
+            return False
+        if extra.rounds >= ROUNDS:
+            if error is None:
+                entry.fail(BadAnswer(f"{entry.method}: the server goes on asking after {ROUNDS} rounds"))
+            return False
+        extra.rounds += 1
+        if error is None and extra.asked is not None:
+            return await self._answer(entry, extra.asked)
+        if extra.is_mended:
             return False
         extra.is_mended = True
         if isinstance(error, HeaderMismatch):
-            return await self._refreshed(entry)
-        listed = error.data.get("supported") if isinstance(error.data, dict) else None
-        common = [revision for revision in STATELESS if revision.name in (listed if isinstance(listed, list) else ())]
-        if not common or self._pinned not in (None, common[-1]):
-            return False
-        self.revision, self._spoken, self._way.revision = common[-1].name, common[-1], common[-1]
-        self._seal(self._describe(common[-1]))
-        return True
+            if entry.method != "tools/call" or not self.lists.has_headers:
+                return False
+            self.lists.forget(Change("tools"))
+            with suppress(WirecallError):
+                await self.lists.read(Tool)
+                return True
+        if isinstance(error, UnknownVersion):
+            listed = error.data.get("supported") if isinstance(error.data, dict) else None
+            common = [revision for revision in STATELESS if revision.name in (listed if isinstance(listed, list) else ())]
+            if common and self._pinned in (None, common[-1]):
+                self.revision = self.link.revision = common[-1]
+                self._seal(self._describe(common[-1]))
+                return True
+        return False
 
-    async def _questioned(self, entry: Entry) -> bool:
-        """Answer what the result asks; False if it asks nothing, or if nobody can answer."""
-        extra: Extra = entry.extra
-        if entry.error is not None or extra.asked is None:
-            return False
+    async def _answer(self, entry: AnyEntry, asked: _Asked) -> bool:
+        """Put the host's answers into the next round of a call; return False if it has none."""
         try:
-            extra.round = await extra.asked.answered(self._host)
+            answers = {key: await self._host.answer(one.method, one.params) for key, one in asked.input_requests.items()}
         except RpcError as error:
             entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {error}"))
             return False
-        entry.deadline = self._clock.time() + entry.timeout  # a person may have taken their time
+        state = {} if asked.request_state is UNSET else {"requestState": asked.request_state}
+        entry.extra.round = {**({"inputResponses": answers} if answers else {}), **state}
+        entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
         return True
 
-    async def _refreshed(self, entry: Entry) -> bool:
-        """Whether what is known of the server's tools is new, so that a call may be put in its words."""
-        raise NotImplementedError
+    async def set_log_level(self, level: str) -> None:
+        """Ask for log messages from this level upwards, in this session and the next."""
+        self._level = level
+        if self.is_stateless:
+            self._seal({**self._envelope, f"{PREFIX}logLevel": level})
+        else:
+            await self.tell("logging/setLevel", {"level": level})
 
-    # --- arrays ------------------------------------------------------------------------------------------------------
+    # --- what the server sends on its own ----------------------------------------------------------------------------
 
-    async def _deliver_arrays(self, entries: list[Entry]) -> list[Entry]:
-        if self.arrays.legal and self._way.is_pipe and not (self._has_tried_arrays or self.honours_keys):
-            await self._try_an_array()
-        return await super()._deliver_arrays(entries)
+    def changes(self, lists: Iterable[Kind], uris: Iterable[str]) -> Changes:
+        """Return a block that hears of changes of these lists, and of these resources."""
+        return Changes(lists, uris, begin=self._listening.begin, end=self._listening.end)
 
-    async def _try_an_array(self) -> None:
-        """On a pipe some servers drop an array without a word. A ping does nothing: its loss tells it, and loses nothing."""
-        entry = Entry("ping", None, lambda _entry: None, timeout=ARRAY_PROBE)
-        self._last_id = entry.id = self._last_id + 1
-        exchange = Exchange(encode([_Message(entry.id, "ping")]), [entry], True, lambda _entry: None)
-        try:
-            async with asyncio.timeout(ARRAY_PROBE):
-                await self._way.post(exchange)
-        except (CallFailed, TimeoutError):
-            exchange.end(TimedOut("no answer"))
-        self._has_tried_arrays = True
-        if not entry.ok:
-            self.arrays.legal, self.arrays.reason = False, "the server did not answer an array"
+    async def listen_to(self, uris: Iterable[str]) -> None:
+        """Tell `on_change` of all lists and of these resources: the new before the old, so that nothing is missed."""
+        lists: tuple[Kind, ...] = ("tools", "prompts", "resources") if self.is_stateless else ()
+        old, self._subscribed = self._subscribed, await self.changes(lists, uris).__aenter__()
+        if old is not None:
+            await old.__aexit__()
 
-    # --- what the server says on its own -----------------------------------------------------------------------------
+    def subscribed(self) -> set[str]:
+        """Return the resources that `on_change` is told of."""
+        if self._on_change is None:
+            raise UsageError(
+                "There is no callback for changes.", fix="connect(..., on_change=...), or use client.listen(uris=...)"
+            )
+        return set(self._subscribed.uris) if self._subscribed else set()
 
     def _changed(self, change: Change, subscription: Any) -> None:
-        self._forget(change)
+        self.lists.forget(change)
         self._listening.tell(change, subscription)
         if self._on_change is not None:
             self._inbox.tell(self._on_change, change)
 
-    def _forget(self, change: Change | None = None) -> None:
-        """A list that was kept may be another one now; None: all of them."""
-
     def _acknowledged(self, id: Any, honoured: dict[str, Any]) -> None:
-        self._forget()
+        self.lists.forget()
         self._listening.acknowledged(id, honoured)
 
-    def _cancelled(self, id: Any) -> None:
-        """On a pipe a server ends a stream of changes so."""
+    def _cancelled(self, id: int | str) -> None:
+        """End a stream of changes: on a pipe a server does it so."""
         if id in self._listens:
             self._listens[id].cancel()
 
     async def _listen(self, params: dict[str, Any], began: Callable[[int], None]) -> None:
-        """One `subscriptions/listen`, until it ends. It has no deadline."""
-        entry = Entry("subscriptions/listen", params, lambda _entry: None, timeout=1.0)
-        self._last_id = entry.id = self._last_id + 1
+        """Send one `subscriptions/listen`, and return when its stream ends. It has no deadline."""
+        assert self._delivery is not None
+        entry: AnyEntry = Entry("subscriptions/listen", params, lambda _entry: None, timeout=1.0)
+        entry.id = self._delivery.next_id()
         began(entry.id)
-        told = {**params, "_meta": self._envelope}
-        exchange = Exchange(encode(_Message(entry.id, entry.method, told)), [entry], False, lambda _entry: None)
-        task = self._listens[entry.id] = asyncio.get_running_loop().create_task(self._way.post(exchange))
+        message = _Message(entry.id, entry.method, {**params, "_meta": self._envelope})
+        exchange = Exchange(encode(message), [entry], False, lambda _entry: None)
+        exchange.is_standing = True
+        task = self._listens[entry.id] = asyncio.get_running_loop().create_task(self.link.post(exchange))
         try:
             await asyncio.wait([task])
             if not task.cancelled():
@@ -391,9 +515,3 @@ class Conversation(Client):
             del self._listens[entry.id]
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _known(name: str | None) -> Revision | None:
-    if name is not None and name not in REVISIONS:
-        raise UsageError(f"revision={name!r} is not known.", "MCP has five", f"use one of {', '.join(REVISIONS)}")
-    return None if name is None else REVISIONS[name]

@@ -13,8 +13,8 @@ A handler is a function or a coroutine function.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -60,16 +60,23 @@ class Sampling(Struct, frozen=True, rename="camel"):
         return "\n".join(text for message in self.messages for text in _texts(message.get("content")))
 
 
+T = TypeVar("T")
+Sample: TypeAlias = Callable[[Sampling], str | Sampled | Awaitable[str | Sampled]]
+Elicit: TypeAlias = Callable[[Form], dict[str, Any] | Elicited | Awaitable[dict[str, Any] | Elicited | None] | None]
+ElicitUrl: TypeAlias = Callable[[Visit], bool | Elicited | Awaitable[bool | Elicited]]
+Roots: TypeAlias = Iterable[object] | Callable[[], Iterable[object] | Awaitable[Iterable[object]]]
+
+
 class Host(Struct, frozen=True, kw_only=True):
     """The handlers of one client."""
 
-    sample: Callable[[Sampling], Any] | None = None
-    elicit: Callable[[Form], Any] | None = None
-    elicit_url: Callable[[Visit], Any] | None = None
-    roots: Any = None
+    sample: Sample | None = None
+    elicit: Elicit | None = None
+    elicit_url: ElicitUrl | None = None
+    roots: Roots | None = None
 
     def capabilities(self, revision: Revision) -> dict[str, Any]:
-        """What is declared to a server: what there is a handler for, as far as the revision knows it."""
+        """Return what is declared to a server: what there is a handler for, as far as the revision knows it."""
         handlers = {"form": self.elicit, "url": self.elicit_url}
         modes: dict[str, Any] = {mode: {} for mode, handler in handlers.items() if handler}
         has_modes = revision.has("ask elicitation url")
@@ -86,13 +93,16 @@ class Host(Struct, frozen=True, kw_only=True):
         return declared
 
     async def answer(self, method: str, params: Raw | UnsetType) -> dict[str, Any]:
-        """What a question is answered with. Raises what refuses it."""
-        if method not in _ANSWERS:
-            raise MethodNotFound(f"this client does not answer {method[:100]!r}")
+        """Return the answer to a question, or raise the refusal."""
         given = Raw(b"{}") if params is UNSET else params
         try:
-            answer: dict[str, Any] = await _ANSWERS[method](self, given)
-            return answer
+            if method == "sampling/createMessage":
+                return await self._sampled(given)
+            if method == "elicitation/create":
+                return await self._elicited(given)
+            if method == "roots/list":
+                return await self._rooted()
+            raise MethodNotFound(f"this client does not answer {method[:100]!r}")
         except msgspec.ValidationError as error:
             raise InvalidParams(f"params: {str(error).lower()}") from None
         except RpcError:
@@ -138,23 +148,16 @@ class Host(Struct, frozen=True, kw_only=True):
             return {"action": said.action}
         return {"action": "accept" if said else "decline"}
 
-    async def _rooted(self, _params: Raw) -> dict[str, Any]:
+    async def _rooted(self) -> dict[str, Any]:
         if self.roots is None:
             raise MethodNotFound("this client has no roots")
-        places: Iterable[Any] = await _awaited(self.roots() if callable(self.roots) else self.roots)
+        places = await _awaited(self.roots() if callable(self.roots) else self.roots)
         roots = [place if isinstance(place, Root) else Root(str(place)) for place in places]
         return {"roots": [{"uri": root.uri, **({"name": root.name} if root.name else {})} for root in roots]}
 
 
 class _Mode(Struct):
     mode: str = "form"
-
-
-_ANSWERS: dict[str, Any] = {
-    "sampling/createMessage": Host._sampled,
-    "elicitation/create": Host._elicited,
-    "roots/list": Host._rooted,
-}
 
 
 def with_defaults(content: Any, schema: dict[str, Any]) -> dict[str, Any]:
@@ -172,5 +175,5 @@ def _texts(content: Any) -> list[str]:
     return [block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str)]
 
 
-async def _awaited(value: Any) -> Any:
+async def _awaited(value: T | Awaitable[T]) -> T:
     return await value if inspect.isawaitable(value) else value

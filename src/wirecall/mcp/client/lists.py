@@ -8,36 +8,42 @@
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
 from wirecall.errors import BadAnswer, InvalidParams, RpcError
+from wirecall.logs import logger
 from wirecall.mcp.client.changes import Change
-from wirecall.mcp.client.headers import Marks, callable_tools, marks_of
 from wirecall.mcp.client.results import Prompt, Resource, Template, Tool, read_entries
+from wirecall.mcp.headers import Marks, fault_of, marked
 from wirecall.protocol.replies import UNREADABLE
 
-T = TypeVar("T")
+T = TypeVar("T", Tool, Prompt, Resource, Template)
 
 PAGES = 1000  # of one list: more of them is a server that goes in circles
 KNOWN = 60.0
 
-# What a list is called, and what it is a list of.
-_LISTS: dict[str, tuple[str, Any]] = {
-    "tools/list": ("tools", Tool),
-    "prompts/list": ("prompts", Prompt),
-    "resources/list": ("resources", Resource),
-    "resources/templates/list": ("resourceTemplates", Template),
+# The method of each list, and the member of its result that holds the entries.
+_LISTS: dict[type, tuple[str, str]] = {
+    Tool: ("tools/list", "tools"),
+    Prompt: ("prompts/list", "prompts"),
+    Resource: ("resources/list", "resources"),
+    Template: ("resources/templates/list", "resourceTemplates"),
 }
-# Which lists a change is about.
-_CHANGED = {
-    "tools": ("tools/list",),
-    "prompts": ("prompts/list",),
-    "resources": ("resources/list", "resources/templates/list"),
+# The lists that a change is about.
+_CHANGED: dict[str, tuple[type, ...]] = {
+    "tools": (Tool,),
+    "prompts": (Prompt,),
+    "resources": (Resource, Template),
     "updated": (),
 }
+
+
+_Ask: TypeAlias = Callable[
+    [str, dict[str, Any] | None, Callable[[Raw], dict[str, Raw]], float | None], Awaitable[dict[str, Raw]]
+]
 
 
 class _Kept(Struct):
@@ -48,62 +54,74 @@ class _Kept(Struct):
 class Lists:
     """The lists of one server."""
 
-    def __init__(self, call: Callable[..., Awaitable[Any]], now: Callable[[], float]) -> None:
-        self.has_headers = False  # the arguments of tools are repeated in headers, so their marks have to be sound
+    def __init__(self, ask: _Ask, now: Callable[[], float]) -> None:
+        self.has_headers = False  # headers repeat the arguments of tools, so their marks have to be sound
         self.marks: dict[str, Marks] = {}
         self.left_out: set[str] = set()  # tools whose marks are not
-        self._call = call
+        self._ask = ask  # calls a method of MCP's own
         self._now = now
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[type, _Kept] = {}
         self._tools: dict[str, Tool] = {}
         self._known_until = 0.0
 
-    async def read(self, method: str, timeout: float | None = None) -> list[Any]:
-        """All entries of a list."""
-        kept = self._kept.get(method)
+    async def read(self, kind: type[T], timeout: float | None = None) -> list[T]:
+        """Return all entries of a list."""
+        kept = self._kept.get(kind)
         if kept is None or self._now() >= kept.until:
             try:
-                kept = await self._pages(method, timeout)
+                kept = await self._pages(kind, timeout)
             except _Restart:
-                kept = await self._pages(method, timeout)
-            self._kept[method] = kept
-            if method == "tools/list":
+                kept = await self._pages(kind, timeout)
+            self._kept[kind] = kept
+            if kind is Tool:
                 self._learn(kept)
         return list(kept.entries)
 
     async def tool(self, name: str, timeout: float) -> Tool | None:
-        """What the server says of a tool; None if it lists none of that name."""
+        """Return what the server says of a tool; None if it lists none of that name."""
         if name not in self._tools or self._now() >= self._known_until:
-            await self.read("tools/list", timeout)
+            await self.read(Tool, timeout)
         return self._tools.get(name)
 
     def forget(self, change: Change | None = None) -> None:
-        """What has changed; None: all may have."""
-        for method in _LISTS if change is None else _CHANGED[change.kind]:
-            self._kept.pop(method, None)
-            if method == "tools/list":
+        """Forget what has changed; None: all may have."""
+        for kind in _LISTS if change is None else _CHANGED[change.kind]:
+            self._kept.pop(kind, None)
+            if kind is Tool:
                 self._known_until = 0.0
 
     def _learn(self, kept: _Kept) -> None:
-        sound = callable_tools(kept.entries) if self.has_headers else kept.entries
-        self.left_out = {tool.name for tool in kept.entries} - {tool.name for tool in sound}
-        kept.entries = sound
-        self._tools = {tool.name: tool for tool in sound}
-        self.marks = {tool.name: marks for tool in sound if (marks := marks_of(tool))} if self.has_headers else {}
+        """Note what calls have to know of tools. One whose marks are not sound is left out, as the specification demands."""
+        self.left_out = set()
+        if self.has_headers:
+            for tool in kept.entries:
+                if fault := fault_of(tool.input_schema):
+                    logger.warning("the tool %r is left out: %s", tool.name, fault)
+                    self.left_out.add(tool.name)
+            kept.entries = [tool for tool in kept.entries if tool.name not in self.left_out]
+        self._tools = {tool.name: tool for tool in kept.entries}
+        marks = {tool.name: marked(tool.input_schema) for tool in kept.entries} if self.has_headers else {}
+        self.marks = {name: found for name, found in marks.items() if found}
         self._known_until = max(kept.until, self._now() + KNOWN)
 
-    # --- pages -------------------------------------------------------------------------------------------------------
-
-    async def _pages(self, method: str, timeout: float | None) -> _Kept:
-        member, kind = _LISTS[method]
-        kept, cursor, seen = _Kept([], float("inf")), None, set[str]()
+    async def _pages(self, kind: type[Any], timeout: float | None) -> _Kept:
+        method, member = _LISTS[kind]
+        kept, seen = _Kept([], float("inf")), set[str]()
+        cursor: str | None = None
         while len(seen) <= PAGES:
-            page = await self._page(method, cursor, timeout)
+            params = None if cursor is None else {"cursor": cursor}
+            try:
+                page = await self._ask(method, params, _page_of, timeout)
+            except InvalidParams as error:
+                raise error if cursor is None else _Restart(str(error)) from None
             if member not in page:
                 raise BadAnswer(f"{method}: the result has no {member!r}", ran="yes")
-            kept.entries += read_entries(_decoded(page[member], list[Raw]), kind)
+            try:
+                kept.entries += read_entries(msgspec.json.decode(page[member], type=list[Raw]), kind)
+                cursor = msgspec.json.decode(page.get("nextCursor", Raw(b"null")), type=str | None)
+            except UNREADABLE as error:
+                raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
             kept.until = min(kept.until, self._now() + _seconds(page.get("ttlMs")))
-            cursor = _decoded(page.get("nextCursor", Raw(b"null")), str | None)
             if cursor is None:
                 return kept
             if cursor in seen:
@@ -111,27 +129,19 @@ class Lists:
             seen.add(cursor)
         raise BadAnswer(f"{method}: the list has no end", ran="yes")
 
-    async def _page(self, method: str, cursor: str | None, timeout: float | None) -> dict[str, Raw]:
-        params = None if cursor is None else {"cursor": cursor}
-        try:
-            page: dict[str, Raw] = await self._call(method, params, type=dict[str, Raw], timeout=timeout)
-        except InvalidParams as error:
-            raise error if cursor is None else _Restart(str(error)) from None
-        return page
+
+def _page_of(raw: Raw) -> dict[str, Raw]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Raw])
+    except UNREADABLE as error:
+        raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
 
 
 class _Restart(RpcError):
-    """A cursor that the server does not know any more."""
+    """The server does not know a cursor any more."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(-32602, f"the server's list changes faster than it can be read: {reason}")
-
-
-def _decoded(raw: Raw, wanted: Any) -> Any:
-    try:
-        return msgspec.json.decode(raw, type=wanted)
-    except UNREADABLE as error:
-        raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
 
 
 def _seconds(ttl: Raw | None) -> float:
