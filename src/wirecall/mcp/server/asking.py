@@ -1,13 +1,23 @@
-"""The other side: what is known of a client, what it is told and asked while a call runs.
+"""The client of a call: what is known of it, what it is told, and what it is asked while the call runs.
 
 A `Session` is the negotiated state of a client: of a connection or a session token in the revisions with a handshake, of a
-single request where every request describes itself. A `Peer` is the client's side of one request; the handler meets it as
-`ctx.progress`, `ctx.log`, `ctx.elicit`, `ctx.sample` and `ctx.roots`.
+single request where every request describes itself. A `Peer` is one request and the client at its other end; the handler
+meets it as `ctx.progress`, `ctx.log`, `ctx.elicit`, `ctx.sample` and `ctx.roots`.
 
 A question has one form for the handler and two on the wire. With a handshake it is a request to the client, and the handler
-waits. Where every request describes itself there are no requests to clients: the call ends with `input_required`, and the
-client calls again with the answers. So a question whose answer is at hand gives it; any other raises `InputRequired`, and
-the handler starts again from the top when the answers come. Answers of earlier rounds travel in the sealed state.
+waits, outside of the calls in flight (`Questions.place`). At 2026-07-28 a server sends no requests: a question whose answer
+is at hand returns it, any other raises `InputRequired`. The call ends with `input_required`, the client calls again with the
+answers, and the handler starts from the top (`Questions.resume`, `pause`):
+
+1. Between two rounds the client keeps a sealed text, the state. Nothing of it stays here: any worker takes the next round.
+2. The next round is the same call with the answers and the state. The state holds the answers of all rounds before and the
+   idempotency key of the first: a round that leaves the key out is still the same command.
+3. A state belongs to one caller, one method and one set of arguments, and is good for `STATE_LIFETIME` seconds.
+4. A state of a command leads to one outcome, however often it is sent. From the second round on the command has a record in
+   the ledger: under its key, or, if it came without one, under a key that its first question made and the state carries. So
+   the ledger answers a state that comes again with the outcome that it had. A state does not outlive the record.
+5. A command takes answers only to the questions that its state asked. What only reads has no effect to protect: it ignores
+   answers that it did not ask for, as the specification recommends.
 """
 
 import asyncio
@@ -26,13 +36,20 @@ from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageErr
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.forms import Form, form_of
-from wirecall.mcp.types import LEVELS, Elicited, Message, ProgressToken, Roots, Sampled, block
+from wirecall.mcp.server.sealed import BrokenSeal, Seals
+from wirecall.mcp.types import LEVELS, Elicited, Message, Resumed, Roots, Sampled, block
+from wirecall.process import new_nonce
 from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import decode_any, encode
+from wirecall.protocol.messages import ErrorObject, decode_any, encode
+from wirecall.server.call import Call
 from wirecall.server.context import InputRequired
 from wirecall.server.dispatch import Dispatcher
+from wirecall.server.method import Method
+from wirecall.server.policy import fingerprint
 
 Id = int | str
+
+STATE_LIFETIME = 3600.0  # seconds; a person may take this long to answer a question
 
 # Ids of our questions, different in every process: an answer may reach another one.
 _PREFIX = os.urandom(4).hex()
@@ -100,21 +117,22 @@ class Session:
         self._asked: dict[Id, tuple[Peer, asyncio.Future[Raw]]] = {}  # what it has not answered yet
 
     def wants(self, level: str) -> bool:
-        """With a handshake the server decides until a level is set; without one, no level means no messages."""
+        """Return whether the client wants messages of a level. Without one, a server with a handshake sends from `info` on,
+        and at 2026-07-28 it sends none."""
         if self.level is None:
             return not self.revision.is_stateless and LEVELS.index(level) >= LEVELS.index("info")
         return LEVELS.index(level) >= LEVELS.index(self.level)
 
-    async def request(self, call: "Peer", method: str, params: dict[str, Any]) -> Raw:
+    async def request(self, peer: "Peer", method: str, params: dict[str, Any]) -> Raw:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
         id = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
-        loop, limits = asyncio.get_running_loop(), call.waiting.limits
+        loop, limits = asyncio.get_running_loop(), peer.questions.limits
         answer: asyncio.Future[Raw] = loop.create_future()
-        self._asked[id] = call, answer
-        left = loop.create_task(call.outlet.until_left(limits.away_time))
+        self._asked[id] = peer, answer
+        left = loop.create_task(peer.outlet.until_left(limits.away_time))
         try:
             message = encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params})
-            if not await sent(call.outlet.send(message)):
+            if not await sent(peer.outlet.send(message)):
                 raise NotCapable("the question could not be sent to the client", ran="unknown")
             coming: list[asyncio.Future[Any]] = [answer, left]
             await asyncio.wait(coming, timeout=limits.answer_time, return_when=asyncio.FIRST_COMPLETED)
@@ -125,11 +143,13 @@ class Session:
         finally:
             left.cancel()
             del self._asked[id]
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # else asyncio reports an error that came in the moment in which the call was cancelled
 
-    def abandon(self, call: "Peer | None" = None) -> None:
+    def abandon(self, peer: "Peer | None" = None) -> None:
         """End the wait for answers that will not come: those of one call, or all of them if the client has left."""
         for asking, answer in self._asked.values():
-            if call in (None, asking) and not answer.done():
+            if peer in (None, asking) and not answer.done():
                 answer.set_exception(NotCapable("the client has left without an answer", ran="unknown"))
 
     def answered(self, id: Any, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
@@ -137,157 +157,206 @@ class Session:
         _, answer = self._asked.get(id, (None, None))
         if answer is None or answer.done():
             return False
-        if error is not UNSET:
-            answer.set_exception(_refusal(error))
-        else:
+        if error is UNSET:
             answer.set_result(Raw(b"{}") if result is UNSET else result)
+            return True
+        try:
+            told = msgspec.json.decode(error, type=ErrorObject)
+            answer.set_exception(RpcError(told.code, told.message, None if told.data is UNSET else told.data))
+        except msgspec.ValidationError:
+            answer.set_exception(BadInput("the client's answer: error: expected an object with code and message"))
         return True
 
 
-def _refusal(error: Raw) -> RpcError:
-    try:
-        told = msgspec.json.decode(error, type=_Error)
-    except msgspec.ValidationError:
-        return BadInput("the client answered with an error that is none")
-    return RpcError(told.code, told.message, None if told.data is UNSET else told.data)
+class _State(Struct):
+    """What a client keeps between two rounds."""
+
+    digest: str  # of the call: its method and its arguments
+    key: str | None
+    asked: list[str]
+    answers: dict[str, dict[str, Any]]
 
 
-class _Error(Struct):
-    code: int
-    message: str
-    data: Any = UNSET
+class Questions:
+    """What the questions of all calls share: the seal of their states, and the number of calls that wait.
 
-
-class Waiting:
-    """The calls that wait for an answer of their client.
-
-    A person may take an hour, so these calls take no place of `Limits.in_flight`: a client that leaves many questions open
-    would stop all other callers. They have limits of their own, which stop that client and no other.
+    A person may take an hour, so calls that wait take no place of `Limits.in_flight`: a client that leaves many questions
+    open would stop all other callers. They have limits of their own, which stop that client and no other.
     """
 
-    def __init__(self, limits: Limits, dispatcher: Callable[[], Dispatcher]) -> None:
+    def __init__(self, seals: Seals, limits: Limits, dispatcher: Callable[[], Dispatcher]) -> None:
         self.limits = limits
+        self._seals = seals
         self._dispatcher = dispatcher
-        self._of_caller: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()  # calls of each caller
 
     @contextmanager
     def place(self, session: Session, caller: str) -> Iterator[None]:
         """Count a call as waiting, and not as in flight. Raises `Busy` if too many of its session or caller wait."""
-        for limit, count in (("waiting_per_session", session.waiting), ("waiting_per_caller", self._of_caller[caller])):
+        for limit, count in (("waiting_per_session", session.waiting), ("waiting_per_caller", self._waiting[caller])):
             most = getattr(self.limits, limit)
             if count >= most:
                 reason = f"{count} calls wait for answers of this client already: answer or cancel one of them"
                 raise Busy(reason, ran="no", limit=limit, max=most, retry_after_ms=RETRY_AFTER_MS)
         session.waiting += 1
-        self._of_caller[caller] += 1
+        self._waiting[caller] += 1
         try:
             with self._dispatcher().set_aside():
                 yield
         finally:
             session.waiting -= 1
-            self._of_caller[caller] -= 1
-            if not self._of_caller[caller]:
-                del self._of_caller[caller]
+            self._waiting[caller] -= 1
+            if not self._waiting[caller]:
+                del self._waiting[caller]
+
+    def resume(self, call: Call, peer: "Peer") -> None:
+        """Begin a round of a call: give it the answers of this round and of those before, and its key (2026-07-28)."""
+        params: Resumed = peer.params
+        given, is_command = {} if params.responses is UNSET else params.responses, call.method.is_command
+        if params.state is not UNSET:
+            # Step 1: the state is ours, was sealed for this caller, and belongs to this call.
+            try:
+                _, value = self._seals.open("state", call.caller, params.state)
+            except BrokenSeal:
+                raise BadInput("requestState: not the one that was given for this call, or too old") from None
+            state = msgspec.json.decode(value, type=_State)
+            if state.digest != _digest(call.record, call.params):
+                raise BadInput("requestState: it belongs to another call")
+            if call.key not in (None, state.key):
+                raise BadInput("requestState: the call began with another idempotency key, or without one")
+            # Step 2: a command takes answers only to the questions that the state asked.
+            unasked = sorted(given.keys() - state.asked)
+            if unasked and is_command:
+                raise BadInput(f"inputResponses: {unasked[0][:100]!r} was not asked; expected {', '.join(state.asked)}")
+            call.key = state.key
+            peer.continues, peer.answers = True, {**state.answers, **given}
+        elif given:
+            if is_command:
+                raise BadInput("inputResponses: this call has asked nothing; send the requestState of the call that asked")
+            peer.answers = given
+        # What a further state is about. Not the call itself: a cycle for every call would keep the garbage collector busy.
+        peer.about = call.method, call.record, call.params, call.key
+
+    def pause(self, peer: "Peer", questions: dict[str, Any]) -> bytes:
+        """Return the result of a round that asks."""
+        assert peer.about is not None
+        method, record, params, key = peer.about
+        lifetime = STATE_LIFETIME
+        if method.is_command:
+            key, lifetime = key or new_nonce().hex(), min(lifetime, method.terms.retention)
+        state = _State(_digest(record, params), key, list(questions), peer.answers)
+        sealed = self._seals.seal("state", peer.caller, state, lifetime)
+        return encode({"resultType": "input_required", "inputRequests": questions, "requestState": sealed})
+
+
+def _digest(record: str, params: Raw | UnsetType) -> str:
+    return f"{record} {fingerprint(params).hex()}"
 
 
 class Question:
     """Something to ask the client; awaited, it is the answer."""
 
-    __slots__ = ("call", "decode", "key", "method", "params")
+    __slots__ = ("decode", "key", "method", "params", "peer")
 
-    def __init__(self, call: "Peer", key: str, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> None:
-        self.call = call
+    def __init__(self, peer: "Peer", key: str, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> None:
+        self.peer = peer
         self.key = key
         self.method = method
         self.params = params
         self.decode = decode
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        answers = yield from self.call.ask([self]).__await__()
+        answers = yield from self.peer.ask([self]).__await__()
         return answers[0]
 
 
 class Peer:
-    """The client's side of one request."""
+    """One request, and the client at its other end."""
 
     def __init__(
         self,
         session: Session,
         outlet: Outlet,
+        questions: Questions,
+        *,
+        id: Id,
+        raw: Raw | UnsetType,
+        params: Any,
         caller: str,
-        waiting: Waiting,
-        token: ProgressToken | UnsetType,
-        params: Raw | UnsetType,
+        key: Any,
+        position: int | None,
     ) -> None:
+        self.session = session
         self.outlet = outlet
-        self.waiting = waiting
-        self._session = session
-        self._caller = caller
-        self._token = token
-        self._params = params
-        self._progress: float | None = None
-        self._count = 0
+        self.questions = questions
+        self.id = id
+        self.params = params  # decoded
+        self.caller = caller
+        self.key = key  # from the HTTP header
+        self.position = position
         self.answers: dict[str, dict[str, Any]] = {}  # by the key of their question
         self.continues = False  # this is a further round of a call
+        self.about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
+        self._raw = raw
+        self._progress: float | None = None
+        self._count = 0
         self._closed = False
-        self.pause: Callable[[dict[str, Any], dict[str, Any]], bytes] | None = None  # what a call that asks is answered with
 
     def close(self) -> None:
         """End the conversation with the client: the call is answered or cancelled. A handler that still waits is told."""
         self._closed = True
-        self._session.abandon(self)
-
-    # --- what it knows -----------------------------------------------------------------------------------------------
+        self.session.abandon(self)
 
     @property
     def revision(self) -> str:
-        return self._session.revision.name
+        return self.session.revision.name
 
     @property
     def capabilities(self) -> dict[str, Any]:
-        return self._session.capabilities
+        return self.session.capabilities
 
     @property
     def meta(self) -> dict[str, Any]:
-        params = {} if self._params is UNSET else decode_any(self._params)
+        params = {} if self._raw is UNSET else decode_any(self._raw)
         meta = params.get("_meta") if isinstance(params, dict) else None
         return meta if isinstance(meta, dict) else {}
 
-    # --- what it is told ---------------------------------------------------------------------------------------------
+    # --- telling -----------------------------------------------------------------------------------------------------
 
     async def progress(self, progress: float, total: float | None, message: str | None) -> None:
-        """What is not above the last number stays here: MCP allows only growth, and no call should fail for it."""
-        if self._token is UNSET or (self._progress is not None and progress <= self._progress):
+        """Send a progress notification. A number that is not above the last one is dropped: MCP wants numbers to grow."""
+        token = UNSET if self.params.meta is UNSET else self.params.meta.token
+        if token is UNSET or (self._progress is not None and progress <= self._progress):
             return
         self._progress = progress
-        told: dict[str, Any] = {"progressToken": self._token, "progress": progress}
+        told: dict[str, Any] = {"progressToken": token, "progress": progress}
         if total is not None:
             told["total"] = total
-        if message is not None and self._session.revision.has("progress message"):
+        if message is not None and self.session.revision.has("progress message"):
             told["message"] = message
         await self._tell("notifications/progress", told)
 
     async def log(self, level: str, data: Any, logger: str | None) -> None:
         if level not in LEVELS:
             raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
-        if self._session.wants(level):
+        if self.session.wants(level):
             await self._tell(
                 "notifications/message", {"level": level, **({"logger": logger} if logger else {}), "data": data}
             )
 
     async def _tell(self, method: str, params: dict[str, Any]) -> None:
         """Send a notification, unless the call is answered."""
-        if not self._closed and self._session.revision.has(f"tell {method}"):
+        if not self._closed and self.session.revision.has(f"tell {method}"):
             await sent(self.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params})))
 
     async def hang_up(self, retry: float) -> None:
         if not self._closed:
             await sent(self.outlet.hang_up(retry))
 
-    # --- what it is asked --------------------------------------------------------------------------------------------
+    # --- asking ------------------------------------------------------------------------------------------------------
 
     def elicit(self, message: str, schema: Any, key: str | None) -> Question:
-        form, revision = form_of(schema), self._session.revision
+        form, revision = form_of(schema), self.session.revision
         params = {"message": message, "requestedSchema": form.schema(revision)}
         if revision.has("ask elicitation url"):
             params = {"mode": "form", **params}
@@ -295,7 +364,7 @@ class Peer:
 
     def elicit_url(self, message: str, url: str, key: str | None) -> Question:
         params = {"mode": "url", "message": message, "url": url}
-        if not self._session.revision.is_stateless:
+        if not self.session.revision.is_stateless:
             params["elicitationId"] = os.urandom(12).hex()
         return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, None))
 
@@ -303,7 +372,7 @@ class Peer:
         self, messages: str | Sequence[Message], max_tokens: int, system: str | None, key: str | None, more: dict[str, Any]
     ) -> Question:
         several = [Message("user", messages)] if isinstance(messages, str) else messages
-        known = self._session.revision.known
+        known = self.session.revision.known
         wire = [{"role": message.role, "content": known(block(message.content))} for message in several]
         params = {"messages": wire, "maxTokens": max_tokens, **more}
         if system is not None:
@@ -314,35 +383,32 @@ class Peer:
         return self._question(key, "roots/list", {}, lambda answer: _as(answer, Roots).roots)
 
     async def ask(self, questions: Sequence[Any]) -> list[Any]:
+        """Return the answers to some questions; raise `InputRequired` if they have to be asked in a round of their own."""
         if self._closed:
             raise NotCapable("the call is over: its client cannot be asked any more")
         for question in questions:
-            check_capability(self._session, question.method, question.params)
-        if self._session.revision.is_stateless:
-            return self._at_hand(questions)
-        with self.waiting.place(self._session, self._caller):
-            asked = [asyncio.ensure_future(self._request(question)) for question in questions]
+            check_capability(self.session, question.method, question.params)
+        if self.session.revision.is_stateless:
+            missing = [question for question in questions if question.key not in self.answers]
+            if missing:
+                wire = {question.key: {"method": question.method, "params": question.params} for question in missing}
+                raise InputRequired(self.questions.pause(self, wire))
+            return [question.decode(self.answers[question.key]) for question in questions]
+
+        async def asked(question: Question) -> Any:
+            return question.decode(decode_any(await self.session.request(self, question.method, question.params)))
+
+        with self.questions.place(self.session, self.caller):
+            requests = [asyncio.ensure_future(asked(question)) for question in questions]
             try:
-                return list(await asyncio.gather(*asked))
+                return list(await asyncio.gather(*requests))
             finally:
-                for one in asked:  # if one of several fails, the others are not waited for
-                    one.cancel()
+                for request in requests:  # if one of several fails, the others are not waited for
+                    request.cancel()
 
     def _question(self, key: str | None, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> Question:
         self._count += 1
         return Question(self, key or f"input-{self._count}", method, params, decode)
-
-    async def _request(self, question: Question) -> Any:
-        raw = await self._session.request(self, question.method, question.params)
-        return question.decode(decode_any(raw))
-
-    def _at_hand(self, questions: Sequence[Question]) -> list[Any]:
-        missing = [question for question in questions if question.key not in self.answers]
-        if missing:
-            assert self.pause is not None
-            wire = {question.key: {"method": question.method, "params": question.params} for question in missing}
-            raise InputRequired(self.pause(self.answers, wire))
-        return [question.decode(self.answers[question.key]) for question in questions]
 
 
 def check_capability(session: Session, method: str, params: dict[str, Any]) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 
 from wirecall.errors import InvalidRequest
 from wirecall.mcp.revisions import STATELESS
-from wirecall.mcp.server.asking import Outlet, Session
+from wirecall.mcp.server.asking import Outlet, Peer, Session
 from wirecall.mcp.server.catalog import Catalog
-from wirecall.mcp.server.requests import Request
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol.messages import encode
 
@@ -107,33 +106,33 @@ def session_listener(session: Session) -> Listener:
     return Listener(lambda kind, uri: kind != "updated" or uri in session.subscriptions)
 
 
-async def subscribe(request: Request) -> Any:
+async def subscribe(peer: Peer) -> Any:
     """Answer `resources/subscribe`."""
-    subscriptions = request.session.subscriptions
-    if request.params.uri in subscriptions:
+    subscriptions = peer.session.subscriptions
+    if peer.params.uri in subscriptions:
         return b"{}"
     if len(subscriptions) >= MAX_SUBSCRIPTIONS:
         raise InvalidRequest(f"a session may subscribe to {MAX_SUBSCRIPTIONS} resources", limit="subscriptions")
-    if len(request.params.uri) + sum(map(len, subscriptions)) > MAX_SUBSCRIBED:
+    if len(peer.params.uri) + sum(map(len, subscriptions)) > MAX_SUBSCRIBED:
         reason = f"the URIs that a session subscribes to may have {MAX_SUBSCRIBED} characters in all"
         raise InvalidRequest(reason, limit="subscriptions")
-    subscriptions.add(request.params.uri)
+    subscriptions.add(peer.params.uri)
     return b"{}"
 
 
-async def unsubscribe(request: Request) -> Any:
+async def unsubscribe(peer: Peer) -> Any:
     """Answer `resources/unsubscribe`."""
-    request.session.subscriptions.discard(request.params.uri)
+    peer.session.subscriptions.discard(peer.params.uri)
     return b"{}"
 
 
 # --- without one (2026-07-28) ----------------------------------------------------------------------------------------
 
 
-async def listen(hub: Hub, catalog: Catalog, request: Request) -> Any:
+async def listen(hub: Hub, catalog: Catalog, peer: Peer) -> Any:
     """Answer `subscriptions/listen`: tell of changes until the client leaves or the server stops."""
     # Of what the client asks for, only what can happen here is honoured.
-    asked, has = request.params.notifications, catalog.capabilities(STATELESS[-1])
+    asked, has = peer.params.notifications, catalog.capabilities(STATELESS[-1])
     kinds = {
         "tools": asked.tools_list_changed,
         "prompts": asked.prompts_list_changed,
@@ -143,18 +142,18 @@ async def listen(hub: Hub, catalog: Catalog, request: Request) -> Any:
     if asked.resource_subscriptions and "resources" in has:
         honoured["resourceSubscriptions"] = asked.resource_subscriptions[:MAX_SUBSCRIPTIONS]
     uris = frozenset(honoured.get("resourceSubscriptions", ()))
-    meta = {f"{PREFIX}subscriptionId": request.id}
+    meta = {f"{PREFIX}subscriptionId": peer.id}
     listener = Listener(lambda kind, uri: uri in uris if kind == "updated" else f"{kind}ListChanged" in honoured, meta)
 
     async def send(method: str, params: dict[str, Any]) -> None:
-        await request.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": {"_meta": meta, **params}}))
+        await peer.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": {"_meta": meta, **params}}))
 
     hub.add(listener)
     try:
         await send("notifications/subscriptions/acknowledged", {"notifications": honoured})
-        await forward(listener, request.outlet)
+        await forward(listener, peer.outlet)
     finally:
         hub.remove(listener)
-    if request.outlet.is_shared:  # on a pipe a message tells the end of a stream
-        await send("notifications/cancelled", {"requestId": request.id})
+    if peer.outlet.is_shared:  # on a pipe a message tells the end of a stream
+        await send("notifications/cancelled", {"requestId": peer.id})
     return {"_meta": meta}

@@ -41,9 +41,8 @@ from wirecall.mcp.server.arrays import Incoming, Response
 from wirecall.mcp.server.asking import Session
 from wirecall.mcp.server.catalog import input_schema
 from wirecall.mcp.server.changes import forward, session_listener
-from wirecall.mcp.server.requests import BadEnvelope, described_params, described_revision, described_session
 from wirecall.mcp.server.results import failure, success
-from wirecall.mcp.server.server import Server
+from wirecall.mcp.server.server import BadEnvelope, Server, described_params, described_revision, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.server.workers import Workers
@@ -165,7 +164,7 @@ class McpEndpoint:
                     headers.check_marked(request.headers, arguments, marked)
             # Step 2: the answer. A plain function that reads gives it at once; anything else may wait, and may have
             # something to send before its answer.
-            answer: Any = self._server.tools.at_once(message, params)
+            answer: Any = self._server.calls.at_once(message.id, params)
             if type(answer) is not bytes:
                 outlet = Direct(request)
                 if answer is None:
@@ -265,7 +264,7 @@ class McpEndpoint:
             return None
 
         async def work() -> bytes | None:
-            is_command, limit = self._server.tools.is_command, self._limits.concurrency
+            is_command, limit = self._server.is_command, self._limits.concurrency
             answers: list[bytes | None] = await run_batch(entries, begin, is_command, concurrency=limit)
             owed = [answer for answer in answers if answer is not None]
             if not channel.is_used:

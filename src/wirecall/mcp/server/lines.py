@@ -18,9 +18,8 @@ from wirecall.mcp.server import arrays
 from wirecall.mcp.server.arrays import Incoming, Response
 from wirecall.mcp.server.asking import Id, Session
 from wirecall.mcp.server.changes import forward, session_listener
-from wirecall.mcp.server.requests import described_params, described_session
 from wirecall.mcp.server.results import failure, success
-from wirecall.mcp.server.server import Server
+from wirecall.mcp.server.server import Server, described_params, described_session
 from wirecall.protocol import messages as frames
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid
@@ -161,7 +160,7 @@ class Lines:
             answer = await self._server.answer(entry, session, self._wire, caller=ANONYMOUS, position=position)
             return await room.kept(entry, answer)
 
-        is_command, limit = self._server.tools.is_command, self._limits.concurrency
+        is_command, limit = self._server.is_command, self._limits.concurrency
         answers: list[bytes | None] = await run_batch(entries, begin, is_command, concurrency=limit)
         owed = [answer for answer in answers if answer is not None]
         return make_batch(owed) if owed else None

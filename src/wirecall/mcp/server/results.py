@@ -18,9 +18,10 @@ from wirecall.errors import FixedError, InternalError, RpcError
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.arrays import Incoming
 from wirecall.mcp.server.asking import Id
-from wirecall.mcp.server.states import INPUT_REQUIRED
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol.messages import ErrorObject, encode
+
+INPUT_REQUIRED = b'{"resultType":"input_required"'  # how a result begins that is a question
 
 
 class Answers:
@@ -90,14 +91,11 @@ def success(id: Id, result: bytes) -> bytes:
 
 def failure(id: Any, error: RpcError, revision: Revision | None) -> bytes:
     """An error's answer. No revision: none was negotiated yet."""
-    body = encode(ErrorObject(error.code, _words(error), UNSET if error.data is None else error.data))
+    reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
+    words = f"{error.message}: {reason}" if reason and not error.is_remote else error.message
+    body = encode(ErrorObject(error.code, words, UNSET if error.data is None else error.data))
     if id is not None and id is not UNSET:
         return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"error":' + body + b"}"
     if revision is None or revision.value("id of an unreadable message") == "null":
         return b'{"jsonrpc":"2.0","id":null,"error":' + body + b"}"
     return b'{"jsonrpc":"2.0","error":' + body + b"}"
-
-
-def _words(error: RpcError) -> str:
-    reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
-    return f"{error.message}: {reason}" if reason and not error.is_remote else error.message

@@ -1,49 +1,86 @@
 """The methods of MCP: what a server answers, in each revision.
 
-`Server.answer` takes one message of a client and gives the bytes of its answer, or None. Which methods there are is the
-revision's business (`revisions`); what answers them is in the table of `Server._table`, which is the index of the files
-beside this one. What is left for this file is the way of one message:
+`Server.answer` takes one message of a client and returns the bytes of its answer, or None. The table of revisions says which
+methods there are; `Server.methods` says what answers them, and is the index of the files beside this one.
 
-1. A method that the revision does not have, or that is there for something this server does not offer, is not found.
-2. What may take long is a task of its own, so that `notifications/cancelled` ends it and nothing else.
-3. What is refused is told as it is; any other exception is an internal error, and its text stays here.
-4. A notification is owed nothing, and one that is unknown is met with silence.
+1. Params are decoded once. What is wrong with them is reported with its place: `params.name: expected str, got int`.
+2. A method that the revision does not have, or that serves something which this server does not offer, is not found.
+3. A call that may take long is a task of its own, so that `notifications/cancelled` ends it and nothing else.
+4. A refusal is sent as it is; any other exception is an internal error, and its text stays in the log.
+5. A notification is owed no answer, not even an unknown one.
+6. At 2026-07-28 there is no handshake. Every request carries an envelope in `params._meta`: its revision and what its client
+   can do. A request without it is a `BadEnvelope`, refused before anything runs.
 """
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Raw, Struct
 
-from wirecall.errors import Gone, InternalError, InvalidParams, InvalidRequest, MethodNotFound, RpcError
+from wirecall.errors import Gone, InternalError, InvalidParams, InvalidRequest, MethodNotFound, RpcError, UnknownVersion
 from wirecall.logs import failed
-from wirecall.mcp.revisions import REQUESTS, STATELESS, Revision, offered
+from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, Revision, offered
 from wirecall.mcp.server.arrays import Incoming, Response
-from wirecall.mcp.server.asking import Id, Outlet, Session
+from wirecall.mcp.server.asking import Id, Outlet, Peer, Questions, Session
 from wirecall.mcp.server.calls import Calls
 from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
-from wirecall.mcp.server.pages import Pages
-from wirecall.mcp.server.requests import PARAMS, Request, params_of
 from wirecall.mcp.server.results import Answers, failure
 from wirecall.mcp.server.sealed import Seals
-from wirecall.mcp.server.states import States
-from wirecall.mcp.server.tools import Tools
-from wirecall.mcp.types import LEVELS, Cancelled, Initialize
+from wirecall.mcp.types import (
+    LEVELS,
+    PREFIX,
+    CallTool,
+    Cancelled,
+    Complete,
+    GetPrompt,
+    Initialize,
+    Listen,
+    ListPage,
+    Params,
+    ReadResource,
+    SetLevel,
+    Subscribe,
+)
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid, encode
 from wirecall.server.dispatch import Dispatcher
 
-Handler = Callable[[Request], Awaitable[Any]]
+Handler = Callable[[Peer], Awaitable[Any]]
 
-# What a method is there for; without it the method is not there either (the rule of unadvertised capabilities).
+PARAMS: dict[str, type[Params]] = {
+    "ping": Params,
+    "server/discover": Params,
+    "logging/setLevel": SetLevel,
+    "tools/list": ListPage,
+    "tools/call": CallTool,
+    "prompts/list": ListPage,
+    "prompts/get": GetPrompt,
+    "resources/list": ListPage,
+    "resources/templates/list": ListPage,
+    "resources/read": ReadResource,
+    "resources/subscribe": Subscribe,
+    "resources/unsubscribe": Subscribe,
+    "subscriptions/listen": Listen,
+    "completion/complete": Complete,
+}
+
+PAGE = 200  # entries of a list in one answer
+TTL_MS = 60_000  # how long a client may keep a list: those who listen are told of a change
+
+# What a method serves; without it the method is not there either (the rule of unadvertised capabilities).
 _NEEDS = {"tools": "tools", "prompts": "prompts", "resources": "resources", "completion": "completions"}
 
 # What can take long enough to be cancelled.
 _CANCELLABLE = frozenset({"tools/call", "prompts/get", "resources/read", "completion/complete", "subscriptions/listen"})
+
+_EMPTY = Raw(b"{}")
+_DECODERS = {wanted: msgspec.json.Decoder(wanted) for wanted in {*PARAMS.values(), Initialize}}
+_DECODE = {name: _DECODERS[wanted].decode for name, wanted in PARAMS.items()}
 
 
 class Identity(Struct, frozen=True):
@@ -73,27 +110,25 @@ class Server:
         self._info = {"name": identity.name, "version": identity.version}
         self._instructions = {"instructions": identity.instructions} if identity.instructions else {}
         self.answers = Answers(self._info, limits.bytes_out)
-        calls = Calls(catalog, dispatcher, States(seals), limits)
-        self.tools = Tools(catalog, dispatcher, calls, self.answers)
-        self._pages = Pages(catalog, is_public=is_public)
-        self._handlers = self._table(calls)
-
-    def _table(self, calls: Calls) -> dict[str, Handler]:
-        return {
+        self._questions = Questions(seals, limits, dispatcher)
+        self.calls = Calls(catalog, dispatcher, self._questions, self.answers)
+        # How long a client may keep a list (2026-07-28). It may share the list only if callers need not say who they are.
+        self._kept = {"ttlMs": TTL_MS, "cacheScope": "public" if is_public else "private"}
+        self.methods: dict[str, Handler] = {
             "ping": self._ping,
             "server/discover": self._discover,
             "logging/setLevel": self._set_level,
             "tools/list": partial(self._list, "tools"),
-            "tools/call": self.tools.call,
+            "tools/call": self.calls.call_tool,
             "prompts/list": partial(self._list, "prompts"),
-            "prompts/get": calls.get_prompt,
+            "prompts/get": self.calls.get_prompt,
             "resources/list": partial(self._list, "resources"),
             "resources/templates/list": partial(self._list, "resourceTemplates"),
-            "resources/read": calls.read_resource,
+            "resources/read": self.calls.read_resource,
             "resources/subscribe": subscribe,
             "resources/unsubscribe": unsubscribe,
             "subscriptions/listen": partial(listen, self.hub, self.catalog),
-            "completion/complete": calls.complete,
+            "completion/complete": self.calls.complete,
         }
 
     # --- one message -------------------------------------------------------------------------------------------------
@@ -109,7 +144,7 @@ class Server:
         position: int | None = None,
         cancellable: bool = True,
     ) -> bytes | None:
-        """The answer to one message, as bytes; None if it is owed none, or was cancelled."""
+        """Return the answer to one message, as bytes; None if it is owed none, or was cancelled."""
         try:
             return await self.respond(
                 message, session, outlet, caller=caller, key=key, position=position, cancellable=cancellable
@@ -129,83 +164,125 @@ class Server:
         cancellable: bool = True,
         params: Any = None,
     ) -> bytes | None:
-        """The same, but what is refused is raised. `params` are the message's, if they are decoded already."""
+        """Do the same, but raise refusals. `params` are the message's, if they are decoded already."""
         if isinstance(message, Invalid):
             raise message.error
         if isinstance(message, Response) or message.id is UNSET:
             self.take(message, session)
             return None
-        id: Any = message.id
-        handler, wanted = self._find(message.method, session.revision)
-        if type(params) is not wanted:
-            params = params_of(message, wanted)
-        request = Request(id, message.params, params, session, outlet, caller, key, position)
-        try:
-            if not cancellable or message.method not in _CANCELLABLE or self.tools.is_instant(params):
-                result = await handler(request)
-            else:
-                result = await _cancellable(handler(request), id, session)
-        except (RpcError, Gone):
-            raise
-        except Exception as error:
-            failed(message.method, id, error)
-            raise InternalError from error
-        return None if result is None else self.answers.to(id, result, session.revision)
-
-    def _find(self, name: str, revision: Revision) -> tuple[Handler, Any]:
-        """What answers a method, and the type of its params."""
+        # Step 1: the method, if the revision has it and the server has something to serve with it.
+        name, revision, id = message.method, session.revision, message.id
+        assert isinstance(id, (int, str))  # `arrays.read` has seen to it
         if name not in revision.requests:
             elsewhere = f"; MCP {revision.name} does not have it" if name in REQUESTS else ""
             raise MethodNotFound(f"there is no method {name[:100]!r}{elsewhere}")
         needed = _NEEDS.get(name.partition("/")[0])
         if needed is not None and not self.catalog.offers(needed):
             raise MethodNotFound(f"{name}: this server has no {needed}")
-        return self._handlers[name], PARAMS[name]
+        # Step 2: its params, and the client it came from.
+        if type(params) is not PARAMS[name]:
+            params = params_of(message, PARAMS[name])
+        peer = Peer(
+            *(session, outlet, self._questions),
+            id=id,
+            raw=message.params,
+            params=params,
+            caller=caller,
+            key=key,
+            position=position,
+        )
+        # Step 3: its result, from a task of its own if the client may cancel it.
+        handler = self.methods[name]
+        try:
+            if not cancellable or name not in _CANCELLABLE or self.calls.is_instant(params):
+                result = await handler(peer)
+            else:
+                result = await _cancellable(handler(peer), id, session)
+        except (RpcError, Gone):
+            raise
+        except Exception as error:
+            failed(name, id, error)
+            raise InternalError from error
+        return None if result is None else self.answers.to(id, result, revision)
 
     def take(self, message: "Envelope | Response", session: Session) -> bool:
-        """An answer of the client's, or a notification. False: it is about something that is not known here."""
+        """Take an answer of the client or a notification. False: it is about something that is not known here."""
         if isinstance(message, Response):
             return session.answered(message.id, message.result, message.error)
-        if message.method == "notifications/cancelled":
-            return _cancel(message, session)
         if message.method in REQUESTS:
             raise InvalidRequest(f"{message.method} is a request: it needs an id")
-        return True  # what is unknown, or of no use to us, is met with silence
+        if message.method != "notifications/cancelled":
+            return True  # the other notifications, known or not, change nothing here
+        try:
+            id = UNSET if message.params is UNSET else msgspec.json.decode(message.params, type=Cancelled).id
+        except msgspec.ValidationError:
+            return True
+        task = session.calls.get(id) if isinstance(id, (int, str)) else None
+        if task is not None:
+            task.cancel()
+        return task is not None
+
+    def is_command(self, message: Incoming) -> bool:
+        """Return whether an entry of an array changes something: those run one after another, in array order (J13)."""
+        if not isinstance(message, Envelope) or message.method != "tools/call":
+            return False
+        try:
+            method = self.catalog.find(params_of(message, CallTool).name)
+        except RpcError:
+            return False
+        return method is not None and method.is_command
 
     # --- methods -----------------------------------------------------------------------------------------------------
 
     def opened(self, message: Envelope) -> tuple[Session, bytes]:
-        """`initialize`: the session it opens, and its result. Raises what is wrong with it."""
+        """Return the session that `initialize` opens, and its result. Raises what is wrong with the message."""
         params = params_of(message, Initialize)
         revision = offered(params.version)
         capabilities = self.catalog.capabilities(revision)
         introduction = {"protocolVersion": revision.name, "capabilities": capabilities, "serverInfo": self._info}
         return Session(revision, params.capabilities), encode({**introduction, **self._instructions})
 
-    async def _discover(self, request: Request) -> Any:
+    async def _discover(self, peer: Peer) -> Any:
         """2026-07-28: what `initialize` tells, without opening anything."""
         supported = [revision.name for revision in STATELESS]
-        capabilities = self.catalog.capabilities(request.session.revision)
-        return {"supportedVersions": supported, "capabilities": capabilities, **self._instructions, **self._pages.kept}
+        capabilities = self.catalog.capabilities(peer.session.revision)
+        return {"supportedVersions": supported, "capabilities": capabilities, **self._instructions, **self._kept}
 
-    async def _ping(self, _: Request) -> Any:
+    async def _ping(self, _: Peer) -> Any:
         return b"{}"
 
-    async def _set_level(self, request: Request) -> Any:
-        if request.params.level not in LEVELS:
+    async def _set_level(self, peer: Peer) -> Any:
+        if peer.params.level not in LEVELS:
             raise InvalidParams(f"level: expected one of {', '.join(LEVELS)}")
-        request.session.level = request.params.level
+        peer.session.level = peer.params.level
         return b"{}"
 
-    async def _list(self, kind: str, request: Request) -> Any:
-        return self._pages.page(kind, request.params.cursor, request.session.revision)
+    async def _list(self, kind: str, peer: Peer) -> Any:
+        """Return one page of a list, with a cursor for the next one while there is more.
+
+        Only a cursor that this server gave is taken. The empty text is not one of them.
+        """
+        revision, cursor, start = peer.session.revision, peer.params.cursor, 0
+        entries = self.catalog.list(kind, revision)
+        if cursor is not None:
+            try:
+                start = int(base64.b64decode(cursor, altchars=b"-_", validate=True).removeprefix(b"from "))
+            except ValueError:
+                start = -1
+            if not 0 < start < len(entries) or cursor != _cursor(start):
+                raise InvalidParams("cursor: not one that this server gave, or of a list that has changed since")
+        page: dict[str, Any] = {kind: entries[start : start + PAGE]}
+        if start + PAGE < len(entries):
+            page["nextCursor"] = _cursor(start + PAGE)
+        return {**page, **self._kept} if revision.has("caching") else page
 
 
-# --- cancelling ------------------------------------------------------------------------------------------------------
+def _cursor(offset: int) -> str:
+    return base64.urlsafe_b64encode(b"from %d" % offset).decode()
 
 
 async def _cancellable(work: Any, id: Id, session: Session) -> Any:
-    """The work in a task of its own; None if the client has cancelled it."""
+    """Return what the work returns, in a task of its own; None if the client has cancelled it."""
     if id in session.calls:
         work.close()
         raise InvalidRequest(f"id: {id!r} is in use by a request that is not answered yet")
@@ -213,26 +290,72 @@ async def _cancellable(work: Any, id: Id, session: Session) -> Any:
     try:
         return await task
     except asyncio.CancelledError:
-        if task.cancelled() and not _is_cancelled():
-            return None  # the client wants no answer any more
+        this = asyncio.current_task()
+        if task.cancelled() and not (this is not None and this.cancelling()):
+            return None  # not we are cancelled, only the work: the client wants no answer any more
         task.cancel()
         raise
     finally:
         del session.calls[id]
 
 
-def _is_cancelled() -> bool:
-    """Whether it is us who are cancelled, not only the work."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+# --- params ----------------------------------------------------------------------------------------------------------
 
 
-def _cancel(message: Envelope, session: Session) -> bool:
+def params_of(message: Envelope, wanted: type[Params]) -> Any:
+    """Return the params of a message, as one of the types in `PARAMS`, or as those of `initialize`."""
     try:
-        id = UNSET if message.params is UNSET else msgspec.json.decode(message.params, type=Cancelled).id
-    except msgspec.ValidationError:
-        return True
-    task = session.calls.get(id) if isinstance(id, (int, str)) else None
-    if task is not None:
-        task.cancel()
-    return task is not None
+        return _DECODERS[wanted].decode(_EMPTY if message.params is UNSET else message.params)
+    except msgspec.ValidationError as error:
+        raise InvalidParams(_explained(error)) from None
+    except (RecursionError, msgspec.DecodeError) as error:
+        raise InvalidParams(f"params: {error}") from None
+
+
+def _explained(error: Exception) -> str:
+    """msgspec's words, with the place first: `params.name: expected str, got int`."""
+    what, _, where = str(error).partition(" - at `$")
+    return f"params{where.rstrip('`')}: {what[:1].lower()}{what[1:]}".replace("`", "")
+
+
+class BadEnvelope(InvalidParams):
+    """The envelope of a request lacks a member that it must have."""
+
+
+def described_params(message: Envelope) -> Params:
+    """Return the params of a request that describes itself (2026-07-28). Raises `BadEnvelope` if the request does not.
+
+    They are decoded as those of their method, or, if they do not fit it, as any params: the envelope is judged first.
+    """
+    try:
+        params: Params = _DECODE[message.method](message.params)  # type: ignore[arg-type]
+    except (KeyError, TypeError, msgspec.ValidationError):
+        try:
+            params = Params() if message.params is UNSET else _DECODERS[Params].decode(message.params)
+        except msgspec.ValidationError as error:
+            raise BadEnvelope(_explained(error)) from None
+    meta = params.meta
+    if meta is UNSET or meta.version is UNSET or meta.capabilities is UNSET:
+        raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
+    return params
+
+
+def described_revision(params: Params) -> Revision:
+    """Return the revision that a request names. Raises if it needs a handshake, or if the log level is not one."""
+    meta = params.meta
+    assert meta is not UNSET and meta.version is not UNSET
+    revision = REVISIONS.get(meta.version)
+    if revision is None or not revision.is_stateless:
+        supported = [revision.name for revision in STATELESS]
+        raise UnknownVersion(f"{meta.version[:40]!r} is not served", supported=supported, requested=meta.version)
+    if meta.level is not UNSET and meta.level not in LEVELS:
+        raise BadEnvelope(f"{PREFIX}logLevel: expected one of {', '.join(LEVELS)}")
+    return revision
+
+
+def described_session(params: Params, calls: dict[Id, Any] | None = None) -> Session:
+    """Return the session of a request that describes itself: it lives as long as the request."""
+    revision = described_revision(params)
+    meta = params.meta
+    assert meta is not UNSET and meta.capabilities is not UNSET
+    return Session(revision, meta.capabilities, level=None if meta.level is UNSET else meta.level, calls=calls)
