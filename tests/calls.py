@@ -52,3 +52,11 @@ def lose_completions(monkeypatch: pytest.MonkeyPatch, ledger: Ledger, times: int
 
     monkeypatch.setattr(ledger, "complete", flaky)
     return failures
+
+
+def returning(kind: Any, value: Any) -> Any:
+    def give() -> Any:
+        return value
+
+    give.__annotations__["return"] = kind
+    return give

@@ -82,8 +82,10 @@ class Form(Struct, frozen=True):
             filled_in[name] = value
         try:
             return self.convert(filled_in)
-        except ValueError as error:  # msgspec's and pydantic's errors are such
-            raise BadInput(f"the client's answer: {_first_line(error)}") from None
+        except ValueError as error:  # from msgspec or pydantic; pydantic's text would repeat what the person typed
+            problems: list[dict[str, Any]] = getattr(error, "errors", list)()
+            told = f"{'.'.join(map(str, problems[0]['loc']))}: {problems[0]['msg']}" if problems else str(error)[:200]
+            raise BadInput(f"the client's answer: {told}") from None
 
 
 def form_of(wanted: Any) -> Form:
@@ -262,14 +264,6 @@ def _problem(value: Any, field: Schema) -> str | None:
         if not fits:
             return f"expected the format {field['format']}"
     return None
-
-
-def _first_line(error: ValueError) -> str:
-    """One problem of a conversion in one line, without the value that a person typed."""
-    problems: list[dict[str, Any]] = getattr(error, "errors", list)()
-    if problems:
-        return f"{'.'.join(map(str, problems[0]['loc']))}: {problems[0]['msg']}"
-    return str(error)[:200]
 
 
 def _no_form(wanted: Any, why: str) -> UsageError:

@@ -2,7 +2,7 @@
 
 1. Results are made in the fullest form and encoded once. 2026-07-28 wants a `resultType` and the server's name in every
    one; they are put in front of the bytes, so only a result with a `_meta` of its own is taken apart again.
-2. An id that cannot be told is null in the older revisions and left out in the newer ones.
+2. An id that could not be read is null in the older revisions and left out in the newer ones.
 3. An error's message has its reason in it: most clients show nothing else, neither to people nor to models.
 4. No reply is longer than `Limits.bytes_out`, be it one answer or an array of them (`Room`): an error takes the place of an
    answer that does not fit, as soon as that is made, so an array keeps no more than one reply may hold.
@@ -35,8 +35,20 @@ class Answers:
         self._only_meta = b'"_meta":' + told
 
     def to(self, id: Id, result: Any, revision: Revision) -> bytes:
-        """The answer to a request. Raises if it is too long."""
-        answer = success(id, self._stamped(result, revision))
+        """Return the answer to a request, with what the revision wants in every one. Raises if it is too long."""
+        data = result if type(result) is bytes else encode(result)
+        if revision.has_result_type:
+            if data == b"{}":
+                data = b"{" + self._stamp + b"}"
+            elif data.startswith(INPUT_REQUIRED):
+                data = b"{" + self._only_meta + b"," + data[1:]
+            elif b'"_meta"' not in data:
+                data = b"{" + self._stamp + b"," + data[1:]
+            else:
+                members = msgspec.json.decode(data)
+                meta = {**members.get("_meta", {}), f"{PREFIX}serverInfo": self._info}
+                data = encode({"resultType": "complete", **members, "_meta": meta})
+        answer = success(id, data)
         if len(answer) > self._bytes_out:
             raise self.too_long()
         return answer
@@ -48,21 +60,6 @@ class Answers:
     def too_long(self) -> RpcError:
         reason = f"the answer is longer than {self._bytes_out} bytes"
         return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self._bytes_out, ran="yes")
-
-    def _stamped(self, result: Any, revision: Revision) -> bytes:
-        """A result as bytes, with what the revision wants in every one."""
-        data = result if type(result) is bytes else encode(result)
-        if not revision.has_result_type:
-            return data
-        if data == b"{}":
-            return b"{" + self._stamp + b"}"
-        if data.startswith(INPUT_REQUIRED):
-            return b"{" + self._only_meta + b"," + data[1:]
-        if b'"_meta"' not in data:
-            return b"{" + self._stamp + b"," + data[1:]
-        members = msgspec.json.decode(data)
-        meta = {**members.get("_meta", {}), f"{PREFIX}serverInfo": self._info}
-        return encode({"resultType": "complete", **members, "_meta": meta})
 
 
 class Room:
@@ -85,12 +82,13 @@ class Room:
 
 
 def success(id: Id, result: bytes) -> bytes:
+    """Return the answer that carries a result."""
     told = b"%d" % id if type(id) is int else encode(id)
     return b'{"jsonrpc":"2.0","id":' + told + b',"result":' + result + b"}"
 
 
 def failure(id: Any, error: RpcError, revision: Revision | None) -> bytes:
-    """An error's answer. No revision: none was negotiated yet."""
+    """Return the answer that reports an error. Without a revision, none was negotiated yet."""
     reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
     words = f"{error.message}: {reason}" if reason and not error.is_remote else error.message
     body = encode(ErrorObject(error.code, words, UNSET if error.data is None else error.data))

@@ -1,0 +1,332 @@
+"""Commands that ask: one effect, whatever comes twice, and answers only to questions that were asked."""
+
+import asyncio
+import base64
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.calls import make_app
+from tests.mcp.asgi import (
+    KEY,
+    PATIENCE,
+    PREFIX,
+    R1,
+    R2,
+    R3,
+    R4,
+    R5,
+    REPLAYED,
+    REVISIONS,
+    HttpClient,
+    over_http,
+    over_stdio,
+    speak,
+)
+from tests.mcp.desk import ALL, ANN, FORM, READS, REPLIES, every_transport, text
+from wirecall import Context
+from wirecall.ledger.base import RecordId, State
+
+
+class Till:
+    """A command that asks before it acts."""
+
+    def __init__(self, **options: Any) -> None:
+        self.app = make_app(**options)
+        self.paid: list[str] = []
+        self.begun = 0
+
+        @self.app.command
+        async def pay(cents: int, ctx: Context) -> str:
+            self.begun += 1
+            answer = await ctx.elicit(f"Pay {cents}?", FORM, key="who")
+            if answer.action != "accept":
+                return "not paid"
+            self.paid.append(answer.content["name"])
+            return f"paid by {answer.content['name']}"
+
+        @self.app.command
+        async def pay_twice(cents: int, ctx: Context) -> str:
+            self.begun += 1
+            names = [(await ctx.elicit(f"Pay {cents}?", FORM, key=key)).content["name"] for key in ("who", "also")]
+            self.paid += names
+            return f"paid by {' and '.join(names)}"
+
+        @self.app.command(retention=10)
+        async def pay_soon(ctx: Context) -> str:
+            return str((await ctx.elicit("Pay?", FORM, key="who")).action)
+
+        @self.app.command
+        async def hasty(ctx: Context) -> str:
+            await ctx.commit_point()
+            self.paid.append("hasty")
+            await ctx.elicit("Sure?", FORM, key="who")
+            return "done"
+
+    async def state(self, tool: str = "pay", key: str = "k") -> State | None:
+        record = await (await self.app.ledger()).get(RecordId("", f"tools/call:{tool}", key))
+        return record.state if record else None
+
+
+KEYED = {KEY: "k"}
+
+
+def again(result: Any, reply: Any = ANN) -> Any:
+    return {"inputResponses": {"who": reply}, "requestState": result["requestState"]}
+
+
+@every_transport
+async def test_a_command_that_asks_takes_effect_once(transport: str) -> None:
+    till = Till()
+    async with speak(transport, till.app, R5, ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        assert (asked["resultType"], await till.state()) == ("input_required", State.WAITING)
+        done = await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)
+        assert (text(done), await till.state()) == ("paid by Ann", State.DONE)
+        assert REPLAYED not in done["_meta"]
+        members: Any
+        for members in (again(asked), {}):
+            replay = await client.tool("pay", {"cents": 5}, members=members, meta=KEYED)
+            assert (text(replay), replay["_meta"][REPLAYED]) == ("paid by Ann", True)
+    assert till.paid == ["Ann"]
+
+
+async def test_a_duplicate_while_the_command_waits_gets_the_same_question() -> None:
+    """The first leg sent again, because its answer was lost: it must be able to go on from it."""
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        first = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        second = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        assert second["resultType"] == "input_required"
+        assert second["inputRequests"] == first["inputRequests"]
+        assert await till.state() == State.WAITING
+        assert text(await client.tool("pay", {"cents": 5}, members=again(second), meta=KEYED)) == "paid by Ann"
+    assert till.paid == ["Ann"]
+
+
+@pytest.mark.parametrize("revision", [R1, R2, R3, R4])
+async def test_a_waiting_command_is_not_told_to_older_revisions_as_a_result(revision: str) -> None:
+    """`input_required` is a word of 2026-07-28: to others the command is in progress."""
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        other = HttpClient(client.asgi, revision, ALL, REPLIES)
+        await other.open()
+        answer = await other.call("tools/call", {"name": "pay", "arguments": {"cents": 5}}, meta=KEYED)
+        assert "inputRequests" not in json.dumps(answer), answer
+        assert answer["error"]["data"]["type"] == "idempotency_key_in_progress"
+        assert text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)) == "paid by Ann"
+    assert till.paid == ["Ann"]
+
+
+async def test_a_waiting_command_asks_nothing_that_the_duplicate_cannot_answer() -> None:
+    """Matrix 1.8: no kind that is not declared in this request's capabilities."""
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        await client.tool("pay", {"cents": 5}, meta=KEYED)
+        client.capabilities = {}
+        answer = await client.call("tools/call", {"name": "pay", "arguments": {"cents": 5}}, meta=KEYED)
+        assert "inputRequests" not in json.dumps(answer), answer
+    assert till.paid == []
+
+
+async def test_other_arguments_while_the_command_waits_are_a_conflict() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        await client.tool("pay", {"cents": 5}, meta=KEYED)
+        error = await client.tool_error("pay", {"cents": 6}, meta=KEYED)
+        assert error["data"]["type"] == "idempotency_key_conflict"
+    assert till.paid == []
+
+
+async def test_a_forged_state_leaves_the_command_waiting() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        forged = {**again(asked), "requestState": asked["requestState"] + "x"}
+        assert (await client.tool_error("pay", {"cents": 5}, members=forged, meta=KEYED))["code"] == -32602
+        assert await till.state() == State.WAITING
+        bad = again(asked, {"action": "maybe"})
+        assert (await client.tool_error("pay", {"cents": 5}, members=bad, meta=KEYED))["code"] == -32602
+        assert text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)) == "paid by Ann"
+    assert till.paid == ["Ann"]
+
+
+async def test_a_round_without_the_key_is_the_same_command_still() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        assert text(await client.tool("pay", {"cents": 5}, members=again(asked))) == "paid by Ann"
+        assert text(await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)) == "paid by Ann"
+        assert await till.state() == State.DONE
+    assert till.paid == ["Ann"]
+
+
+async def test_a_round_with_another_key_is_refused() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        other = {KEY: "another"}
+        assert (await client.tool_error("pay", {"cents": 5}, members=again(asked), meta=other))["code"] == -32602
+        assert await till.state() == State.WAITING
+    assert till.paid == []
+
+
+async def test_two_answers_at_once_are_one_effect() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        params = {"name": "pay", "arguments": {"cents": 5}, **again(asked)}
+        both = [client.post(client.message("tools/call", params, id, KEYED)) for id in (8, 9)]
+        assert [text((await one.json())["result"]) for one in both] == ["paid by Ann", "paid by Ann"]
+    assert till.paid == ["Ann"]
+
+
+async def test_a_no_is_an_outcome() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5}, meta=KEYED)
+        assert (
+            text(await client.tool("pay", {"cents": 5}, members=again(asked, {"action": "decline"}), meta=KEYED))
+            == "not paid"
+        )
+        replay = await client.tool("pay", {"cents": 5}, members=again(asked), meta=KEYED)
+        assert text(replay) == "not paid"
+    assert till.paid == []
+
+
+async def test_asking_after_the_commit_point_is_never_run_again() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        answer = await client.call("tools/call", {"name": "hasty"}, meta=KEYED)
+        assert answer.get("result", {}).get("resultType") != "input_required"
+        later = await client.call("tools/call", {"name": "hasty"}, meta=KEYED)
+        assert later["error"]["data"]["type"] == "outcome_unknown"
+    assert till.paid == ["hasty"]
+
+
+async def test_asking_after_the_commit_point_is_fine_where_the_handler_waits() -> None:
+    till = Till()
+    async with over_http(till.app, R4, capabilities=ALL, replies=REPLIES) as client:
+        assert text(await client.tool("hasty", meta=KEYED)) == "done"
+        assert (await client.tool("hasty", meta=KEYED))["_meta"][REPLAYED] is True
+    assert till.paid == ["hasty"]
+
+
+# --- one state, one outcome ------------------------------------------------------------------------------------------
+
+
+def named(name: str) -> Any:
+    return {"action": "accept", "content": {"name": name}}
+
+
+@every_transport
+async def test_a_state_that_is_sent_again_has_no_second_effect(transport: str) -> None:
+    """Without a key: the ledger answers the state with the outcome that it had, whatever the answers beside it say now."""
+    till = Till()
+    async with speak(transport, till.app, R5, ALL) as client:
+        asked = await client.tool("pay", {"cents": 5})
+        for reply, replayed in ((ANN, None), (ANN, True), (named("Eve"), True), ({"action": "decline"}, True)):
+            found = await client.tool("pay", {"cents": 5}, members=again(asked, reply))
+            assert (text(found), found["_meta"].get(REPLAYED)) == ("paid by Ann", replayed)
+        await client.tool("pay", {"cents": 5})  # another call is another intent, and asks anew
+    assert till.paid == ["Ann"]
+
+
+async def test_a_state_that_is_sent_several_times_at_once_has_one_effect() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        asked = await client.tool("pay", {"cents": 5})
+        params = {"name": "pay", "arguments": {"cents": 5}, **again(asked)}
+        several = [client.post(client.message("tools/call", params, id)) for id in range(10, 14)]
+        assert {text((await one.json())["result"]) for one in several} == {"paid by Ann"}
+    assert till.paid == ["Ann"]
+
+
+async def test_a_state_has_one_effect_in_all_processes(tmp_path: Path) -> None:
+    tills = [Till(secret="shared", ledger=f"sqlite:{tmp_path / 'ledger.db'}") for _ in range(2)]
+    async with (
+        over_http(tills[0].app, R5, capabilities=ALL) as first,
+        over_http(tills[1].app, R5, capabilities=ALL) as second,
+    ):
+        asked = await first.tool("pay", {"cents": 5})
+        for client in (second, first):
+            assert text(await client.tool("pay", {"cents": 5}, members=again(asked))) == "paid by Ann"
+    assert [till.paid for till in tills] == [[], ["Ann"]]
+
+
+async def test_states_of_several_rounds_have_one_effect() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        first = await client.tool("pay_twice", {"cents": 5})
+        seconds = [await client.tool("pay_twice", {"cents": 5}, members=again(first, named(name))) for name in "AB"]
+        for second in seconds:
+            members = {"inputResponses": {"also": named("C")}, "requestState": second["requestState"]}
+            assert text(await client.tool("pay_twice", {"cents": 5}, members=members)).startswith("paid by A and C")
+        assert text(await client.tool("pay_twice", {"cents": 5}, members=again(first))).startswith("paid by A and C")
+    assert till.paid == ["A", "C"]
+
+
+async def test_a_state_does_not_outlive_the_record_of_its_command() -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        before = time.time()
+        state = (await client.tool("pay_soon"))["requestState"]
+        payload = state.partition(".")[0]
+        until = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))[2]
+    assert until <= time.time() + 10 and until >= before + 10
+
+
+@pytest.mark.parametrize("meta", [{}, KEYED])
+async def test_a_command_takes_no_answer_to_a_question_that_it_did_not_ask(meta: Any) -> None:
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        unsolicited = {"inputResponses": {"who": ANN}}
+        error = await client.tool_error("pay", {"cents": 5}, members=unsolicited, meta=meta)
+        assert (error["code"], error["data"]["type"]) == (-32602, "input_invalid")
+        assert till.begun == 0
+        asked = await client.tool("pay_twice", {"cents": 5}, meta=meta)
+        early = {**again(asked), "inputResponses": {"who": ANN, "also": ANN}}
+        error = await client.tool_error("pay_twice", {"cents": 5}, members=early, meta=meta)
+        assert (error["code"], error["data"]["type"]) == (-32602, "input_invalid")
+        assert till.begun == 1
+        found = await client.tool("pay_twice", {"cents": 5}, members=again(asked), meta=meta)
+        assert found["inputRequests"].keys() == {"also"}
+    assert till.paid == []
+
+
+@every_transport
+async def test_a_command_that_asks_in_the_older_revisions(transport: str) -> None:
+    till = Till()
+    async with speak(transport, till.app, R4, ALL, REPLIES) as client:
+        for replayed in (None, True):
+            found = await client.tool("pay", {"cents": 5}, meta=KEYED)
+            assert (text(found), found.get("_meta", {}).get(REPLAYED)) == ("paid by Ann", replayed)
+    assert (till.paid, till.begun) == (["Ann"], 1)
+
+
+async def test_a_missing_capability_takes_no_claim() -> None:
+    till = Till()
+    async with over_http(till.app, R5) as client:
+        assert (await client.tool_error("pay", {"cents": 5}, meta=KEYED))["code"] == -32021
+        client.capabilities = ALL
+        assert (await client.tool("pay", {"cents": 5}, meta=KEYED))["resultType"] == "input_required"
+    assert till.paid == []
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_no_client_waits_for_ever(revision: str) -> None:
+    """A question that is never answered ends with the tool's time limit."""
+    app = make_app()
+
+    @app.tool(annotations=READS, timeout=0.05)
+    async def ask(ctx: Context) -> str:
+        return (await ctx.sample("?")).text
+
+    async with over_stdio(app, revision, capabilities=ALL) as client:
+        async with asyncio.timeout(PATIENCE):
+            answer = await client.call("tools/call", {"name": "ask"}, meta={f"{PREFIX}logLevel": "error"})
+        assert ("error" in answer) == (revision != R5)

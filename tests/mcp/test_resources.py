@@ -1,0 +1,229 @@
+"""Resources, their templates, and prompts: what is read, and how both are described."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.calls import make_app
+from tests.mcp.asgi import (
+    EVERY_WAY,
+    R1,
+    R4,
+    R5,
+    REVISIONS,
+    over_http,
+    over_stdio,
+    speak,
+)
+from wirecall import App, UsageError
+from wirecall.mcp import Embedded, Image, Message
+
+every_revision = pytest.mark.parametrize("revision", REVISIONS)
+every_way = pytest.mark.parametrize(("transport", "revision"), EVERY_WAY)
+
+
+# --- resources and templates -----------------------------------------------------------------------------------------
+
+
+def library() -> App:
+    app = make_app()
+
+    @app.resource("test://text", mime_type="text/plain", description="A text")
+    def text() -> str:
+        return "hello"
+
+    @app.resource("test://bytes", mime_type="image/png")
+    def data() -> bytes:
+        return b"\x00\xff"
+
+    @app.resource("test://several")
+    def several() -> list[Embedded]:
+        return [Embedded(uri="test://several/1", text="1"), Embedded(uri="test://several/2", blob=b"2")]
+
+    @app.resource("test://book/{id}/page/{number}")
+    def page(id: str, number: int) -> str:
+        return f"{id}|{number + 0}"
+
+    @app.resource("test://file/{+path}")
+    async def file(path: str) -> str:
+        return path
+
+    @app.resource("test://tree/{path*}/leaf")
+    async def leaf(path: str) -> str:
+        return path
+
+    @app.resource("test://broken")
+    def broken() -> str:
+        raise ValueError("secret detail")
+
+    return app
+
+
+@every_way
+async def test_resources_are_read(transport: str, revision: str) -> None:
+    async with speak(transport, library(), revision) as client:
+        text = (await client.result("resources/read", {"uri": "test://text"}))["contents"]
+        assert text == [{"uri": "test://text", "mimeType": "text/plain", "text": "hello"}]
+        data = (await client.result("resources/read", {"uri": "test://bytes"}))["contents"]
+        assert data == [{"uri": "test://bytes", "mimeType": "image/png", "blob": "AP8="}]
+        several = (await client.result("resources/read", {"uri": "test://several"}))["contents"]
+        assert [entry["uri"] for entry in several] == ["test://several/1", "test://several/2"]
+
+
+READ = [
+    ("test://book/a/page/7", "a|7"),
+    ("test://book/a%20b/page/7", "a b|7"),
+    ("test://book/%C3%BC/page/7", "ü|7"),
+    ("test://book/ü/page/7", "ü|7"),
+    ("test://book/100%25/page/7", "100%|7"),
+    ("test://book/a..b/page/7", "a..b|7"),
+    ("test://file/a/b/c.txt", "a/b/c.txt"),
+    ("test://file/.hidden/a%20b", ".hidden/a b"),
+    ("test://tree/a/leaf", "a"),
+    ("test://tree/a/b/leaf", "a/b"),
+]
+
+
+@pytest.mark.parametrize("revision", [R1, R4, R5])
+@pytest.mark.parametrize(("uri", "said"), READ)
+async def test_templates_are_filled_in(revision: str, uri: str, said: str) -> None:
+    async with over_stdio(library(), revision) as client:
+        contents = (await client.result("resources/read", {"uri": uri}))["contents"]
+    assert contents[0]["text"] == said
+    assert contents[0]["uri"] == uri
+
+
+NOWHERE = [
+    "test://book//page/7",
+    "test://book/a/b/page/7",
+    "test://book/a/page/7/",
+    "test://book/a/page/7?x",
+    "test://texts",
+    "test://tree/leaf",
+    "x",
+    "",
+]
+
+
+@every_revision
+@pytest.mark.parametrize("uri", NOWHERE)
+async def test_a_uri_that_is_not_there(revision: str, uri: str) -> None:
+    """Trap 17."""
+    async with over_http(library(), revision) as client:
+        error = await client.error("resources/read", {"uri": uri})
+    assert (error["code"], error["data"]["uri"]) == (-32602 if revision == R5 else -32002, uri)
+
+
+# Segments as a URI spells them. A handler that builds a path from one of them would leave its folder.
+NO_SEGMENT = [
+    "a%2Fb",
+    "a%2fb",
+    "..%2F..%2Fetc%2Fpasswd",
+    "..",
+    "%2e%2E",
+    ".",
+    "a%00b",
+    "a\x00b",
+    "..%5Cboot.ini",
+    "a\\b",
+    "a%0Ab",
+    "a%7Fb",
+    "%FF",
+    "%C0%AF",
+]
+LEADS_OUT = [
+    *(f"test://book/{segment}/page/7" for segment in NO_SEGMENT),
+    *(f"test://file/{segment}" for segment in NO_SEGMENT),
+    *(f"test://tree/a/{segment}/b/leaf" for segment in NO_SEGMENT),
+    *(
+        "test://file//etc/passwd",
+        "test://file/a//b",
+        "test://file/a/",
+        "test://file/a/../b",
+        "test://file/a?b",
+        "test://file/a#b",
+    ),
+]
+
+
+async def test_a_value_of_a_template_never_leads_out_of_its_folder() -> None:
+    """RFC 3986 decodes segments one by one: an encoded slash is part of a segment, and no handler takes it for a path."""
+    async with over_http(library(), R4) as client:
+        for uri in LEADS_OUT:
+            error = await client.error("resources/read", {"uri": uri})
+            assert (error["code"], error["data"]["uri"]) == (-32002, uri)
+
+
+@every_revision
+async def test_a_name_that_does_not_fit_is_an_error(revision: str) -> None:
+    async with over_http(library(), revision) as client:
+        assert (await client.error("resources/read", {"uri": "test://book/a/page/seven"}))["code"] in (-32602, -32002)
+
+
+@every_revision
+async def test_a_resource_that_breaks_tells_nothing(revision: str) -> None:
+    async with over_http(library(), revision) as client:
+        error = await client.error("resources/read", {"uri": "test://broken"})
+    assert error["code"] == -32603
+    assert "secret" not in json.dumps(error)
+
+
+@every_revision
+async def test_how_resources_are_described(revision: str) -> None:
+    async with over_http(library(), revision) as client:
+        first = (await client.result("resources/list"))["resources"][0]
+        assert first == {"uri": "test://text", "name": "text", "description": "A text", "mimeType": "text/plain"}
+        templates = (await client.result("resources/templates/list"))["resourceTemplates"]
+        assert [template["uriTemplate"] for template in templates] == [
+            "test://book/{id}/page/{number}",
+            "test://file/{+path}",
+            "test://tree/{path*}/leaf",
+        ]
+
+
+def test_a_template_and_its_function_must_agree() -> None:
+    with pytest.raises(UsageError):
+        make_app().resource("test://{id}")(lambda: "")
+    with pytest.raises(UsageError):
+        make_app().resource("test://x")(lambda id: "")
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def prompting() -> App:
+    app = make_app()
+
+    @app.prompt(description="Say it")
+    def say(what: str, times: int = 1) -> list[Any]:
+        return [what * times, Message("assistant", Image(data=b"\xff", mime_type="image/png"))]
+
+    return app
+
+
+@every_way
+async def test_prompts(transport: str, revision: str) -> None:
+    async with speak(transport, prompting(), revision) as client:
+        listed = (await client.result("prompts/list"))["prompts"][0]
+        assert (listed["name"], listed["description"]) == ("say", "Say it")
+        assert [(a["name"], a["required"]) for a in listed["arguments"]] == [("what", True), ("times", False)]
+        got = await client.result("prompts/get", {"name": "say", "arguments": {"what": "ha", "times": "2"}})
+        assert got["messages"][0] == {"role": "user", "content": {"type": "text", "text": "haha"}}
+        assert got["messages"][1]["content"] == {"type": "image", "data": "/w==", "mimeType": "image/png"}
+
+
+@every_revision
+@pytest.mark.parametrize("arguments", [{}, {"what": 5}, {"what": "x", "times": "many"}, {"what": "x", "more": "y"}, ["x"]])
+async def test_arguments_of_prompts_are_checked(revision: str, arguments: Any) -> None:
+    async with over_http(prompting(), revision) as client:
+        assert (await client.error("prompts/get", {"name": "say", "arguments": arguments}))["code"] == -32602
+
+
+def test_a_name_is_given_once() -> None:
+    app = prompting()
+    with pytest.raises(UsageError):
+        app.prompt(name="say")(lambda: "")
+    app.resource("test://x")(lambda: "")
+    with pytest.raises(UsageError):
+        app.resource("test://x")(lambda: "")

@@ -1,0 +1,282 @@
+"""How a tool fails: a result for the model, or an error of the protocol; and what middleware and the context see of it."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from tests.calls import lose_completions, make_app, returning
+from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R3, REVISIONS, over_http, speak
+from wirecall import App, Context, DomainError, Limits, ToolError
+from wirecall.mcp import ToolResult
+
+every_revision = pytest.mark.parametrize("revision", REVISIONS)
+every_way = pytest.mark.parametrize(("transport", "revision"), EVERY_WAY)
+
+
+class Point(Struct):
+    x: int
+
+
+def failing() -> App:
+    app = make_app()
+
+    @app.query
+    def says_no() -> str:
+        raise ToolError("the shelf is empty")
+
+    @app.query
+    def domain() -> str:
+        raise DomainError(40401, "no such shelf", {"shelf": 3})
+
+    @app.query
+    def breaks() -> str:
+        raise ValueError("secret detail")
+
+    @app.query
+    def structured() -> Point:
+        raise ToolError("no point")
+
+    @app.query
+    def nan() -> float:
+        return float("nan")
+
+    @app.query
+    def stated() -> ToolResult:
+        return ToolResult(content=["bad"], is_error=True)
+
+    return app
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("says_no", "the shelf is empty"),
+        ("domain", "no such shelf"),
+        ("structured", "no point"),
+        ("stated", "bad"),
+        ("breaks", ""),
+    ],
+)
+async def test_a_tool_that_fails_gives_a_result(transport: str, revision: str, tool: str, text: str) -> None:
+    """Trap 18: a tool's failure is for the model, so it is a result."""
+    async with speak(transport, failing(), revision) as client:
+        found = await client.tool(tool)
+    assert found["isError"] is True
+    assert text in found["content"][0]["text"]
+    assert "secret" not in json.dumps(found)
+
+
+@every_revision
+async def test_what_json_cannot_carry_is_a_failure(revision: str) -> None:
+    """J15: NaN is never emitted."""
+    async with over_http(failing(), revision) as client:
+        answer = await client.call("tools/call", {"name": "nan"})
+    assert answer.get("result", {}).get("isError") or answer["error"]["code"] == -32603
+
+
+@every_revision
+async def test_a_command_whose_result_json_cannot_carry_was_done_all_the_same(revision: str) -> None:
+    """As over JSON-RPC: the effect has happened, so a retry hears that, and neither runs it again nor doubts it."""
+    app, effects = make_app(), list[int]()
+
+    @app.command
+    async def put() -> float:
+        effects.append(1)
+        return float("nan")
+
+    async with over_http(app, revision) as client:
+        first = await client.tool("put", meta={KEY: "k"})
+        assert first["_meta"]["io.wirecall/error"] == {"code": -32603, "data": {"ran": "yes"}}
+        again = await client.tool_error("put", meta={KEY: "k"})
+        assert (again["code"], again["data"]["ran"]) == (41010, "yes")
+    assert effects == [1]
+
+
+@every_revision
+async def test_a_result_that_is_not_recorded_yet_says_so(revision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger was lost after the effect: the caller gets the truth, and is told that a retry may not yet."""
+    app = make_app()
+    app.command(name="put")(lambda: 1)
+    lose_completions(monkeypatch, await app.ledger(), 1)
+    async with over_http(app, revision) as client:
+        assert (await client.tool("put", meta={KEY: "k"}))["_meta"]["io.wirecall/recorded"] is False
+        assert "io.wirecall/recorded" not in (await client.tool("put", meta={KEY: "l"})).get("_meta", {})
+
+
+async def test_a_success_does_not_say_that_it_is_an_error() -> None:
+    app = make_app()
+    app.query(name="give")(returning(str, "x"))
+    async with over_http(app) as client:
+        assert (await client.tool("give")).get("isError", False) is False
+
+
+async def test_a_reply_that_is_too_large_is_not_sent() -> None:
+    """J11: bytes out."""
+    app = make_app(limits=Limits(bytes_out=10_000))
+    app.query(name="give")(returning(str, "x" * 20_000))
+    async with over_http(app) as client:
+        answer = await client.call("tools/call", {"name": "give"})
+        assert client.last is not None
+    assert "xxxx" not in json.dumps(answer)
+    assert (answer["error"]["code"], answer["error"]["data"]["limit"]) == (-32603, "bytes_out")
+
+
+async def test_a_tool_that_takes_too_long_is_told_so() -> None:
+    app = make_app()
+
+    @app.query(timeout=0.05)
+    async def slow() -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async with over_http(app) as client:
+        answer = await client.call("tools/call", {"name": "slow"})
+    assert answer["error"]["data"]["type"] == "deadline_exceeded"
+
+
+async def test_too_many_calls_at_once_are_told_to_come_back() -> None:
+    app, entered, gate = make_app(limits=Limits(in_flight=1)), asyncio.Event(), asyncio.Event()
+
+    @app.query
+    async def slow() -> str:
+        entered.set()
+        await gate.wait()
+        return ""
+
+    async with over_http(app) as client:
+        first = client.post(client.message("tools/call", {"name": "slow"}))
+        async with asyncio.timeout(PATIENCE):
+            await entered.wait()
+        error = await client.tool_error("slow")
+        gate.set()
+        assert "result" in await first.json()
+    assert (error["code"], error["data"]["type"], error["data"]["ran"]) == (42910, "busy", "no")
+
+
+# --- middleware ------------------------------------------------------------------------------------------------------
+
+
+async def test_middleware_sees_what_comes_over_mcp() -> None:
+    app, seen = make_app(), []
+
+    @app.middleware
+    async def note(context: Context, call: Any) -> Any:
+        seen.append((context.method, context.kind.value, context.caller, context.revision, context.idempotency_key))
+        return await call(context)
+
+    app.command(name="pay")(returning(str, "x"))
+    app.prompt(name="greet")(returning(str, "hello"))
+    app.resource("test://x")(returning(str, "x"))
+    async with over_http(app, R3) as client:
+        await client.tool("pay", meta={KEY: "k"})
+        await client.result("prompts/get", {"name": "greet"})
+        await client.result("resources/read", {"uri": "test://x"})
+    assert seen[0] == ("pay", "command", "", R3, "k")
+    assert [row[1] for row in seen] == ["command", "query", "query"]
+
+
+@every_revision
+async def test_middleware_can_refuse_a_tool(revision: str) -> None:
+    app, ran = make_app(), []
+
+    @app.middleware
+    async def no(context: Context, call: Any) -> Any:
+        raise DomainError(40301, "not you")
+
+    @app.command
+    def pay() -> None:
+        ran.append(1)
+
+    async with over_http(app, revision) as client:
+        answer = await client.call("tools/call", {"name": "pay"}, meta={KEY: "k"})
+    assert "not you" in json.dumps(answer)
+    assert ran == []
+
+
+async def test_middleware_authorizes_a_replay_again() -> None:
+    app, ran, allowed = make_app(), [], [True]
+
+    @app.middleware
+    async def judge(context: Context, call: Any) -> Any:
+        if not allowed:
+            raise DomainError(40301, "not you")
+        return await call(context)
+
+    @app.command
+    def pay() -> str:
+        ran.append(1)
+        return "secret receipt"
+
+    async with over_http(app) as client:
+        await client.tool("pay", meta={KEY: "k"})
+        allowed.clear()
+        answer = await client.call("tools/call", {"name": "pay"}, meta={KEY: "k"})
+    assert "receipt" not in json.dumps(answer)
+    assert ran == [1]
+
+
+async def test_middleware_can_change_a_result() -> None:
+    app = make_app()
+
+    @app.middleware
+    async def change(context: Context, call: Any) -> Any:
+        await call(context)
+        return "changed"
+
+    app.query(name="give")(returning(str, "x"))
+    async with over_http(app) as client:
+        assert (await client.tool("give"))["content"] == [{"type": "text", "text": "changed"}]
+
+
+# --- context ---------------------------------------------------------------------------------------------------------
+
+
+@every_way
+async def test_a_handler_knows_who_calls(transport: str, revision: str) -> None:
+    app = make_app()
+
+    @app.query
+    def know(ctx: Context) -> dict[str, Any]:
+        return {"revision": ctx.revision, "capabilities": ctx.client_capabilities, "trace": ctx.traceparent, "id": ctx.id}
+
+    async with speak(transport, app, revision, capabilities={"roots": {}}) as client:
+        found = json.loads((await client.tool("know", id="i-1", meta={"traceparent": "00-a-b-01"}))["content"][0]["text"])
+    assert found == {"revision": revision, "capabilities": {"roots": {}}, "trace": "00-a-b-01", "id": "i-1"}
+
+
+@pytest.mark.parametrize("token", [0, "", 17, "text"])
+async def test_progress_has_the_callers_token_and_grows(token: Any) -> None:
+    """Trap 55: a token may be falsy; a number that does not grow is not sent."""
+    app = make_app()
+
+    @app.query
+    async def steps(ctx: Context) -> str:
+        for value in (0, 0.5, 0.5, 0.25, 1):
+            await ctx.progress(value, total=1)
+        return ""
+
+    for revision in REVISIONS:
+        async with over_http(app, revision) as client:
+            await client.tool("steps", meta={"progressToken": token})
+            told = client.told("notifications/progress")
+            assert [(params["progressToken"], params["progress"]) for params in told] == [
+                (token, 0),
+                (token, 0.5),
+                (token, 1),
+            ]
+            client.heard.clear()
+            await client.tool("steps")
+            assert client.heard == []
+
+
+async def test_plain_json_rpc_is_served_beside_mcp() -> None:
+    app = make_app()
+    app.query(name="give")(returning(str, "x"))
+    for revision in LEGACY:
+        async with speak("stdio", app, revision) as client:
+            assert (await client.exchange({"jsonrpc": "2.0", "id": "p", "method": "give"}))["result"] == "x"
+            assert await client.tool("give")
