@@ -221,11 +221,11 @@ async def test_elicitation_sep1034_defaults(ctx: Context) -> str:
 
 
 NAMES = ["option1", "option2", "option3"]
-TITLED = [{"const": name, "title": f"Option {number}"} for number, name in enumerate(NAMES, 1)]
+TITLED = [{"const": f"value{number}", "title": f"Option {number}"} for number in (1, 2, 3)]
 CHOICES = {
     "untitledSingle": {"type": "string", "enum": NAMES},
     "titledSingle": {"type": "string", "oneOf": TITLED},
-    "legacyEnum": {"type": "string", "enum": NAMES, "enumNames": [choice["title"] for choice in TITLED]},
+    "legacyEnum": {"type": "string", "enum": ["opt1", "opt2", "opt3"], "enumNames": ["Option 1", "Option 2", "Option 3"]},
     "untitledMulti": {"type": "array", "items": {"type": "string", "enum": NAMES}},
     "titledMulti": {"type": "array", "items": {"anyOf": TITLED}},
 }
