@@ -17,6 +17,7 @@ whatever handlers and formatters the program uses.
 """
 
 import logging
+import re
 import traceback
 from typing import Any
 
@@ -36,6 +37,15 @@ def escaped(text: str) -> str:
             sign = "".join(f"\\u{units[i : i + 4]}" for i in range(0, len(units), 4))
         signs.append(sign)
     return "".join(signs)
+
+
+def printable(text: str) -> str:
+    """Return a text of several lines for a terminal, with the characters escaped that steer it or turn its direction."""
+    return text if text.isprintable() else _STEERING.sub(lambda found: escaped(found[0]), text)
+
+
+# Controls but newline and tab, C1 controls, separators of lines, and the marks of bidirectional text.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 class Escaping(logging.Filter):

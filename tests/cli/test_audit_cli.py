@@ -91,7 +91,7 @@ def test_a_caller_s_name_is_shown_and_not_obeyed() -> None:
     audit = Audit("audit.jsonl")
     audit.append(entry("a", caller="\x1b[2Jada"))
     audit.close()
-    assert "\\x1b[2Jada" in invoke("audit", "tail", "audit.jsonl").stdout
+    assert "\\u001b[2Jada" in invoke("audit", "tail", "audit.jsonl").stdout
 
 
 def test_replays_errors_and_torn_lines_are_told_apart() -> None:

@@ -299,7 +299,7 @@ def test_a_server_does_not_write_to_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(app + method)
     for words in (["list"], ["show"]):
         run = invoke(*words, str(tmp_path / "evil.py"), *(["one"] if words == ["show"] else []))
-        assert "\\x1b[2Jgone" in run.stdout
+        assert "\\u001b[2Jgone" in run.stdout
         assert "\x1b" not in run.stdout
     assert invoke("call", str(tmp_path / "evil.py"), "one").stdout == "\x1b[2J\n"  # to a pipe as it is
 

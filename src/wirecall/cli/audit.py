@@ -14,7 +14,8 @@ import msgspec
 from wirecall.audit import Report, verify
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure
-from wirecall.cli.output import Output, count_of, json_option, print_json, printable, progress
+from wirecall.cli.output import Output, count_of, json_option, print_json, progress
+from wirecall.logs import escaped
 
 POLL = 0.2  # seconds between two looks at a file that is followed, or that is being verified
 BLOCK = 65_536
@@ -155,7 +156,7 @@ def _print(line: bytes, as_json: bool) -> None:
     if as_json:
         print_json(entry)
     elif "unreadable" in entry:
-        click.echo(f"? not a line of an audit trail: {printable(entry['unreadable'])[:60]}")
+        click.echo(f"? not a line of an audit trail: {escaped(entry['unreadable'])[:60]}")
     else:
         click.echo(_sentence(entry))
 
@@ -164,8 +165,8 @@ def _sentence(entry: dict[str, Any]) -> str:
     when = datetime.fromtimestamp(float(entry.get("time", 0)), UTC).isoformat(" ", "milliseconds")
     outcome = "replayed" if entry.get("replayed") else str(entry.get("outcome"))
     code = f" {entry['code']}" if entry.get("code") is not None else ""
-    names = "  ".join(printable(str(entry.get(name) or "-")) for name in ("method", "key", "caller"))
-    return f"{when}  {outcome + code:<12} {names}  {entry.get('duration_ms')} ms"
+    names = "  ".join(escaped(str(entry.get(name) or "-")) for name in ("method", "key", "caller"))
+    return f"{when}  {escaped(outcome + code):<12} {names}  {escaped(str(entry.get('duration_ms')))} ms"
 
 
 def _existing(file: str | None) -> Path:

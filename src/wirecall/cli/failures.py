@@ -37,7 +37,8 @@ class Failure(click.ClickException):
 
     def text(self) -> str:
         """As it is shown to people."""
-        lines = [self.what, *(f"  {name}: {_indented(text)}" for name, text in self._reasons() if text)]
+        # A text of a server may have lines of its own: further in than ours, they cannot be taken for ours.
+        lines = [_indented(self.what), *(f"  {name}: {_indented(text)}" for name, text in self._reasons() if text)]
         return "\n".join(lines)
 
     def document(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ the same columns without colour and lines where it is not. No mark means anythin
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,13 +13,12 @@ from typing import IO, Any, BinaryIO, TextIO
 
 import click
 
+from wirecall.logs import escaped, printable
 from wirecall.protocol.messages import encode
 
 # Marks, and what stands for them where the terminal has no Unicode.
 _MARKS = {"ok": ("✓", "ok"), "failed": ("✗", "x"), "replayed": ("↻", "replay"), "unknown": ("?", "?"), "warning": ("!", "!")}
 _COLOURS = {"ok": "green", "failed": "red", "replayed": "cyan", "unknown": "yellow", "warning": "yellow"}
-
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,12 +47,12 @@ class Output:
 
     def note(self, text: str, mark: str = "") -> None:
         """A line beside the payload."""
-        text = printable(text)
+        text = escaped(text)
         click.echo(f"{marked(mark)} {text}" if mark else text, err=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Rows for people, on stdout."""
-        rows = [[printable(cell) for cell in row] for row in rows]
+        rows = [[escaped(cell) for cell in row] for row in rows]
         if is_terminal(sys.stdout):
             _rich_table(columns, rows)
             return
@@ -84,6 +82,14 @@ def print_json(document: Any, stdout: IO[str] | None = None) -> None:
     """One document on one line, to stdout or to what it was."""
     with _writing():
         click.echo(encode(document), stdout)
+
+
+def print_raw(data: bytes, stdout: IO[str] | None = None, *, err: bool = False) -> None:
+    """Print bytes of a server as they are; for a terminal, escape what would steer it."""
+    stream = stdout or (sys.stderr if err else sys.stdout)
+    with _writing():
+        text = printable(data.decode("utf-8", "backslashreplace")) if is_terminal(stream) else data
+        click.echo(text, stdout, nl=False, err=err)
 
 
 def print_lines(documents: Sequence[Any], stdout: TextIO | None) -> None:
@@ -120,11 +126,6 @@ def pretty(value: Any) -> str:
     import msgspec
 
     return msgspec.json.format(line, indent=2)
-
-
-def printable(text: str) -> str:
-    """A text that may come from a server, for a terminal: control characters are shown, not obeyed."""
-    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def marked(name: str) -> str:

@@ -12,7 +12,7 @@ from wirecall.cli.connecting import Way, address, way_options
 from wirecall.cli.exits import Exit
 from wirecall.cli.failures import Failure, failure_of
 from wirecall.cli.lines import CHUNK, Lines
-from wirecall.cli.output import Input
+from wirecall.cli.output import Input, print_raw
 from wirecall.cli.overrides import app_of
 from wirecall.cli.running import run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
@@ -49,7 +49,7 @@ async def _to_app(app: App, messages: BinaryIO) -> None:
             with redirect_stdout(sys.stderr):
                 reply = await app.handle(line)
             if reply is not None:
-                click.echo(reply, stdout)
+                print_raw(reply + b"\n", stdout)
 
 
 async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
@@ -64,7 +64,7 @@ async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
             async with asyncio.timeout(way.timeout), http.request("POST", line, media) as answer:
                 body = await answer.read()
             if body.strip():
-                click.echo(body.rstrip(b"\n"))
+                print_raw(body.rstrip(b"\n") + b"\n")
             if answer.status >= 400:
                 click.echo(f"HTTP {answer.status}", err=True)
                 worst = Exit.AUTH if answer.status in (401, 403) else Exit.REMOTE
@@ -90,11 +90,17 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> None:
         assert process.stdout is not None
         while data := await process.stdout.read(CHUNK):  # no lines: they may be of any length
             said = data[-1:]
-            click.echo(data, nl=False)
+            print_raw(data)
         if said not in (b"", b"\n"):
             click.echo()
 
+    async def hear() -> None:
+        assert process.stderr is not None
+        while data := await process.stderr.read(CHUNK):
+            print_raw(data, err=True)
+
     listening = asyncio.create_task(listen())
+    hearing = asyncio.create_task(hear())
     try:
         with suppress(ConnectionError):  # it has ended, or does not listen; what it said is printed all the same
             async for line in Lines(messages).each():
@@ -111,6 +117,8 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> None:
     finally:
         listening.cancel()
         await _ended(process)
+        with suppress(TimeoutError):  # a grandchild may keep it open
+            await asyncio.wait_for(hearing, LEAVE)
     if code and not said:
         why = f"it ended with {code}, and said nothing on stdout"
         next = "run the command by itself to see more"
@@ -131,7 +139,7 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 async def _started(target: Target) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
     try:
-        return await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe)
+        return await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError as error:
         raise Failure(
             f"{target.command[0]} cannot be started.",

@@ -6,10 +6,11 @@ from wirecall.cli.arguments import described, example
 from wirecall.cli.connecting import Way, way_options
 from wirecall.cli.listing import listed
 from wirecall.cli.offers import CALLABLE, Offer, find
-from wirecall.cli.output import Output, json_option, printable
+from wirecall.cli.output import Output, json_option
 from wirecall.cli.running import run
 from wirecall.cli.schemas import Schema, words
 from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.logs import escaped
 
 
 @click.command("show", cls=TargetCommand)
@@ -24,7 +25,7 @@ def command(target: Target, name: str, way: Way, as_json: bool) -> None:
     wirecall show shop.py charge
     """
     offer = find(run(listed(target, way)), name, target.line("list"))
-    Output(as_json).result(offer, printable(_shown(offer, target)))
+    Output(as_json).result(offer, _shown(offer, target))
 
 
 def _shown(offer: Offer, target: Target) -> str:
@@ -37,7 +38,7 @@ def _shown(offer: Offer, target: Target) -> str:
         lines += ["", f"Gives {offer.output.get('contentMediaType') or words(offer.output, offer.output)}"]
     if offer.kind in CALLABLE:
         lines += ["", _command_line(offer, target)]
-    return "\n".join(lines)
+    return "\n".join(map(escaped, lines))
 
 
 def _arguments(schema: Schema) -> list[str]:

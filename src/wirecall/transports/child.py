@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, UsageError
+from wirecall.logs import printable
 from wirecall.transports.descriptors import CHUNK
 from wirecall.transports.lines import Lines
 
@@ -170,7 +171,8 @@ class Child:
         while data := await stderr.read(CHUNK):
             self._kept = (self._kept + data)[-KEPT:]
             if self._passes and sys.stderr is not None:
-                sys.stderr.write(data.decode("utf-8", "replace"))
+                text = data.decode("utf-8", "replace")
+                sys.stderr.write(printable(text) if sys.stderr.isatty() else text)
                 sys.stderr.flush()
 
 
