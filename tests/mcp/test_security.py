@@ -1,6 +1,7 @@
 """What an attacker, a careless client or a bad moment must not bring about."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -44,6 +45,7 @@ from wirecall.mcp.server.changes import Hub
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.server.sessions import Ended
 from wirecall.mcp.server.workers import Workers
+from wirecall.transports.request import Request as HttpRequest
 
 every_revision = pytest.mark.parametrize("revision", REVISIONS)
 READS = ToolAnnotations(readOnlyHint=True)
@@ -344,6 +346,38 @@ async def test_calls_without_a_reader_hold_no_more_than_all_streams_may(monkeypa
         held = tracemalloc.get_traced_memory()[0] - before
         gate.set()
     assert held < 1_000_000 + 5 * 100_000 + 500_000  # the newest event of each call stays, and some is not about events
+
+
+async def test_a_call_that_goes_on_without_its_caller_keeps_no_http_request() -> None:
+    """Neither while it runs, nor when its events are kept for a reader that comes back."""
+    app, left, gate = make_app(), asyncio.Event(), asyncio.Event()
+
+    @app.tool(annotations=READS)
+    async def tell(ctx: Context) -> str:
+        await ctx.log("error", "first")
+        await left.wait()
+        await ctx.log("error", "second")
+        await gate.wait()
+        return "told"
+
+    def requests() -> int:
+        gc.collect()
+        return sum(type(each) is HttpRequest for each in gc.get_objects())
+
+    before = requests()
+    async with over_http(app, R4) as client:
+        exchange = client.post(client.message("tools/call", {"name": "tell"}, 7))
+        await exchange.event()
+        first = await exchange.event()
+        exchange.leave()
+        left.set()
+        async with asyncio.timeout(PATIENCE):
+            await exchange.task
+        assert requests() == before
+        gate.set()
+        rest = await client.listen(first.id if first else None).messages()
+        assert [message.get("id") for message in rest] == [None, 7]
+        assert requests() == before
 
 
 @pytest.mark.parametrize("revision", REVISIONS)

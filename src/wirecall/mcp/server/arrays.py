@@ -1,8 +1,8 @@
 """What one body or one line may hold: a message, or the array of messages that 2025-03-26 has.
 
 `read` gives one message or the messages of an array, as JSON-RPC has them; one that is not a message is `Invalid` and knows
-its error. `check` decides whether an array may pass: only at 2025-03-26, and only in the shapes that revision has. An array
-that may not pass is refused whole, before anything of it runs (V2, V3).
+its error. `admitted` decides whether an array may pass: only at 2025-03-26, and only in the shapes that revision has. An
+array that may not pass is refused whole, before anything of it runs (V2, V3).
 """
 
 from collections.abc import Sequence
@@ -43,12 +43,15 @@ _VERSION = b"protocolVersion"
 def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
     """Return one message, or the messages of an array."""
     found = frames.read(data, True, limits.bytes_in, limits.depth, limits.batch)
-    if type(found) is Envelope:
+    if not isinstance(found, list):
         return _judged(found, data)
-    if isinstance(found, list):
-        items = _decode_items(data) if any(isinstance(entry, Invalid) for entry in found) else found
-        return [_judged(entry, item) for entry, item in zip(found, items, strict=True)]
-    return _judged(found, data)
+    entries: list[Incoming] = []
+    items: list[Raw] | None = None  # needed only where an entry is not a request
+    for position, entry in enumerate(found):
+        if type(entry) is not Envelope and items is None:
+            items = _decode_items(data)
+        entries.append(_judged(entry, b"" if items is None else items[position]))
+    return entries
 
 
 def _judged(message: Any, data: Any) -> Incoming:
@@ -82,23 +85,28 @@ def has_envelope(message: Envelope) -> bool:
         return False
 
 
-def check(entries: "Sequence[Incoming]", revision: Revision | None) -> None:
-    """Raise InvalidRequest if an array may not pass. Without a revision, none was negotiated yet."""
-    requests = [entry for entry in entries if isinstance(entry, Envelope)]
-    if any(entry.method == "initialize" for entry in requests):
-        raise InvalidRequest("initialize may not be part of an array: send it alone, and nothing before its answer")
-    if any(has_envelope(entry) for entry in requests):
+def admitted(entries: "Sequence[Incoming]", revision: Revision | None) -> "list[Incoming]":
+    """Return the entries of an array that may pass; InvalidRequest if it may not. No revision: none was negotiated yet."""
+    # Step 1: nothing in it that arrays must not hold.
+    has_requests = has_responses = describes_itself = False
+    for entry in entries:
+        if isinstance(entry, Envelope):
+            if entry.method == "initialize":
+                raise InvalidRequest("initialize may not be part of an array: send it alone, and nothing before its answer")
+            has_requests = True
+            describes_itself = describes_itself or has_envelope(entry)
+        elif isinstance(entry, Response):
+            has_responses = True
+    if describes_itself:
         raise InvalidRequest("MCP 2026-07-28 has no arrays: send each message alone")
+    # Step 2: a revision that has arrays, and the shapes that it has.
     if revision is None:
         raise InvalidRequest("no revision is negotiated yet, so an array is not allowed: send initialize first, alone")
     if not revision.has_arrays:
         raise InvalidRequest(f"MCP {revision.name} has no arrays: send each message alone", revision=revision.name)
-    if requests and any(isinstance(entry, Response) for entry in entries):
+    if has_requests and has_responses:
         raise InvalidRequest("an array holds requests and notifications, or responses, not both")
-
-
-def without_doubles(entries: "Sequence[Incoming]") -> "list[Incoming]":
-    """Return the entries, of which the second with an id is invalid: its answer could be taken for that of the first."""
+    # Step 3: ids. The second entry with an id is refused: its answer could be taken for that of the first.
     seen: set[Any] = set()
     kept: list[Incoming] = []
     for entry in entries:

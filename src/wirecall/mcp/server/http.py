@@ -245,14 +245,13 @@ class McpEndpoint:
         known = None if _is_newer(version) else self._session(request, version)
         revision = STATELESS[-1] if known is None else known.session.revision
         try:
-            arrays.check(entries, revision)
+            entries = arrays.admitted(entries, revision)
             if _key_of(request) is not UNSET:
                 raise InvalidParams("Idempotency-Key is for a single call: use _meta in each entry")
         except RpcError as error:
             await _refuse(request, error, None, revision)
             return
         assert known is not None
-        entries = arrays.without_doubles(entries)
         session, channel, caller = known.session, self._channel(request, known), request.caller
         room = self._server.answers.room(revision)
 

@@ -75,10 +75,9 @@ class Lines:
             if self._session is None and not any(isinstance(entry, Envelope) and _is_mcp(entry) for entry in message):
                 return self._plain(line)
             try:
-                arrays.check(message, revision)
+                return self._answer_array(arrays.admitted(message, revision))
             except RpcError as error:
                 return failure(None, error, revision)
-            return self._answer_array(arrays.without_doubles(message))
         if isinstance(message, Response):
             if self._session is not None:
                 self._session.answered(message.id, message.result, message.error)

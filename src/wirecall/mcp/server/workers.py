@@ -88,18 +88,19 @@ class Workers:
             for path in self._folder.parent.iterdir():
                 if path != self._folder and _FOLDER.fullmatch(path.name):
                     _remove_abandoned(path)
-        while True:
+        while self._lock < 0:  # again, if another worker removes the folder meanwhile
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            found = self._folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
-                why = "another user could pretend to be a worker"
-                fix = "remove it, or set TMPDIR to a folder of your own"
-                raise UsageError(f"{self._folder} is not ours alone.", why, fix)
-            self._lock = _locked(self._folder, exclusive=False)
             with suppress(FileNotFoundError):
-                if os.fstat(self._lock).st_ino == self._folder.lstat().st_ino:
-                    break
-            os.close(self._lock)  # another worker has removed the folder meanwhile
+                found = self._folder.lstat()
+                if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
+                    why = "another user could pretend to be a worker"
+                    fix = "remove it, or set TMPDIR to a folder of your own"
+                    raise UsageError(f"{self._folder} is not ours alone.", why, fix)
+                lock = _locked(self._folder, exclusive=False)
+                if self._folder.exists() and os.fstat(lock).st_ino == self._folder.lstat().st_ino:
+                    self._lock = lock
+                else:
+                    os.close(lock)
         self._marks.mkdir(mode=0o700, exist_ok=True)
         self._forget_marks()
         name = f"{os.getpid()}-{os.urandom(3).hex()}"
@@ -126,13 +127,14 @@ class Workers:
         self._server = None
         self._path.unlink(missing_ok=True)
         os.close(self._lock)
+        self._lock = -1
         with suppress(OSError):  # another worker is alive, or there are marks
-            self._lock = _locked(self._folder, exclusive=True)
+            lock = _locked(self._folder, exclusive=True)
             try:
                 self._marks.rmdir()
                 self._folder.rmdir()
             finally:
-                os.close(self._lock)
+                os.close(lock)
 
     # --- what this worker tells --------------------------------------------------------------------------------------
 
