@@ -1,11 +1,13 @@
 """Registration: what is declared, and what contradicts itself."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.calls import call, make_app, result
 from wirecall import App, Context, Kind, UsageError
+from wirecall.mcp.revisions import NOTIFICATIONS, REQUESTS
 
 
 def test_a_decorator_works_bare_and_with_arguments_and_leaves_the_function_alone() -> None:
@@ -82,6 +84,107 @@ def test_a_contradiction_is_an_error_at_registration(kind: str, function: Any, d
     with pytest.raises(UsageError, match=why) as caught:
         getattr(make_app(), kind)(**declared)(function)
     assert "fix:" in str(caught.value)
+
+
+def generator() -> Any:
+    yield 1
+
+
+async def agenerator() -> Any:
+    yield 1
+
+
+class Rows:
+    def __call__(self) -> Any:
+        yield 1
+
+    def of(self, table: str) -> Any:
+        return table
+
+
+@pytest.mark.parametrize("kind", ["query", "command", "tool"])
+@pytest.mark.parametrize("function", [generator, agenerator, partial(generator), Rows()])
+def test_a_generator_is_refused(kind: str, function: Any) -> None:
+    """Its call gives a generator that nothing would run."""
+    with pytest.raises(UsageError, match=r"a generator and not a result[\s\S]*fix:"):
+        getattr(make_app(), kind)(name="rows")(function)
+
+
+@pytest.mark.parametrize("declare", ["resource", "prompt", "completion"])
+def test_a_generator_is_refused_beside_the_methods_too(declare: str) -> None:
+    app = make_app()
+    app.prompt(name="greet")(lambda who: who)
+    named: dict[str, tuple[str, ...]] = {"resource": ("test://x",), "completion": ("greet", "who")}
+    with pytest.raises(UsageError, match="a generator and not a result"):
+        getattr(app, declare)(*named.get(declare, ()))(generator)
+
+
+def test_a_method_of_no_object_is_refused() -> None:
+    app = make_app()
+    with pytest.raises(UsageError, match=r"`self`[\s\S]*fix: register the method of an object"):
+        app.query(Rows.of)
+    app.query(Rows().of)
+    assert result(app.handle_sync(call("of", ["x"]))) == "x"
+
+
+MCP_NAMES = [
+    *REQUESTS,
+    *NOTIFICATIONS,
+    "sampling/createMessage",
+    "roots/list",
+    "elicitation/create",
+    "tasks/get",
+    "tools/mine",
+]
+
+
+@pytest.mark.parametrize("kind", ["query", "command"])
+@pytest.mark.parametrize("name", sorted(MCP_NAMES))
+def test_the_names_of_mcp_are_not_for_json_rpc(kind: str, name: str) -> None:
+    """On stdio both share one line."""
+    with pytest.raises(UsageError, match=r"a method of MCP[\s\S]*fix:"):
+        getattr(make_app(), kind)(name=name, expose=("rpc",))(plain)
+
+
+def test_a_tool_may_be_called_ping() -> None:
+    app = make_app()
+    app.tool(name="ping")(plain)
+    with pytest.raises(UsageError, match="a method of MCP"):
+        app.query(name="initialize")(plain)
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b", "a,b", "größe", "a:b", "x" * 129, "a\n", " a", "a€", "\U0001f600", "a+b"])
+def test_the_name_of_a_tool_has_the_characters_that_mcp_allows(name: str) -> None:
+    for kind in ("query", "command", "tool"):
+        with pytest.raises(UsageError, match=r"A-Z, a-z, 0-9[\s\S]*fix:"):
+            getattr(make_app(), kind)(name=name)(plain)
+    make_app().query(name=name, expose=("rpc",))(plain)
+
+
+@pytest.mark.parametrize("name", ["getUser", "DATA_EXPORT_v2", "admin.tools.list", "user-profile", "_", ".", "x" * 128])
+def test_names_of_tools(name: str) -> None:
+    make_app().tool(name=name)(plain)
+
+
+@pytest.mark.parametrize(
+    ("of", "argument", "why"),
+    [
+        ("greet", "whom", "greet has no argument 'whom'[\\s\\S]*who"),
+        ("greeting", "who", "no prompt and no resource template 'greeting'[\\s\\S]*greet"),
+        ("test://{id}/x", "id", "no prompt and no resource template"),
+        ("test://{id}", "name", "has no argument 'name'"),
+        ("test://fixed", "id", "no prompt and no resource template"),
+    ],
+)
+def test_a_completion_of_nothing_is_refused(of: str, argument: str, why: str) -> None:
+    app = make_app()
+    app.prompt(name="greet")(lambda who: who)
+    app.resource("test://{id}")(lambda id: id)
+    app.resource("test://fixed")(lambda: "")
+    with pytest.raises(UsageError, match=why):
+        app.completion(of, argument)(lambda typed: [typed])
+    app.completion("greet", "who")(lambda typed: [typed])
+    app.completion("test://{id}", "id")(lambda typed: [typed])
 
 
 def test_two_methods_of_one_name_are_refused() -> None:

@@ -177,7 +177,7 @@ class Declarations:
         return register if function is None else register(function)
 
     def completion(self, of: str, argument: str, /) -> Callable[[F], F]:
-        """Register what completes an argument of a prompt, or of the URI of a resource.
+        """Register what completes an argument of a prompt, or of the URI of a resource, that is registered already.
 
         The function takes what was typed and, if it has a second parameter, the arguments that are known already.
         """
@@ -212,7 +212,7 @@ class Declarations:
         return register if function is None else register(function)
 
     def _query(self, function: Callable[..., Any], name: str, declared: dict[str, Any]) -> Method:
-        return Method(function, Kind.QUERY, name=name, expose=("mcp",), **declared)
+        return Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, **declared)
 
     def _terms(self, declared: dict[str, Any]) -> Terms:
         """Takes what is about retries out of what was declared."""

@@ -7,11 +7,32 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from wirecall.errors import UsageError
+from wirecall.server.functions import is_generator
 from wirecall.server.terms import EVERYWHERE, Execution, KeyRule, OnCrash, Terms
 
 if TYPE_CHECKING:
     from wirecall.protocol.params import Signature
     from wirecall.server.method import Method
+
+# Every method of every revision of MCP, and what later ones would be called.
+MCP_METHODS = ("initialize", "ping")
+MCP_FAMILIES = (
+    "completion/",
+    "elicitation/",
+    "logging/",
+    "notifications/",
+    "prompts/",
+    "resources/",
+    "roots/",
+    "sampling/",
+    "server/",
+    "subscriptions/",
+    "tasks/",
+    "tools/",
+)
+
+LONGEST_TOOL_NAME = 128
+_NAME_MARKS = str.maketrans("_-.", "aaa")
 
 Faults: TypeAlias = Iterator[tuple[str, str]]
 
@@ -35,16 +56,22 @@ def check_reconciler(method: "Method", reconciler: "Signature") -> None:
 
 def _faults(method: "Method", reserved: bool) -> Faults:
     yield from _in_name(method, reserved)
-    for faults_in in (_in_kind, _in_running, _in_crash, _in_serving, _in_key, _in_amounts):
+    for faults_in in (_in_kind, _in_running, _in_crash, _in_key, _in_amounts):
         yield from faults_in(method)
+    yield from _in_serving(method, reserved)
 
 
 def _in_name(method: "Method", reserved: bool) -> Faults:
     if not method.name:
         yield "a method needs a name", 'name="..."'
+    if reserved:
+        return
     # JSON-RPC 2.0, section 4.1: names that begin with "rpc." are reserved for the protocol and its extensions.
-    if method.name.startswith("rpc.") and not reserved:
+    if method.name.startswith("rpc."):
         yield 'names that begin with "rpc." belong to the protocol', "choose another name"
+    # JSON-RPC and MCP share one line on stdio, so a method of the one must not have the name of a method of the other.
+    if "rpc" in method.expose and (method.name in MCP_METHODS or method.name.startswith(MCP_FAMILIES)):
+        yield "the name is that of a method of MCP", 'choose another name, or serve it as a tool alone: expose=("mcp",)'
 
 
 def _in_kind(method: "Method") -> Faults:
@@ -58,6 +85,13 @@ def _in_kind(method: "Method") -> Faults:
 
 
 def _in_running(method: "Method") -> Faults:
+    if is_generator(method.function):
+        yield (
+            "a generator function gives a generator and not a result",
+            "return a list, or tell by ctx.progress how far it is",
+        )
+    if any(parameter.name == "self" for parameter in method.signature.parameters):
+        yield "a caller would have to send `self`", "register the method of an object: app.query(shop.price)"
     if method.blocking and method.is_async:
         why = "a coroutine function runs on the event loop, blocking=True is for plain functions"
         yield why, "drop blocking=True, or make the function a plain one"
@@ -79,12 +113,18 @@ def _in_crash(method: "Method") -> Faults:
         yield _none_of(on_crash, OnCrash), 'on_crash="unknown"'
 
 
-def _in_serving(method: "Method") -> Faults:
+def _in_serving(method: "Method", reserved: bool) -> Faults:
     if method.execution is not None and method.execution not in get_args(Execution):
         yield _none_of(method.execution, Execution), 'execution="sequential"'
     if not method.expose or not {*method.expose} <= {*EVERYWHERE}:
         why = f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them"
         yield why, 'expose=("rpc",)'
+    # MCP 2025-11-25, server/tools, "Tool Names".
+    if "mcp" in method.expose and not reserved:
+        plain = method.name.translate(_NAME_MARKS)
+        if not (plain.isascii() and plain.isalnum() and len(plain) <= LONGEST_TOOL_NAME):
+            why = f"the name of a tool has 1 to {LONGEST_TOOL_NAME} of the characters A-Z, a-z, 0-9, _, - and ."
+            yield why, 'choose another name, or serve it over JSON-RPC alone: expose=("rpc",)'
 
 
 def _in_key(method: "Method") -> Faults:

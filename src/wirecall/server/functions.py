@@ -19,6 +19,15 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
 
 
+def is_generator(function: Callable[..., Any]) -> bool:
+    """Return whether a call gives a generator, plain or async, instead of a result."""
+    import inspect  # late: `import wirecall` stays light
+
+    target = getattr(function, "func", function)  # functools.partial
+    kinds = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(is_one(target) or is_one(type(target).__call__) for is_one in kinds)
+
+
 def code_of(function: Callable[..., Any]) -> types.CodeType | None:
     """What was written in Python; None for a builtin, a partial, an object that is called."""
     code = getattr(function, "__code__", None)

@@ -119,6 +119,20 @@ class Catalog:
     def add_completion(self, method: Method, of: str, argument: str) -> None:
         if (of, argument) in self.completions:
             raise UsageError(f"There is already a completion for {argument!r} of {of}.", "", "keep one of them")
+        known: dict[str, Prompt | Resource] = {**self.prompts, **self.templates}
+        if of not in known:
+            raise UsageError(
+                f"There is no prompt and no resource template {of!r} to complete.",
+                f"these are registered so far: {', '.join(known) or 'none'}",
+                "register it before its completion, under the same name or URI",
+            )
+        arguments = [parameter.name for parameter in known[of].method.signature.parameters]
+        if argument not in arguments:
+            raise UsageError(
+                f"{of} has no argument {argument!r} to complete.",
+                f"its arguments are ({', '.join(arguments)})",
+                "use the name of one of them",
+            )
         self.completions[of, argument] = method
 
     # --- finding -----------------------------------------------------------------------------------------------------
