@@ -208,6 +208,15 @@ async def test_asking_after_the_commit_point_is_never_run_again() -> None:
     assert till.paid == ["hasty"]
 
 
+async def test_asking_after_the_commit_point_is_not_possible_without_a_key_either() -> None:
+    """The next round would start from the top, with nothing in the ledger that could stop it."""
+    till = Till()
+    async with over_http(till.app, R5, capabilities=ALL) as client:
+        found = await client.tool("hasty")
+        assert found["isError"] is True and "inputRequests" not in found
+    assert till.paid == ["hasty"]
+
+
 async def test_asking_after_the_commit_point_is_fine_where_the_handler_waits() -> None:
     till = Till()
     async with over_http(till.app, R4, capabilities=ALL, replies=REPLIES) as client:

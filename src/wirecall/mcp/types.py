@@ -19,7 +19,7 @@ def _compact(**members: Any) -> dict[str, Any]:
 
 
 class Content(Struct, frozen=True, kw_only=True):
-    """What the kinds of content have in common: hints for whoever shows them."""
+    """The members that all kinds of content share: hints on how to show them."""
 
     annotations: dict[str, Any] | None = None  # audience, priority, lastModified
     meta: dict[str, Any] | None = None
@@ -92,7 +92,7 @@ class Embedded(Content, frozen=True):
 
 
 class ToolResult(Struct, frozen=True, kw_only=True):
-    """A tool's whole answer, for those who want to say everything about it."""
+    """A tool's whole answer, with every member that MCP has for it."""
 
     content: Sequence[Content | str] = ()
     structured: Any = UNSET

@@ -106,6 +106,8 @@ class Context:
 
         A coroutine function awaits it. In a plain function it blocks, which is why such a command runs in a thread.
         """
+        if self._call.peer is not None:
+            self._call.peer.is_committed = True
         passed: Awaitable[None] = self._call.run.commit_point() if self._call.run else Passed()
         return passed
 

@@ -296,6 +296,7 @@ class Peer:
         self.position = position
         self.answers: dict[str, dict[str, Any]] = {}  # by the key of their question
         self.continues = False  # this is a further round of a call
+        self.is_committed = False  # the handler has called ctx.commit_point()
         self.about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
         self._raw = raw
         self._progress: float | None = None
@@ -390,6 +391,9 @@ class Peer:
             check_capability(self.session, question.method, question.params)
         if self.session.revision.is_stateless:
             missing = [question for question in questions if question.key not in self.answers]
+            if missing and self.is_committed:
+                why = "the client's answer starts it from the top, and its effect would happen again"
+                raise UsageError("The handler asked its client after its commit point.", why, "ask before it")
             if missing:
                 wire = {question.key: {"method": question.method, "params": question.params} for question in missing}
                 raise InputRequired(self.questions.pause(self, wire))

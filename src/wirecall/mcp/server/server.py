@@ -70,7 +70,7 @@ PARAMS: dict[str, type[Params]] = {
 }
 
 PAGE = 200  # entries of a list in one answer
-TTL_MS = 60_000  # how long a client may keep a list: those who listen are told of a change
+TTL_MS = 60_000  # how long a client may keep a list; a client that listens is told of a change before that
 
 # What a method serves; without it the method is not there either (the rule of unadvertised capabilities).
 _NEEDS = {"tools": "tools", "prompts": "prompts", "resources": "resources", "completion": "completions"}
@@ -112,7 +112,7 @@ class Server:
         self.answers = Answers(self._info, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
         self.calls = Calls(catalog, dispatcher, self._questions, self.answers)
-        # How long a client may keep a list (2026-07-28). It may share the list only if callers need not say who they are.
+        # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
         self._kept = {"ttlMs": TTL_MS, "cacheScope": "public" if is_public else "private"}
         self.methods: dict[str, Handler] = {
             "ping": self._ping,
