@@ -11,23 +11,24 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+JsonObject: TypeAlias = dict[str, Any]
 Role: TypeAlias = Literal["user", "assistant"]
 
 
-def _compact(**members: Any) -> dict[str, Any]:
+def _compact(**members: Any) -> JsonObject:
     return {name: value for name, value in members.items() if value is not None}
 
 
 class Content(Struct, frozen=True, kw_only=True):
     """The members that all kinds of content share: hints on how to show them."""
 
-    annotations: dict[str, Any] | None = None  # audience, priority, lastModified
-    meta: dict[str, Any] | None = None
+    annotations: JsonObject | None = None  # audience, priority, lastModified
+    meta: JsonObject | None = None
 
-    def on_wire(self) -> dict[str, Any]:
+    def on_wire(self) -> JsonObject:
         raise NotImplementedError
 
-    def _wire(self, kind: str, **members: Any) -> dict[str, Any]:
+    def _wire(self, kind: str, **members: Any) -> JsonObject:
         return {"type": kind, **_compact(**members, annotations=self.annotations, _meta=self.meta)}
 
 
@@ -36,7 +37,7 @@ class Text(Content, frozen=True):
 
     text: str
 
-    def on_wire(self) -> dict[str, Any]:
+    def on_wire(self) -> JsonObject:
         return self._wire("text", text=self.text)
 
 
@@ -46,7 +47,7 @@ class Image(Content, frozen=True):
     data: bytes
     mime_type: str
 
-    def on_wire(self) -> dict[str, Any]:
+    def on_wire(self) -> JsonObject:
         return self._wire("image", data=self.data, mimeType=self.mime_type)
 
 
@@ -56,7 +57,7 @@ class Audio(Content, frozen=True):
     data: bytes
     mime_type: str
 
-    def on_wire(self) -> dict[str, Any]:
+    def on_wire(self) -> JsonObject:
         return self._wire("audio", data=self.data, mimeType=self.mime_type)
 
 
@@ -70,7 +71,7 @@ class ResourceLink(Content, frozen=True):
     mime_type: str | None = None
     size: int | None = None
 
-    def on_wire(self) -> dict[str, Any]:
+    def on_wire(self) -> JsonObject:
         told = _compact(title=self.title, description=self.description, mimeType=self.mime_type, size=self.size)
         return self._wire("resource_link", uri=self.uri, name=self.name, **told)
 
@@ -83,11 +84,11 @@ class Embedded(Content, frozen=True):
     blob: bytes | None = None
     mime_type: str | None = None
 
-    def contents(self) -> dict[str, Any]:
+    def contents(self) -> JsonObject:
         body = {"blob": self.blob} if self.blob is not None else {"text": self.text or ""}
         return {"uri": self.uri, **_compact(mimeType=self.mime_type), **body}
 
-    def on_wire(self) -> dict[str, Any]:
+    def on_wire(self) -> JsonObject:
         return self._wire("resource", resource=self.contents())
 
 
@@ -97,7 +98,7 @@ class ToolResult(Struct, frozen=True, kw_only=True):
     content: Sequence[Content | str] = ()
     structured: Any = UNSET
     is_error: bool = False
-    meta: dict[str, Any] | None = None
+    meta: JsonObject | None = None
 
 
 class Message(Struct, frozen=True):
@@ -106,11 +107,11 @@ class Message(Struct, frozen=True):
     role: Role
     content: Content | str
 
-    def on_wire(self) -> dict[str, Any]:
+    def on_wire(self) -> JsonObject:
         return {"role": self.role, "content": block(self.content)}
 
 
-def block(content: Content | str) -> dict[str, Any]:
+def block(content: Content | str) -> JsonObject:
     return content.on_wire() if isinstance(content, Content) else {"type": "text", "text": content}
 
 
@@ -169,7 +170,7 @@ class Meta(Struct, frozen=True, gc=False):
     """`params._meta` of a request: the envelope of 2026-07-28, and what older revisions put there."""
 
     version: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}protocolVersion")
-    capabilities: dict[str, Any] | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}clientCapabilities")
+    capabilities: JsonObject | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}clientCapabilities")
     level: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}logLevel")
     token: ProgressToken | UnsetType = msgspec.field(default=UNSET, name="progressToken")
     key: Any = msgspec.field(default=UNSET, name=KEY_META)
@@ -184,7 +185,7 @@ class Params(Struct, frozen=True, gc=False):
 class Resumed(Params, frozen=True, gc=False):
     """The params of a request that may take several rounds."""
 
-    responses: dict[str, dict[str, Any]] | UnsetType = msgspec.field(default=UNSET, name="inputResponses")
+    responses: dict[str, JsonObject] | UnsetType = msgspec.field(default=UNSET, name="inputResponses")
     state: str | UnsetType = msgspec.field(default=UNSET, name="requestState")
 
 
@@ -218,8 +219,8 @@ class SetLevel(Params, frozen=True, gc=False, kw_only=True):
 
 class Initialize(Params, frozen=True, gc=False, kw_only=True):
     version: str = msgspec.field(name="protocolVersion")
-    capabilities: dict[str, Any] = {}
-    client: dict[str, Any] = msgspec.field(default_factory=dict, name="clientInfo")
+    capabilities: JsonObject = {}
+    client: JsonObject = msgspec.field(default_factory=dict, name="clientInfo")
 
 
 class Filter(Struct, frozen=True, rename="camel"):

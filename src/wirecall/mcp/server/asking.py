@@ -26,7 +26,7 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -37,7 +37,7 @@ from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.forms import Form, form_of
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
-from wirecall.mcp.types import LEVELS, Elicited, Message, Resumed, Roots, Sampled, block
+from wirecall.mcp.types import LEVELS, Elicited, JsonObject, Message, Resumed, Roots, Sampled, block
 from wirecall.process import new_nonce
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import ErrorObject, decode_any, encode
@@ -48,6 +48,7 @@ from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
 
 Id = int | str
+T = TypeVar("T")
 
 STATE_LIFETIME = 3600.0  # seconds; a person may take this long to answer a question
 
@@ -103,7 +104,7 @@ class Session:
     def __init__(
         self,
         revision: Revision,
-        capabilities: dict[str, Any] | None = None,
+        capabilities: JsonObject | None = None,
         *,
         level: str | None = None,
         calls: "dict[Id, asyncio.Task[Any]] | None" = None,
@@ -123,7 +124,7 @@ class Session:
             return not self.revision.is_stateless and LEVELS.index(level) >= LEVELS.index("info")
         return LEVELS.index(level) >= LEVELS.index(self.level)
 
-    async def request(self, peer: "Peer", method: str, params: dict[str, Any]) -> Raw:
+    async def request(self, peer: "Peer", method: str, params: JsonObject) -> Raw:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
         id = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
         loop, limits = asyncio.get_running_loop(), peer.questions.limits
@@ -134,7 +135,7 @@ class Session:
             message = encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params})
             if not await sent(peer.outlet.send(message)):
                 raise NotCapable("the question could not be sent to the client", ran="unknown")
-            coming: list[asyncio.Future[Any]] = [answer, left]
+            coming: list[asyncio.Future[Raw] | asyncio.Task[None]] = [answer, left]
             await asyncio.wait(coming, timeout=limits.answer_time, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
@@ -152,7 +153,7 @@ class Session:
             if peer in (None, asking) and not answer.done():
                 answer.set_exception(NotCapable("the client has left without an answer", ran="unknown"))
 
-    def answered(self, id: Any, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
+    def answered(self, id: Id, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
         """Take an answer of the client; False if there is no such question."""
         _, answer = self._asked.get(id, (None, None))
         if answer is None or answer.done():
@@ -174,7 +175,7 @@ class _State(Struct):
     digest: str  # of the call: its method and its arguments
     key: str | None
     asked: list[str]
-    answers: dict[str, dict[str, Any]]
+    answers: dict[str, JsonObject]
 
 
 class Questions:
@@ -237,7 +238,7 @@ class Questions:
         # What a further state is about. Not the call itself: a cycle for every call would keep the garbage collector busy.
         peer.about = call.method, call.record, call.params, call.key
 
-    def pause(self, peer: "Peer", questions: dict[str, Any]) -> bytes:
+    def pause(self, peer: "Peer", questions: JsonObject) -> bytes:
         """Return the result of a round that asks."""
         assert peer.about is not None
         method, record, params, key = peer.about
@@ -258,7 +259,7 @@ class Question:
 
     __slots__ = ("decode", "key", "method", "params", "peer")
 
-    def __init__(self, peer: "Peer", key: str, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> None:
+    def __init__(self, peer: "Peer", key: str, method: str, params: JsonObject, decode: Callable[[object], Any]) -> None:
         self.peer = peer
         self.key = key
         self.method = method
@@ -294,7 +295,7 @@ class Peer:
         self.caller = caller
         self.key = key  # from the HTTP header
         self.position = position
-        self.answers: dict[str, dict[str, Any]] = {}  # by the key of their question
+        self.answers: dict[str, JsonObject] = {}  # by the key of their question
         self.continues = False  # this is a further round of a call
         self.is_committed = False  # the handler has called ctx.commit_point()
         self.about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
@@ -313,11 +314,11 @@ class Peer:
         return self.session.revision.name
 
     @property
-    def capabilities(self) -> dict[str, Any]:
+    def capabilities(self) -> JsonObject:
         return self.session.capabilities
 
     @property
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> JsonObject:
         params = {} if self._raw is UNSET else decode_any(self._raw)
         meta = params.get("_meta") if isinstance(params, dict) else None
         return meta if isinstance(meta, dict) else {}
@@ -330,14 +331,14 @@ class Peer:
         if token is UNSET or (self._progress is not None and progress <= self._progress):
             return
         self._progress = progress
-        told: dict[str, Any] = {"progressToken": token, "progress": progress}
+        told: JsonObject = {"progressToken": token, "progress": progress}
         if total is not None:
             told["total"] = total
         if message is not None and self.session.revision.has("progress message"):
             told["message"] = message
         await self._tell("notifications/progress", told)
 
-    async def log(self, level: str, data: Any, logger: str | None) -> None:
+    async def log(self, level: str, data: object, logger: str | None) -> None:
         if level not in LEVELS:
             raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
         if self.session.wants(level):
@@ -345,7 +346,7 @@ class Peer:
                 "notifications/message", {"level": level, **({"logger": logger} if logger else {}), "data": data}
             )
 
-    async def _tell(self, method: str, params: dict[str, Any]) -> None:
+    async def _tell(self, method: str, params: JsonObject) -> None:
         """Send a notification, unless the call is answered."""
         if not self._closed and self.session.revision.has(f"tell {method}"):
             await sent(self.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params})))
@@ -370,7 +371,7 @@ class Peer:
         return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, None))
 
     def sample(
-        self, messages: str | Sequence[Message], max_tokens: int, system: str | None, key: str | None, more: dict[str, Any]
+        self, messages: str | Sequence[Message], max_tokens: int, system: str | None, key: str | None, more: JsonObject
     ) -> Question:
         several = [Message("user", messages)] if isinstance(messages, str) else messages
         known = self.session.revision.known
@@ -410,12 +411,12 @@ class Peer:
                 for request in requests:  # if one of several fails, the others are not waited for
                     request.cancel()
 
-    def _question(self, key: str | None, method: str, params: dict[str, Any], decode: Callable[[Any], Any]) -> Question:
+    def _question(self, key: str | None, method: str, params: JsonObject, decode: Callable[[object], Any]) -> Question:
         self._count += 1
         return Question(self, key or f"input-{self._count}", method, params, decode)
 
 
-def check_capability(session: Session, method: str, params: dict[str, Any]) -> None:
+def check_capability(session: Session, method: str, params: JsonObject) -> None:
     """Raise `NotCapable` unless the client has declared everything that a question needs of it."""
     revision, name = session.revision, method.partition("/")[0]
     declared = session.capabilities.get(name)
@@ -439,18 +440,18 @@ def check_capability(session: Session, method: str, params: dict[str, Any]) -> N
     else:
         return
     with_ = f" with {' and '.join(modes)}" if modes else ""
-    needed: dict[str, Any] = {name: {mode: {} for mode in modes}}
+    needed: JsonObject = {name: {mode: {} for mode in modes}}
     raise NotCapable(f"the call sends {method}{with_} to its client, but {reason}", requiredCapabilities=needed)
 
 
-def _as(answer: Any, wanted: Any) -> Any:
+def _as(answer: object, wanted: type[T]) -> T:
     try:
         return msgspec.convert(answer, wanted)
     except msgspec.ValidationError as error:
         raise BadInput(f"the client's answer: {str(error).lower()}") from None
 
 
-def _elicited(answer: Any, form: Form | None) -> Elicited:
+def _elicited(answer: object, form: Form | None) -> Elicited:
     told = _as(answer, Elicited)
     if told.action != "accept":
         return Elicited(told.action)

@@ -43,7 +43,7 @@ from wirecall.mcp.server.catalog import (
     read_result,
 )
 from wirecall.mcp.server.results import INPUT_REQUIRED, Answers
-from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Complete, Params, Resumed
+from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Complete, JsonObject, Params, Resumed
 from wirecall.protocol.messages import encode
 from wirecall.server.call import Call
 from wirecall.server.context import InputRequired
@@ -68,11 +68,11 @@ class Calls:
 
     # --- tools -------------------------------------------------------------------------------------------------------
 
-    async def call_tool(self, peer: Peer) -> Any:
+    async def call_tool(self, peer: Peer) -> object:
         """Return the result of `tools/call`, as the client's revision has it."""
         params, revision = peer.params, peer.session.revision
         method, arguments, dispatcher = self._catalog.tool(params.name), _arguments(params), self._dispatcher()
-        marks: dict[str, Any] = {}
+        marks: JsonObject = {}
         try:
             if dispatcher.is_short(method):
                 plain: Any = dispatcher.call_plain(method, arguments, self._shape(method), peer.id)
@@ -88,7 +88,7 @@ class Calls:
             told.meta = {**(told.meta or {}), **marks}
         return told
 
-    async def _call_in_full(self, peer: Peer, method: Method, arguments: Raw, marks: dict[str, Any]) -> bytes:
+    async def _call_in_full(self, peer: Peer, method: Method, arguments: Raw, marks: JsonObject) -> bytes:
         """Return the result of a tool that takes all the steps; `marks` gets what the ledger has to do with it."""
         # Step 1: the key, which a command may have in five places.
         key, params = None, peer.params
@@ -145,14 +145,14 @@ class Calls:
             result = encode(_as_result(error, method, revision))
         return self._answers.to(id, result, revision)
 
-    def is_instant(self, params: Any) -> bool:
+    def is_instant(self, params: Params) -> bool:
         """Return whether a request calls a plain function that reads: nothing can interrupt it, so it needs no task."""
-        method = self._catalog.find(params.name) if type(params) is CallTool else None
+        method = self._catalog.find(params.name) if isinstance(params, CallTool) else None
         return method is not None and method.plain and not method.is_async
 
     # --- prompts, resources and completions --------------------------------------------------------------------------
 
-    async def get_prompt(self, peer: Peer) -> Any:
+    async def get_prompt(self, peer: Peer) -> object:
         """Return the result of `prompts/get`."""
         method, revision = self._catalog.prompt(peer.params.name).method, peer.session.revision
         texts = peer.params.arguments
@@ -162,7 +162,7 @@ class Calls:
             return result
         return known_messages(msgspec.json.decode(result), revision)
 
-    async def read_resource(self, peer: Peer) -> Any:
+    async def read_resource(self, peer: Peer) -> object:
         """Return the result of `resources/read`."""
         uri, revision = peer.params.uri, peer.session.revision
         found = self._catalog.resource(uri)
@@ -175,7 +175,7 @@ class Calls:
             return result
         return result[:-1] + b',"ttlMs":0,"cacheScope":"private"}'
 
-    async def complete(self, peer: Peer) -> Any:
+    async def complete(self, peer: Peer) -> object:
         """Return the result of `completion/complete`."""
         params: Complete = peer.params
         catalog, kind = self._catalog, params.ref.type
@@ -196,7 +196,7 @@ class Calls:
         peer: Peer,
         method: Method,
         arguments: Raw,
-        shape: Callable[[Any], Any],
+        shape: Callable[[Any], object],
         *,
         record: str | None = None,
         key: str | None = None,

@@ -19,9 +19,10 @@ from msgspec import Struct
 
 from wirecall.errors import BadInput, NotCapable, UsageError
 from wirecall.mcp.revisions import Revision
+from wirecall.mcp.types import JsonObject
 from wirecall.protocol.messages import encode
 
-Schema = dict[str, Any]
+Schema = JsonObject
 
 # The name of the only field, where the wanted type is not an object but a single value.
 VALUE = "value"
@@ -33,7 +34,7 @@ _FORMATS = {  # what MCP has, and how an answer is checked
     "date": lambda text: len(text) == 10 and bool(date.fromisoformat(text)),
     "date-time": lambda text: datetime.fromisoformat(text).tzinfo is not None,
 }
-_KINDS: dict[str, Any] = {"string": str, "boolean": bool, "number": (int, float), "integer": int, "array": list}
+_KINDS: JsonObject = {"string": str, "boolean": bool, "number": (int, float), "integer": int, "array": list}
 
 
 class Form(Struct, frozen=True):
@@ -41,7 +42,7 @@ class Form(Struct, frozen=True):
 
     fields: dict[str, Schema]
     required: list[str] | None  # None: the schema says nothing about it
-    convert: Callable[[dict[str, Any]], Any]
+    convert: Callable[[JsonObject], Any]
 
     def schema(self, revision: Revision) -> Schema:
         """Return `requestedSchema`; raise `NotCapable` if the revision has no word for a field."""
@@ -83,7 +84,7 @@ class Form(Struct, frozen=True):
         try:
             return self.convert(filled_in)
         except ValueError as error:  # from msgspec or pydantic; pydantic's text would repeat what the person typed
-            problems: list[dict[str, Any]] = getattr(error, "errors", list)()
+            problems: list[JsonObject] = getattr(error, "errors", list)()
             told = f"{'.'.join(map(str, problems[0]['loc']))}: {problems[0]['msg']}" if problems else str(error)[:200]
             raise BadInput(f"the client's answer: {told}") from None
 

@@ -14,7 +14,7 @@ methods there are; `Server.methods` says what answers them, and is the index of 
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from wirecall.mcp.types import (
     Complete,
     GetPrompt,
     Initialize,
+    JsonObject,
     Listen,
     ListPage,
     Params,
@@ -50,7 +51,7 @@ from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid, encode
 from wirecall.server.dispatch import Dispatcher
 
-Handler = Callable[[Peer], Awaitable[Any]]
+Handler = Callable[[Peer], Coroutine[Any, Any, object]]
 
 PARAMS: dict[str, type[Params]] = {
     "ping": Params,
@@ -242,22 +243,22 @@ class Server:
         introduction = {"protocolVersion": revision.name, "capabilities": capabilities, "serverInfo": self._info}
         return Session(revision, params.capabilities), encode({**introduction, **self._instructions})
 
-    async def _discover(self, peer: Peer) -> Any:
+    async def _discover(self, peer: Peer) -> object:
         """2026-07-28: what `initialize` tells, without opening anything."""
         supported = [revision.name for revision in STATELESS]
         capabilities = self.catalog.capabilities(peer.session.revision)
         return {"supportedVersions": supported, "capabilities": capabilities, **self._instructions, **self._kept}
 
-    async def _ping(self, _: Peer) -> Any:
+    async def _ping(self, _: Peer) -> object:
         return b"{}"
 
-    async def _set_level(self, peer: Peer) -> Any:
+    async def _set_level(self, peer: Peer) -> object:
         if peer.params.level not in LEVELS:
             raise InvalidParams(f"level: expected one of {', '.join(LEVELS)}")
         peer.session.level = peer.params.level
         return b"{}"
 
-    async def _list(self, kind: str, peer: Peer) -> Any:
+    async def _list(self, kind: str, peer: Peer) -> object:
         """Return one page of a list, with a cursor for the next one while there is more.
 
         Only a cursor that this server gave is taken. The empty text is not one of them.
@@ -271,7 +272,7 @@ class Server:
                 start = -1
             if not 0 < start < len(entries) or cursor != _cursor(start):
                 raise InvalidParams("cursor: not one that this server gave, or of a list that has changed since")
-        page: dict[str, Any] = {kind: entries[start : start + PAGE]}
+        page: JsonObject = {kind: entries[start : start + PAGE]}
         if start + PAGE < len(entries):
             page["nextCursor"] = _cursor(start + PAGE)
         return {**page, **self._kept} if revision.has("caching") else page
@@ -281,7 +282,7 @@ def _cursor(offset: int) -> str:
     return base64.urlsafe_b64encode(b"from %d" % offset).decode()
 
 
-async def _cancellable(work: Any, id: Id, session: Session) -> Any:
+async def _cancellable(work: Coroutine[Any, Any, object], id: Id, session: Session) -> object:
     """Return what the work returns, in a task of its own; None if the client has cancelled it."""
     if id in session.calls:
         work.close()
