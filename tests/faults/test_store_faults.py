@@ -6,7 +6,6 @@ that are stopped.
 """
 
 import asyncio
-import inspect
 import os
 import pwd
 import shutil
@@ -32,7 +31,7 @@ from tests.faults.proxy import Direction, Proxy
 from tests.servers import DURABLE, Postgres, Redis, RedisCluster, Store, make_store
 from wirecall import App, Context, DomainError
 from wirecall.ledger.base import Record, RecordId, State
-from wirecall.ledger.postgres import pool as postgres_pool
+from wirecall.ledger.postgres import queue as postgres_queue
 from wirecall.ledger.postgres import transaction as postgres_transaction
 from wirecall.ledger.redis import scripts as redis_scripts
 from wirecall.ledger.sqlite import file as sqlite_file
@@ -739,7 +738,7 @@ def impatient(front: Front, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL, with a ledger behind it that waits for an answer for 0.3 s instead of 5 s."""
     if front.kind == "redis":
         return f"{front.url}&socket_timeout=0.3"
-    monkeypatch.setattr(inspect.unwrap(postgres_pool.watched), "__defaults__", (0.3,))
+    monkeypatch.setattr(postgres_queue, "PATIENCE", 0.3)
     return f"{front.url}&connect_timeout=2"
 
 

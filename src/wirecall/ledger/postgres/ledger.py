@@ -4,8 +4,8 @@ The rules of the file:
 
 1. A transition is one statement of `postgres.sql`, which commits by itself and reads the server's clock. It needs nothing of
    its session, so a transaction pooler may stand between: timeouts belong to the functions and to the asking side.
-2. Claims, completions and questions for a record go out with others of their kind (`postgres_lanes`), the rest alone.
-3. Each event loop has connections of its own (`postgres_pool`), made when the loop first asks.
+2. Claims, completions and questions for a record go out with others of their kind (`queue`), the rest alone.
+3. Connections belong to an event loop, and end with it. A ledger serves one loop at a time, one after another.
 4. Of psycopg's errors only `LedgerDown` leaves this file, but those that a handler's own statements raise.
 """
 
@@ -19,13 +19,24 @@ from psycopg import conninfo
 
 from wirecall.errors import UsageError
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
-from wirecall.ledger.postgres.errors import down
-from wirecall.ledger.postgres.lanes import Lanes
-from wirecall.ledger.postgres.pool import Pool
-from wirecall.ledger.postgres.rows import SQL, Rows, completion_of, id_of, outcome_of, record_of, token_of
-from wirecall.ledger.postgres.schema import migrate
-from wirecall.ledger.postgres.transaction import PostgresTransaction, opened
+from wirecall.ledger.postgres.queue import (
+    SQL,
+    Completion,
+    Connection,
+    Connections,
+    Params,
+    Queue,
+    Rows,
+    down,
+    id_of,
+    rows_of,
+    watched,
+)
+from wirecall.ledger.postgres.transaction import PostgresTransaction, opened, record_of
+from wirecall.logs import logger
 from wirecall.process import new_nonce
+
+OLDEST = 130_000  # pg_xact_status and pg_current_xact_id under these names
 
 # Connections per event loop; `?pool=` in the URL changes it. An open transaction holds one.
 POOL = 10
@@ -53,7 +64,7 @@ async def open_url(url: str) -> "PostgresLedger":
     """
     ledger = PostgresLedger(*_read(url))
     try:
-        await ledger._prepare()
+        await ledger._migrate()
     except BaseException:
         await ledger.aclose()
         raise
@@ -84,14 +95,14 @@ class PostgresLedger:
     def __init__(self, conninfo: str, size: int) -> None:
         self._conninfo = conninfo
         self._size = size
-        self._places: dict[asyncio.AbstractEventLoop, Lanes] = {}
+        self._place: _Place | None = None
         self._closed = False
 
     # --- transitions -------------------------------------------------------------------------------------------------
 
     async def claim(self, claim: Claim) -> Record:
         here = await self._here()
-        row = await here.claims.send(claim.id, claim)
+        row = await here.claims.send(claim)
         assert row is not None
         return record_of(row)
 
@@ -103,7 +114,8 @@ class PostgresLedger:
 
     async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
         here = await self._here()
-        return await here.completions.send(token.id, completion_of(token, outcome, retention)) is not None
+        completion = Completion(token.id, token.fence, token.nonce, outcome, retention)
+        return await here.completions.send(completion) is not None
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
         return bool(await self._ask("suspend", **token_of(token), **outcome_of(interim), retention=retention))
@@ -126,7 +138,7 @@ class PostgresLedger:
 
     async def get(self, id: RecordId) -> Record | None:
         here = await self._here()
-        row = await here.questions.send(id, id)
+        row = await here.questions.send(id)
         return record_of(row) if row else None
 
     async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> Records:
@@ -145,52 +157,99 @@ class PostgresLedger:
         await self._ask("ping", key=new_nonce().hex())
 
     async def aclose(self) -> None:
+        """Let what is under way end, and close the connections; those of another loop end with it."""
         self._closed = True
-        places, self._places = self._places, {}
-        for loop, place in places.items():
-            if loop is asyncio.get_running_loop():
-                await place.pool.aclose()
-            else:
-                place.pool.close()
+        here, self._place = self._place, None
+        if here is not None and here.loop is _loop():
+            await here.connections.aclose()
 
     @asynccontextmanager
     async def transaction(self, claim: Claim, wait: float) -> AsyncIterator[PostgresTransaction]:
         """Begin, and insert the record; or find the one that is there. Another transaction with it is waited for."""
         here = await self._here()
-        async with opened(here.pool, claim, wait) as transaction:
+        async with opened(here.connections, claim, wait) as transaction:
             yield transaction
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
-    async def _prepare(self) -> None:
-        pool = (await self._here()).pool
+    async def _migrate(self) -> None:
+        """Run the parts of the schema that this database does not have; of many processes that start together, one does."""
+        connections = (await self._here()).connections
+        parts = [part for name, part in SQL.items() if name.startswith("schema ")]
+
+        async def version(connection: Connection) -> int:
+            ((number,),) = await rows_of(connection, SQL["version"])
+            if number > len(parts):
+                raise LedgerDown(
+                    f"the schema `wirecall` of this database has version {number}, this wirecall knows {len(parts)}: "
+                    "a newer wirecall was here; upgrade this one"
+                )
+            return int(number)
+
+        async def migrate() -> None:
+            connection = await connections.take()
+            try:
+                if connection.info.server_version < OLDEST:
+                    raise LedgerDown(
+                        f"PostgreSQL 13 or newer is needed; the server is {connection.info.server_version / 10_000:.1f}"
+                    )
+                ((durable, flushed, exists),) = await rows_of(connection, SQL["opened"])
+                if durable == "off" or flushed == "off":
+                    logger.warning("PostgreSQL may forget commands: synchronous_commit is %s, fsync is %s", durable, flushed)
+                if exists and await version(connection) == len(parts):
+                    return
+                with watched(connection, turns=3):  # the others wait for the one
+                    async with connection.transaction():
+                        await connection.execute(SQL["lock schema"])
+                        await connection.execute(SQL["create schema"])
+                        for number in range(await version(connection), len(parts)):
+                            await connection.execute(parts[number], prepare=False)
+                            await connection.execute(SQL["migrated"], {"number": number + 1})
+            finally:
+                await connections.give(connection)
+
         try:
-            await asyncio.shield(pool.spawn(pool.using(migrate)))
+            await asyncio.shield(connections.spawn(migrate()))
         except psycopg.Error as error:
             raise down(error) from error
 
     async def _ask(self, name: str, **params: Any) -> Rows:
-        pool = (await self._here()).pool
+        connections = (await self._here()).connections
         try:
-            return await asyncio.shield(pool.spawn(pool.ask(SQL[name], params)))
+            return await asyncio.shield(connections.spawn(connections.ask(SQL[name], params)))
         except psycopg.Error as error:
             raise down(error) from error
 
-    async def _here(self) -> Lanes:
+    async def _here(self) -> "_Place":
         """The queues and connections of the running loop."""
         loop = _loop()
-        return self._places.get(loop) or await self._enter(loop)
-
-    async def _enter(self, loop: asyncio.AbstractEventLoop) -> Lanes:
-        if self._closed:
-            raise LedgerDown("the ledger is closed")
-        for known, place in list(self._places.items()):
-            if known.is_closed():
-                self._places.pop(known, None)
-                place.pool.close()
-        here = self._places[loop] = Lanes(Pool(self._conninfo, self._size))
-        await anext(here.pool.lifetime)
+        here = self._place
+        if here is None or here.loop is not loop:
+            if self._closed:
+                raise LedgerDown("the ledger is closed")
+            here = self._place = _Place(loop, Connections(self._conninfo, self._size))
+            await anext(here.connections.lifetime)
         return here
+
+
+class _Place:
+    """The connections of one event loop, and the queues over them: however many ask what became of a claim, a new one
+    goes out."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, connections: Connections) -> None:
+        self.loop = loop
+        self.connections = connections
+        self.claims = Queue(connections, SQL["claim"])
+        self.completions = Queue(connections, SQL["complete"])
+        self.questions = Queue(connections, SQL["get"])
+
+
+def token_of(token: Token) -> Params:
+    return {**id_of(token.id), "fence": token.fence, "nonce": token.nonce}
+
+
+def outcome_of(outcome: Outcome) -> Params:
+    return {"kind": outcome.kind, "payload": outcome.payload, "digest": outcome.digest}
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -17,17 +17,39 @@ The rules of the file:
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import psycopg
 from msgspec import structs
 from psycopg.pq import TransactionStatus
 
 from wirecall.errors import UsageError, WirecallError
-from wirecall.ledger.base import Claim, CommitUnknown, LedgerDown, Locked, Outcome, Record, State, TryAgain
-from wirecall.ledger.postgres.errors import ENDED, FAILED, down, is_lost, misused, refused, undone
-from wirecall.ledger.postgres.pool import Connection, Pool, is_alive, rows_of
-from wirecall.ledger.postgres.rows import SQL, Completion, Row, array, completion_of, encode, id_of, record_of, running
+from wirecall.ledger.base import (
+    Claim,
+    CommitUnknown,
+    LedgerDown,
+    Locked,
+    NotCommitted,
+    Outcome,
+    Record,
+    RecordId,
+    State,
+    TryAgain,
+)
+from wirecall.ledger.postgres.queue import (
+    SQL,
+    UNDONE,
+    Completion,
+    Connection,
+    Connections,
+    Row,
+    down,
+    encode,
+    id_of,
+    is_alive,
+    is_lost,
+    rows_of,
+)
 from wirecall.logs import logger
 
 # Seconds: a turn of waiting for another transaction, at most and at least. Less than that, and a server that has a lot to do
@@ -44,11 +66,27 @@ DAY = 86_400.0
 
 OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
+# What the server says of a transaction that goes no further, because of an error before; and of one that its handler ended:
+# no such savepoint, no transaction, no record.
+FAILED = "25P02"
+ENDED = ("3B001", "25P01", "WC001")
+
 
 @asynccontextmanager
-async def opened(pool: Pool, claim: Claim, wait: float) -> "AsyncIterator[PostgresTransaction]":
+async def opened(connections: Connections, claim: Claim, wait: float) -> "AsyncIterator[PostgresTransaction]":
     """Begin, and insert the record; or find the one that is there. Another transaction with it is waited for."""
-    transaction = await _begun(pool, claim, wait)
+    clock = asyncio.get_running_loop().time
+    until = clock() + wait
+    while True:
+        transaction = PostgresTransaction(connections, await connections.take(), claim)
+        left = until - clock()
+        try:
+            await transaction._begin(max(LEAST_TURN, min(left, TURN)))
+            break
+        except BaseException as error:
+            await transaction._end()
+            if not isinstance(error, Locked) or left <= TURN:
+                raise
     try:
         yield transaction
     except (Exception, asyncio.CancelledError) as error:
@@ -59,50 +97,32 @@ async def opened(pool: Pool, claim: Claim, wait: float) -> "AsyncIterator[Postgr
         await transaction._end()
 
 
-async def _begun(pool: Pool, claim: Claim, wait: float) -> "PostgresTransaction":
-    clock = asyncio.get_running_loop().time
-    until = clock() + wait
-    while True:
-        try:
-            connection = await pool.take()
-        except psycopg.Error as error:
-            raise down(error) from error
-        transaction = PostgresTransaction(pool, connection, claim)
-        left = until - clock()
-        try:
-            await transaction._begin(max(LEAST_TURN, min(left, TURN)))
-            return transaction
-        except BaseException as error:
-            await transaction._end()
-            if not isinstance(error, Locked) or left <= TURN:
-                raise
-
-
 class PostgresTransaction:
     """An open transaction that holds a record, or found one. Its handler works in a savepoint, so that it can be undone."""
 
     record: Record
     db: "Db"
 
-    def __init__(self, pool: Pool, connection: Connection, claim: Claim) -> None:
-        self._pool = pool
+    def __init__(self, connections: Connections, connection: Connection, claim: Claim) -> None:
+        self._connections = connections
         self._connection = connection
         self._claim = claim
         self._xid, self._pid = "", 0
         self._work: asyncio.Task[Any] | None = None  # what is under way on the connection, wanted or not
         self._settled = False
-        self._is_sent = False  # the commit: from here on, only the server knows
         self.db = Db(connection)
 
     async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
-        """Record the outcome and commit; whoever waits may be cancelled, the commit is not."""
+        """Record the outcome and commit; the caller may be cancelled, the commit is not."""
         self.db._connection = None
         self._settled = True  # from here on, a cancellation has no say
-        self._work = self._pool.spawn(self._finish(completion_of(self.record.token, outcome, retention), undo))
+        token = self.record.token
+        completion = Completion(token.id, token.fence, token.nonce, outcome, retention)
+        self._work = self._connections.spawn(self._finish(completion, undo))
         await asyncio.shield(self._work)
 
     async def _begin(self, turn: float) -> None:
-        self._work = self._pool.spawn(self._enter(turn))
+        self._work = self._connections.spawn(self._enter(turn))
         try:
             self.record = await asyncio.shield(self._work)
         except psycopg.errors.LockNotAvailable as error:
@@ -111,19 +131,17 @@ class PostgresTransaction:
             raise undone(error) or down(error) from error
 
     async def _enter(self, turn: float) -> Record:
-        claim, connection = self._claim, self._connection
+        claim, id = self._claim, id_of(self._claim.id)
         timeouts = {"turn": f"{turn * 1000:.0f}ms", "silence": f"{min(max(claim.lease, SILENCE), DAY):.0f}s"}
-        rows = await rows_of(connection, SQL["enter"], structs.asdict(claim) | id_of(claim.id) | timeouts)
+        rows = await rows_of(self._connection, SQL["enter"], structs.asdict(claim) | id | timeouts)
+        if rows:
+            fence, started_at, self._xid, self._pid, _ = rows[0]
+            print, nonce, committed = claim.fingerprint, claim.nonce, claim.committed
+            return Record(claim.id, print, State.RUNNING, fence, nonce, committed, 1, claim.lease, started_at)
+        rows = await rows_of(self._connection, SQL["found"], id)
+        await rows_of(self._connection, "ROLLBACK")
         if not rows:
-            return await self._found()
-        fence, started_at, self._xid, self._pid, _ = rows[0]
-        return running(claim, fence, started_at)
-
-    async def _found(self) -> Record:
-        rows = await rows_of(self._connection, SQL["found"], id_of(self._claim.id))
-        await self._rollback()
-        if not rows:
-            raise TryAgain(f"{self._claim.id} was removed while it was looked for")
+            raise TryAgain(f"{claim.id} was removed while it was looked for")
         *row, expired = rows[0]
         record = record_of(tuple(row))
         if record.state is State.DONE and expired:
@@ -133,115 +151,129 @@ class PostgresTransaction:
         return record
 
     async def _finish(self, completion: Completion, undo: bool) -> None:
+        connection, id = self._connection, self._claim.id
+        if not is_alive(connection):
+            # COMMIT was not sent, so nothing was done. We ask all the same, once: a session that has not noticed its end
+            # would hold the record.
+            with suppress(LedgerDown, psycopg.Error):
+                await self._status()
+            raise LedgerDown("PostgreSQL cannot be reached: the server ended the session while the handler ran")
+        back = f"{'ROLLBACK TO' if undo else 'RELEASE'} SAVEPOINT wirecall;"
         try:
-            await self._commit(completion, undo)
+            await rows_of(connection, back + SQL["finish"], {"items": f"[{encode(completion).decode()}]"})
         except psycopg.Error as error:
             if error.sqlstate in ENDED:
-                raise misused(self._claim.id) from error
-            if not is_lost(error):
-                raise (await self._refused(error)) from error
-            await (self._settle(error) if self._is_sent else self._give_up(error))
-
-    async def _commit(self, completion: Completion, undo: bool) -> None:
-        connection = self._connection
-        back = f"{'ROLLBACK TO' if undo else 'RELEASE'} SAVEPOINT wirecall;"
-        if not is_alive(connection):
-            raise psycopg.OperationalError("the server ended the session while the handler ran")
-        self._is_sent = True
-        await rows_of(connection, back + SQL["finish"], {"items": array([encode(completion)])})
-
-    async def _refused(self, error: psycopg.Error) -> WirecallError:
-        """The server said no. So nothing was done, if nobody but us had tried to commit."""
-        is_undone = await (self._undo(TransactionStatus.INERROR) if error.sqlstate == FAILED else self._is_aborted())
-        return refused(error) if is_undone else CommitUnknown(str(misused(self._claim.id)))
-
-    async def _is_aborted(self) -> bool:
-        """Asked once the savepoint was released, and so the handler had left the transaction open."""
-        if self._connection.pgconn.transaction_status in OPEN:
-            await self._rollback()
-        rows = await rows_of(self._connection, SQL["fate"], {"xid": self._xid})
-        return rows == [("aborted",)]
-
-    async def _give_up(self, error: psycopg.Error) -> NoReturn:
-        """Nothing was committed. We ask all the same, once: a session that has not noticed its end would hold the record."""
-        with suppress(LedgerDown, psycopg.Error):
-            await self._status()
-        raise down(error) from error
+                raise misused(id) from error
+            if is_lost(error):
+                await self._settle(error)
+                return
+            # The server said no. So nothing was done, unless the handler had tried to commit as well.
+            if error.sqlstate == FAILED:
+                is_undone = await self._undo(TransactionStatus.INERROR)
+            else:  # the savepoint was released, and so the handler had left the transaction open
+                if connection.pgconn.transaction_status in OPEN:
+                    await rows_of(connection, "ROLLBACK")
+                is_undone = await rows_of(connection, SQL["fate"], {"xid": self._xid}) == [("aborted",)]
+            if not is_undone:
+                raise CommitUnknown(str(misused(id))) from error
+            raise undone(error) or NotCommitted(
+                "What the handler did cannot be committed, so all of it was undone.",
+                "a statement of it had failed" if error.sqlstate == FAILED else str(error.diag.message_primary),
+                "let PostgreSQL's errors pass; `async with ctx.db.transaction()` is a part that may fail",
+            ) from error
 
     async def _settle(self, error: Exception) -> None:
         """Ask until the server knows what became of the transaction."""
-        logger.warning("%s: the commit was not confirmed: %s", self._claim.id, error)
-        verdict = ""
-        with suppress(TimeoutError, LedgerDown):
-            async with asyncio.timeout(SETTLE):
-                verdict = await self._verdict()
-        if verdict == "aborted":
-            raise TryAgain(f"{self._claim.id}: the transaction was lost before its commit") from error
-        if verdict != "committed":
-            raise CommitUnknown(f"the server cannot tell whether the transaction of {self._claim.id} took effect") from error
-
-    async def _verdict(self) -> Literal["committed", "aborted", "lost"]:
+        id = self._claim.id
+        logger.warning("%s: the commit was not confirmed: %s", id, error)
         before: str | None = ""
-        while True:
-            with suppress(psycopg.Error):
-                status, recorded, _ = await self._status()
-                if recorded:
-                    return "committed"
-                if status == "aborted":
-                    return "aborted"
-                if status == before and status != "in progress":  # twice: at first the row may have been too new to be seen
-                    return "lost"
-                before = status
-            await asyncio.sleep(0.1)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE):
+                while True:
+                    with suppress(psycopg.Error):
+                        status, recorded, _ = await self._status()
+                        if recorded:
+                            return
+                        if status == "aborted":
+                            raise TryAgain(f"{id}: the transaction was lost before its commit") from error
+                        if status == before and status != "in progress":
+                            break  # twice the same: at first the row may have been too new to be seen
+                        before = status
+                    await asyncio.sleep(0.1)
+        raise CommitUnknown(f"the server cannot tell whether the transaction of {id} took effect") from error
 
     async def _status(self) -> Row:
         params = id_of(self._claim.id) | {"nonce": self._claim.nonce, "xid": self._xid, "pid": self._pid}
-        return await self._pool.aside(SQL["settle"], params)
+        return await self._connections.aside(SQL["settle"], params)
 
     async def _told(self, error: BaseException) -> WirecallError | None:
         """What to say of an exception that undid everything; None if it is its handler's own affair, or came too late."""
         if self._settled:
             return None
-        if self._xid and not await self._is_ours():
-            return CommitUnknown(str(misused(self._claim.id)))  # by COMMIT, perhaps
+        connection = self._connection
+        if self._xid and is_alive(connection):  # of a dead session: rule 3
+            status = connection.pgconn.transaction_status
+            is_ours = status != TransactionStatus.IDLE
+            if status in OPEN:
+                self._work = self._connections.spawn(self._undo(status))
+                is_ours = await asyncio.shield(self._work)
+            if not is_ours:
+                return CommitUnknown(str(misused(self._claim.id)))  # by COMMIT, perhaps
         if isinstance(error, WirecallError | asyncio.CancelledError):
             return None
-        if isinstance(error, psycopg.Error) and not is_alive(self._connection):
+        if isinstance(error, psycopg.Error) and not is_alive(connection):
             return down(error)
         return undone(error)
 
-    async def _is_ours(self) -> bool:
-        """Whether what is open is the transaction that we began; it is undone by that. Of a dead session: rule 3."""
-        if not is_alive(self._connection):
-            return True
-        status = self._connection.pgconn.transaction_status
-        if status not in OPEN:
-            return status != TransactionStatus.IDLE
-        self._work = self._pool.spawn(self._undo(status))
-        return await asyncio.shield(self._work)
-
     async def _undo(self, status: int) -> bool:
-        connection = self._connection
+        """Roll back, and return whether what was open is the transaction that we began."""
         back = "ROLLBACK TO SAVEPOINT wirecall;" if status == TransactionStatus.INERROR else ""  # it answers nothing before
         try:
-            ((is_ours,),) = await rows_of(connection, back + SQL["is ours"], {"xid": self._xid})
+            ((is_ours,),) = await rows_of(self._connection, back + SQL["is ours"], {"xid": self._xid})
             return bool(is_ours)
         except psycopg.Error:
-            return not is_alive(connection)
+            return not is_alive(self._connection)
 
     async def _end(self) -> None:
+        """Undo what is still open, and give the connection back when nothing is under way on it any more."""
         self.db._connection = None
-        assert self._work is not None
-        try:
-            if self._work.done() and self._connection.pgconn.transaction_status in OPEN:
-                self._work = self._pool.spawn(self._rollback())
-                with suppress(psycopg.Error):
-                    await asyncio.shield(self._work)
-        finally:
-            self._pool.give_after(self._work, self._connection)
+        connection, work = self._connection, self._work
+        assert work is not None
 
-    async def _rollback(self) -> None:
-        await rows_of(self._connection, "ROLLBACK")
+        async def end() -> None:
+            await asyncio.wait([work])
+            if connection.pgconn.transaction_status in OPEN and not connection.lock.locked():
+                with suppress(psycopg.Error):
+                    await rows_of(connection, "ROLLBACK")
+            await self._connections.give(connection)
+
+        ending = self._connections.spawn(end())
+        if work.done():
+            await asyncio.shield(ending)
+
+
+def record_of(row: Row) -> Record:
+    caller, method, key, fingerprint, state, fence, nonce, committed, attempts, left, started, completed, *outcome = row
+    kept = None if outcome[0] is None else Outcome(*outcome)
+    id = RecordId(caller, method, key)
+    return Record(id, fingerprint, State(state), fence, nonce, committed, attempts, left, started, completed, kept)
+
+
+def undone(error: BaseException | None) -> TryAgain | None:
+    """Whether an exception, or what led to it, says that the server took the transaction back."""
+    for _ in range(10):
+        if getattr(error, "sqlstate", None) in UNDONE:
+            return TryAgain("PostgreSQL undid the transaction in favour of another one")
+        error = error and (error.__cause__ or error.__context__)
+    return None
+
+
+def misused(id: RecordId) -> UsageError:
+    return UsageError(
+        f"The handler of {id} ended its transaction itself.",
+        "a COMMIT or ROLLBACK in SQL takes the writes and the record of the command apart",
+        "leave both out; `async with ctx.db.transaction()` is a part that can be undone",
+    )
 
 
 class Db:

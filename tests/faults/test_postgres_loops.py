@@ -1,0 +1,78 @@
+"""The connections to PostgreSQL live as long as their event loop, however it ends."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.faults import PATIENCE
+from tests.faults.proxy import Proxy
+from tests.servers import Postgres, Store, make_store
+
+
+@pytest.fixture
+def store(tmp_path: Path, request: pytest.FixtureRequest) -> Store:
+    return make_store("postgres", tmp_path, request.getfixturevalue)
+
+
+@pytest.fixture
+def proxy(postgres_server: Postgres) -> Iterator[Proxy]:
+    with Proxy(f"{postgres_server.folder}/.s.PGSQL.5432") as proxy:
+        yield proxy
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """As a program does, but it must come to an end."""
+    loop = threading.Thread(target=asyncio.run, args=[work], daemon=True)
+    loop.start()
+    loop.join(PATIENCE)
+    assert not loop.is_alive(), "the loop does not end"
+
+
+def url_of(proxy: Proxy, name: str) -> str:
+    options = f"sslmode=disable&gssencmode=disable&connect_timeout=2&application_name={name}"
+    return f"postgresql://postgres@127.0.0.1:{proxy.port}/postgres?{options}"
+
+
+def test_a_loop_that_ends_closes_the_connections_of_a_ledger_that_was_left_open(store: Store, proxy: Proxy) -> None:
+    async def leave_open() -> None:
+        ledger = await Store("postgres", url_of(proxy, "left-open")).open()
+        await asyncio.gather(*(ledger.counts() for _ in range(20)))
+        assert sessions() > 0
+
+    def sessions() -> int:
+        question = "SELECT FROM pg_stat_activity WHERE application_name = 'left-open'"
+        with psycopg.connect(store.url) as db:
+            return db.execute(question).rowcount
+
+    run(leave_open())
+    ends_at = time.monotonic() + PATIENCE
+    while sessions():
+        assert time.monotonic() < ends_at, "sessions are left"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("when", ["opening", "later"])
+def test_a_loop_may_end_while_a_connection_is_being_made(when: str, store: Store, proxy: Proxy) -> None:
+    """psycopg_pool's worker takes a cancellation for a failed attempt, and would wait for the next task for ever."""
+
+    async def leave() -> None:
+        if when == "opening":
+            proxy.stall("up")
+        stalled = Store("postgres", url_of(proxy, "stalled"))
+        if when == "opening":
+            task: asyncio.Task[Any] = asyncio.create_task(stalled.open())
+        else:
+            ledger = await stalled.open()
+            proxy.stall("up")
+            proxy.cut()
+            task = asyncio.create_task(ledger.counts())
+        await asyncio.sleep(0.1)
+        assert not task.done()
+
+    run(leave())
