@@ -257,9 +257,7 @@ def test_a_lost_line_of_a_batch_says_how_to_repeat_it(tmp_path: Path) -> None:
 SLOW = "import asyncio\n@app.command\nasync def slow() -> None:\n    await asyncio.sleep(60)\n"
 
 
-def test_a_key_that_nobody_keeps_is_not_offered_for_a_repetition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_nobody_keeps_is_not_offered_for_a_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wirecall.cli.connecting.GRACE", 0.1)
     (tmp_path / "app.py").write_text(APP + SLOW)
     words = ("call", str(tmp_path / "app.py"), "slow", "--timeout", "300ms", "--json")

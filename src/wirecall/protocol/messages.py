@@ -7,7 +7,7 @@ The rules of the file:
 
 1. Reading never raises on bad input. What cannot be read becomes an `Invalid` with the id it could save.
 2. One typed decode for the good case. Only when it fails, the slow path takes the message apart entry by entry. Both
-   paths give one verdict on every input; tests/test_json_verdicts.py freezes it.
+   paths give one verdict on every input; tests/protocol/test_json_verdicts.py freezes it.
 3. Syntax outranks shape (J8): a message that is not JSON answers one -32700, whatever else is wrong with it.
 4. Of duplicate members the last counts, as in every decoder our users meet; member names are compared byte by byte.
 5. A number id whose digits a Python int or float would not give back is carried as its bytes (J14). (-0 is 0.)

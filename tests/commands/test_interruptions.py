@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from tests.calls import batch, call, error, result
-from tests.contracts.charges import DEADLINE, ID, PARAMS, NewApp, World, charge, stands
+from tests.commands.charges import DEADLINE, ID, PARAMS, NewApp, World, charge, stands
 from wirecall import App
 from wirecall.ledger.base import Ledger, State
 

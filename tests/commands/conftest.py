@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.calls import make_app
-from tests.contracts.charges import Effects, NewApp, World
+from tests.commands.charges import Effects, NewApp, World
 from tests.servers import Store
 from wirecall import App
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.calls import error, result
-from tests.contracts import LEASE
-from tests.contracts.charges import ID, NewApp, World, charge, is_unknown, vanish
+from tests.commands.charges import ID, NewApp, World, charge, is_unknown, vanish
+from tests.ledger import LEASE
 from tests.servers import Store
 from wirecall import App, Context
 from wirecall.ledger.base import Ledger, State

@@ -14,7 +14,7 @@ import pytest
 from msgspec import Raw
 
 from tests.calls import call
-from tests.contracts import LEASE, claim_of
+from tests.ledger import LEASE, claim_of
 from tests.servers import TRANSACTIONAL, Store
 from wirecall import App, Context
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, RecordId, State

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.ledger.test_ledger_model import QUIET, Attempt, World
 from tests.size import sized
-from tests.test_ledger_model import QUIET, Attempt, World
 from wirecall.ledger.base import Claim, Record
 from wirecall.ledger.sqlite import rows as sqlite_rows
 from wirecall.ledger.sqlite.file import SQL

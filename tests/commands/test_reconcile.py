@@ -7,8 +7,8 @@ import pytest
 from msgspec import structs
 
 from tests.calls import error, result
-from tests.contracts import LEASE
-from tests.contracts.charges import ID, World, charge, is_unknown, lose_claim, stands, vanish
+from tests.commands.charges import ID, World, charge, is_unknown, lose_claim, stands, vanish
+from tests.ledger import LEASE
 from tests.servers import Store
 from wirecall import App, Context
 from wirecall.ledger.base import Claim, Ledger, Record, State

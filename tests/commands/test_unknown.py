@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 from tests.calls import error, result
-from tests.contracts import LEASE, claim_of, outcome_of
-from tests.contracts.charges import ID, PRINT, NewApp, World, charge, is_unknown, stands, vanish
+from tests.commands.charges import ID, PRINT, NewApp, World, charge, is_unknown, stands, vanish
+from tests.ledger import LEASE, claim_of, outcome_of
 from tests.servers import Store
 from wirecall import App
 from wirecall.ledger.base import Ledger, RecordId, State

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from msgspec import Struct, structs
 
+from tests.ledger.test_ledger_model import IDS, LEASE, ONCE, QUIET, RETENTION, Clock
 from tests.size import sized
-from tests.test_ledger_model import IDS, LEASE, ONCE, QUIET, RETENTION, Clock
 from wirecall import process
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
 from wirecall.ledger.memory import MemoryLedger

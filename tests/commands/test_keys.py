@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.calls import batch, call, error, make_app, read, result
-from tests.contracts import claim_of, outcome_of
-from tests.contracts.charges import CONFLICT, ID, PARAMS, PRINT, NewApp, World, charge, stands
+from tests.commands.charges import CONFLICT, ID, PARAMS, PRINT, NewApp, World, charge, stands
+from tests.ledger import claim_of, outcome_of
 from tests.servers import Store
 from wirecall import App
 from wirecall.ledger.base import Ledger, State

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.contracts.charges import charge
+from tests.commands.charges import charge
 from tests.servers import Store
 from wirecall.ledger import memory
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.calls import error, read, result
-from tests.contracts import LEASE
-from tests.contracts.charges import ID, NewApp, World, charge, is_unknown, stands, watch
+from tests.commands.charges import ID, NewApp, World, charge, is_unknown, stands, watch
+from tests.ledger import LEASE
 from tests.servers import Store
 from wirecall import App, Context, DomainError
 from wirecall.ledger.base import Ledger, State

@@ -7,15 +7,11 @@ import asyncio
 import hashlib
 from typing import Any
 
-import pytest
 from msgspec import structs
 
 from tests.servers import Store
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, RecordId, State
 from wirecall.process import new_nonce
-
-# Its assertions are to say as much as those of a test.
-pytest.register_assert_rewrite("tests.contracts.charges")
 
 LEASE = 30.0
 RETENTION = 1000.0

@@ -1,6 +1,6 @@
 """Redis in a cluster, and with replicas: whoever holds a record at the moment is found, and nobody answers in its place.
 
-What a killed primary does under load stands in `test_store_faults`; that a cluster keeps the contract, in `tests/contracts`.
+What a killed primary does under load stands in `test_store_faults`; that a cluster keeps the contract, in `tests/ledger`.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts import ID, LEASE, RETENTION, answers_again, claim_of, granted, in_state, outcome_of, present, same
 from tests.faults import Caller, Effects, check, child, eventually, make_shop
+from tests.ledger import ID, LEASE, RETENTION, answers_again, claim_of, granted, in_state, outcome_of, present, same
 from tests.servers import Redis, RedisCluster, Store, make_store
 from wirecall import UsageError
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State, open_ledger

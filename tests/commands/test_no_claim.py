@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.calls import batch, call, error, make_app, read, result
-from tests.contracts import claim_of, granted, outcome_of
+from tests.ledger import claim_of, granted, outcome_of
 from tests.servers import Store
 from wirecall import App, Context, Limits, RpcError, jsonrpc
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State

@@ -7,8 +7,7 @@ import pytest
 from msgspec import structs
 
 from tests.calls import call, error, read, result
-from tests.contracts import answers_again, claim_of
-from tests.contracts.charges import (
+from tests.commands.charges import (
     CONFLICT,
     DEADLINE,
     ID,
@@ -22,6 +21,7 @@ from tests.contracts.charges import (
     stands,
     transactional,
 )
+from tests.ledger import answers_again, claim_of
 from tests.servers import Postgres, Server, Store
 from wirecall import App, Context, DomainError, connect
 from wirecall.errors import InternalError

@@ -8,7 +8,7 @@ from typing import Any
 import apsw
 import pytest
 
-from tests.contracts import claim_of, granted, outcome_of, present
+from tests.ledger import claim_of, granted, outcome_of, present
 from wirecall import UsageError
 from wirecall.ledger.base import LedgerDown, State, open_ledger
 from wirecall.ledger.sqlite import file as sqlite_file

@@ -9,7 +9,7 @@ import pytest
 from msgspec import UNSET
 
 from tests.calls import call, error, make_app, read, result
-from tests.contracts import LEASE, claim_of
+from tests.ledger import LEASE, claim_of
 from tests.servers import TRANSACTIONAL, Store
 from wirecall import App, Context, DomainError
 from wirecall.errors import RpcError

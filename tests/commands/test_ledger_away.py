@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.calls import batch, call, error, lose_completions, read, result
-from tests.contracts import answers_again
-from tests.contracts.charges import NewApp, World, charge, lose_claim, stands
+from tests.commands.charges import NewApp, World, charge, lose_claim, stands
+from tests.ledger import answers_again
 from tests.servers import Server, Store
 from wirecall import App, DomainError
 from wirecall.ledger.base import Ledger, LedgerDown, State

@@ -215,14 +215,14 @@ async def test_the_key_of_a_record_is_escaped_too(log: Collector) -> None:
 def test_no_line_is_forged_on_stderr(how: str, kind: str) -> None:
     """With the logging that a program has without asking for any, and with `wirecall serve --log`."""
     script = f"""
-from tests.test_logs import hostile
+from tests.server.test_logs import hostile
 from wirecall.cli.serve import log_calls
 import sys
 log_calls("off" if {how!r} == "default" else {how!r})
 app, message, caller = hostile({kind!r})
 app.handle_sync(message)
 """
-    path = Path(__file__).parents[1]
+    path = Path(__file__).parents[2]
     printed = subprocess.run([sys.executable, "-c", script], cwd=path, capture_output=True, check=True).stderr.decode()
     assert how == "default" or printed
     assert all(line.isprintable() and not line.startswith("2026") for line in printed.split("\n"))

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from tests.calls import call, error, make_app, result
-from tests.contracts.charges import Effects, NewApp, World, charge, is_in_progress, transactional
+from tests.commands.charges import Effects, NewApp, World, charge, is_in_progress, transactional
 from tests.servers import Store
 from wirecall import App, Context
 from wirecall.ledger.postgres import transaction as postgres_transaction

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.calls import error, result
-from tests.contracts.charges import ID, World, charge, stands
+from tests.commands.charges import ID, World, charge, stands
 from tests.servers import Store
 from wirecall import App, DomainError
 from wirecall.ledger.base import Ledger, Record, State

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from msgspec import structs
 
-from tests.contracts import (
+from tests.ledger import (
     ID,
     LEASE,
     OTHER_PRINT,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.calls import batch, call, error, read, result
-from tests.contracts.charges import CONFLICT, NewApp, World, charge, is_in_progress, watch
+from tests.commands.charges import CONFLICT, NewApp, World, charge, is_in_progress, watch
 from wirecall import App, DomainError
 
 # --- in progress -----------------------------------------------------------------------------------------------------

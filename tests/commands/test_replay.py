@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.calls import error, read, result
-from tests.contracts.charges import NewApp, World, charge
+from tests.commands.charges import NewApp, World, charge
 from wirecall import App, DomainError
 
 
