@@ -37,8 +37,8 @@ FOREIGN = {
     "click": {"cli"},
     "rich": {"cli.output"},
     "aiohttp": {"transports.http_client"},
-    "granian": {"transports.fronts"},
-    "uvicorn": {"transports.fronts"},
+    "granian": {"transports.serve"},
+    "uvicorn": {"transports.serve"},
     "pydantic": {"mcp.server.forms"},
 }
 # Protocol code uses no event loop, no socket and no clock.

@@ -9,8 +9,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 
 from wirecall import App
-from wirecall.transports import serve as run_http
-from wirecall.transports.listeners import bind
+from wirecall.transports.serve import bind, serve_until
 
 PATIENCE = 60.0
 
@@ -25,12 +24,14 @@ async def until(condition: Callable[[], Any]) -> None:
 @asynccontextmanager
 async def served(app: App, server: Any = "uvicorn") -> AsyncIterator[str]:
     """An app of ours over HTTP, at an address without a path."""
-    listener = bind("127.0.0.1", 0)
-    stop = asyncio.Event()
-    with listener:
-        host, port = listener.getsockname()
-        serving = asyncio.create_task(run_http.serve_until(app.asgi(), listener, server=server, grace=2.0, stop=stop))
+    stop, listening = asyncio.Event(), asyncio.Event()
+    with bind("127.0.0.1", 0) as bound:
+        host, port = bound.getsockname()
+        serving = asyncio.create_task(
+            serve_until(app.asgi(), bound, server=server, grace=2.0, stop=stop, serving=listening.set)
+        )
         try:
+            await asyncio.wait_for(listening.wait(), PATIENCE)
             yield f"http://{host}:{port}"
         finally:
             stop.set()

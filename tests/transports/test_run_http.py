@@ -2,24 +2,25 @@
 
 import asyncio
 import json
+import os
 import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.calls import call
 from tests.faults import eventually
-from tests.transports import PATIENCE, Served, post, serving
-from wirecall import UsageError
-from wirecall.transports.listeners import bind
-from wirecall.transports.serve import serve
+from tests.transports import PATIENCE, Served, make_server, post, serving
+from wirecall import Limits, UsageError
+from wirecall.transports.serve import bind, serve, serve_until
 
 SERVERS = ["granian", "uvicorn", "uvicorn+h11"]
 every_server = pytest.mark.parametrize("server", SERVERS)
@@ -317,18 +318,39 @@ async def test_a_query_that_crashes_its_worker_does_not_end_the_server(server: s
             assert await served.process.wait() == 0
 
 
-def test_nothing_waits_for_an_acknowledgement() -> None:
-    """Small pieces of a stream leave at once, also from a server that does not ask for that: its sockets inherit it."""
-    with closing(bind("127.0.0.1", 0)) as listener, closing(socket.create_connection(listener.getsockname())):
-        listener.settimeout(PATIENCE)
-        with closing(listener.accept()[0]) as accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+@both
+async def test_nothing_waits_for_an_acknowledgement_and_dead_readers_are_left_to_the_kernel(server: Any) -> None:
+    """Small pieces of a stream leave at once, and a client that takes no byte for `write_time` is cut."""
+    stop, listening = asyncio.Event(), asyncio.Event()
+    with bind("127.0.0.1", 0) as bound:
+        app = make_server(Limits(write_time=7.0))
+        running = asyncio.create_task(serve_until(app, bound, server=server, stop=stop, serving=listening.set))
+        async with asyncio.timeout(PATIENCE):
+            await listening.wait()
+            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            writer.write(post("/polite"))
+            await reader.readuntil(b"hello")
+            accepted = []
+            for name in os.listdir("/dev/fd"):
+                with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+                    if each.getpeername() == writer.get_extra_info("sockname"):
+                        accepted.append(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                        if sys.platform == "linux":
+                            accepted.append(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+            assert accepted == ([1, 7000] if sys.platform == "linux" else [1])
+            stop.set()
+            await running
+        writer.close()
 
 
 def test_a_port_that_is_taken_is_told_in_words() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="use another port="):
         bind("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(UsageError, match="is not a server"):
+    with bind("127.0.0.1", 0) as ours:
+        ours.listen()
+        with pytest.raises(UsageError, match="use another port="):
+            bind("127.0.0.1", ours.getsockname()[1])  # workers share a port, servers do not
+    with pytest.raises(UsageError, match="server must be one of granian, uvicorn, got 'apache'"):
         serve(lambda: None, server="apache")  # type: ignore[arg-type, return-value]
 
 

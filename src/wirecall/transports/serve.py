@@ -1,38 +1,49 @@
-"""Serving an ASGI application under granian or uvicorn, and stopping it in time.
+"""Serving an HTTP application under granian or uvicorn, and stopping it in time.
 
-    bind      one socket, ours: a dead reader is cut by the kernel, a taken port is told in words
-    startup   `HttpServer.open`, not the servers' lifespan, so that the order is the same under both
+    bind      one socket keeps the port, so that a taken port is reported in words
+    startup   `HttpServer.open`, not the lifespan of the servers, so that the order is the same under both
     serve     until SIGTERM or SIGINT
     stop      no new connections; streams are asked to end
-    cut       after three quarters of the grace time, whatever connection is left
-    shutdown  `HttpServer.aclose`: the application closes what it has open
+    cut       every connection that is left after three quarters of the grace time
+    shutdown  `HttpServer.aclose`: the application closes its resources
 
-One worker runs in this process and shares its objects; several are copies of it (`http_workers`). Why the servers are not
-left to stop in their own ways is told in `http_fronts`.
+One worker runs in this process and shares its objects; several are copies of it (`workers`).
+
+Both servers are driven from here because neither stops in time by itself: uvicorn waits for every open stream before it
+tells the application to stop, and granian waits for open streams without an end. Neither cuts a client that does not read:
+the kernel does that (TCP_USER_TIMEOUT).
 """
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias
+from importlib.util import find_spec
+from stat import S_ISSOCK
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
+from wirecall.protocol.limits import Limits
 from wirecall.transports.asgi import GRACE, HttpServer
-from wirecall.transports.fronts import FRONTS, Front, check_server
-from wirecall.transports.listeners import address_of, bind, cut_dead_readers
+from wirecall.transports.request import Receive, Scope, Send
 from wirecall.transports.workers import SIGNALS, Workers
 
-ServerName: TypeAlias = Literal["granian", "uvicorn"]
-Told: TypeAlias = Callable[[str], None]
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
-# Seconds after the application is closed in which threads and handlers that do not heed their cancellation may end.
+ServerName: TypeAlias = Literal["granian", "uvicorn"]
+Serving: TypeAlias = Callable[[], None]  # called once, when connections are accepted
+
+BACKLOG = 1024
+# Seconds after the application is closed in which threads and handlers that ignore their cancellation can end.
 LAST = 1.0
 
 
@@ -48,120 +59,121 @@ def serve(
     server: ServerName = "granian",
     workers: int = 1,
     grace: float = GRACE,
-    listening: Told = _print,
+    listening: Callable[[str], None] = _print,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop within `grace` seconds and return. Port 0 takes a free one.
 
-    `app` is the application, or a function that makes it, called in each worker. `listening` is told the address.
+    `app` is the application, or a function that makes it, called in each worker. `listening` gets the address.
     """
-    check_server(server)
+    if server not in FRONTS:
+        raise UsageError(f"server must be one of {', '.join(FRONTS)}, got {server!r}.")
+    if find_spec(server) is None:
+        raise UsageError(f"{server} is not installed.", fix=f"pip install {server}")
     if workers < 1:
-        raise UsageError(f"workers={workers} is not possible.", "somebody has to serve", "use workers=1")
-    if workers == 1:
-        with bind(host, port) as listener:
-            listening(address_of(listener))
-            _worker(app, host, listener, server, grace)
-        return
-    # Workers share the port, but not with another server: a socket that is not shared finds that out.
-    if port:
-        bind(host, port).close()
-    with bind(host, port, shared=True, listening=False) as kept:
-        address, port = kept.getsockname()[:2]
+        raise UsageError(f"workers must be at least 1, got {workers}.")
+    with bind(host, port) as kept:
+        address, number = kept.getsockname()[:2]
+        url = f"http://{f'[{address}]' if ':' in address else address}:{number}"
+        if workers == 1:
+            _work(app, host, kept, server, grace, lambda: listening(url))
+            return
 
-        def work(serving: Callable[[], None]) -> None:
+        def work(serving: Serving) -> None:
             from multiprocessing import parent_process
 
-            # A socket of its own, so that the kernel gives no connection to a worker that is not there.
-            with bind(address, port, shared=True) as listener:
-                _worker(app, host, listener, server, grace, parent_process(), serving)
+            # Each worker has a socket of its own, and the kernel deals connections out evenly. From one socket that all
+            # workers share, the worker that wakes first takes every connection that waits: 64 at once went to one of four.
+            with bind(address, number, again=True) as own:
+                _work(app, host, own, server, grace, serving, parent_process())
 
-        Workers(work, workers, grace, lambda: listening(address_of(kept))).run()
+        Workers(work, workers, grace, lambda: listening(url)).run()
 
 
 async def serve_until(
     app: HttpServer,
-    listener: socket.socket,
+    bound: socket.socket,
     *,
     server: ServerName = "granian",
     grace: float = GRACE,
     stop: asyncio.Event | None = None,
-    serving: Callable[[], None] = lambda: None,
+    serving: Serving = lambda: None,
 ) -> None:
-    """Serve inside a running event loop, until a signal or until `stop` is set. `serving` is called after the startup."""
+    """Serve inside a running event loop until a signal, or until `stop` is set. `bound` comes from `bind`."""
     stop = stop or asyncio.Event()
-    cut_dead_readers(listener, app.limits.write_time)
-    front = FRONTS[server](app, listener)
-    await app.open()
-    try:
-        with _signals(stop):
-            serving()
-            await _run(front, app, stop, grace)
-    finally:
-        await app.aclose()
-
-
-async def _run(front: Front, app: HttpServer, stop: asyncio.Event, grace: float) -> None:
-    serving = asyncio.create_task(front.serve())
-    asked = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
-    app.stop(grace)
-    front.stop()
-    # HttpServer cuts its streams at three quarters; a moment later what is left is connections that answer nobody.
-    for patience, harder in ((grace * 0.75 + 0.1, front.cut), (grace * 0.1, serving.cancel)):
-        await asyncio.wait({serving}, timeout=patience)
-        if serving.done():
-            break
-        harder()
-    await asyncio.wait({serving}, timeout=grace * 0.05)
-    if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
-        raise error
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT ask to stop. A second SIGINT is a person who does not want to wait."""
     loop = asyncio.get_running_loop()
 
     def ask(number: signal.Signals) -> None:
-        if number == signal.SIGINT and stop.is_set():
+        if number == signal.SIGINT and stop.is_set():  # the second Ctrl+C: a person does not want to wait
             loop.remove_signal_handler(number)
             signal.raise_signal(number)
         stop.set()
 
-    added = []
-    # Not in a thread, nor on Windows, where Ctrl+C ends asyncio.run by an exception.
-    with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
-        for number in SIGNALS:
-            loop.add_signal_handler(number, ask, number)
-            added.append(number)
+    front = FRONTS[server](app, bound)
+    await app.open()
+    caught = []
     try:
-        yield
+        # Not in a thread, nor on Windows, where Ctrl+C ends asyncio.run by an exception.
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+            for number in SIGNALS:
+                loop.add_signal_handler(number, ask, number)
+                caught.append(number)
+        running = asyncio.create_task(front.serve(serving))
+        asked = asyncio.create_task(stop.wait())
+        await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        app.stop(grace)
+        front.stop()
+        # HttpServer cuts its streams at three quarters. A moment later the connections that are left have no answer coming.
+        for patience, harder in ((grace * 0.75 + 0.1, front.cut), (grace * 0.1, running.cancel)):
+            await asyncio.wait({running}, timeout=patience)
+            if running.done():
+                break
+            harder()
+        await asyncio.wait({running}, timeout=grace * 0.05)
+        if running.done() and not running.cancelled() and (error := running.exception()) is not None:
+            raise error
     finally:
-        for number in added:
+        for number in caught:
             loop.remove_signal_handler(number)
+        await app.aclose()
 
 
-# --- one worker ------------------------------------------------------------------------------------------------------
-
-
-def _worker(
-    app: Any,
+def _work(
+    app: "HttpServer | Callable[[], HttpServer]",
     host: str,
-    listener: socket.socket,
+    bound: socket.socket,
     server: ServerName,
     grace: float,
-    parent: Any = None,
-    serving: Callable[[], None] = lambda: None,
+    serving: Serving,
+    parent: "BaseProcess | None" = None,
 ) -> None:
+    """Serve in this process."""
     over = threading.Event()
+
+    def leave() -> None:
+        # A thread, or a handler that ignores its cancellation, cannot be ended: the process ends, and they end with it. The
+        # application is closed, so the ledger knows about their commands.
+        if not over.wait(LAST):
+            logger.error("stopping with handlers at work that do not end")
+            logging.shutdown()
+            os._exit(0)
 
     async def work() -> None:
         stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
         if parent is not None:
-            _stop_with(parent, stop)
-        await serve_until(_made(app, host), listener, server=server, grace=grace, stop=stop, serving=serving)
-        threading.Thread(target=_leave, args=(over,), daemon=True).start()
+            # A parent that was killed says nothing to its workers: they would keep the address forever.
+            sentinel = parent.sentinel
+
+            def orphaned() -> None:
+                loop.remove_reader(sentinel)
+                stop.set()
+
+            loop.add_reader(sentinel, orphaned)
+        made = app if isinstance(app, HttpServer) else app()
+        made.allow_host(host)
+        await serve_until(made, bound, server=server, grace=grace, stop=stop, serving=serving)
+        threading.Thread(target=leave, daemon=True).start()
 
     try:
         asyncio.run(work())
@@ -169,27 +181,302 @@ def _worker(
         over.set()
 
 
-def _made(app: "HttpServer | Callable[[], HttpServer]", host: str) -> HttpServer:
-    made = app if isinstance(app, HttpServer) else app()
-    made.allow_host(host)
-    return made
+def bind(host: str, port: int, *, again: bool = False) -> socket.socket:
+    """Return a socket that keeps the address and does not listen yet; UsageError if the address is taken or not ours.
+
+    `again` makes one more socket at an address that is kept already.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"Cannot listen on {host}.", str(error), "use an address of this machine") from error
+    try:
+        if os.name == "posix":  # elsewhere it would let two servers share a port
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if port and not again:
+                # The workers of one server share its port, but two servers must not: a socket that does not share finds out.
+                with socket.socket(family, kind, protocol) as alone:
+                    alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    alone.bind(address)
+                    alone.listen()
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(address)
+        bound.setblocking(False)
+    except OSError as error:
+        bound.close()
+        fix = "use an address of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port="
+        raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), fix) from error
+    return bound
 
 
-def _stop_with(parent: Any, stop: asyncio.Event) -> None:
-    """A parent that was killed tells its workers nothing: they would hold the address for ever."""
-    loop = asyncio.get_running_loop()
+def _tune(connection: socket.socket, seconds: float) -> None:
+    """Set the options of a connection, or of a listening socket, from which connections inherit them."""
+    with contextlib.suppress(OSError):  # a connection that has ended
+        # Else the second event of a stream waits 40 ms, until the client's kernel has acknowledged the first.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sys.platform == "linux":
+            # The kernel ends a connection that takes no byte for so long. Measured with a client that never reads: under
+            # both servers the connection is gone in time, and their buffers with it.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
-    def ended() -> None:
-        loop.remove_reader(parent.sentinel)
-        stop.set()
 
-    loop.add_reader(parent.sentinel, ended)
+# --- granian and uvicorn ---------------------------------------------------------------------------------------------
 
 
-def _leave(over: threading.Event) -> None:
-    """Nobody can end a thread, or a handler that does not heed its cancellation: the process goes, and they go with it. The
-    application is closed, so the ledger knows of their commands."""
-    if not over.wait(LAST):
-        logger.error("stopping with handlers at work that do not end")
-        logging.shutdown()
-        os._exit(0)
+class Front(Protocol):
+    """A server as it is driven here."""
+
+    async def serve(self, serving: Serving) -> None:
+        """Serve until `stop`, and until every connection has ended."""
+
+    def stop(self) -> None:
+        """Accept no further connection."""
+
+    def cut(self) -> None:
+        """End every connection."""
+
+
+class Granian:
+    """granian's embedded server: HTTP in threads of its own, the application in this loop.
+
+    It makes the listening socket itself, beside the one that keeps the port, and has no option for a client that does not
+    read, nor a way to end a connection. But its sockets are files of this process.
+    """
+
+    def __init__(self, app: HttpServer, bound: socket.socket) -> None:
+        from granian.constants import HTTPModes, Interfaces
+        from granian.http import HTTP1Settings
+        from granian.log import LogLevels
+        from granian.server.embed import Server
+
+        self._limits = app.limits
+        address, self._port = bound.getsockname()[:2]
+        try:
+            import resource
+
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        except (ImportError, OSError):
+            files = BACKLOG
+        self._server: Any = Server(
+            app,
+            address,
+            self._port,
+            interface=Interfaces.ASGINL,
+            http=HTTPModes.http1,
+            websockets=False,
+            backlog=BACKLOG,
+            # Connections side by side: all files of the process but a few. The default is the backlog: so many idle
+            # connections would keep out all others.
+            backpressure=max(files - 64, 64) if 0 < files < 1 << 20 else 1 << 20,
+            http1_settings=HTTP1Settings(
+                header_read_timeout=int(app.limits.body_time * 1000), max_buffer_size=max(app.limits.header_bytes, 8192) * 2
+            ),
+            log_level=LogLevels.error,  # it warns about itself, and reports every client that leaves
+            log_dictconfig=_GRANIAN_LOG,
+        )
+
+    async def serve(self, serving: Serving) -> None:
+        before = _threads()
+        tuning = asyncio.create_task(self._tune(serving))
+        try:
+            await self._server.serve()
+        finally:
+            tuning.cancel()
+        # Its threads end a little later. One that calls Python while the interpreter ends would panic.
+        for _ in range(200):
+            if not _threads() - before:
+                break
+            await asyncio.sleep(0.005)
+
+    async def _tune(self, serving: Serving) -> None:
+        """Wait for the listening socket, and set its options, and those of connections that it has accepted before."""
+        found = False
+        while not found:
+            await asyncio.sleep(0.001)
+            for each in self._sockets():
+                _tune(each, self._limits.write_time)
+                found = found or bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        for each in self._sockets():
+            _tune(each, self._limits.write_time)
+        serving()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def cut(self) -> None:
+        for each in self._sockets():
+            with contextlib.suppress(OSError):  # it is not connected
+                each.getpeername()
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _sockets(self) -> Iterator[socket.socket]:
+        """Yield every socket of this process at the port of the server, open until the next one."""
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):
+                # Only a socket may be duplicated: to close the duplicate of a SQLite file would drop its locks (fcntl).
+                if S_ISSOCK(os.fstat(int(name)).st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as each:
+                        address = each.getsockname()
+                        if isinstance(address, tuple) and address[1:2] == (self._port,):
+                            yield each
+
+
+# Its own configuration writes to stdout, which belongs to the program.
+_GRANIAN_LOG = {
+    "handlers": {
+        "console": {"formatter": "generic", "class": "logging.StreamHandler", "stream": "ext://sys.stderr"},
+        "access": {"formatter": "access", "class": "logging.StreamHandler", "stream": "ext://sys.stderr"},
+    }
+}
+
+
+def _threads() -> set[int]:
+    """Return the threads of this process that are not Python's, where the system tells."""
+    try:
+        return {int(name) for name in os.listdir("/proc/self/task")} - {each.native_id for each in threading.enumerate()}
+    except OSError:
+        return set()
+
+
+class Uvicorn:
+    """uvicorn, with httptools where it is installed.
+
+    It waits forever for a header, and holds one of any length with httptools. So each connection is watched: `Connection`
+    hears of its bytes by asyncio's own callbacks, and of its requests where they reach the application.
+    """
+
+    def __init__(self, app: HttpServer, bound: socket.socket) -> None:
+        import uvicorn
+
+        class Quiet(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:  # signals are caught by `serve_until`
+                yield
+
+        self._app = app
+        self._bound = bound
+        self._connections: dict[tuple[str, int], Connection] = {}
+        config = uvicorn.Config(
+            self._request,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            backlog=BACKLOG,
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=2 * app.limits.header_bytes,
+        )
+        config.load()
+        config.http_protocol_class = self._watched(config.http_protocol_class)
+        self._server = Quiet(config)
+
+    async def serve(self, serving: Serving) -> None:
+        _tune(self._bound, self._app.limits.write_time)
+        listener = self._bound.dup()  # uvicorn closes it
+        listener.listen(BACKLOG)
+        serving()
+        await self._server.serve(sockets=[listener])
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+    def cut(self) -> None:
+        for connection in list(self._connections.values()):
+            connection.transport.abort()
+
+    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = self._connections[scope["client"]]
+        connection.arrived(scope)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            connection.requests -= 1
+
+    def _watched(self, protocol: Any) -> Any:
+        """Return uvicorn's protocol, with each connection watched."""
+        connections, limits = self._connections, self._app.limits
+
+        class Watched(protocol):  # type: ignore[misc]
+            def connection_made(self, transport: asyncio.Transport) -> None:
+                super().connection_made(transport)
+                self.peer = transport.get_extra_info("peername")[:2]
+                connections[self.peer] = self.connection = Connection(transport, limits)
+
+            def data_received(self, data: bytes) -> None:
+                super().data_received(data)
+                self.connection.received(len(data))
+
+            def connection_lost(self, error: Exception | None) -> None:
+                self.connection.forget_header()
+                del connections[self.peer]
+                super().connection_lost(error)
+
+            # Callbacks of httptools; h11 has none.
+
+            def on_url(self, url: bytes) -> None:
+                self.connection.target += url
+                super().on_url(url)
+
+            def on_headers_complete(self) -> None:
+                self.connection.targets.append(self.connection.target)
+                self.connection.target = b""
+                super().on_headers_complete()
+
+        return Watched
+
+
+class Connection:
+    """A connection of uvicorn's: limits the header of its next request, in bytes and in seconds."""
+
+    def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
+        self.transport = transport
+        self.requests = 0  # that the application has, or has not answered yet
+        self.target = b""  # of the header that is being read
+        self.targets: deque[bytes] = deque()  # of the requests that come next
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self._header_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._check()
+
+    def received(self, size: int) -> None:
+        """Count bytes, unless they belong to a request that the application has."""
+        if not self.requests:
+            self._header_bytes += size
+            # If these bytes complete a request, the application gets it in the next turn of the loop, before this check.
+            self._loop.call_soon(self._check)
+
+    def _check(self) -> None:
+        if self.requests or self.transport.is_closing():
+            return
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._limits.body_time, self.transport.abort)
+        if self._header_bytes > 2 * self._limits.header_bytes:
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.close()
+
+    def arrived(self, scope: Scope) -> None:
+        """A whole header has come."""
+        self.requests += 1
+        self.forget_header()
+        if self.targets and not (target := self.targets.popleft()).startswith((b"/", b"*")):
+            # The absolute form. httptools leaves its host out of the path, where h11 has it, and `HttpServer` looks at it.
+            scope["path"] = target.partition(b"?")[0].decode("latin-1")
+
+    def forget_header(self) -> None:
+        self._header_bytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+FRONTS: dict[str, Callable[[HttpServer, socket.socket], Front]] = {"granian": Granian, "uvicorn": Uvicorn}
