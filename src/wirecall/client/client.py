@@ -5,7 +5,7 @@
 1. A call gets its key once, before it is first sent, and with that it is decided whether it may be repeated.
 2. What users give is checked before anything is sent, and what comes back after it was read: a result that does not fit its
    `type` is the error of a call that ran.
-3. `Client(link, dialect)` is all there is: `Plain` is the dialect of JSON-RPC, MCP brings its own.
+3. `Client(link, dialect)` is all there is: `JsonRpc` is the dialect of plain JSON-RPC, MCP brings its own.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ class Client:
         return entry
 
 
-class Plain:
+class JsonRpc:
     """The dialect of JSON-RPC 2.0, which adds nothing to it but idempotency keys.
 
     Which methods are commands, and so get a key, our servers tell by `rpc.discover`, an OpenRPC document with `x-kind`. One

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, ov
 from urllib.parse import urlsplit
 
 from wirecall.app import App
-from wirecall.client.client import Client, Plain
+from wirecall.client.client import Client, JsonRpc
 from wirecall.client.delivery import Clock, Options, Retry
 from wirecall.client.links import HttpLink, LineLink, Link, MemoryLink
 from wirecall.client.sync import SyncClient
@@ -125,7 +125,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
         plain, kinds = MemoryLink(target.handle), {method.name: method.kind.value for method in target.registry}
     else:
         plain = HttpLink(http(target)) if isinstance(target, str) else LineLink(partial(child, target))
-    return Client(shared.wrap(plain), Plain(kinds), shared)
+    return Client(shared.wrap(plain), JsonRpc(kinds), shared)
 
 
 @overload

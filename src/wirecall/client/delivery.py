@@ -137,7 +137,7 @@ def asked_pause(error: Exception | None) -> float:
 
 
 class Dialect(Protocol):
-    """What a client and its server say to each other beyond JSON-RPC 2.0. `Plain` adds nothing; MCP has its own."""
+    """What a client and its server say to each other beyond JSON-RPC 2.0. `JsonRpc` adds only keys; MCP has its own."""
 
     has_rounds: bool  # a settled entry may have to be sent again (`goes_on`)
 

@@ -1,4 +1,4 @@
-"""Calls on their way: one (`Entry`), a message of them (`Exchange`), and a user's batch (`Batch`).
+"""Collected on their way: one (`Entry`), a message of them (`Exchange`), and a user's batch (`Batch`).
 
 An entry is settled once: by its own answer, or by one error of its own. The rules by which answers find entries:
 
@@ -282,8 +282,8 @@ class Sender(Protocol):
     async def send_batch(self, entries: list[AnyEntry]) -> tuple[Wire, str]: ...
 
 
-class Calls:
-    """Calls that are collected, to leave together."""
+class Collected:
+    """Collected that are collected, to leave together."""
 
     def __init__(self, client: Sender) -> None:
         self._client = client
@@ -324,8 +324,8 @@ class Calls:
             self.wire, self.reason = await self._client.send_batch(self.entries)
 
 
-class Batch(Calls):
-    """Calls that are collected in a block and sent at its end; nothing is sent if the block fails."""
+class Batch(Collected):
+    """Collected that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -192,7 +192,7 @@ class LineLink:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-class Handle(Protocol):
+class _Handle(Protocol):
     """`App.handle`."""
 
     def __call__(self, data: bytes, *, replayed: list[Any] | None) -> Awaitable[bytes | None]: ...
@@ -201,7 +201,7 @@ class Handle(Protocol):
 class MemoryLink:
     """Straight into an app of this process."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: _Handle) -> None:
         self._handle = handle
 
     async def open(self) -> None: ...

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from wirecall.client.client import Client
-from wirecall.client.exchange import Arrays, CallOptions, Calls, Names, Params
+from wirecall.client.exchange import Arrays, CallOptions, Collected, Names, Params
 from wirecall.errors import NotSent, UsageError
 
 T = TypeVar("T")
@@ -78,8 +78,8 @@ class SyncClient:
         self.close()
 
 
-class SyncBatch(Calls):
-    """Calls that are collected in a block and sent at its end; nothing is sent if the block fails."""
+class SyncBatch(Collected):
+    """Collected that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
     def __init__(self, client: Client, loop: "Loop") -> None:
         super().__init__(client)

@@ -1,7 +1,7 @@
-"""What arrives at a client: bytes to answers, requests and notifications.
+"""The messages that a client receives: bytes to answers, requests and notifications.
 
-Reading never raises: what is no message becomes an `Unreadable` with the reason. A result stays raw until somebody says as
-what it is to be read.
+Reading never raises: a text that is not a message becomes an `Unreadable` with the reason. A result stays raw until its type
+is known.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -30,13 +30,14 @@ class Arrived(Struct, frozen=True):
 
 
 class Unreadable(Struct, frozen=True):
-    """What is no message, and why."""
+    """Something that is not a message, and why."""
 
     reason: str
     id: Any = UNSET
 
 
 Message: TypeAlias = Arrived | Unreadable
+JsonObject: TypeAlias = dict[str, Any]  # as it is decoded
 
 # What a decoder raises for data that it cannot read: not JSON, not the type, not UTF-8, too deep.
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
@@ -47,7 +48,7 @@ _decode_value = msgspec.json.Decoder().decode
 
 
 def read_messages(data: bytes) -> tuple[bool, list[Message]]:
-    """The messages in one text, and whether it was an array."""
+    """Return whether a text is an array, and the messages in it."""
     try:
         read = _decode(data)
         if not data.isascii():
@@ -60,7 +61,7 @@ def read_messages(data: bytes) -> tuple[bool, list[Message]]:
 
 
 def _checked(message: Arrived) -> Message:
-    """JSON-RPC 2.0, section 5: an answer has an id, and either a result or an error."""
+    """Return a message if it is sound. An answer has an id, and either a result or an error (JSON-RPC 2.0, section 5)."""
     if message.method is UNSET and (message.id is UNSET and message.error is UNSET):
         return Unreadable("an answer without an id")
     if message.method is UNSET and (message.result is UNSET) == (message.error is UNSET):
@@ -69,7 +70,7 @@ def _checked(message: Arrived) -> Message:
 
 
 def _salvage(data: bytes) -> tuple[bool, list[Message]]:
-    """Something is wrong with the text, or with an entry of it alone."""
+    """Return the messages of a text of which something is wrong: all of it, or single entries."""
     try:
         data.decode()
         if not opens_array(data):
@@ -99,7 +100,7 @@ _BY_CODE = {kind.CODE: kind for kind in _FIXED if not kind.TYPE}
 
 
 def remote_error(error: ErrorObject) -> RpcError:
-    """A server's error as the exception of its code, and of the `data.type` that our servers send along."""
+    """Return a server's error as the exception of its code, and of the `data.type` that our servers send along."""
     data = None if error.data is UNSET else error.data
     kind = data.get("type") if isinstance(data, dict) else None
     found: type[RpcError] | None = _BY_TYPE.get((error.code, kind)) if isinstance(kind, str) else None

@@ -1,12 +1,13 @@
 """A child process whose stdin and stdout carry lines.
 
 1. What it writes to stderr is passed on to ours, and the last of it is kept: an error about its end quotes it.
-2. It is ended as MCP asks for: its stdin is closed and it is given `grace` seconds, then SIGTERM and as long again, then
-   SIGKILL. It leads a process group of its own, so that what it started goes with it, and so that the terminal's Ctrl+C is
-   ours to act on.
-3. However much it says, the others of the event loop have their turn: deadlines hold. From `aclose` on it is read, so that
-   it can end, and not heard.
-4. After `aclose` there is neither process nor task nor pipe, however it ended. Who leaves without it calls `kill_all`.
+2. It is ended as MCP asks for: its stdin is closed and it has `grace` seconds, then SIGTERM and as long again, then SIGKILL.
+   It leads a process group of its own, so that the processes it started end with it, and so that Ctrl+C in the terminal
+   reaches this process alone.
+3. However much it writes, other tasks of the event loop have their turn: deadlines hold. After `aclose` begins its output is
+   read, so that it can end, and dropped.
+4. After `aclose` there is neither process nor task nor pipe, however it ended. A program that ends without it calls
+   `kill_all`.
 """
 
 import asyncio
@@ -34,14 +35,14 @@ _living: set[asyncio.subprocess.Process] = set()
 
 
 def kill_all() -> None:
-    """End all of them at once, for a process that is about to end itself in the middle of everything."""
+    """Kill all children at once, for a program that is about to end itself in the middle of everything."""
     for process in list(_living):
-        if process.returncode is None:  # else its number may be another's by now
+        if process.returncode is None:  # else another process may have its number by now
             _kill(process, signal.SIGKILL)
 
 
 class Child:
-    """One life of a process. `on_line` gets what it says; `on_end` is told once that it will say no more."""
+    """One life of a process. `on_line` gets each line of its output; `on_end` is called once, when no more will come."""
 
     def __init__(
         self,
@@ -63,26 +64,44 @@ class Child:
         self._grace = grace
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._pipes: list[asyncio.ReadTransport] = []
         self._kept = b""
 
     async def open(self, on_line: OnLine, on_end: OnEnd) -> None:
         """Start the process."""
-        pipe = asyncio.subprocess.PIPE
+        # Pipes of our own for its output: a process that it started may hold the other ends open, and we have to close ours.
+        (out, its_out), (err, its_err) = os.pipe(), os.pipe()
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *self._command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=its_out,
+                stderr=its_err,
                 env=self._env,
                 cwd=self._cwd,
                 start_new_session=True,
             )
-        except OSError as error:
-            raise NotSent(f"{self._command[0]} cannot be started: {error}") from error
-        _living.add(self._process)
-        stderr = asyncio.create_task(self._hear(self._process.stderr))
-        self._tasks = [stderr, asyncio.create_task(self._listen(self._process, stderr, on_line, on_end))]
+        except BaseException as error:
+            os.close(out)
+            os.close(err)
+            if isinstance(error, OSError):
+                raise NotSent(f"{self._command[0]} cannot be started: {error}") from error
+            raise
+        finally:
+            os.close(its_out)
+            os.close(its_err)
+        self._process = process
+        _living.add(process)
+        stdout, stderr = await self._reader(out), await self._reader(err)
+        hearing = asyncio.create_task(self._hear(stderr))
+        self._tasks = [hearing, asyncio.create_task(self._listen(process, stdout, hearing, on_line, on_end))]
+
+    async def _reader(self, descriptor: int) -> asyncio.StreamReader:
+        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        file = os.fdopen(descriptor, "rb", 0)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+        self._pipes.append(transport)
+        return reader
 
     @property
     def said(self) -> str:
@@ -115,42 +134,44 @@ class Child:
         process, self._process = self._process, None
         if process is None:
             return
+        assert process.stdin is not None
         try:
-            await self._end(process)
+            process.stdin.close()
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), self._grace)
+                    break
+                _kill(process, number)
         finally:
-            _kill(process, signal.SIGKILL)  # who was started by the child, and outlived it
+            _kill(process, signal.SIGKILL)  # processes that the child started, and that outlived it
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await process.wait()
             _living.discard(process)
-            _close(process)
-
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), self._grace)
-                return
-            _kill(process, number)
+            for pipe in self._pipes:
+                pipe.close()
 
     # --- hearing it --------------------------------------------------------------------------------------------------
 
     async def _listen(
-        self, process: asyncio.subprocess.Process, stderr: "asyncio.Task[None]", on_line: OnLine, on_end: OnEnd
+        self,
+        process: asyncio.subprocess.Process,
+        stdout: asyncio.StreamReader,
+        hearing: "asyncio.Task[None]",
+        on_line: OnLine,
+        on_end: OnEnd,
     ) -> None:
-        assert process.stdout is not None
         lines = Lines(self._max_bytes)
-        while data := await process.stdout.read(CHUNK):
+        while data := await stdout.read(CHUNK):
             if self._process is process:
                 await self._tell(lines.feed(data), on_line)
         await self._tell(lines.rest(), on_line)
-        # Who closes stdout is about to end, and its last words on stderr are on their way.
+        # A child that closes stdout is about to end, and its last words on stderr are on their way.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace):
                 await process.wait()
-                await asyncio.shield(stderr)
+                await asyncio.shield(hearing)
         on_end(ConnectionLost(self._last_words(process)))
 
     async def _tell(self, lines: list[bytes], on_line: OnLine) -> None:
@@ -166,8 +187,7 @@ class Child:
         how = "closed a pipe" if code is None else f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
         return f"the server process {how}" + (f"; its last words: {self.said}" if self.said else "")
 
-    async def _hear(self, stderr: asyncio.StreamReader | None) -> None:
-        assert stderr is not None
+    async def _hear(self, stderr: asyncio.StreamReader) -> None:
         while data := await stderr.read(CHUNK):
             self._kept = (self._kept + data)[-KEPT:]
             if self._passes and sys.stderr is not None:
@@ -179,10 +199,3 @@ class Child:
 def _kill(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-
-
-def _close(process: asyncio.subprocess.Process) -> None:
-    """Without it, the pipes wait for the garbage collector, and are heard of then."""
-    transport = getattr(process, "_transport", None)
-    if transport is not None:
-        transport.close()

@@ -1,19 +1,22 @@
-"""HTTP as a client of ours needs it, on aiohttp: connections that are reused, limits, streams of events, three errors.
+"""HTTP for the client, on aiohttp: connections that are reused, limits, streams of events, three errors.
 
     NotSent          nothing of the body has left: no connection, no route, no certificate
-    ConnectionLost   the body was on its way; it broke before the end of the answer
-    BadAnswer        what came is not HTTP, or is larger than it may be
+    ConnectionLost   the body was on its way; the connection broke before the end of the answer
+    BadAnswer        the answer is not HTTP, or is larger than it may be
 
 1. No redirect is followed: body and headers are meant for the server that was named.
 2. No cookie is kept, no environment variable is read.
-3. Time is the caller's business: a request is cancelled from outside, and its connection goes with it.
+3. There are no timeouts: the caller cancels a request, and its connection closes with it.
 """
 
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, UsageError
@@ -21,12 +24,14 @@ from wirecall.transports.sse import LONGEST_WAIT, Event, Parser
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
+    from aiohttp.abc import AbstractStreamWriter
+    from aiohttp.payload import Payload
 
 CONNECTIONS = 100  # side by side; a request beyond waits for a free one
 
 
 class Sent(Protocol):
-    """Who is told that the server may have the message."""
+    """An object that is told that the server may have the message."""
 
     sent: bool
 
@@ -39,20 +44,25 @@ class HttpClient:
     """Requests to one address."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, max_bytes: int = 10 << 20) -> None:
-        _check_url(url)
+        try:
+            parts = urlsplit(url)
+            fault = "" if parts.scheme in ("http", "https") and parts.hostname else "it is not http://host/path"
+            parts.port  # noqa: B018  # it raises
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            raise UsageError(f"{url!r} is not an address.", fault, 'use "http://127.0.0.1:8420/rpc"')
         self.url = url
         self.max_bytes = max_bytes
         self._headers = dict(headers or {})
         self._session: ClientSession | None = None
-        self._body: Any = None
 
     async def open(self) -> None:
         """Make the pool of connections; the first request opens one."""
         try:
             import aiohttp
         except ImportError:
-            raise UsageError("aiohttp is not installed.", "HTTP is spoken with it", "pip install aiohttp") from None
-        self._body = _body_class()
+            raise UsageError("aiohttp is not installed.", "the client needs it for HTTP", "pip install aiohttp") from None
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=CONNECTIONS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
@@ -61,31 +71,33 @@ class HttpClient:
         )
 
     async def aclose(self) -> None:
-        """Close all connections. Requests under way break."""
+        """Close all connections. Requests in flight break."""
         if self._session is not None:
             await self._session.close()
 
     def request(
         self, method: str, body: bytes = b"", headers: Mapping[str, str] | None = None, *, exchange: Sent | None = None
     ) -> "_Request":
-        """A request, and its answer as far as the header. `exchange.sent` is set when the body leaves."""
+        """Return a request as a block that gives the answer with its header. `exchange.sent` is set when the body leaves."""
         if self._session is None or self._session.closed:
             raise NotSent("the client is closed")
         sent = exchange or _Unwatched()
-        data = self._body(body, sent) if body else None
+        data = _body()(body, sent) if body else None
         asked = self._session.request(method, self.url, data=data, headers=headers, allow_redirects=False)
         return _Request(asked, sent, bool(body), self.max_bytes)
 
 
 class _Request:
-    """`async with`: what breaks in the block, or before, is raised as one of the three errors.
+    """`async with`: an error of the connection, before or in the block, is raised as one of the three errors.
 
     A class, as a generator here would cost 12 of 200 microseconds of a call.
     """
 
     __slots__ = ("_asked", "_has_body", "_max_bytes", "_sent")
 
-    def __init__(self, asked: Any, sent: Sent, has_body: bool, max_bytes: int) -> None:
+    def __init__(
+        self, asked: "AbstractAsyncContextManager[ClientResponse]", sent: Sent, has_body: bool, max_bytes: int
+    ) -> None:
         self._asked = asked
         self._sent = sent
         self._has_body = has_body
@@ -95,26 +107,49 @@ class _Request:
         try:
             return HttpAnswer(await self._asked.__aenter__(), self._max_bytes)
         except Exception as error:
-            self._raise(error)
+            if failure := self._failure(error):
+                raise failure from error
             if isinstance(error, ValueError) and not self._sent.sent:  # such as a header value with a line break
                 raise NotSent(f"the request cannot be sent: {error}") from error
             raise
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self._asked.__aexit__(kind, error, trace)
-        if error is not None:
-            self._raise(error)
+        if error is not None and (failure := self._failure(error)):
+            raise failure from error
 
-    def _raise(self, error: BaseException) -> None:
-        """What breaks a connection as one of our errors. (TimeoutError is an OSError, but a caller's, and passes.)"""
+    def _failure(self, error: BaseException) -> CallFailed | None:
+        """Return an error of the connection as one of ours, or None for any other. (TimeoutError is the caller's.)"""
         import aiohttp
+        from aiohttp.http_exceptions import ContentEncodingError
 
-        if isinstance(error, aiohttp.ClientError) or (isinstance(error, OSError) and not isinstance(error, TimeoutError)):
-            raise _failure(error, self._sent.sent or not self._has_body) from error
+        is_lost = isinstance(error, OSError) and not isinstance(error, TimeoutError)
+        if not is_lost and not isinstance(error, aiohttp.ClientError):
+            return None
+        text = str(error) or type(error).__name__
+        if isinstance(error, aiohttp.ClientResponseError):
+            return BadAnswer(f"not an HTTP answer: {error.message.splitlines()[0] if error.message else text}")
+        is_cut = isinstance(error, aiohttp.ClientPayloadError)
+        if is_cut and isinstance(error.__cause__, ContentEncodingError):
+            return BadAnswer("the answer does not match its Content-Encoding")
+        if self._sent.sent or not self._has_body:
+            more = "" if is_cut else f": {text}"  # aiohttp says the same of a cut, in its own terms
+            return ConnectionLost(f"the connection broke before the end of the answer{more}")
+        if isinstance(error, aiohttp.ClientConnectorError) and error.errno:
+            # The address and what the system says, as aiohttp's own text is also about its options. Names that are unknown
+            # have numbers of their own, and so has TLS.
+            reason = getattr(getattr(error, "os_error", None), "reason", None)
+            text = os.strerror(error.errno) if error.errno > 0 else str(error.strerror)
+            if reason:
+                text = f"it does not agree to TLS (https): {reason.replace('_', ' ').lower()}"
+            text = f"{error.host}:{error.port}: {text}"
+        return NotSent(f"the server cannot be reached: {text}")
 
 
 class HttpAnswer:
-    """The answer to a request: its header, and the body as a whole or as events."""
+    """The answer to a request: its header, and its body as a whole or as events."""
 
     def __init__(self, response: "ClientResponse", max_bytes: int) -> None:
         self._response = response
@@ -124,7 +159,7 @@ class HttpAnswer:
 
     @property
     def media(self) -> str:
-        """The media type, without parameters and in small letters."""
+        """The media type, in lower case and without parameters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     @property
@@ -141,7 +176,7 @@ class HttpAnswer:
         return min(max(until - (time.time() if now is None else now), 0.0), LONGEST_WAIT)
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Return the whole body."""
         expected = self._response.content_length
         if expected is not None and expected > self._max_bytes:
             raise BadAnswer(f"an answer of {expected} bytes; {self._max_bytes} are allowed")
@@ -155,7 +190,7 @@ class HttpAnswer:
         return bytes(body)
 
     async def events(self, parser: Parser | None = None) -> AsyncIterator[Event]:
-        """The body as a stream of events. A parser that is given knows afterwards where to come back, and when."""
+        """Give the body as a stream of events. A parser that is given knows afterwards where to come back, and when."""
         parser = parser or Parser(self._max_bytes)
         async for chunk in self._response.content.iter_any():
             for event in parser.feed(chunk):
@@ -173,69 +208,26 @@ def _moment(date: str) -> float | None:
         return None
 
 
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        fault = "" if parts.scheme in ("http", "https") and parts.hostname else "it is not http://host/path"
-        parts.port  # noqa: B018  # it raises
-    except ValueError as error:
-        fault = str(error)
-    if fault:
-        raise UsageError(f"{url!r} is not an address.", fault, 'use "http://127.0.0.1:8420/rpc"')
+@cache
+def _body() -> "Callable[[bytes, Sent], Payload]":
+    """Return aiohttp's kind of body, which marks the moment when it leaves. The header waits for it in aiohttp's buffer."""
+    from aiohttp.payload import Payload
 
+    class Body(Payload):
+        def __init__(self, value: bytes, sent: Sent) -> None:
+            super().__init__(value, content_type="application/json")
+            self._size = len(value)
+            self._sent = sent
 
-def _failure(error: Exception, left: bool) -> CallFailed:
-    import aiohttp
-    from aiohttp.http_exceptions import ContentEncodingError
+        def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+            text: str = self._value.decode(encoding, errors)
+            return text
 
-    text = str(error) or type(error).__name__
-    if isinstance(error, aiohttp.ClientResponseError):
-        return BadAnswer(f"not an HTTP answer: {error.message.splitlines()[0] if error.message else text}")
-    if isinstance(error, aiohttp.ClientPayloadError) and isinstance(error.__cause__, ContentEncodingError):
-        return BadAnswer("the answer does not match its Content-Encoding")
-    if not left:
-        return NotSent(f"the server cannot be reached: {_unconnected(error) or text}")
-    more = "" if isinstance(error, aiohttp.ClientPayloadError) else f": {text}"  # which says the same in its own terms
-    return ConnectionLost(f"the connection broke before the end of the answer{more}")
+        async def write(self, writer: "AbstractStreamWriter") -> None:
+            self._sent.sent = True
+            await writer.write(self._value)
 
+        async def write_with_length(self, writer: "AbstractStreamWriter", content_length: int | None) -> None:
+            await self.write(writer)
 
-def _unconnected(error: Any) -> str:
-    """Who does not take a connection, and what the system says: aiohttp's own words are about its options, too."""
-    number = getattr(error, "errno", None)
-    if not (number and hasattr(error, "port")):
-        return ""
-    told = os.strerror(number) if number > 0 else error.strerror  # that a name is unknown has numbers of its own
-    reason = getattr(error.os_error, "reason", None)  # of TLS, which has its own numbers, too
-    if reason:
-        told = f"it does not agree to TLS (https): {reason.replace('_', ' ').lower()}"
-    return f"{error.host}:{error.port}: {told}"
-
-
-_made: Any = None
-
-
-def _body_class() -> Any:
-    """aiohttp's kind of body, with a mark for the moment when it leaves; the header waits for it in aiohttp's buffer."""
-    global _made
-    if _made is None:
-        from aiohttp.payload import Payload
-
-        class Body(Payload):
-            def __init__(self, value: bytes, sent: Sent) -> None:
-                super().__init__(value, content_type="application/json")
-                self._size = len(value)
-                self._sent = sent
-
-            def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-                text: str = self._value.decode(encoding, errors)
-                return text
-
-            async def write(self, writer: Any) -> None:
-                self._sent.sent = True
-                await writer.write(self._value)
-
-            async def write_with_length(self, writer: Any, content_length: int | None) -> None:
-                await self.write(writer)
-
-        _made = Body
-    return _made
+    return Body

@@ -1,28 +1,22 @@
 """The pipe of a child process without the process: lines straight into an app, and its lines back.
 
-Who writes a line serves it: a task per line would cost as much as the rest of the way. So `write` returns when the line is
-answered, whoever is cancelled while writing cancels the call, and closing leaves calls under way to the deadlines they have.
+The task that writes a line serves it: a task per line would cost as much as the rest of the way. So `write` returns when the
+line is answered, cancelling it cancels the call, and closing leaves calls in flight to the deadlines they have.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING
 
 from wirecall.errors import CallFailed, NotSent
 
-Send: TypeAlias = Callable[[bytes], Awaitable[None]]
-
-
-class Connection(Protocol):
-    """What serves the lines of one peer (`transports.stdio.Connection`)."""
-
-    def handle(self, line: bytes) -> "bytes | Coroutine[Any, Any, bytes | None] | None": ...
-    async def aclose(self) -> None: ...
+if TYPE_CHECKING:
+    from wirecall.transports.stdio import Connect, Connection
 
 
 class MemoryPipe:
-    """Lines both ways, to what `connect` makes of a way back."""
+    """Lines both ways; `connect` is given the way back and returns the connection that serves them."""
 
-    def __init__(self, connect: Callable[[Send], Connection]) -> None:
+    def __init__(self, connect: "Connect") -> None:
         self._connect = connect
         self._connection: Connection | None = None
         self._on_line: Callable[[bytes], None] = lambda _line: None
@@ -33,7 +27,7 @@ class MemoryPipe:
         self._connection = self._connect(self._send)
 
     async def write(self, line: bytes) -> None:
-        """One line in. Its answer comes by `on_line` before this returns."""
+        """Write one line. Its answer comes by `on_line` before this returns."""
         if self._connection is None:
             raise NotSent("the client is closed")
         answer = self._connection.handle(line)
@@ -43,7 +37,7 @@ class MemoryPipe:
             self._on_line(answer)
 
     async def aclose(self) -> None:
-        """Ask what is under way to end."""
+        """Ask what is in flight to end."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.aclose()

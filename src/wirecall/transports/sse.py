@@ -6,9 +6,9 @@ The rules are those of "Interpreting an event stream" in the HTML standard:
 2. A line that begins with a colon is a comment. `data` lines of an event are joined by LF; an empty line ends the event.
 3. An event without `data` is not an event; but its `id` counts for coming back, and so does its `retry`. (MCP 2025-11-25
    opens a stream so.) An `id` with a control character in it is ignored, and a `retry` that is not a number.
-4. What is not ended by an empty line when the stream ends was cut off, and is nothing.
+4. An event that no empty line has ended when the stream ends was cut off, and is dropped.
 
-The limit is ours: an event that grows beyond it is a peer to leave.
+The limit is ours: an event that grows beyond it ends the stream.
 """
 
 import re
@@ -50,55 +50,47 @@ class Parser:
         self._size = 0
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """The events that this chunk completes."""
+        """Return the events that this chunk completes."""
+        # 1. The complete lines. A CR ends its line at once, because what follows may be long in coming; an LF after it is
+        #    the second half of that end.
         if self._after_cr and chunk:
             self._after_cr = False
-            if chunk[:1] == b"\n":
-                chunk = chunk[1:]
-        self._rest += chunk
-        events: list[Event] = []
-        for line in self._lines():
-            self._line(line, events)
-        if len(self._rest) + self._size > self._max_bytes:
-            raise BadAnswer(f"an event of more than {self._max_bytes} bytes")
-        return events
-
-    def _lines(self) -> list[bytes]:
-        """The complete lines, without their ends. A CR ends its line at once: what follows may be long in coming."""
+            chunk = chunk.removeprefix(b"\n")
         rest = self._rest
+        rest += chunk
         cut = max(rest.rfind(b"\n", self._seen), rest.rfind(b"\r", self._seen)) + 1
         whole = bytes(rest[:cut])
         del rest[:cut]
         self._seen = len(rest)
         self._after_cr = self._after_cr or (whole[-1:] == b"\r" and not rest)
-        return whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")[:-1].split(b"\n") if cut else []
-
-    def _line(self, line: bytes, events: list[Event]) -> None:
-        if self._is_first:
-            self._is_first = False
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if not line:
-            self._end(events)
-            return
-        field, _, value = line.partition(b":")
-        self._field(field, value.removeprefix(b" ").decode("utf-8", "replace"))
-
-    def _field(self, field: bytes, value: str) -> None:
-        if field == b"data":
-            self._data.append(value)
-            self._size += len(value) + 1
+        lines = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")[:-1].split(b"\n") if cut else []
+        # 2. Their fields; an empty line ends an event.
+        events: list[Event] = []
+        for line in lines:
+            if self._is_first:
+                self._is_first = False
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line:
+                if self._id is not None:
+                    self.last_id = self._id
+                if self._data:
+                    events.append(Event(self._name or "message", "\n".join(self._data), self.last_id))
+                self._name, self._id, self._data, self._size = "", None, [], 0
+                continue
+            field, _, raw = line.partition(b":")
+            value = raw.removeprefix(b" ").decode("utf-8", "replace")
+            if field == b"data":
+                self._data.append(value)
+                self._size += len(value) + 1
+            elif field == b"event":
+                self._name = value
+            elif field == b"id" and not UNFIT.search(value):
+                self._id = value
+            elif field == b"retry" and value.isascii() and value.isdigit():
+                self.retry = min(float(value) / 1000, LONGEST_WAIT)
             if self._size > self._max_bytes:
-                raise BadAnswer(f"an event of more than {self._max_bytes} bytes")
-        elif field == b"event":
-            self._name = value
-        elif field == b"id" and not UNFIT.search(value):
-            self._id = value
-        elif field == b"retry" and value.isascii() and value.isdigit():
-            self.retry = min(float(value) / 1000, LONGEST_WAIT)
-
-    def _end(self, events: list[Event]) -> None:
-        if self._id is not None:
-            self.last_id = self._id
-        if self._data:
-            events.append(Event(self._name or "message", "\n".join(self._data), self.last_id))
-        self._name, self._id, self._data, self._size = "", None, [], 0
+                break
+        # 3. The limit.
+        if len(rest) + self._size > self._max_bytes:
+            raise BadAnswer(f"an event of more than {self._max_bytes} bytes")
+        return events

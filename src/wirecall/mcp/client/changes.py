@@ -27,7 +27,7 @@ from wirecall.mcp.client.host import Host
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX, Cancelled, ProgressToken
 from wirecall.protocol.messages import ErrorObject, encode
-from wirecall.protocol.replies import UNREADABLE, Arrived
+from wirecall.protocol.replies import UNREADABLE, Arrived, JsonObject
 
 Kind: TypeAlias = Literal["tools", "prompts", "resources", "updated"]
 Progress: TypeAlias = Callable[[float, float | None, str | None], object]
@@ -72,7 +72,7 @@ class Changes:
     ) -> None:
         self.lists = frozenset(lists)
         self.uris = frozenset(uris)
-        self.honoured: dict[str, Any] | None = None  # 2026-07-28: what the server says it will tell of
+        self.honoured: JsonObject | None = None  # 2026-07-28: what the server says it will tell of
         self._begin = begin
         self._end = end
         self._pending: dict[Change, None] = {}
@@ -129,8 +129,8 @@ class Listening:
 
     def __init__(
         self,
-        call: Callable[[str, dict[str, Any]], Awaitable[None]],
-        listen: Callable[[dict[str, Any], Callable[[int], None]], Awaitable[None]],
+        call: Callable[[str, JsonObject], Awaitable[None]],
+        listen: Callable[[JsonObject, Callable[[int], None]], Awaitable[None]],
         timeout: float,
         clock: Clock,
     ) -> None:
@@ -165,7 +165,18 @@ class Listening:
         self._all.append(changes)
         try:
             if self.is_stateless:
-                await self._begin_stream(changes)
+                acknowledged = self._acknowledged[changes] = asyncio.Event()
+                loop = asyncio.get_running_loop()
+                stream = self._streams[changes] = loop.create_task(self._follow(changes))
+                waiting = loop.create_task(acknowledged.wait())
+                try:
+                    await asyncio.wait([stream, waiting], timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
+                if stream.done():
+                    stream.result()
+                elif not acknowledged.is_set():
+                    raise TimedOut(f"the server did not say within {self._timeout:g} s what it will tell of")
             else:
                 for uri in sorted(changes.uris):
                     if not self._uris[uri]:
@@ -200,23 +211,9 @@ class Listening:
 
     # --- 2026-07-28 --------------------------------------------------------------------------------------------------
 
-    async def _begin_stream(self, changes: Changes) -> None:
-        acknowledged = self._acknowledged[changes] = asyncio.Event()
-        stream = asyncio.get_running_loop().create_task(self._follow(changes))
-        self._streams[changes] = stream
-        waiting = asyncio.get_running_loop().create_task(acknowledged.wait())
-        try:
-            await asyncio.wait([stream, waiting], timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
-        if stream.done():
-            stream.result()
-        elif not acknowledged.is_set():
-            raise TimedOut(f"the server did not say within {self._timeout:g} s what it will tell of")
-
     async def _follow(self, changes: Changes) -> None:
         """Ask, hear until the stream ends, and ask again. Raises what the server refuses the first time with."""
-        wanted: dict[str, Any] = {f"{kind}ListChanged": True for kind in sorted(changes.lists)}
+        wanted: JsonObject = {f"{kind}ListChanged": True for kind in sorted(changes.lists)}
         if changes.uris:
             wanted["resourceSubscriptions"] = sorted(changes.uris)
         pause = FIRST
@@ -244,7 +241,7 @@ class Listening:
             await self._clock.sleep(pause)
             pause = min(FURTHEST, pause * 2)
 
-    def acknowledged(self, id: Any, honoured: dict[str, Any]) -> None:
+    def acknowledged(self, id: Any, honoured: JsonObject) -> None:
         """Take the server's word on what it will tell of."""
         changes = self._ids.get(id)
         if changes is None:
@@ -273,8 +270,8 @@ class _Progress(Struct, rename="camel"):
 
 class _Told(Struct):
     uri: str | None = None
-    notifications: dict[str, Any] | None = None
-    meta: dict[str, Any] = msgspec.field(default_factory=dict, name="_meta")
+    notifications: JsonObject | None = None
+    meta: JsonObject = msgspec.field(default_factory=dict, name="_meta")
 
 
 class Inbox:
@@ -297,7 +294,7 @@ class Inbox:
     ) -> None:
         self.revision: Revision | None = None
         self.followers: WeakValueDictionary[ProgressToken, Follower] = WeakValueDictionary()
-        self.acknowledged: Callable[[Any, dict[str, Any]], None] = lambda _id, _honoured: None
+        self.acknowledged: Callable[[Any, JsonObject], None] = lambda _id, _honoured: None
         self.cancelled: Callable[[int | str], None] = lambda _id: None
         self._host = host
         self._send = send
@@ -312,7 +309,15 @@ class Inbox:
         params = Raw(b"{}") if message.params is UNSET else message.params
         try:
             if message.id is not UNSET:
-                self._asked(message)
+                id = message.id
+                if (self.revision is not None and self.revision.is_stateless) or not isinstance(id, (int, str)):
+                    logger.warning("the server asked %.100r, which it may not do; it gets no answer", message.method)
+                elif id in self._answering or len(self._answering) >= QUESTIONS:
+                    logger.debug("a question of the server's is passed over: %.100r", message.method)
+                else:
+                    task = asyncio.get_running_loop().create_task(self._answer(message))
+                    self._answering[id] = task
+                    task.add_done_callback(lambda _: self._answering.pop(id, None))
             elif message.method in KINDS:
                 told = msgspec.json.decode(params, type=_Told)
                 kind = KINDS[str(message.method)]
@@ -330,11 +335,11 @@ class Inbox:
                 told = msgspec.json.decode(params, type=_Told)
                 self.acknowledged(told.meta.get(f"{PREFIX}subscriptionId"), told.notifications or {})
             elif message.method == "notifications/cancelled":
-                id = msgspec.json.decode(params, type=Cancelled).id
-                if isinstance(id, (int, str)):
-                    if id in self._answering:
-                        self._answering[id].cancel()
-                    self.cancelled(id)
+                taken_back = msgspec.json.decode(params, type=Cancelled).id
+                if isinstance(taken_back, (int, str)):
+                    if taken_back in self._answering:
+                        self._answering[taken_back].cancel()
+                    self.cancelled(taken_back)
         except UNREADABLE as error:
             logger.debug("a message of the server's cannot be read: %s", error)
 
@@ -364,23 +369,11 @@ class Inbox:
             except Exception:
                 logger.exception("a callback failed")
 
-    def _asked(self, message: Arrived) -> None:
-        id = message.id
-        if (self.revision is not None and self.revision.is_stateless) or not isinstance(id, (int, str)):
-            logger.warning("the server asked %.100r, which it may not do; it gets no answer", message.method)
-            return
-        if id in self._answering or len(self._answering) >= QUESTIONS:
-            logger.debug("a question of the server's is passed over: %.100r", message.method)
-            return
-        task = asyncio.get_running_loop().create_task(self._answer(message))
-        self._answering[id] = task
-        task.add_done_callback(lambda _: self._answering.pop(id, None))
-
     async def _answer(self, message: Arrived) -> None:
         try:
             asked = str(message.method)
             result = {} if asked == "ping" else await self._host.answer(asked, message.params)
-            reply: dict[str, Any] = {"jsonrpc": "2.0", "id": message.id, "result": result}
+            reply: JsonObject = {"jsonrpc": "2.0", "id": message.id, "result": result}
         except RpcError as error:
             told = ErrorObject(error.code, error.message, UNSET if error.data is None else error.data)
             reply = {"jsonrpc": "2.0", "id": message.id, "error": told}

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from wirecall.client.client import Client
 from wirecall.client.delivery import Options
-from wirecall.client.exchange import AnyEntry, Batch, CallOptions, Calls, Entry
+from wirecall.client.exchange import AnyEntry, Batch, CallOptions, Collected, Entry
 from wirecall.errors import UsageError
 from wirecall.mcp.client import results as offers
 from wirecall.mcp.client.changes import Change, Changes, Follower, Kind, Log, Progress
@@ -17,6 +17,7 @@ from wirecall.mcp.client.host import Elicit, ElicitUrl, Host, Roots, Sample
 from wirecall.mcp.client.links import McpLink
 from wirecall.mcp.client.results import Called, Completion, Prompt, Prompted, Resource, Template, Tool
 from wirecall.mcp.types import LEVELS, Embedded, Level
+from wirecall.protocol.replies import JsonObject
 
 T = TypeVar("T")
 
@@ -41,12 +42,12 @@ class McpClient(Client):
         return self._conversation.revision.name if self._conversation.revision else None
 
     @property
-    def server(self) -> dict[str, Any]:
+    def server(self) -> JsonObject:
         """What the server says it is: its name, its version."""
         return self._conversation.server
 
     @property
-    def capabilities(self) -> dict[str, Any]:
+    def capabilities(self) -> JsonObject:
         """What the server says it can do."""
         return self._conversation.capabilities
 
@@ -161,7 +162,7 @@ class McpClient(Client):
     ) -> Completion:
         """Return what an argument may be, of a prompt (by its name) or of a template (by its URI)."""
         ref = {"type": "ref/resource", "uri": of} if "://" in of else {"type": "ref/prompt", "name": of}
-        params: dict[str, Any] = {"ref": ref, "argument": {"name": argument, "value": value}}
+        params: JsonObject = {"ref": ref, "argument": {"name": argument, "value": value}}
         revision = self._conversation.revision
         if context and revision is not None and revision.has("completion context"):
             params["context"] = {"arguments": dict(context)}
@@ -195,8 +196,8 @@ class McpClient(Client):
         await self._conversation.listen_to(self._conversation.subscribed() - {uri})
 
 
-class McpCalls(Calls):
-    """Calls of MCP that are collected: tools by their names, any other method by `call`."""
+class McpCollected(Collected):
+    """Collected of MCP that are collected: tools by their names, any other method by `call`."""
 
     def __init__(self, client: McpClient) -> None:
         super().__init__(client)
@@ -217,8 +218,8 @@ class McpCalls(Calls):
         return self._add(self._mcp.tool_entry(name, arguments, type=type, **options))
 
 
-class McpBatch(McpCalls, Batch):
-    """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
+class McpBatch(McpCollected, Batch):
+    """Collected of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
 
 # --- connecting ------------------------------------------------------------------------------------------------------

@@ -56,11 +56,11 @@ from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
 from wirecall.protocol.messages import encode
 from wirecall.protocol.params import KEY
-from wirecall.protocol.replies import UNREADABLE
+from wirecall.protocol.replies import UNREADABLE, JsonObject
 
 T = TypeVar("T")
 Trust: TypeAlias = bool | Callable[[Tool], bool]
-Confirm: TypeAlias = Callable[[Tool, dict[str, Any]], bool | Awaitable[bool]]
+Confirm: TypeAlias = Callable[[Tool, JsonObject], bool | Awaitable[bool]]
 
 ROUNDS = 16  # of questions and answers in one call
 ARRAY_PROBE = 2.0  # seconds in which a server on a pipe has to answer its first array
@@ -101,7 +101,7 @@ class Extra(Struct):
     read: Callable[[AnyEntry], Any] | None = None  # makes the result
     follower: Follower | None = None
     asked: _Asked | None = None  # the last result, if it is a question
-    round: dict[str, Any] = {}  # `inputResponses` and `requestState` of this attempt
+    round: JsonObject = {}  # `inputResponses` and `requestState` of this attempt
     rounds: int = 0
     is_mended: bool = False
 
@@ -133,8 +133,8 @@ class Conversation:
         self.revision: Revision | None = None  # None: nothing is agreed yet
         self.has_rounds = False
         self.honours_keys = False  # the server says that of the calls of a tool with one key, one runs
-        self.server: dict[str, Any] = {}
-        self.capabilities: dict[str, Any] = {}
+        self.server: JsonObject = {}
+        self.capabilities: JsonObject = {}
         self.instructions: str | None = None
         self.lists = Lists(self.ask, options.clock.time)
         self._options = options
@@ -200,11 +200,11 @@ class Conversation:
         is_pipe = self.link.is_pipe
         return Handshake(self._request, self._describe, self._offer, pinned=self._pinned, may_be_silent=is_pipe)
 
-    def _offer(self, revision: Revision) -> dict[str, Any]:
+    def _offer(self, revision: Revision) -> JsonObject:
         capabilities = self._host.capabilities(revision)
         return {"protocolVersion": revision.name, "capabilities": capabilities, "clientInfo": self._me}
 
-    def _describe(self, revision: Revision) -> dict[str, Any]:
+    def _describe(self, revision: Revision) -> JsonObject:
         """Return the envelope of 2026-07-28."""
         told = {
             f"{PREFIX}protocolVersion": revision.name,
@@ -213,7 +213,7 @@ class Conversation:
         }
         return told if self._level is None else {**told, f"{PREFIX}logLevel": self._level}
 
-    def _seal(self, envelope: dict[str, Any]) -> None:
+    def _seal(self, envelope: JsonObject) -> None:
         """Keep what every request carries in `_meta`, also as it travels if there is nothing else in it."""
         self._envelope = envelope
         self._sealed = Raw(encode(envelope))
@@ -252,7 +252,7 @@ class Conversation:
                 await self._request(method, params, revision)
         self._listening.tell_everything()
 
-    async def _request(self, method: str, params: dict[str, Any], revision: Revision | None) -> Raw:
+    async def _request(self, method: str, params: JsonObject, revision: Revision | None) -> Raw:
         """Send one request beneath retries and wrappers, because a handshake must not wait for itself; return the result."""
         self.link.revision = revision
         clock, retry = self._options.clock, self._options.retry
@@ -301,9 +301,7 @@ class Conversation:
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    async def ask(
-        self, method: str, params: dict[str, Any] | None, read: Callable[[Raw], T], timeout: float | None = None
-    ) -> T:
+    async def ask(self, method: str, params: JsonObject | None, read: Callable[[Raw], T], timeout: float | None = None) -> T:
         """Call a method of MCP's own, and return its result as `read` makes it."""
         assert self._delivery is not None
 
@@ -316,7 +314,7 @@ class Conversation:
         await self._delivery.run(entry)
         return entry.result()
 
-    async def tell(self, method: str, params: dict[str, Any]) -> None:
+    async def tell(self, method: str, params: JsonObject) -> None:
         """Call a method of MCP's own whose result says nothing."""
         await self.ask(method, params, lambda _raw: None)
 
@@ -376,9 +374,9 @@ class Conversation:
         return False
 
     def params(self, entry: AnyEntry) -> Any:
-        members: dict[str, Any] = {**entry.params} if entry.params else {}
+        members: JsonObject = {**entry.params} if entry.params else {}
         extra: Extra = entry.extra
-        own: dict[str, Any] = members.get("_meta", {})
+        own: JsonObject = members.get("_meta", {})
         if entry.key is not None and entry.method == "tools/call":
             own = {**own, KEY_META: entry.key}
         if extra.follower is not None:
@@ -419,7 +417,18 @@ class Conversation:
             return False
         extra.rounds += 1
         if error is None and extra.asked is not None:
-            return await self._answer(entry, extra.asked)
+            asked = extra.asked
+            try:
+                answers = {
+                    name: await self._host.answer(one.method, one.params) for name, one in asked.input_requests.items()
+                }
+            except RpcError as refusal:
+                entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {refusal}"))
+                return False
+            state = {} if asked.request_state is UNSET else {"requestState": asked.request_state}
+            extra.round = {**({"inputResponses": answers} if answers else {}), **state}
+            entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+            return True
         if extra.is_mended:
             return False
         extra.is_mended = True
@@ -438,18 +447,6 @@ class Conversation:
                 self._seal(self._describe(common[-1]))
                 return True
         return False
-
-    async def _answer(self, entry: AnyEntry, asked: _Asked) -> bool:
-        """Put the host's answers into the next round of a call; return False if it has none."""
-        try:
-            answers = {key: await self._host.answer(one.method, one.params) for key, one in asked.input_requests.items()}
-        except RpcError as error:
-            entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {error}"))
-            return False
-        state = {} if asked.request_state is UNSET else {"requestState": asked.request_state}
-        entry.extra.round = {**({"inputResponses": answers} if answers else {}), **state}
-        entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
-        return True
 
     async def set_log_level(self, level: str) -> None:
         """Ask for log messages from this level upwards, in this session and the next."""
@@ -486,7 +483,7 @@ class Conversation:
         if self._on_change is not None:
             self._inbox.tell(self._on_change, change)
 
-    def _acknowledged(self, id: Any, honoured: dict[str, Any]) -> None:
+    def _acknowledged(self, id: Any, honoured: JsonObject) -> None:
         self.lists.forget()
         self._listening.acknowledged(id, honoured)
 
@@ -495,7 +492,7 @@ class Conversation:
         if id in self._listens:
             self._listens[id].cancel()
 
-    async def _listen(self, params: dict[str, Any], began: Callable[[int], None]) -> None:
+    async def _listen(self, params: JsonObject, began: Callable[[int], None]) -> None:
         """Send one `subscriptions/listen`, and return when its stream ends. It has no deadline."""
         assert self._delivery is not None
         entry: AnyEntry = Entry("subscriptions/listen", params, lambda _entry: None, timeout=1.0)

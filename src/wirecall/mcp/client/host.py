@@ -1,8 +1,8 @@
-"""What a server may ask of its client, and who answers: a model, a person, a list of folders.
+"""What a server may ask of its client, and the handlers that answer: a model, a person, a list of folders.
 
 A question has two forms on the wire. With a handshake it is a request of the server's; at 2026-07-28 it comes with a result
-that is not complete, and the call is made again with the answers. `Host.answer` serves both. What no handler was given for
-is not declared as a capability, and is refused if it is asked for all the same.
+that is not complete, and the call is made again with the answers. `Host.answer` serves both. A question without a handler is
+not declared as a capability, and is refused if a server asks it all the same.
 
     sample(Sampling) -> str or Sampled          sampling/createMessage
     elicit(Form) -> dict, Elicited or None      elicitation/create with a form; None declines
@@ -23,13 +23,14 @@ from wirecall.errors import InvalidParams, MethodNotFound, RpcError
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import Elicited, Root, Sampled
+from wirecall.protocol.replies import JsonObject
 
 
 class Form(Struct, frozen=True, rename="camel"):
     """A server asks a person to fill in a form: a flat object of plain values."""
 
     message: str = ""
-    requested_schema: dict[str, Any] = {}
+    requested_schema: JsonObject = {}
 
 
 class Visit(Struct, frozen=True, rename="camel"):
@@ -41,28 +42,30 @@ class Visit(Struct, frozen=True, rename="camel"):
 
 
 class Sampling(Struct, frozen=True, rename="camel"):
-    """A server asks for what the client's model would say."""
+    """A server asks the client's model."""
 
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     max_tokens: int | None = None
     system_prompt: str | None = None
     temperature: float | None = None
     stop_sequences: list[str] = []
-    model_preferences: dict[str, Any] | None = None
+    model_preferences: JsonObject | None = None
     include_context: str | None = None
-    tools: list[dict[str, Any]] = []
-    tool_choice: dict[str, Any] | None = None
-    metadata: dict[str, Any] | None = None
+    tools: list[JsonObject] = []
+    tool_choice: JsonObject | None = None
+    metadata: JsonObject | None = None
 
     @property
     def text(self) -> str:
         """All the text in the messages."""
-        return "\n".join(text for message in self.messages for text in _texts(message.get("content")))
+        contents = [message.get("content") for message in self.messages]
+        blocks = [block for content in contents for block in (content if isinstance(content, list) else [content])]
+        return "\n".join(block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str))
 
 
 T = TypeVar("T")
 Sample: TypeAlias = Callable[[Sampling], str | Sampled | Awaitable[str | Sampled]]
-Elicit: TypeAlias = Callable[[Form], dict[str, Any] | Elicited | Awaitable[dict[str, Any] | Elicited | None] | None]
+Elicit: TypeAlias = Callable[[Form], JsonObject | Elicited | Awaitable[JsonObject | Elicited | None] | None]
 ElicitUrl: TypeAlias = Callable[[Visit], bool | Elicited | Awaitable[bool | Elicited]]
 Roots: TypeAlias = Iterable[object] | Callable[[], Iterable[object] | Awaitable[Iterable[object]]]
 
@@ -75,34 +78,38 @@ class Host(Struct, frozen=True, kw_only=True):
     elicit_url: ElicitUrl | None = None
     roots: Roots | None = None
 
-    def capabilities(self, revision: Revision) -> dict[str, Any]:
+    def capabilities(self, revision: Revision) -> JsonObject:
         """Return what is declared to a server: what there is a handler for, as far as the revision knows it."""
         handlers = {"form": self.elicit, "url": self.elicit_url}
-        modes: dict[str, Any] = {mode: {} for mode, handler in handlers.items() if handler}
+        modes: JsonObject = {mode: {} for mode, handler in handlers.items() if handler}
         has_modes = revision.has("ask elicitation url")
-        found: dict[str, dict[str, Any]] = {
+        found: dict[str, JsonObject] = {
             "sampling/createMessage": {"sampling": {}} if self.sample else {},
             "elicitation/create": {"elicitation": modes if has_modes else {}}
             if modes and (has_modes or self.elicit)
             else {},
             "roots/list": {"roots": {}} if self.roots is not None else {},
         }
-        declared: dict[str, Any] = {}
+        declared: JsonObject = {}
         for method, capability in found.items():
             declared |= capability if revision.has(f"ask {method}") else {}
         return declared
 
-    async def answer(self, method: str, params: Raw | UnsetType) -> dict[str, Any]:
+    async def answer(self, method: str, params: Raw | UnsetType) -> JsonObject:
         """Return the answer to a question, or raise the refusal."""
         given = Raw(b"{}") if params is UNSET else params
         try:
             if method == "sampling/createMessage":
-                return await self._sampled(given)
+                return await self._sample(given)
             if method == "elicitation/create":
-                return await self._elicited(given)
-            if method == "roots/list":
-                return await self._rooted()
-            raise MethodNotFound(f"this client does not answer {method[:100]!r}")
+                return await self._elicit(given)
+            if method != "roots/list":
+                raise MethodNotFound(f"this client does not answer {method[:100]!r}")
+            if self.roots is None:
+                raise MethodNotFound("this client has no roots")
+            places = await _awaited(self.roots() if callable(self.roots) else self.roots)
+            roots = [place if isinstance(place, Root) else Root(str(place)) for place in places]
+            return {"roots": [{"uri": root.uri, **({"name": root.name} if root.name else {})} for root in roots]}
         except msgspec.ValidationError as error:
             raise InvalidParams(f"params: {str(error).lower()}") from None
         except RpcError:
@@ -111,21 +118,24 @@ class Host(Struct, frozen=True, kw_only=True):
             logger.exception("the handler of %s failed", method)
             raise RpcError(-32603, "Internal error") from error
 
-    async def _sampled(self, params: Raw) -> dict[str, Any]:
+    async def _sample(self, params: Raw) -> JsonObject:
         if self.sample is None:
             raise MethodNotFound("this client has no model to ask")
         said = await _awaited(self.sample(msgspec.json.decode(params, type=Sampling)))
         if isinstance(said, str):
             said = Sampled("assistant", {"type": "text", "text": said}, "unknown")
         if not isinstance(said, Sampled):
-            raise TypeError(f"a handler of sampling gives a str or a Sampled, not {type(said).__name__}")
+            raise TypeError(f"a handler of sampling must return a str or a Sampled, got {type(said).__name__}")
         stopped = {"stopReason": said.stop_reason} if said.stop_reason else {}
         return {"role": said.role, "content": said.content, "model": said.model or "unknown", **stopped}
 
-    async def _elicited(self, params: Raw) -> dict[str, Any]:
+    async def _elicit(self, params: Raw) -> JsonObject:
         mode = msgspec.json.decode(params, type=_Mode).mode
-        if mode == "url":
-            return await self._visited(params)
+        if mode == "url" and self.elicit_url is not None:
+            agreed = await _awaited(self.elicit_url(msgspec.json.decode(params, type=Visit)))
+            if isinstance(agreed, Elicited):
+                return {"action": agreed.action}
+            return {"action": "accept" if agreed else "decline"}
         if mode != "form" or self.elicit is None:
             raise InvalidParams(f"this client has no elicitation of mode {mode[:40]!r}")
         form = msgspec.json.decode(params, type=Form)
@@ -135,44 +145,24 @@ class Host(Struct, frozen=True, kw_only=True):
         if isinstance(said, dict):
             said = Elicited("accept", said)
         if not isinstance(said, Elicited):
-            raise TypeError(f"a handler of elicitation gives a dict, an Elicited or None, not {type(said).__name__}")
+            raise TypeError(f"a handler of elicitation must return a dict, an Elicited or None, got {type(said).__name__}")
         if said.action != "accept":
             return {"action": said.action}
         return {"action": "accept", "content": with_defaults(msgspec.to_builtins(said.content), form.requested_schema)}
-
-    async def _visited(self, params: Raw) -> dict[str, Any]:
-        if self.elicit_url is None:
-            raise InvalidParams("this client has no elicitation of mode 'url'")
-        said = await _awaited(self.elicit_url(msgspec.json.decode(params, type=Visit)))
-        if isinstance(said, Elicited):
-            return {"action": said.action}
-        return {"action": "accept" if said else "decline"}
-
-    async def _rooted(self) -> dict[str, Any]:
-        if self.roots is None:
-            raise MethodNotFound("this client has no roots")
-        places = await _awaited(self.roots() if callable(self.roots) else self.roots)
-        roots = [place if isinstance(place, Root) else Root(str(place)) for place in places]
-        return {"roots": [{"uri": root.uri, **({"name": root.name} if root.name else {})} for root in roots]}
 
 
 class _Mode(Struct):
     mode: str = "form"
 
 
-def with_defaults(content: Any, schema: dict[str, Any]) -> dict[str, Any]:
-    """An accepted form with the defaults of the schema in the fields that were left out (2025-11-25)."""
+def with_defaults(content: Any, schema: JsonObject) -> JsonObject:
+    """Return an accepted form with the defaults of the schema in the fields that were left out (2025-11-25)."""
     filled = dict(content) if isinstance(content, dict) else {}
     properties = schema.get("properties")
     for name, field in properties.items() if isinstance(properties, dict) else ():
         if name not in filled and isinstance(field, dict) and "default" in field:
             filled[name] = field["default"]
     return filled
-
-
-def _texts(content: Any) -> list[str]:
-    blocks = content if isinstance(content, list) else [content]
-    return [block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str)]
 
 
 async def _awaited(value: T | Awaitable[T]) -> T:

@@ -451,7 +451,14 @@ class SsePipe:
                     raise NotSent(f"there is no stream of events: HTTP {answer.status}")
                 async for event in answer.events():
                     if event.name == "endpoint" and not named.done():
-                        named.set_result(self._address(event.data))
+                        try:
+                            address = urljoin(self._url, event.data)
+                            is_here = urlsplit(address)[:2] == urlsplit(self._url)[:2]
+                        except ValueError:
+                            is_here = False
+                        if not is_here:
+                            raise BadAnswer(f"the server must name an address at its own origin, got {event.data[:200]!a}")
+                        named.set_result(address)
                     elif event.name == "message" and named.done():
                         on_line(event.data.encode())
             raise ConnectionLost("the server has closed the stream")
@@ -461,13 +468,3 @@ class SsePipe:
                 on_end(failure)
             else:
                 named.set_exception(failure)
-
-    def _address(self, told: str) -> str:
-        try:
-            address = urljoin(self._url, told)
-            is_here = urlsplit(address)[:2] == urlsplit(self._url)[:2]
-        except ValueError:
-            is_here = False
-        if not is_here:
-            raise BadAnswer(f"the server must name an address at its own origin, got {told[:200]!a}")
-        return address

@@ -18,7 +18,7 @@ from wirecall.logs import logger
 from wirecall.mcp.client.changes import Change
 from wirecall.mcp.client.results import Prompt, Resource, Template, Tool, read_entries
 from wirecall.mcp.headers import Marks, fault_of, marked
-from wirecall.protocol.replies import UNREADABLE
+from wirecall.protocol.replies import UNREADABLE, JsonObject
 
 T = TypeVar("T", Tool, Prompt, Resource, Template)
 
@@ -42,7 +42,7 @@ _CHANGED: dict[str, tuple[type, ...]] = {
 
 
 _Ask: TypeAlias = Callable[
-    [str, dict[str, Any] | None, Callable[[Raw], dict[str, Raw]], float | None], Awaitable[dict[str, Raw]]
+    [str, JsonObject | None, Callable[[Raw], dict[str, Raw]], float | None], Awaitable[dict[str, Raw]]
 ]
 
 
@@ -74,7 +74,17 @@ class Lists:
                 kept = await self._pages(kind, timeout)
             self._kept[kind] = kept
             if kind is Tool:
-                self._learn(kept)
+                # What calls have to know of tools. One whose marks are not sound is left out, as the specification demands.
+                tools: list[Tool] = kept.entries
+                faults = {tool.name: fault_of(tool.input_schema) if self.has_headers else None for tool in tools}
+                self.left_out = {name for name, fault in faults.items() if fault}
+                for name in sorted(self.left_out):
+                    logger.warning("the tool %r is left out: %s", name, faults[name])
+                kept.entries = tools = [tool for tool in tools if tool.name not in self.left_out]
+                self._tools = {tool.name: tool for tool in tools}
+                marks = {tool.name: marked(tool.input_schema) for tool in tools} if self.has_headers else {}
+                self.marks = {name: found for name, found in marks.items() if found}
+                self._known_until = max(kept.until, self._now() + KNOWN)
         return list(kept.entries)
 
     async def tool(self, name: str, timeout: float) -> Tool | None:
@@ -89,20 +99,6 @@ class Lists:
             self._kept.pop(kind, None)
             if kind is Tool:
                 self._known_until = 0.0
-
-    def _learn(self, kept: _Kept) -> None:
-        """Note what calls have to know of tools. One whose marks are not sound is left out, as the specification demands."""
-        self.left_out = set()
-        if self.has_headers:
-            for tool in kept.entries:
-                if fault := fault_of(tool.input_schema):
-                    logger.warning("the tool %r is left out: %s", tool.name, fault)
-                    self.left_out.add(tool.name)
-            kept.entries = [tool for tool in kept.entries if tool.name not in self.left_out]
-        self._tools = {tool.name: tool for tool in kept.entries}
-        marks = {tool.name: marked(tool.input_schema) for tool in kept.entries} if self.has_headers else {}
-        self.marks = {name: found for name, found in marks.items() if found}
-        self._known_until = max(kept.until, self._now() + KNOWN)
 
     async def _pages(self, kind: type[Any], timeout: float | None) -> _Kept:
         method, member = _LISTS[kind]
@@ -121,7 +117,11 @@ class Lists:
                 cursor = msgspec.json.decode(page.get("nextCursor", Raw(b"null")), type=str | None)
             except UNREADABLE as error:
                 raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
-            kept.until = min(kept.until, self._now() + _seconds(page.get("ttlMs")))
+            try:  # milliseconds; left out, or not a number: nothing is kept
+                ttl = max(0.0, msgspec.json.decode(page.get("ttlMs", Raw(b"0")), type=float) / 1000)
+            except UNREADABLE:
+                ttl = 0.0
+            kept.until = min(kept.until, self._now() + ttl)
             if cursor is None:
                 return kept
             if cursor in seen:
@@ -142,12 +142,3 @@ class _Restart(RpcError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(-32602, f"the server's list changes faster than it can be read: {reason}")
-
-
-def _seconds(ttl: Raw | None) -> float:
-    """Return `ttlMs` in seconds; 0 if it is left out or is not a number."""
-    try:
-        value = None if ttl is None else msgspec.json.decode(ttl, type=float)
-    except UNREADABLE:
-        value = None
-    return max(0.0, value / 1000) if value is not None else 0.0

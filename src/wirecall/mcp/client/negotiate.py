@@ -1,18 +1,18 @@
 """How a client and a server find a revision that both speak: newest first.
 
-1. 2026-07-28 is tried by `server/discover`. What it answers with an envelope's result, or with an error that only that
-   revision has, is a server of it. A version it does not serve (-32022) is replaced by one that it lists, even if that is
-   the one that was sent.
+1. 2026-07-28 is tried by `server/discover`. A server that answers with its result, or with an error that only that revision
+   has, speaks it. A version it does not serve (-32022) is replaced by one that it lists, even if that is the one that was
+   sent.
 2. Any other answer, whatever its code or status, is an older server's: then `initialize` offers the newest revision with a
-   handshake, and the server's answer counts if we speak it.
-3. On a pipe an older server may also stay silent. After `PROBE` seconds `initialize` is sent as well, and whichever of the
-   two is answered first decides: a server that is slow to start is not an old one.
+   handshake, and the server's answer counts if this client speaks it.
+3. On a pipe an older server may also stay silent. After `PROBE` seconds `initialize` is sent as well, and the first success
+   of the two decides: a server that is slow to start is not an old one.
 4. A pinned revision is the only one that is tried, in its own way.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct
@@ -30,36 +30,36 @@ from wirecall.errors import (
 )
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import PREFIX
-from wirecall.protocol.replies import UNREADABLE
+from wirecall.protocol.replies import UNREADABLE, JsonObject
 
 PROBE = 3.0  # seconds of silence on a pipe after which `initialize` is sent as well
-_BARRED = (401, 403, 407)  # a server that does not let us in says nothing about its revision
+_BARRED = (401, 403, 407)  # a server that refuses the client says nothing about its revision
 
 # Asks the server in the manner of a revision; raises RpcError or CallFailed. None: nothing is agreed yet.
-Ask: TypeAlias = Callable[[str, dict[str, Any], "Revision | None"], Awaitable[Raw]]
+Ask: TypeAlias = Callable[[str, JsonObject, "Revision | None"], Awaitable[Raw]]
 
 
 class Agreed(Struct, frozen=True):
     """What a handshake brought."""
 
     revision: Revision
-    capabilities: dict[str, Any]
-    server: dict[str, Any]
+    capabilities: JsonObject
+    server: JsonObject
     instructions: str | None = None
 
 
 class _Discovered(Struct, rename="camel"):
     supported_versions: list[str]
-    capabilities: dict[str, Any] = {}
+    capabilities: JsonObject = {}
     instructions: str | None = None
-    server_info: dict[str, Any] = {}  # of drafts; the specification has it in `_meta`
-    meta: dict[str, Any] = msgspec.field(default_factory=dict, name="_meta")
+    server_info: JsonObject = {}  # of drafts; the specification has it in `_meta`
+    meta: JsonObject = msgspec.field(default_factory=dict, name="_meta")
 
 
 class _Initialized(Struct, rename="camel"):
     protocol_version: str
-    capabilities: dict[str, Any] = {}
-    server_info: dict[str, Any] = {}
+    capabilities: JsonObject = {}
+    server_info: JsonObject = {}
     instructions: str | None = None
 
 
@@ -69,8 +69,8 @@ class Handshake:
     def __init__(
         self,
         ask: Ask,
-        envelope: Callable[[Revision], dict[str, Any]],
-        offer: Callable[[Revision], dict[str, Any]],
+        envelope: Callable[[Revision], JsonObject],
+        offer: Callable[[Revision], JsonObject],
         *,
         pinned: Revision | None,
         may_be_silent: bool,
@@ -82,25 +82,33 @@ class Handshake:
         self._may_be_silent = may_be_silent
 
     async def agree(self) -> Agreed:
-        if self._pinned is None:
-            return await (self._race() if self._may_be_silent else self._try_both())
-        if not self._pinned.is_stateless:
+        """Return what both sides speak, or raise the refusal."""
+        if self._pinned is not None and not self._pinned.is_stateless:
             return await self.initialize(self._pinned)
-        try:
-            return await self._discover(self._pinned)
-        except (MethodNotFound, _NotDiscovered):  # it must have it, but one can do without
-            return Agreed(self._pinned, {}, {})
-
-    async def _try_both(self) -> Agreed:
+        if self._pinned is not None:
+            try:
+                return await self._discover(self._pinned)
+            except (MethodNotFound, _NotDiscovered):  # a server must have it, but the client can do without
+                return Agreed(self._pinned, {}, {})
+        if self._may_be_silent:
+            return await self._race()
         try:
             return await self._discover(STATELESS[-1])
         except (RpcError, CallFailed) as error:
             return await self._after(error)
 
     async def _after(self, refusal: RpcError | CallFailed) -> Agreed:
-        """The newest revision is not spoken, or so it seems."""
-        may_begin_anew = self._may_be_silent and isinstance(refusal, ConnectionLost)  # a process that died of the question
-        if _is_final(refusal) and not may_begin_anew:
+        """Begin in the older way, if it would not meet the same refusal."""
+        is_final = isinstance(refusal, HeaderMismatch)
+        if isinstance(refusal, CallFailed):
+            is_final = isinstance(refusal, (NotSent, ConnectionLost, TimedOut)) or refusal.status in _BARRED
+            if self._may_be_silent and isinstance(refusal, ConnectionLost):  # a process that died of the question
+                is_final = False
+        elif isinstance(refusal, UnknownVersion):  # a modern server; it may list older revisions that have their own way
+            listed = refusal.data.get("supported") if isinstance(refusal.data, dict) else None
+            names = {str(name) for name in listed} if isinstance(listed, list) else set()
+            is_final = not names & {revision.name for revision in HANDSHAKE}
+        if is_final:
             raise refusal
         try:
             return await self.initialize(HANDSHAKE[-1])
@@ -115,21 +123,28 @@ class Handshake:
         initializing: asyncio.Task[Agreed] | None = None
         try:
             await asyncio.wait([discovering], timeout=PROBE)
-            if discovering.done() and not (error := discovering.exception()):
-                return discovering.result()
             if discovering.done():
+                error = discovering.exception()
+                if error is None:
+                    return discovering.result()
                 assert isinstance(error, (RpcError, CallFailed)), error
                 return await self._after(error)
+            # It is silent, or slow to start: the first success of the two decides, else what `initialize` met.
             initializing = loop.create_task(self.initialize(HANDSHAKE[-1]))
             try:
-                return await _first(discovering, initializing)
+                await asyncio.wait([discovering, initializing], return_when=asyncio.FIRST_COMPLETED)
+                if initializing.done() and initializing.exception():
+                    await asyncio.wait([discovering])
+                if discovering.done() and not discovering.exception():
+                    return discovering.result()
+                return await initializing
             except ConnectionLost:  # a process that died of the first question, and took the second with it
                 return await self.initialize(HANDSHAKE[-1])
         finally:
-            for task in (discovering, initializing):
-                if task is not None:
-                    task.cancel()
-            await asyncio.gather(*filter(None, (discovering, initializing)), return_exceptions=True)
+            tasks = [task for task in (discovering, initializing) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _discover(self, revision: Revision) -> Agreed:
         try:
@@ -147,7 +162,7 @@ class Handshake:
         return Agreed(revision, found.capabilities, server if isinstance(server, dict) else {}, found.instructions)
 
     def _listed(self, error: UnknownVersion) -> Revision:
-        """The newest revision of those the server lists, if we speak one of them."""
+        """Return the newest revision that the server lists and this client speaks, or raise the error."""
         listed = error.data.get("supported") if isinstance(error.data, dict) else None
         names = listed if isinstance(listed, list) else []
         common = [revision for revision in STATELESS if revision.name in names]
@@ -158,7 +173,7 @@ class Handshake:
         return common[-1]
 
     async def initialize(self, revision: Revision) -> Agreed:
-        """The handshake of the older revisions, as far as the server's answer."""
+        """Return what `initialize`, the handshake of the older revisions, brings."""
         raw = await self._ask("initialize", self._offer(revision), None)
         try:
             found = msgspec.json.decode(raw, type=_Initialized)
@@ -174,27 +189,3 @@ class Handshake:
 
 class _NotDiscovered(BadAnswer):
     """The answer to `server/discover` or `initialize` is not its result."""
-
-
-def _is_final(refusal: RpcError | CallFailed) -> bool:
-    """Whether an older way to begin would meet the same."""
-    if isinstance(refusal, CallFailed):
-        return isinstance(refusal, (NotSent, ConnectionLost, TimedOut)) or refusal.status in _BARRED
-    if isinstance(refusal, UnknownVersion):  # a modern server; it may list older revisions that have their own way
-        listed = refusal.data.get("supported") if isinstance(refusal.data, dict) else None
-        return not (isinstance(listed, list) and {revision.name for revision in HANDSHAKE} & {str(name) for name in listed})
-    return isinstance(refusal, HeaderMismatch)
-
-
-async def _first(discovering: "asyncio.Task[Agreed]", initializing: "asyncio.Task[Agreed]") -> Agreed:
-    """The first success of the two; else what `initialize` met."""
-    await asyncio.wait([discovering, initializing], return_when=asyncio.FIRST_COMPLETED)
-    if discovering.done() and not discovering.exception():
-        return discovering.result()
-    if not initializing.done():
-        return await initializing
-    if initializing.exception() and not discovering.done():
-        await asyncio.wait([discovering])
-        if not discovering.exception():
-            return discovering.result()
-    return initializing.result()

@@ -1,16 +1,16 @@
-"""What a server offers and gives, as its client sees it.
+"""The offers and results of a server, as its client sees them.
 
-Members that a struct does not name are let go, except in schemas: those are kept as they came, keyword by keyword. Nothing
+Members that a struct does not name are dropped, except in schemas: those are kept as they came, keyword by keyword. Nothing
 in them is resolved, and no `$ref` is ever fetched (2026-07-28, JSON Schema usage). An entry of a list that cannot be read
 is left out with a warning; the rest of the list stays.
 
-Hints are what the server says about itself. `Tool.read_only` and its neighbours give the specification's defaults, which
-are the pessimistic ones, where nothing is said; whether they may be believed is the client's business (`trust=`).
+Hints are the server's word about itself. Where it says nothing, `Tool.read_only` and its neighbours give the defaults of the
+specification, which are the pessimistic ones. Whether the client believes them, `trust=` says.
 """
 
 import base64
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -19,10 +19,9 @@ from wirecall.errors import BadAnswer, RpcError, ToolError
 from wirecall.logs import logger
 from wirecall.mcp.types import ERROR_META, REPLAYED_META, Audio, Content, Embedded, Image, ResourceLink, Role, Text
 from wirecall.protocol.messages import ErrorObject, decode_value
-from wirecall.protocol.replies import UNREADABLE, remote_error
+from wirecall.protocol.replies import UNREADABLE, JsonObject, remote_error
 
 T = TypeVar("T")
-Meta: TypeAlias = dict[str, Any]
 
 
 class Hints(Struct, frozen=True, rename="camel"):
@@ -39,12 +38,12 @@ class Tool(Struct, frozen=True, rename="camel"):
     """A tool that a server offers."""
 
     name: str
-    input_schema: dict[str, Any] = {}
+    input_schema: JsonObject = {}
     title: str | None = None
     description: str | None = None
-    output_schema: dict[str, Any] | None = None
+    output_schema: JsonObject | None = None
     annotations: Hints | None = None
-    meta: Meta | None = msgspec.field(default=None, name="_meta")
+    meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
     @property
     def label(self) -> str:
@@ -84,7 +83,7 @@ class Prompt(Struct, frozen=True):
     title: str | None = None
     description: str | None = None
     arguments: list[Argument] = []
-    meta: Meta | None = msgspec.field(default=None, name="_meta")
+    meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
 
 class Resource(Struct, frozen=True, rename="camel"):
@@ -96,7 +95,7 @@ class Resource(Struct, frozen=True, rename="camel"):
     description: str | None = None
     mime_type: str | None = None
     size: int | None = None
-    meta: Meta | None = msgspec.field(default=None, name="_meta")
+    meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
 
 class Template(Struct, frozen=True, rename="camel"):
@@ -107,11 +106,11 @@ class Template(Struct, frozen=True, rename="camel"):
     title: str | None = None
     description: str | None = None
     mime_type: str | None = None
-    meta: Meta | None = msgspec.field(default=None, name="_meta")
+    meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
 
 def read_entries(entries: Iterable[Raw], kind: type[T]) -> list[T]:
-    """The entries of a list, without those that cannot be read."""
+    """Return the entries of a list, without those that cannot be read."""
     found = []
     for entry in entries:
         try:
@@ -122,7 +121,7 @@ def read_entries(entries: Iterable[Raw], kind: type[T]) -> list[T]:
 
 
 def safest_first(tools: Iterable[Tool], is_trusted: Callable[[Tool], bool]) -> list[Tool]:
-    """Read-only, additive, destructive tools, then those whose word does not count; otherwise in the server's order."""
+    """Sort tools: read-only, additive, destructive, then those that are not trusted; otherwise in the server's order."""
 
     def danger(tool: Tool) -> tuple[bool, ...]:
         return (not is_trusted(tool), not tool.read_only, tool.destructive, not tool.idempotent, tool.open_world)
@@ -134,10 +133,10 @@ def safest_first(tools: Iterable[Tool], is_trusted: Callable[[Tool], bool]) -> l
 
 
 class _Answer(Struct, rename="camel"):
-    content: list[dict[str, Any]] = []
+    content: list[JsonObject] = []
     structured_content: Raw | UnsetType = UNSET
     is_error: bool | None = None
-    meta: Meta | None = msgspec.field(default=None, name="_meta")
+    meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
@@ -149,7 +148,7 @@ class Called(Struct, frozen=True):
     content: list[Content]
     structured: Any
     is_error: bool
-    meta: Meta
+    meta: JsonObject
 
     @property
     def text(self) -> str:
@@ -187,32 +186,20 @@ def read_called(raw: Raw | bytes) -> Called:
 
 
 def as_type(called: Called, wanted: type[T]) -> T:
-    """A tool's answer as a Python type: its structured content, or else its text, as JSON or as it is.
+    """Return a tool's answer as a Python type: its structured content, or else its text, as JSON or as it is.
 
     Until 2025-11-25 structured content is an object, so that servers put any other value under `result`.
     """
-    if called.structured is UNSET:
-        return _from_text(called.text, wanted)
+    value = called.structured
     try:
-        return msgspec.convert(called.structured, wanted)
-    except UNREADABLE as error:
-        if isinstance(called.structured, dict) and list(called.structured) == ["result"]:
-            return _converted(called.structured["result"], wanted)
-        raise _misfit(error) from None
-
-
-def _from_text(text: str, wanted: type[T]) -> T:
-    if wanted is str:
-        return text  # type: ignore[return-value]
-    try:
-        return msgspec.json.decode(text, type=wanted)
-    except UNREADABLE as error:
-        raise _misfit(error) from None
-
-
-def _converted(value: Any, wanted: type[T]) -> T:
-    try:
-        return msgspec.convert(value, wanted)
+        if value is UNSET:
+            return msgspec.convert(called.text, wanted) if wanted is str else msgspec.json.decode(called.text, type=wanted)
+        try:
+            return msgspec.convert(value, wanted)
+        except UNREADABLE:
+            if not (isinstance(value, dict) and list(value) == ["result"]):
+                raise
+            return msgspec.convert(value["result"], wanted)
     except UNREADABLE as error:
         raise _misfit(error) from None
 
@@ -247,7 +234,7 @@ class Said(Struct, frozen=True):
 
 
 class _Prompted(Struct):
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     description: str | None = None
 
 
@@ -258,7 +245,7 @@ def read_prompted(raw: Raw | bytes) -> Prompted:
 
 
 class _Contents(Struct):
-    contents: list[dict[str, Any]] = []
+    contents: list[JsonObject] = []
 
 
 def read_contents(raw: Raw | bytes) -> list[Embedded]:
@@ -287,9 +274,9 @@ def read_completion(raw: Raw | bytes) -> Completion:
 class Unknown(Content, frozen=True):
     """Content of a kind that came after this library: the members it came with."""
 
-    members: dict[str, Any]
+    members: JsonObject
 
-    def on_wire(self) -> dict[str, Any]:
+    def on_wire(self) -> JsonObject:
         return self.members
 
 
@@ -313,12 +300,7 @@ def _block(item: Any) -> Content:
         raise BadAnswer(f"content that cannot be read: {error}") from None
 
 
-def _link(item: dict[str, Any], shared: dict[str, Any]) -> ResourceLink:
-    told = {"title": item.get("title"), "description": item.get("description"), "size": item.get("size")}
-    return ResourceLink(item["uri"], item.get("name", ""), mime_type=item.get("mimeType"), **told, **shared)
-
-
-def _embedded(item: Any, shared: dict[str, Any] | None = None) -> Embedded:
+def _embedded(item: Any, shared: JsonObject | None = None) -> Embedded:
     if not (isinstance(item, dict) and isinstance(item.get("uri"), str)):
         raise BadAnswer("a resource without a URI")
     try:
@@ -328,10 +310,18 @@ def _embedded(item: Any, shared: dict[str, Any] | None = None) -> Embedded:
     return Embedded(item["uri"], item.get("text"), blob, item.get("mimeType"), **(shared or {}))
 
 
-_BLOCKS: dict[str, Any] = {
+_BLOCKS: JsonObject = {
     "text": lambda item, shared: Text(item["text"], **shared),
     "image": lambda item, shared: Image(base64.b64decode(item["data"]), item["mimeType"], **shared),
     "audio": lambda item, shared: Audio(base64.b64decode(item["data"]), item["mimeType"], **shared),
-    "resource_link": _link,
+    "resource_link": lambda item, shared: ResourceLink(
+        item["uri"],
+        item.get("name", ""),
+        title=item.get("title"),
+        description=item.get("description"),
+        mime_type=item.get("mimeType"),
+        size=item.get("size"),
+        **shared,
+    ),
     "resource": lambda item, shared: _embedded(item["resource"], shared),
 }

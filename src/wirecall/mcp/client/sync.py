@@ -5,9 +5,10 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from wirecall.client.sync import Loop, SyncBatch, SyncClient
 from wirecall.mcp.client.changes import Change, Changes, Progress
-from wirecall.mcp.client.client import McpCalls, McpClient, ToolOptions
+from wirecall.mcp.client.client import McpClient, McpCollected, ToolOptions
 from wirecall.mcp.client.results import Called, Completion, Prompt, Prompted, Resource, Template, Tool
 from wirecall.mcp.types import Embedded, Level
+from wirecall.protocol.replies import JsonObject
 
 T = TypeVar("T")
 
@@ -20,12 +21,12 @@ class SyncMcpClient(SyncClient):
         self._mcp = client
 
     @property
-    def server(self) -> dict[str, Any]:
+    def server(self) -> JsonObject:
         """What the server says it is: its name, its version."""
         return self._mcp.server
 
     @property
-    def capabilities(self) -> dict[str, Any]:
+    def capabilities(self) -> JsonObject:
         """What the server says it can do."""
         return self._mcp.capabilities
 
@@ -124,8 +125,8 @@ class SyncMcpClient(SyncClient):
         self._loop.run(self._mcp.unsubscribe(uri))
 
 
-class SyncMcpBatch(McpCalls, SyncBatch):
-    """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
+class SyncMcpBatch(McpCollected, SyncBatch):
+    """Collected of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
     def __init__(self, client: McpClient, loop: Loop) -> None:
         SyncBatch.__init__(self, client, loop)
