@@ -1,6 +1,7 @@
 """Commands called as tools: where their key may be, what is replayed, and what the ledger refuses (P3 to P5)."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -262,11 +263,15 @@ async def test_a_key_may_be_required(revision: str) -> None:
 
     async with over_http(app, revision) as client:
         tool = (await client.result("tools/list"))["tools"][0]
-        assert "idempotency_key" not in tool["inputSchema"]["properties"]
+        assert tool["inputSchema"]["required"] == ["idempotency_key"]
+        assert tool["inputSchema"]["properties"]["idempotency_key"]["maxLength"] == 255
         error = await client.tool_error("pay")
         assert (error["code"], error["data"]["type"], ran) == (-32602, "idempotency_key_required", [])
         assert await client.tool("pay", meta={KEY: "k"})
+        assert await client.tool("pay", {"idempotency_key": "k"})
     assert ran == [1]
+    document = json.loads(await app.handle(b'{"jsonrpc":"2.0","id":1,"method":"rpc.discover"}') or b"")["result"]
+    assert [(param["name"], param["required"]) for param in document["methods"][0]["params"]] == [("idempotency_key", True)]
 
 
 @every_revision

@@ -157,6 +157,47 @@ async def test_a_schema_is_published_as_it_was_written(revision: str) -> None:
         assert (await client.tool("free", {"kind": "b"}))["content"][0]["text"] == '{"kind": "b"}'
 
 
+class Street(Struct):
+    name: str
+
+
+class Address(Struct):
+    street: Street
+    neighbours: "list[Address]" = []
+
+
+class Receipt(Struct):
+    number: int
+
+
+async def test_a_schema_carries_the_definitions_that_it_uses_and_no_others() -> None:
+    app = make_app()
+
+    @app.query
+    def send(to: Address) -> Receipt:
+        return Receipt(1)
+
+    app.query(name="look")(returning(Receipt, Receipt(1)))
+    app.query(name="find")(lambda where: None)
+
+    @app.query
+    def both(street: Street) -> Street:
+        return street
+
+    async with over_http(app) as client:
+        tools = {tool["name"]: tool for tool in (await client.result("tools/list"))["tools"]}
+    used = {
+        name: tuple(sorted(tool.get(side, {}).get("$defs", {})) for side in ("inputSchema", "outputSchema"))
+        for name, tool in tools.items()
+    }
+    assert used == {
+        "send": (["Address", "Street"], ["Receipt"]),
+        "look": ([], ["Receipt"]),
+        "find": ([], []),
+        "both": (["Street"], ["Street"]),
+    }
+
+
 @every_revision
 async def test_every_schema_is_one(revision: str) -> None:
     app = make_app()

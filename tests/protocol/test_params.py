@@ -15,7 +15,8 @@ import pydantic
 import pytest
 from msgspec import UNSET, Raw
 
-from wirecall import App, Context, UsageError
+from tests.calls import call, result
+from wirecall import App, Context, UsageError, connect
 from wirecall.errors import InvalidParams
 from wirecall.protocol.params import Signature
 
@@ -259,6 +260,53 @@ def test_pydantic_models_in_and_out() -> None:
     jsonschema.validate({"person": ada}, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"person": {"name": "Ada", "address": {}}}, schema)
+
+
+class Article(pydantic.BaseModel):
+    sku: str = pydantic.Field(alias="articleNumber")
+    cents: int = pydantic.Field(default=450, serialization_alias="priceInCents")
+    inner: "Article | None" = None
+
+    @pydantic.computed_field  # type: ignore[prop-decorator]
+    @property
+    def euros(self) -> float:
+        return self.cents / 100
+
+
+async def test_a_pydantic_result_has_the_names_of_its_schema() -> None:
+    """Aliases and computed fields, over JSON-RPC and MCP; what is taken has a schema of its own."""
+    app = App("shop", mode="development", ledger="memory:")
+
+    @app.query
+    def echo(article: Article) -> Article:
+        return article
+
+    @app.query
+    def many(article: Article) -> list[Article]:
+        return [article]
+
+    sent = {"articleNumber": "tea", "inner": {"articleNumber": "bag", "cents": 5}}
+    signature = app.registry.methods["echo"].signature
+    jsonschema.validate({"article": sent}, signature.schema)
+    document = result(await app.handle(call("rpc.discover")))
+    described = {method["name"]: method for method in document["methods"]}
+    async with connect(app, protocol="mcp") as client:
+        tools = {tool.name: tool for tool in await client.list_tools()}
+        for name in ("echo", "many"):
+            answer = result(await app.handle(call(name, {"article": sent})))
+            (one,) = answer if name == "many" else [answer]
+            assert one["articleNumber"] == "tea" and one["priceInCents"] == 450 and one["euros"] == 4.5
+            assert one["inner"]["priceInCents"] == 5
+            assert (await client.call_tool(name, {"article": sent})).structured == answer
+            output = tools[name].output_schema
+            assert output is not None
+            schema = {**described[name]["result"]["schema"], "components": document["components"]}
+            for checked in (output, schema):
+                jsonschema.validate(answer, checked)
+                with pytest.raises(jsonschema.ValidationError):
+                    jsonschema.validate([{"sku": "tea"}] if name == "many" else {"sku": "tea"}, checked)
+            taken = {**described[name]["params"][0]["schema"], "components": document["components"]}
+            jsonschema.validate(sent, taken)
 
 
 def test_schemas_describe_what_is_taken() -> None:

@@ -300,7 +300,7 @@ def encode_hook(value: Any) -> Any:
     dump = getattr(value, "model_dump", None)
     if dump is None:
         raise TypeError(f"{type(value).__name__} cannot be written as JSON")
-    return dump(mode="json")
+    return dump(mode="json", by_alias=True)  # the names that the schema of the result has
 
 
 def _plain_hook(value: Any) -> Any:

@@ -211,32 +211,29 @@ class Signature:
         return lambda struct: (get(struct),)
 
     def _describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """JSON Schema of params and result, in one go: two types of one name must get two names.
+        """Return the JSON Schemas of params and result, each with its own definitions.
 
         A result that is undeclared, or that msgspec cannot describe, is any JSON.
         """
-        types = [_wire_type(p) for p in self._named]
         try:
-            schemas, definitions = _schemas([*types, self.returns])
-        except TypeError:
-            self.returns = Any
-            schemas, definitions = self._schemas_of_params(types)
-        pairs = list(zip(self._named, schemas[: len(types)], strict=True))
-        shared = {"$defs": definitions} if definitions else {}
-        params = {
-            "type": "object",
-            "properties": {p.name: {**schema, **_default_of(p)} for p, schema in pairs},
-            "required": [p.name for p in self._named if p.required],
-            "additionalProperties": self._others is not None,
-            **shared,
-        }
-        return params, {} if self.returns is Any else {**schemas[-1], **shared}
-
-    def _schemas_of_params(self, types: list[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        try:
-            return _schemas(types)
+            schemas, definitions = _schemas([_wire_type(p) for p in self._named], "validation")
         except TypeError as error:
             raise self._unusable(error) from error
+        params = {
+            "type": "object",
+            "properties": {p.name: {**schema, **_default_of(p)} for p, schema in zip(self._named, schemas, strict=True)},
+            "required": [p.name for p in self._named if p.required],
+            "additionalProperties": self._others is not None,
+            **({"$defs": definitions} if definitions else {}),
+        }
+        if self.returns is Any:
+            return params, {}
+        try:
+            [result], definitions = _schemas([self.returns], "serialization")
+        except TypeError:
+            self.returns = Any
+            return params, {}
+        return params, {**result, **({"$defs": definitions} if definitions else {})}
 
     def _unusable(self, error: Exception) -> UsageError:
         return UsageError(
@@ -366,13 +363,15 @@ def _problem(problem: dict[str, Any]) -> str:
 # --- schemas -----------------------------------------------------------------------------------------------------------
 
 
-def _schemas(types: list[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _schemas(types: list[Any], mode: Literal["validation", "serialization"]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the schemas of types, and the definitions that they share. Of a pydantic model, what it takes and what it gives
+    may differ: aliases, computed fields, defaults."""
     inner: dict[str, Any] = {}
 
     def hook(type: Any) -> dict[str, Any]:
         if not hasattr(type, "model_json_schema"):
             raise TypeError(f"{_name_of(type)} is not a type that JSON can carry")
-        schema: dict[str, Any] = type.model_json_schema(ref_template="#/$defs/{model}")
+        schema: dict[str, Any] = type.model_json_schema(mode=mode, ref_template="#/$defs/{model}")
         inner.update(schema.pop("$defs", {}))
         return schema
 

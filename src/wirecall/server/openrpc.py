@@ -1,6 +1,7 @@
 """The registered methods as an OpenRPC document, which `rpc.discover` answers (J16)."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from wirecall.protocol.params import KEY
@@ -29,12 +30,13 @@ def document(name: str, version: str, registry: Registry, mode: str) -> dict[str
 
 def _describe(method: Method, mode: str) -> dict[str, Any]:
     texts = {"summary": method.title, "description": method.description}
+    result = method.signature.result_schema
     return {
         "name": method.name,
         **{name: text for name, text in texts.items() if text},
         "params": _params(method, mode),
         "paramStructure": "by-name" if any(p.kind == "name" for p in method.signature.parameters) else "either",
-        "result": {"name": "result", "schema": _placed(method.signature.result_schema, method)},
+        "result": {"name": "result", "schema": _placed(result, method, result.get("$defs", {}))},
         "x-kind": method.kind.value,
         "x-notification-allowed": method.notification_allowed,
         **_hints(method),
@@ -54,29 +56,35 @@ def _params(method: Method, mode: str) -> list[dict[str, Any]]:
         for name, described in schema["properties"].items()
     ]
     if method.is_command and not method.signature.takes_key:
-        params.append({**KEY_PARAM, "required": mode == "production"})
+        params.append({**KEY_PARAM, "required": mode == "production" or method.key != "optional"})
     return params
 
 
 def _components(method: Method) -> dict[str, Any]:
-    """The types a method names. Two methods may mean two types by one name, so the method's name goes in front."""
-    definitions = {**method.signature.schema.get("$defs", {}), **method.signature.result_schema.get("$defs", {})}
-    return {_component(method, name): _placed(schema, method) for name, schema in definitions.items()}
+    """The types a method names. Two methods may mean two types by one name, so the method's name goes in front; so may the
+    params and the result of one method, and then those of the result have names of their own."""
+    signature = method.signature
+    taken = {_component(method, name): _placed(s, method) for name, s in signature.schema.get("$defs", {}).items()}
+    given = signature.result_schema.get("$defs", {})
+    return taken | {_component(method, name, given): _placed(s, method, given) for name, s in given.items()}
 
 
-def _component(method: Method, name: str) -> str:
-    """OpenRPC allows few characters in the name of a component."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{method.name}.{name}")
+def _component(method: Method, name: str, given: Mapping[str, Any] | None = None) -> str:
+    """The name of a component; OpenRPC allows few characters in it. `given` are the definitions of the result, if it is one
+    of theirs."""
+    taken = method.signature.schema.get("$defs", {})
+    is_other = given is not None and any(taken[name] != given[name] for name in taken.keys() & given.keys())
+    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{method.name}.{'result.' if is_other else ''}{name}")
 
 
-def _placed(schema: Any, method: Method) -> Any:
+def _placed(schema: Any, method: Method, given: Mapping[str, Any] | None = None) -> Any:
     """A schema with its references pointing into the document's components."""
     if isinstance(schema, list):
-        return [_placed(item, method) for item in schema]
+        return [_placed(item, method, given) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _placed(item, method) for name, item in schema.items() if name != "$defs"}
+    moved = {name: _placed(item, method, given) for name, item in schema.items() if name != "$defs"}
     reference = moved.get("$ref")
     if isinstance(reference, str):
-        moved["$ref"] = f"#/components/schemas/{_component(method, reference.removeprefix('#/$defs/'))}"
+        moved["$ref"] = f"#/components/schemas/{_component(method, reference.removeprefix('#/$defs/'), given)}"
     return moved

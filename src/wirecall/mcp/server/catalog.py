@@ -245,7 +245,7 @@ def input_schema(method: Method) -> dict[str, Any]:
     schema = dict(method.signature.schema)
     properties = {name: value for name, value in schema["properties"].items() if name != KEY}
     required = [name for name in schema["required"] if name != KEY]
-    if method.key == "ask":
+    if method.key != "optional":
         properties[KEY] = KEY_SCHEMA
         required = [*required, KEY]
     return {**schema, "properties": properties, "required": required}
