@@ -9,6 +9,7 @@ import json
 import uuid
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+import annotated_types
 import jsonschema
 import msgspec
 import pydantic
@@ -307,6 +308,52 @@ async def test_a_pydantic_result_has_the_names_of_its_schema() -> None:
                     jsonschema.validate([{"sku": "tea"}] if name == "many" else {"sku": "tea"}, checked)
             taken = {**described[name]["params"][0]["schema"], "components": document["components"]}
             jsonschema.validate(sent, taken)
+
+
+Positive = Annotated[int, pydantic.Field(gt=0)]
+
+
+@dataclasses.dataclass
+class Counted:
+    count: Positive = 1
+
+
+class CountedStruct(msgspec.Struct):
+    counts: list[Annotated[int, annotated_types.Gt(0)]]
+
+
+class CountedDict(TypedDict):
+    inner: "dict[str, CountedStruct | None]"
+
+
+def described(n: Annotated[int, pydantic.Field(description="how many")]) -> int:
+    return n
+
+
+def with_default(n: int = pydantic.Field(5, ge=1)) -> int:
+    return n
+
+
+def listed(n: list[Positive] | None = None) -> Any:
+    return n
+
+
+def bounded(n: Annotated[int, annotated_types.Ge(1)]) -> int:
+    return n
+
+
+def in_dataclass(n: Counted) -> Any:
+    return n
+
+
+def in_dict(*n: CountedDict) -> Any:
+    return n
+
+
+@pytest.mark.parametrize("function", [described, with_default, listed, bounded, in_dataclass, in_dict])
+def test_a_constraint_that_would_be_ignored_is_refused(function: Any) -> None:
+    with pytest.raises(UsageError, match=r"The parameter n of [a-z_]+ has [\s\S]*fix: use Annotated\["):
+        App("test").query(function)
 
 
 def test_schemas_describe_what_is_taken() -> None:

@@ -17,7 +17,7 @@ The rules of the file:
 
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -284,8 +284,28 @@ def _inspect(function: Callable[..., Any], inject: type) -> tuple[list[Parameter
             injected[name] = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
             continue
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
+        for found in (default, *_notes(hint, set())):
+            if type(found).__module__.partition(".")[0] in ("pydantic", "annotated_types"):
+                raise UsageError(
+                    f"The parameter {name} of {_name_of(function)} has {found!r}, which would be ignored.",
+                    "arguments are decoded by msgspec, which knows neither pydantic's fields nor annotated_types",
+                    f"use Annotated[{_name_of(hint)}, msgspec.Meta(gt=0)] and a plain default, or a pydantic model",
+                )
         parameters.append(Parameter(name, hint, default, kinds.get(declared.kind, "position")))
     return parameters, injected, hints.get("return", Any)
+
+
+def _notes(hint: Any, seen: set[Any]) -> Iterator[Any]:
+    """Give what `Annotated` says anywhere in a type: in its parts, and in the fields of its classes."""
+    if typing.get_origin(hint) is typing.Annotated:
+        yield from hint.__metadata__
+    for part in typing.get_args(hint):
+        yield from _notes(part, seen)
+    is_class = isinstance(hint, type) and hint not in seen and not hasattr(hint, "model_validate")
+    if is_class and any(hasattr(hint, mark) for mark in ("__struct_fields__", "__dataclass_fields__", "__total__")):
+        seen.add(hint)
+        for part in typing.get_type_hints(hint, include_extras=True).values():
+            yield from _notes(part, seen)
 
 
 def _names_taken(function: Any, injected: Mapping[str, Any]) -> set[str]:
