@@ -7,7 +7,7 @@ import enum
 import functools
 import json
 import uuid
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
 
 import annotated_types
 import jsonschema
@@ -308,6 +308,65 @@ async def test_a_pydantic_result_has_the_names_of_its_schema() -> None:
                     jsonschema.validate([{"sku": "tea"}] if name == "many" else {"sku": "tea"}, checked)
             taken = {**described[name]["params"][0]["schema"], "components": document["components"]}
             jsonschema.validate(sent, taken)
+
+
+@dataclasses.dataclass
+class Size:
+    known: ClassVar[int] = 3
+    unit: str = "cm"
+    height: int = 0
+    width: int = dataclasses.field(default=1, kw_only=True)
+    tags: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    size: Size
+    lid: Size | None = None
+    others: tuple[Size, ...] = ()
+
+
+class Pallet(msgspec.Struct):
+    boxes: dict[str, Box]
+
+
+@dataclasses.dataclass(slots=True)
+class Slim:
+    depth: int = 7
+
+
+WHOLE = {"unit": "cm", "height": 5, "width": 1, "tags": []}
+
+
+@pytest.mark.parametrize(
+    ("type", "sent", "returned"),
+    [
+        (Size, {"height": 5}, WHOLE),
+        (Box, {"size": {"height": 5}}, {"size": WHOLE, "lid": None, "others": []}),
+        (list[Size] | None, [{"height": 5}], [WHOLE]),
+        (
+            Pallet,
+            {"boxes": {"a": {"size": {"height": 5}, "others": [{"height": 5}]}}},
+            {"boxes": {"a": {"size": WHOLE, "lid": None, "others": [WHOLE]}}},
+        ),
+        (Slim, {}, {"depth": 7}),
+    ],
+)
+def test_a_dataclass_is_returned_with_its_defaults(type: Any, sent: Any, returned: Any) -> None:
+    app = App("test", ledger="memory:")
+
+    def echo(value: Any) -> Any:
+        return value
+
+    def keyed(value: Any, ctx: Context) -> Any:
+        return value
+
+    echo.__annotations__["value"] = keyed.__annotations__["value"] = type
+    app.query(echo)
+    app.command(keyed)
+    assert result(app.handle_sync(call("echo", {"value": sent}))) == returned
+    assert result(app.handle_sync(call("echo", [sent]))) == returned
+    assert result(app.handle_sync(call("keyed", {"value": sent}, key="k"))) == returned
 
 
 Positive = Annotated[int, pydantic.Field(gt=0)]

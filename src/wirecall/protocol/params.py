@@ -70,7 +70,13 @@ class Signature:
         self._by_name = self._decoder(self._named_struct())
         self._by_position = self._decoder(self._positional_type())
         self._one_by_one = {p.name: self._decoder(p.type) for p in self.parameters} if self._rest or self._others else {}
+        self._has_dataclasses = any(
+            hasattr(part, "__dataclass_fields__") for p in self.parameters for part in _parts(p.type, set())
+        )
         self.bind: Binder = self._simple_binder() if self.simple else self._refuse_simple
+        if self.simple and self._has_dataclasses:
+            bind = self.bind
+            self.bind = lambda raw: _completed(bind(raw))
         self.schema, self.result_schema = self._describe()
 
     def bind_all(self, raw: Raw | UnsetType, injected: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -82,6 +88,8 @@ class Signature:
             args, keywords = self._from_object(given) if _is_object(given) else self._from_array(given)
         except (msgspec.ValidationError, RecursionError) as error:
             raise self._misfit(given, error) from None
+        if self._has_dataclasses:
+            _completed([*args, *keywords.values()])
         for name, index in self.injected.items():
             if index is None:
                 keywords[name] = injected
@@ -284,7 +292,7 @@ def _inspect(function: Callable[..., Any], inject: type) -> tuple[list[Parameter
             injected[name] = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
             continue
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
-        for found in (default, *_notes(hint, set())):
+        for found in (default, *(note for part in _parts(hint, set()) for note in getattr(part, "__metadata__", ()))):
             if type(found).__module__.partition(".")[0] in ("pydantic", "annotated_types"):
                 raise UsageError(
                     f"The parameter {name} of {_name_of(function)} has {found!r}, which would be ignored.",
@@ -295,17 +303,41 @@ def _inspect(function: Callable[..., Any], inject: type) -> tuple[list[Parameter
     return parameters, injected, hints.get("return", Any)
 
 
-def _notes(hint: Any, seen: set[Any]) -> Iterator[Any]:
-    """Give what `Annotated` says anywhere in a type: in its parts, and in the fields of its classes."""
-    if typing.get_origin(hint) is typing.Annotated:
-        yield from hint.__metadata__
+def _parts(hint: Any, seen: set[Any]) -> Iterator[Any]:
+    """Give a type and all types in it: its arguments, and the fields of its classes."""
+    yield hint
     for part in typing.get_args(hint):
-        yield from _notes(part, seen)
+        yield from _parts(part, seen)
     is_class = isinstance(hint, type) and hint not in seen and not hasattr(hint, "model_validate")
     if is_class and any(hasattr(hint, mark) for mark in ("__struct_fields__", "__dataclass_fields__", "__total__")):
         seen.add(hint)
         for part in typing.get_type_hints(hint, include_extras=True).values():
-            yield from _notes(part, seen)
+            yield from _parts(part, seen)
+
+
+def _completed(values: Sequence[Any]) -> Sequence[Any]:
+    """Give every dataclass among decoded values its defaults. msgspec leaves them to the class, where an encoder and `vars`
+    do not find them."""
+    from dataclasses import fields  # late: `import wirecall` stays light
+
+    left = list(values)
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left.extend(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left.extend(value)
+        elif isinstance(value, Struct):
+            left.extend(getattr(value, name) for name in value.__struct_fields__)
+        elif hasattr(value, "__dataclass_fields__"):
+            whole = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
+            own = getattr(value, "__dict__", None)
+            if own is not None:  # else it has slots, and msgspec fills those
+                whole |= own
+                own.clear()  # so that the members are in the order of the class
+                own |= whole
+            left.extend(whole.values())
+    return values
 
 
 def _names_taken(function: Any, injected: Mapping[str, Any]) -> set[str]:
