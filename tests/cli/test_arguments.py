@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from wirecall.cli.arguments import arguments, described, example
+from wirecall.cli.arguments import arguments, described, example, words
 from wirecall.cli.failures import Failure
-from wirecall.cli.schemas import words
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

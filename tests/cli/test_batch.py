@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli import HELLO, PATIENCE, SHOP, invoke, running, wirecall
-from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Exit
 
 SUM = b'{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}\n'
 LINES = b"""{"method": "price", "params": {"sku": "tea"}}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import HELLO, PATIENCE, SHOP, invoke, serving, wirecall
-from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Exit
 
 ODD = '''
 from wirecall import App, Context, DomainError, ToolAnnotations

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 import wirecall as package
 from tests.cli import HELLO, ROOT, SHOP, invoke, wirecall
 from wirecall.cli import VERBS
-from wirecall.cli.exits import TEXTS, Exit
+from wirecall.cli.failures import TEXTS, Exit
 
 OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0"}  # the Python that needs most packages
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli import SHOP, invoke, wirecall
-from wirecall.cli.clients import CLIENTS
+from wirecall.cli.install import CLIENTS
 
 SERVED = ["-m", "wirecall", "serve", SHOP, "--stdio"]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.cli import invoke
 from tests.servers import DURABLE, Store
 from wirecall.app import App
-from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Exit
 from wirecall.cli.targets import parse
 from wirecall.errors import InternalError
 from wirecall.ledger.base import RecordId, State, open_ledger

@@ -15,7 +15,7 @@ import pytest
 
 from tests.cli import PATIENCE, SHOP, invoke, running, serving, wirecall
 from wirecall.cli import ledgers
-from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Exit
 
 APP = "from wirecall import App\napp = App('a')\n"
 
@@ -400,7 +400,7 @@ def test_who_leaves_a_question_unanswered_says_no() -> None:
 TELLING = """
 import sys
 from contextlib import contextmanager
-from wirecall.cli import main, running
+from wirecall.cli import connecting, main
 
 def telling(wait):
     @contextmanager
@@ -410,7 +410,7 @@ def telling(wait):
             yield
     return told
 
-running.reading, running.idle = telling(running.reading), telling(running.idle)
+connecting.reading, connecting.idle = telling(connecting.reading), telling(connecting.idle)
 main(sys.argv[1:])
 """
 

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from tests.cli import SHOP, invoke, running, serving, wirecall
-from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Exit
 
 STDIO = ["--", sys.executable, "-m", "wirecall", "serve", SHOP, "--stdio"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import invoke, wirecall
-from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Exit
 
 APP = "from wirecall import App\napp = App('a')\n@app.query\ndef one() -> int:\n    return 1\n"
 

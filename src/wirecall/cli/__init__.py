@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from wirecall import __version__
-from wirecall.cli.exits import TEXTS, Exit
+from wirecall.cli.failures import TEXTS, Exit
 
 VERBS = {
     "new": "Write a first project: a server, a test, a wirecall.toml.",

@@ -12,8 +12,7 @@ import click
 import msgspec
 
 from wirecall.audit import Report, verify
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure
+from wirecall.cli.failures import Exit, Failure
 from wirecall.cli.output import Output, count_of, json_option, print_json, progress
 from wirecall.logs import escaped
 

@@ -20,13 +20,11 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from wirecall.cli.call import result_of
-from wirecall.cli.connecting import Way, opened, way_options
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.connecting import Interrupted, Way, opened, run, way_options
+from wirecall.cli.failures import Exit, Failure, failure_of
 from wirecall.cli.lines import Lines, Numbered
 from wirecall.cli.output import Input, Output, count_of, json_option, print_lines, progress
-from wirecall.cli.overrides import app_of, ledger_option
-from wirecall.cli.running import Interrupted, run
+from wirecall.cli.settings import app_of, ledger_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import UsageError
 

@@ -8,13 +8,11 @@ from msgspec import UNSET, Struct
 
 from wirecall import App
 from wirecall.cli.arguments import arguments
-from wirecall.cli.connecting import Way, opened, way_options
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.connecting import Interrupted, Way, opened, reading, run, way_options
+from wirecall.cli.failures import Exit, Failure, failure_of
 from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of
 from wirecall.cli.output import Output, ask, json_option, pretty
-from wirecall.cli.overrides import app_of, ledger_option
-from wirecall.cli.running import Interrupted, reading, run
+from wirecall.cli.settings import app_of, ledger_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.client.client import mint_key
 from wirecall.errors import OutcomeUnknown, UsageError

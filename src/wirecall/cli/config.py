@@ -6,7 +6,7 @@ from typing import Any
 import click
 import msgspec
 
-from wirecall.cli.exits import Exit
+from wirecall.cli.failures import Exit
 from wirecall.cli.ledgers import shown
 from wirecall.cli.output import Output, count_of, json_option
 from wirecall.config import FILE, Config, Problem, Value, check_config, load_config, variable

@@ -7,24 +7,116 @@ key is good for one of them, as the ledger tells `charge` and `tools/call:charge
 
 import asyncio
 import logging
+import os
+import re
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, redirect_stdout
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, redirect_stdout
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import click
 from msgspec import Struct
 
 from wirecall import App
-from wirecall.cli.durations import DURATION
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.failures import Exit, Failure, failure_of
 from wirecall.cli.targets import Target
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.logs import logger
 from wirecall.protocol.replies import Unreadable
+
+_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration(text: str | float) -> float:
+    """Seconds, above 0: the `type=` of an option."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|)", str(text).strip())
+    if match is None or float(match[1]) == 0:
+        raise Failure(f"{text!r} is not a time.", "it must be above 0, with or without a unit", "30s, 500ms, 2m, 24h")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+DURATION = duration
+
+
+T = TypeVar("T")
+
+
+class _Now:
+    """What Ctrl-C finds."""
+
+    reading = False
+    idle = False
+    asked = False  # it was pressed before
+
+
+class Interrupted(Failure):
+    """The user pressed Ctrl-C."""
+
+    def __init__(self, why: str = "", next: str = "") -> None:
+        super().__init__("Interrupted.", why, next, exit=Exit.INTERRUPTED, type="interrupted")
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Around a read that may wait for long, and stops the event loop meanwhile: Ctrl-C ends it at once."""
+    import asyncio
+
+    _Now.reading = True
+    try:
+        if _Now.asked:  # the loop has not had the time to tell us
+            raise asyncio.CancelledError
+        yield
+    finally:
+        _Now.reading = False
+
+
+@contextmanager
+def idle() -> Iterator[None]:
+    """Around a wait for the user's input, where Ctrl-C cuts nothing that a server is at work on."""
+    _Now.idle = True
+    try:
+        yield
+    finally:
+        _Now.idle = False
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The outcome of a coroutine, which is cancelled by Ctrl-C: calls under way tell their server so."""
+    import asyncio
+
+    from wirecall.transports.child import kill_all
+
+    _Now.asked = False
+
+    async def guarded() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def interrupt(*_: object) -> None:
+            if _Now.asked:
+                kill_all()  # the servers that were started for this call
+                os._exit(Exit.INTERRUPTED)
+            _Now.asked = True
+            if _Now.reading:
+                print(file=sys.stderr, flush=True)  # behind the ^C that a terminal shows
+                raise asyncio.CancelledError
+            print("" if _Now.idle else "\nCancelling; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
+            loop.call_soon_threadsafe(task.cancel)
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            return await work
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        raise Interrupted from None
+
 
 Protocol = Literal["jsonrpc", "mcp"]
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import click
 
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure
-from wirecall.cli.overrides import ledger_option
+from wirecall.cli.failures import Exit, Failure
 from wirecall.cli.serve import ADDRESS, named, serving
+from wirecall.cli.settings import ledger_option
 from wirecall.cli.targets import Target, target_argument
 
 PAUSE = 0.25  # seconds between two looks

@@ -17,11 +17,10 @@ from typing import Literal
 import click
 from msgspec import Struct
 
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import failure_of
+from wirecall.cli.connecting import run
+from wirecall.cli.failures import Exit, failure_of
 from wirecall.cli.ledgers import DRIVERS, Found, configured, opened_ledger, shown
 from wirecall.cli.output import Output, count_of, json_option
-from wirecall.cli.running import run
 from wirecall.config import Config, ConfigError, check_config
 
 Level = Literal["ok", "warn", "fail"]

@@ -13,11 +13,10 @@ from typing import Any
 import click
 import msgspec
 
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure, nearest
+from wirecall.cli.connecting import Interrupted, run
+from wirecall.cli.failures import Exit, Failure, nearest
 from wirecall.cli.ledgers import Found, found, opened_ledger
 from wirecall.cli.output import Output, ask, count_of, json_option, progress
-from wirecall.cli.running import Interrupted, run
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
 
 PAGE = 500

@@ -16,9 +16,8 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from wirecall import App
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure, failure_of
-from wirecall.cli.overrides import app_of
+from wirecall.cli.failures import Exit, Failure, failure_of
+from wirecall.cli.settings import app_of
 from wirecall.cli.targets import parse
 from wirecall.config import Config, load_config
 from wirecall.errors import UsageError

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 from typing import BinaryIO, TypeAlias
 
-from wirecall.cli.running import idle, reading
+from wirecall.cli.connecting import idle, reading
 
 Numbered: TypeAlias = tuple[int, bytes]
 

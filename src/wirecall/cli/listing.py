@@ -2,12 +2,10 @@
 
 import click
 
-from wirecall.cli.connecting import Way, opened, way_options
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure
+from wirecall.cli.connecting import Way, opened, run, way_options
+from wirecall.cli.failures import Exit, Failure
 from wirecall.cli.offers import Offer, of_app, offers_of
 from wirecall.cli.output import Output, json_option
-from wirecall.cli.running import run
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 
 KINDS = ("query", "command", "method", "tool", "resource", "template", "prompt")

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from wirecall import App
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure, nearest
+from wirecall.cli.failures import Exit, Failure, nearest
 from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
 from wirecall.protocol.params import KEY
 

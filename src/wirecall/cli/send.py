@@ -8,13 +8,11 @@ from typing import BinaryIO
 import click
 
 from wirecall import App
-from wirecall.cli.connecting import Way, address, way_options
-from wirecall.cli.exits import Exit
-from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.connecting import Way, address, run, way_options
+from wirecall.cli.failures import Exit, Failure, failure_of
 from wirecall.cli.lines import CHUNK, Lines
 from wirecall.cli.output import Input, print_raw
-from wirecall.cli.overrides import app_of
-from wirecall.cli.running import run
+from wirecall.cli.settings import app_of
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import ConnectionLost
 

@@ -11,10 +11,10 @@ import click
 from msgspec import Struct
 
 from wirecall import App
-from wirecall.cli.durations import DURATION
+from wirecall.cli.connecting import DURATION
 from wirecall.cli.failures import Failure, failure_of
 from wirecall.cli.ledgers import check_ledger
-from wirecall.cli.overrides import configured, ledger_option, limit_option, read_limits
+from wirecall.cli.settings import configured, ledger_option, limit_option, read_limits
 from wirecall.cli.targets import Target, parse, target_argument
 from wirecall.errors import UsageError
 

@@ -2,13 +2,11 @@
 
 import click
 
-from wirecall.cli.arguments import described, example
-from wirecall.cli.connecting import Way, way_options
+from wirecall.cli.arguments import Schema, described, example, words
+from wirecall.cli.connecting import Way, run, way_options
 from wirecall.cli.listing import listed
 from wirecall.cli.offers import CALLABLE, Offer, find
 from wirecall.cli.output import Output, json_option
-from wirecall.cli.running import run
-from wirecall.cli.schemas import Schema, words
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.logs import escaped
 
