@@ -14,6 +14,7 @@ from tests.calls import make_app
 from wirecall import Limits
 from wirecall.mcp.server.http import McpEndpoint
 from wirecall.protocol.messages import Data, Id
+from wirecall.transports import request
 from wirecall.transports.asgi import HttpServer
 from wirecall.transports.request import Endpoint, Request
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
@@ -185,6 +186,7 @@ def main() -> None:
     if options.pop("h11"):
         sys.modules["httptools"] = None  # type: ignore[assignment]
     origins = options.pop("origins")
+    request.LINGER_TIME = options.pop("linger")
     serve(lambda: make_server(limits, origins=origins), port=0, listening=told, **options)
     print(json.dumps(["returned", os.getpid()]), flush=True)
 
@@ -235,12 +237,18 @@ def post(path: str, body: bytes = b"", *lines: bytes, method: bytes = b"POST") -
 
 @asynccontextmanager
 async def serving(
-    server: str, *, workers: int = 1, grace: float = 10.0, origins: Sequence[str] = (), **limits: Any
+    server: str,
+    *,
+    workers: int = 1,
+    grace: float = 10.0,
+    origins: Sequence[str] = (),
+    linger: float = request.LINGER_TIME,
+    **limits: Any,
 ) -> AsyncIterator[Served]:
     """A server that is gone at the end of the block."""
     kind, _, parser = server.partition("+")
     options = {"server": kind, "workers": workers, "grace": grace, "limits": limits, "h11": parser == "h11"}
-    options["origins"] = origins
+    options |= {"origins": origins, "linger": linger}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-W", "error", "-c", "from tests.transports import main; main()", json.dumps(options)),
         stdout=asyncio.subprocess.PIPE,

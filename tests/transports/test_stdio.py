@@ -169,9 +169,9 @@ class Server:
         if not self.stdin.closed:
             self.stdin.close()
         self.process.stdin = None
+        before = [b"" if stream.closed else bytes(self._read[stream.fileno()]) for stream in (self.stdout, self.stderr)]
         out, err = self.process.communicate(timeout=PATIENCE)
-        before = self._read[self.stderr.fileno()] if not self.stderr.closed else b""
-        return self.process.returncode, out, (bytes(before) + err).decode()
+        return self.process.returncode, before[0] + (out or b""), (before[1] + err).decode()
 
     def close(self) -> None:
         if self.process.poll() is None:
