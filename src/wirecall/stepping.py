@@ -8,7 +8,7 @@
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import Context
 from typing import Any, TypeVar
 
@@ -57,6 +57,26 @@ def resume(coroutine: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, An
         except StopIteration as finished:
             result: T = finished.value
             return result
+
+
+def first_step(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
+    """Take the first step of an awaitable: return True and its value if it did not wait, else False and the rest of it."""
+    if type(awaitable) is types.CoroutineType:
+        try:
+            return False, resume(awaitable, awaitable.send(None))
+        except StopIteration as finished:
+            return True, finished.value
+    steps: Any = awaitable.__await__()
+    try:
+        return False, _rest(steps, next(steps))
+    except StopIteration as finished:
+        return True, finished.value
+
+
+@types.coroutine
+def _rest(steps: Iterator[Any], awaited: Any) -> Generator[Any, Any, Any]:
+    yield awaited
+    return (yield from steps)
 
 
 async def settled(result: Any) -> Any:

@@ -1,34 +1,35 @@
-"""An ASGI application around a few endpoints: what HTTP demands before and after a message, and nothing about messages.
+"""An ASGI application around a few endpoints: the rules of HTTP before and after a message.
 
-    1 guard     the header is not too long (431), says nothing twice (400), and its Host and Origin are ours (403)
-    2 route     a path is an endpoint (404)
-    3 identify  `authenticate` says who calls (401)
-    4 serve     the endpoint reads `Request.body`, then responds or streams
+    1 guard     the header is not too long (431), has no field twice that decides something (400), and its Host and Origin
+                are allowed (403)
+    2 route     the path is an endpoint (404)
+    3 preflight a browser that asks for a listed origin is answered (204)
+    4 identify  `authenticate` names the caller (401)
+    5 serve     the endpoint reads `Request.body`, then responds or streams
 
 The rules of the file:
 
-1. An endpoint is left by an answer or by an exception. `HttpError` is an answer. `Gone` is nobody to answer: silence.
-   Anything else is logged and becomes 500 without detail, or cuts the stream if one was open.
-2. What is refused here is refused with a JSON-RPC error that has no id, because no message was read
-   (MCP 2025-11-25 and later: "a JSON-RPC error response that has no id").
-3. Probes (`PROBES`) are asked by address and without a name or a secret: no Host check, no authentication.
-4. Stopping is asked for, then enforced: `stop` sets `Request.stopping`, and streams that do not end are cut when three
-   quarters of the grace time are over. The last quarter is for what the application closes behind them.
+1. An endpoint ends with an answer or with an exception. `HttpError` is an answer. `Gone` means that the client has left: no
+   answer. Any other exception is logged and becomes 500 without detail, or cuts the stream if one is open.
+2. A refusal carries a JSON-RPC error without an id, because no message was read (MCP 2025-11-25 and later: "a JSON-RPC
+   error response that has no id").
+3. Supervisors ask probes (`PROBES`) by address and without a secret: no Host check, no authentication.
+4. `stop` sets `Request.stopping`, and after three quarters of the grace time it cuts the streams that are left. The last
+   quarter is for the application to close its resources.
 """
 
 import asyncio
-import contextlib
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from inspect import isawaitable
+from itertools import chain
 from typing import Any, TypeAlias
 
 from wirecall.errors import Gone, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.limits import Limits
-from wirecall.transports.guard import Guard
-from wirecall.transports.request import Endpoint, Headers, HttpError, Receive, Request, Scope, Send, error_body
-from wirecall.transports.waiting import Waits
+from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, Pairs, Receive, Request, Scope, Send, Waits
 
 Authenticate: TypeAlias = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
 
@@ -37,11 +38,11 @@ GRACE = 10.0
 
 
 class HttpServer:
-    """The ASGI application: routes by exact path, behind the guards.
+    """The ASGI application: routes by exact path, behind the guard.
 
-    `hosts` are names the server is called by ("example.com", "example.com:8443", "*.example.com"; "*" for any), besides
-    those of the loopback. `origins` are web pages that may call it ("https://app.example.com"; "*" for any), besides those
-    of the loopback and of `hosts`. `startup` is called before the first request, `shutdown` with the seconds it may take.
+    `hosts` are names of the server ("example.com", "example.com:8443", "*.example.com"; "*" for any), besides those of the
+    loopback. `origins` are web pages that may call it and read its answers ("https://app.example.com"; "*" for any).
+    `startup` runs before the first request, `shutdown` after the last one: it gets the seconds that it may take.
     """
 
     def __init__(
@@ -66,69 +67,74 @@ class HttpServer:
         self._active: dict[Request, asyncio.Task[Any] | None] = {}
         self._streams: set[Request] = set()
         self._held: Counter[str] = Counter()  # streams of each caller, or of each session of an anonymous one
-        self._cut: set[Request] = set()
-        self._idle: asyncio.Event | None = None
+        self._cut: set[Request] = set()  # requests that were cancelled here
+        self._idle: asyncio.Event | None = None  # set when no request is active
         self._deadline = self._cut_at = 0.0
 
     def allow_host(self, host: str) -> None:
-        """A further name the server is called by: the address it is bound to."""
+        """Add a name of the server: the address that it is bound to."""
         self._guard.allow_host(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
         if scope["type"] != "http":
-            await self._other(scope, receive, send)
+            await send({"type": "websocket.close", "code": 1000})
             return
         path: str = scope["path"]
         root: str = scope.get("root_path") or ""
         if root and path.startswith(root):
             path = path[len(root) :]
         request = Request(self, scope, path, receive, send)
-        self._active[request] = asyncio.current_task()
+        guard, headers = self._guard, request.headers
+        task = self._active[request] = asyncio.current_task()
         try:
-            if self._guard.is_shared:
-                request.add_headers(self._guard.cors(request.headers))
-            endpoint = self._admitted(request)
-            if self._guard.is_shared:
-                answer = self._guard.preflight(request.headers) if request.method == "OPTIONS" else None
-                if answer is not None:  # before authentication: a browser sends no secret with this question
-                    await request.respond(204, headers=answer)
-                    return
-            if self._authenticate is not None and request.path not in PROBES:
-                request.caller = request.holder = await self._identify(self._authenticate, request.headers)
+            if guard.is_shared:
+                request.add_headers(guard.cors(headers))
+            guard.check(headers, self.limits.header_bytes, any_host=path in PROBES)
+            endpoint = self.routes.get(path)
+            if endpoint is None and "://" in path:
+                # The absolute form of a target (RFC 9112, section 3.2.2): its host counts as Host does. uvicorn shows it;
+                # granian leaves it out of what an application sees.
+                authority, slash, path = path.partition("://")[2].partition("/")
+                guard.check_host(authority.encode("latin-1", "replace"))
+                path = request.path = slash + path
+                endpoint = self.routes.get(path)
+            if endpoint is None:
+                raise HttpError(404, f"there is no {path[:100]!r}; there are {', '.join(sorted(self.routes))}")
+            if guard.is_shared and request.method == "OPTIONS" and (answer := guard.preflight(headers)) is not None:
+                # Before authentication: a browser sends no secret with this question.
+                await request.respond(204, headers=answer)
+                return
+            if self._authenticate is not None and path not in PROBES:
+                request.caller = request.holder = await self._identify(self._authenticate, headers)
             await endpoint(request)
         except HttpError as refusal:
-            await self._refuse(request, refusal)
+            await request.refuse(refusal)
         except Gone:
             pass
         except Exception as error:
             logger.error("%s %s failed", request.method, path, exc_info=error)
-            await self._refuse(request, HttpError(500, "Internal error"))
+            await request.refuse(HttpError(500, "Internal error"))
         except asyncio.CancelledError:
-            # While it stops, a handler that is ended is no failure: servers would print a traceback for each.
-            if not self._was_cut(request) and not self.stopping.is_set():
+            # A cancellation that was made here ends here: the server around did not ask for it. While stopping, no
+            # cancellation is a failure: servers would print a traceback for each.
+            cut = request in self._cut and task is not None and task.uncancel() == 0
+            if not cut and not self.stopping.is_set():
                 raise
         finally:
-            self._leave(request)
-
-    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1000})
-
-    def _admitted(self, request: Request) -> Endpoint:
-        """The endpoint of a request that has passed the guards."""
-        self._guard.check(request.headers, self.limits.header_bytes, any_host=request.path in PROBES)
-        endpoint = self.routes.get(request.path)
-        if endpoint is None and "://" in request.path:
-            # The absolute form (RFC 9112, section 3.2.2): its host counts as Host does. uvicorn shows it, granian does not.
-            authority, slash, path = request.path.partition("://")[2].partition("/")
-            self._guard.check_host(authority.encode("latin-1", "replace"))
-            request.path = slash + path
-            endpoint = self.routes.get(request.path)
-        if endpoint is None:
-            raise HttpError(404, f"there is no {request.path[:100]!r}; there are {', '.join(sorted(self.routes))}")
-        return endpoint
+            del self._active[request]
+            self._cut.discard(request)
+            if request in self._streams:
+                self._streams.discard(request)
+                if request.holder:
+                    self._held[request.holder] -= 1
+                    if not self._held[request.holder]:
+                        del self._held[request.holder]
+            request.release()
+            if self._idle is not None and not self._active:
+                self._idle.set()
 
     async def _identify(self, authenticate: Authenticate, headers: Headers) -> str:
         try:
@@ -137,25 +143,21 @@ class HttpServer:
         except Unauthorized as error:
             raise HttpError(401, error.message, [("www-authenticate", error.www_authenticate)]) from None
         except TimeoutError:
-            logger.error("authenticate() took too long")
+            logger.error("authenticate() took longer than %g s", self.limits.body_time)
             raise HttpError(503, "authentication timed out", [("retry-after", "1")]) from None
         if caller is None or caller == "":  # "" is the anonymous caller
             raise HttpError(401, "not authenticated", [("www-authenticate", "Bearer")])
         if not isinstance(caller, str):
             raise UsageError(
-                f"authenticate() returned {type(caller).__name__}.", "a caller is a text", "return str, or None to refuse"
+                f"authenticate() must return str or None, got {type(caller).__name__}.",
+                fix="return the name of the caller, or None to refuse",
             )
         return caller
-
-    async def _refuse(self, request: Request, error: HttpError) -> None:
-        if request.started:
-            return  # the server cuts a response that is not complete
-        with contextlib.suppress(Gone):
-            await request.respond(error.status, error_body(error), headers=error.headers)
 
     # --- streams and stopping ----------------------------------------------------------------------------------------
 
     def enter_stream(self, request: Request) -> None:
+        """Count a stream; HttpError 503 if too many are open."""
         if request in self._streams:
             return
         if len(self._streams) >= self.limits.streams or self.stopping.is_set():
@@ -165,18 +167,6 @@ class HttpServer:
                 raise HttpError(503, "this caller has too many streams open: close one", [("retry-after", "1")])
             self._held[request.holder] += 1
         self._streams.add(request)
-
-    def _leave(self, request: Request) -> None:
-        del self._active[request]
-        if request in self._streams:
-            self._streams.discard(request)
-            if request.holder:
-                self._held[request.holder] -= 1
-                if not self._held[request.holder]:
-                    del self._held[request.holder]
-        request.release()
-        if not self._active and self._idle is not None:
-            self._idle.set()
 
     def stop(self, grace: float = GRACE) -> None:
         """Ask every stream to end, and cut those that are left at three quarters of `grace`. Does not wait."""
@@ -189,54 +179,41 @@ class HttpServer:
         loop.call_at(self._cut_at, self._cut_answers)
 
     def _cut_answers(self) -> None:
-        """End every stream, and every answer that somebody is slow to read. What has not begun to answer is a handler at
-        work: its end is for `shutdown` to decide."""
+        """Cancel every stream, and every answer that its client is slow to read. A request that has not begun to answer is
+        a handler at work: `shutdown` decides about it."""
         for request, task in self._active.items():
             if request.started and task is not None:
                 self._cut.add(request)
                 task.cancel()
 
-    def _was_cut(self, request: Request) -> bool:
-        """Whether the cancellation is our own; it ends here then, for the server around us did not ask for it."""
-        task = self._active[request]
-        if request not in self._cut or task is None:
-            return False
-        self._cut.discard(request)
-        return task.uncancel() == 0
-
-    async def _drain(self) -> None:
-        """Wait for the requests under way, no longer than until the streams are cut."""
-        if not self._active:
-            return
-        self._idle = asyncio.Event()
-        rest = self._cut_at - asyncio.get_running_loop().time()
-        try:
-            await asyncio.wait_for(self._idle.wait(), max(rest, 0.0) + 0.05)
-        except TimeoutError:
-            logger.warning("stopping with %d requests under way", len(self._active))
-        self._idle = None
-
     # --- lifespan ----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Before the first request."""
+        """Start, before the first request."""
         self.stopping.clear()
         if self._startup is not None:
             await self._startup()
 
     async def aclose(self) -> None:
-        """After the last one: `stop`, unless that was done, and what the application closes, in the time that is left."""
+        """Stop, wait for the active requests until streams are cut, and close the application in the time that is left."""
         self.stop()
-        await self._drain()
+        loop = asyncio.get_running_loop()
+        if self._active:
+            self._idle = asyncio.Event()
+            try:
+                await asyncio.wait_for(self._idle.wait(), max(self._cut_at - loop.time(), 0.0) + 0.05)
+            except TimeoutError:
+                logger.warning("stopping with %d requests in flight", len(self._active))
+            self._idle = None
         if self._shutdown is not None:
-            rest = max(self._deadline - asyncio.get_running_loop().time(), 0.1)
+            rest = max(self._deadline - loop.time(), 0.1)
             try:
                 async with asyncio.timeout(rest):
                     await self._shutdown(rest * 0.8)
             except TimeoutError:
-                logger.error("the application could not be closed within %g s: a handler does not heed its end", rest)
+                logger.error("the application did not close within %g s: a handler ignores its cancellation", rest)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
         for name, step in (("startup", self.open), ("shutdown", self.aclose)):
             await receive()
             try:
@@ -246,3 +223,113 @@ class HttpServer:
                 await send({"type": f"lifespan.{name}.failed", "message": str(error)})
                 return
             await send({"type": f"lifespan.{name}.complete"})
+
+
+# --- which requests may come in --------------------------------------------------------------------------------------
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+# Header values that have passed. Clients send few different ones; a client that sends many must not fill the memory.
+KNOWN = 256
+# Of two values of these fields, a proxy in front may have judged the other one (Host: RFC 9112, section 3.2).
+SINGLE = ("Host", "Origin", "Content-Length", "Content-Type", "Authorization")
+
+# The fields that a page of another origin may send and read, besides those of every page (fetch.spec.whatwg.org, CORS).
+METHODS = "POST, GET, DELETE"
+SENDABLE = frozenset(
+    {"authorization", "content-type", "idempotency-key", "last-event-id", "traceparent", "tracestate", "baggage"}
+)
+MCP_FIELD = re.compile("mcp-[a-z0-9-]+")  # those of MCP, and those that tools mark parameters with
+READABLE = b"Mcp-Session-Id, WWW-Authenticate, Idempotent-Replayed, Retry-After"
+PREFLIGHT_AGE = "600"  # seconds for which a browser keeps the answer
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\\\[\]]+)(:[0-9]{1,5})?")
+
+
+class Guard:
+    """Judges the size of a header, its Host and its Origin.
+
+    1. Host and Origin are names of the loopback, or those that the app lists. A web page must not reach a server on its
+       reader's machine by a DNS trick.
+    2. Only pages of the listed origins can read the answers (CORS), and never with cookies. A request from a page of the
+       loopback comes in, but the page cannot read the answer unless its origin is listed.
+    """
+
+    def __init__(self, hosts: Sequence[str], origins: Sequence[str]) -> None:
+        self._hosts = {host.lower() for host in hosts} | LOOPBACK
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self.is_shared = bool(self._origins)  # pages of other origins can read answers
+        self._good_hosts: set[bytes] = set()
+        self._good_origins: set[bytes] = set()
+
+    def allow_host(self, host: str) -> None:
+        """Add a name of the server."""
+        host = host.lower()
+        self._hosts.add(f"[{host}]" if ":" in host and not host.startswith("[") else host)
+
+    def check(self, headers: Headers, max_bytes: int, *, any_host: bool) -> None:
+        """Raise HttpError unless the request may come in."""
+        pairs = headers.pairs
+        if sum(map(len, chain.from_iterable(pairs))) + 4 * len(pairs) > max_bytes:  # ": " and the end of the line
+            raise HttpError(431, f"the header is longer than {max_bytes} bytes", [CLOSE])
+        if headers.has_doubles:
+            for name in SINGLE:
+                if len(headers.all(name)) > 1:
+                    raise HttpError(400, f"more than one {name} header", [CLOSE])
+        origin = headers.first.get(b"origin")
+        if origin is not None and origin not in self._good_origins:
+            text = origin.strip(b" \t").decode("latin-1").lower()
+            host = text.partition("://")[2]
+            if not self._origins & {"*", text} and not (host and self._is_ours(host)):
+                raise HttpError(
+                    403, f"Origin {text[:100]!r} may not call this server. If it may, add it to origins=[...] of the app."
+                )
+            _remember(self._good_origins, origin)
+        if not any_host and (value := headers.first.get(b"host", b"")) not in self._good_hosts:
+            self.check_host(value)
+
+    def check_host(self, host: bytes) -> None:
+        """Raise HttpError unless this is a name of the server."""
+        text = host.strip(b" \t").decode("latin-1").lower()
+        if not text:  # granian makes an empty one where there is none
+            raise HttpError(400, "the Host header is missing")
+        if "*" not in self._hosts and not self._is_ours(text):
+            raise HttpError(
+                403, f"Host {text[:100]!r} is not a name of this server. If it is, add it to hosts=[...] of the app."
+            )
+        _remember(self._good_hosts, host)
+
+    def _is_ours(self, authority: str) -> bool:
+        parts = _HOST.fullmatch(authority)
+        if parts is None:
+            return False
+        name = parts[1]
+        if name in self._hosts or authority in self._hosts:
+            return True
+        return any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
+
+    def cors(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the fields that let the page of a request read the answer; at least Vary, for caches."""
+        fields = [(b"vary", b"Origin")]
+        origin = headers.first.get(b"origin", b"").strip(b" \t")
+        if origin and self._origins & {"*", origin.decode("latin-1").lower()}:
+            # The origin itself in place of "*", so that there is one way, and pages of other origins learn nothing.
+            fields += (b"access-control-allow-origin", origin), (b"access-control-expose-headers", READABLE)
+        return fields
+
+    def preflight(self, headers: Headers) -> Pairs | None:
+        """Return the answer to a browser that asks whether a page may send a request; None if this is another question."""
+        if b"access-control-request-method" not in headers.first or len(self.cors(headers)) == 1:
+            return None
+        asked = headers.get("access-control-request-headers", "").lower().replace(" ", "").split(",")
+        allowed = [name for name in asked if name in SENDABLE or MCP_FIELD.fullmatch(name)]
+        return [
+            ("access-control-allow-methods", METHODS),
+            ("access-control-allow-headers", ", ".join(allowed)),
+            ("access-control-max-age", PREFLIGHT_AGE),
+        ]
+
+
+def _remember(known: set[bytes], value: bytes) -> None:
+    if len(known) >= KNOWN:
+        known.clear()
+    known.add(value)

@@ -1,9 +1,9 @@
 """Reading and writing file descriptors from the event loop.
 
-1. Whether a descriptor blocks belongs to all who share it, such as the shell that started us. So what is read stays as it
-   is, and what is written is changed only while nobody else has it, and changed back.
-2. Who reads asks for every piece, so a peer that sends too much is held back by its own pipe.
-3. A line is written whole and at once, or waits until the peer has read what came before. What waits is counted (`size`).
+1. Whether a descriptor blocks is a setting of all processes that share it, such as the shell that started this one. So the
+   setting of an input stays as it is, and that of an output changes only if stderr does not share it, and changes back.
+2. A reader asks for every piece, so a peer that sends too much is held back by its own pipe.
+3. A line is written whole and at once, or waits until the peer has read the lines before. `size` counts the bytes that wait.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from wirecall.errors import Gone
 from wirecall.logs import logger
 
 CHUNK = 1 << 16  # what a pipe holds
-HIGH = 1 << 16  # bytes that wait for the peer: beyond, no line is begun, and who sends waits
+HIGH = 1 << 16  # bytes that wait for the peer: beyond, no line is begun, and senders wait
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -32,9 +32,9 @@ def open_input(fd: int) -> "Polled | Threaded":
 
 
 class Polled:
-    """Reads when the loop says that there is something, so that a blocking descriptor may stay one.
+    """Reads when the loop reports that bytes are there, so that a blocking descriptor can stay one.
 
-    The callback itself reads: one turn of the loop later, what it was told may be no longer true, and reading would block.
+    The callback itself reads: one turn of the loop later another process may have taken the bytes, and reading would block.
     """
 
     def __init__(self, fd: int) -> None:
@@ -45,7 +45,7 @@ class Polled:
         self._watched = True
 
     async def read(self) -> bytes:
-        """Some bytes, none at the end."""
+        """Return some bytes, none at the end."""
         if not self._watched:
             self._loop.add_reader(self._fd, self._ready)
             self._watched = True
@@ -54,7 +54,7 @@ class Polled:
 
     def _ready(self) -> None:
         if self._future is None or self._future.done():
-            self.close()  # nobody wants it now; the next `read` looks again
+            self.close()  # no `read` waits; the next one watches again
             return
         with contextlib.suppress(BlockingIOError):
             self._future.set_result(_read(self._fd))
@@ -66,7 +66,7 @@ class Polled:
 
 
 class Threaded:
-    """Reads in a thread, one chunk whenever it is asked to."""
+    """Reads in a thread, one chunk for each `read`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -109,7 +109,7 @@ def _read(fd: int) -> bytes:
 
 
 class Output:
-    """Writes lines, each of them whole and at once, or as soon as the peer has read what came before."""
+    """Writes lines, each of them whole and at once, or as soon as the peer has read the lines before."""
 
     def __init__(self, fd: int, on_gone: Callable[[], None]) -> None:
         self.size = 0  # bytes that wait
@@ -128,7 +128,7 @@ class Output:
             os.set_blocking(fd, False)
 
     def write(self, line: bytes) -> None:
-        """Without waiting; who writes much looks at `size`."""
+        """Write without waiting; `size` tells how much is not written yet."""
         if self.gone:
             return
         data = line + b"\n"
@@ -146,7 +146,7 @@ class Output:
             raise Gone
 
     async def shrink(self, size: int) -> None:
-        """Wait until no more than `size` bytes wait to be read, or nobody reads them."""
+        """Wait until at most `size` bytes are not written yet, or the peer has gone."""
         while self.size > size:
             future = self._loop.create_future()
             self._waiting.append((size, future))
@@ -171,10 +171,10 @@ class Output:
         os.set_blocking(self._fd, self._was_blocking)
 
     def _put(self, data: bytes | memoryview) -> int:
-        """How much of it could be written now."""
+        """Write as much as is possible now; return how much that was."""
         done = 0
         if len(data) > CHUNK:
-            data = memoryview(data)  # what is cut from it is not copied
+            data = memoryview(data)  # slices of it are not copies
         try:
             while done < len(data):
                 if self._poll is None:
@@ -219,9 +219,10 @@ class Output:
 
 
 def _is_shared(fd: int) -> bool:
-    """Whether stderr is the same: then it must not stop blocking, or whoever logs would meet EAGAIN.
+    """Whether stderr is the same: then it must go on blocking, or logging would meet EAGAIN.
 
-    Such a descriptor is written to in steps of PIPE_BUF bytes, which poll says will not block. A terminal is always shared.
+    Such a descriptor is written to in steps of PIPE_BUF bytes, which do not block when poll says so. A terminal is always
+    shared.
     """
     try:
         return os.isatty(fd) or os.path.sameopenfile(fd, 2)

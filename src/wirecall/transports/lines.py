@@ -1,12 +1,12 @@
 """A stream of bytes cut into lines.
 
-A line ends with a newline, with or without a carriage return before it, and the last one with the stream; empty ones are
-left out. Of a line that is too long, one byte more than is allowed is kept: whoever reads it sees that it is too long.
+A line ends with a newline, with or without a carriage return before it, and the last one with the stream; empty lines are
+left out. A line that is too long is cut one byte beyond the limit, so that its reader sees that it is too long.
 """
 
 
 class Lines:
-    """Cuts what is read into lines."""
+    """Cuts bytes into lines."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -28,7 +28,7 @@ class Lines:
         return lines
 
     def rest(self) -> list[bytes]:
-        """The last line, which nothing has ended."""
+        """Return the last line, which has no newline."""
         line = self._line(self._completed(b""))
         return [line] if line else []
 

@@ -1,11 +1,11 @@
 """One HTTP request as an endpoint sees it, and the way to answer it.
 
-1. The straight way costs no task and no timer. A limit is set when something really waits: a body that has not arrived, a
-   client that does not read. Somebody watches for the client's leaving only while `Request.gone` is awaited.
-2. An endpoint is left by an answer or by an exception. `HttpError` is an answer; `Gone` is nobody to answer.
-3. A body is refused as too long before it is read, if its length is told. What the client is still sending is taken for a
-   moment and thrown away, so that it reads the refusal.
-4. Where a header field stands twice, whoever asks for it gets both.
+1. The straight path has no task and no timer. A limit is set when something really waits: for a body that has not arrived,
+   or for a client that does not read. A client's leaving is watched only while `Request.gone` is awaited.
+2. An endpoint ends with an answer or with an exception. `HttpError` is an answer; `Gone` means that the client has left.
+3. A body is refused as too long before it is read, if its length is known. For a moment the server takes and drops the
+   rest of it, so that the client reads the refusal.
+4. Where a header has a field twice, a lookup returns both values.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias, overload
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
 from wirecall.protocol.limits import Limits
-from wirecall.transports.waiting import Waits, first_step
+from wirecall.stepping import first_step
 
 Event: TypeAlias = MutableMapping[str, Any]
 Scope: TypeAlias = Event
@@ -26,9 +26,9 @@ Send: TypeAlias = Callable[[Event], Awaitable[None]]
 Pairs: TypeAlias = Sequence[tuple[str, str]]
 Endpoint: TypeAlias = Callable[["Request"], Awaitable[None]]
 
-# A body longer than this is sent in pieces, so that a client that stops reading is noticed in the middle of it.
+# A longer body is sent in pieces, so that the server notices a client that stops reading in the middle of it.
 PIECE = 256 << 10
-# What is still taken of a body that was refused as too long.
+# How much of a body that was refused as too long is still taken, and for how long.
 LINGER_BYTES = 64 << 20
 LINGER_TIME = 1.0
 
@@ -42,7 +42,7 @@ _STREAM_FIELDS = (
 
 
 class HttpError(WirecallError):
-    """The answer to a request that is refused: a status, a message for the JSON-RPC error in the body, header fields."""
+    """A refusal of a request: a status, a message for the JSON-RPC error in the body, and header fields."""
 
     def __init__(self, status: int, message: str, headers: Pairs = (), *, data: Mapping[str, Any] | None = None) -> None:
         super().__init__(f"{status}: {message}")
@@ -52,27 +52,18 @@ class HttpError(WirecallError):
         self.data = data
 
 
-def error_body(error: HttpError) -> bytes:
-    """The JSON-RPC error of a refusal, without an id."""
-    code = (InternalError if error.status == 500 else InvalidRequest).CODE
-    told: dict[str, Any] = {"code": code, "message": error.message}
-    if error.data is not None:
-        told["data"] = error.data
-    return frames.encode({"jsonrpc": "2.0", "error": told})
-
-
 class Headers(Mapping[str, str]):
-    """The header fields of a request. Names in any case; values without the blanks around them, as RFC 9110 wants it.
+    """The header fields of a request. Names in any case; values without the blanks around them, as RFC 9110 demands.
 
-    As a mapping it gives one value for each name; where there are several, all of them with commas between them (RFC 9110,
-    section 5.3). So nobody who asks for one takes a value that a proxy in front has not judged.
+    As a mapping it has one value for each name; where there are several, all of them with commas between them (RFC 9110,
+    section 5.3). So a lookup never returns one value while a proxy in front has judged the other.
     """
 
     __slots__ = ("first", "has_doubles", "pairs")
 
     def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         self.pairs = pairs
-        self.first = dict(reversed(pairs))  # of the values of one name the first; made in C, faster than any loop here
+        self.first = dict(reversed(pairs))  # the first value of each name; made in C, faster than any loop here
         self.has_doubles = len(self.first) != len(pairs)  # a name occurs twice
 
     @overload
@@ -80,14 +71,14 @@ class Headers(Mapping[str, str]):
     @overload
     def get(self, name: str, /, default: Any) -> Any: ...
     def get(self, name: str, /, default: Any = None) -> Any:
-        """The value, or `default`."""
+        """Return the value, or `default`."""
         if self.has_doubles:
             return ", ".join(self.all(name)) if name in self else default
         value = self.first.get(name.lower().encode("latin-1", "replace"))
         return default if value is None else value.strip(b" \t").decode("latin-1")
 
     def all(self, name: str) -> list[str]:
-        """Every value, in order."""
+        """Return every value, in order."""
         wanted = name.lower().encode("latin-1", "replace")
         if wanted not in self.first:
             return []
@@ -109,8 +100,48 @@ class Headers(Mapping[str, str]):
         return len(self.first)
 
 
+class Waits:
+    """Time limits with one timer for all tasks that wait. Under granian every request waits for its body, and a timer of its
+    own (asyncio.timeout) would cost each 6 µs more. A limit can be exceeded by `TICK` seconds."""
+
+    TICK = 0.25
+
+    def __init__(self) -> None:
+        self._until: dict[asyncio.Task[Any], float] = {}
+        self._late: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def within(self, awaitable: Awaitable[Any], seconds: float) -> Any:
+        """Await, or raise TimeoutError."""
+        task = asyncio.current_task()
+        assert task is not None
+        loop = task.get_loop()
+        self._until[task] = loop.time() + seconds
+        if self._timer is None or self._loop is not loop:
+            self._loop, self._timer = loop, loop.call_later(self.TICK, self._look)
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if task in self._late and task.uncancel() == 0:  # else the task was cancelled by others, too
+                raise TimeoutError from None
+            raise
+        finally:
+            del self._until[task]
+            self._late.discard(task)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for task, until in self._until.items():
+            if until <= now and task not in self._late:
+                self._late.add(task)
+                task.cancel()
+        self._timer = loop.call_later(self.TICK, self._look) if self._until else None
+
+
 class Around(Protocol):
-    """What a request needs of the server around it."""
+    """The server around a request, as the request sees it."""
 
     limits: Limits
     waits: Waits
@@ -139,7 +170,7 @@ class Request:
         self._receive = receive
         self._send = send
         self._body: bytes | None = None
-        self._coming: Any = None  # a future of the server's that will be the next event
+        self._coming: Any = None  # a future of the server that will be the next event
         self._watched = False
 
     @property
@@ -165,93 +196,87 @@ class Request:
     async def body(self) -> bytes:
         """Return the whole body; HttpError 413 if it is too long, 408 if it is late, 400 if it is cut or malformed."""
         if self._body is None:
-            limits = self._server.limits
+            server, limits = self._server, self._server.limits
             try:
-                expected = self._expected(limits.bytes_in)
-                done, first = first_step(self._receive())
-                self._body = _whole(first, expected, limits.bytes_in) if done else None
-                if self._body is None:
-                    rest = self._collect(done, first, expected, limits.bytes_in)
-                    self._body = await self._server.waits.within(rest, limits.body_time)
+                done, body = first_step(self._collect(limits.bytes_in))
+                if not done:
+                    body = await server.waits.within(body, limits.body_time)
             except TimeoutError:
                 raise HttpError(408, f"the body did not arrive within {limits.body_time:g} s", [CLOSE]) from None
             except HttpError:
-                await self._linger()
+                # Most clients read the answer after they have sent everything, and a connection that is closed with unread
+                # bytes is reset: they would see an error and no answer. So the rest is taken, for a moment. A client that
+                # has asked first ("Expect: 100-continue") waits for the answer.
+                if b"expect" not in self.headers.first:
+                    with contextlib.suppress(TimeoutError):
+                        await server.waits.within(self._skip(LINGER_BYTES), LINGER_TIME)
                 raise
-            if self._body is None:
+            if body is None:
                 # The client left, or sends something else than chunks: granian reports both in the same way. A client that
                 # left does not read the answer.
                 raise HttpError(400, "the body is malformed, or ended too early", [CLOSE])
+            self._body = body
         return self._body
 
-    def _expected(self, limit: int) -> int:
-        """Return Content-Length, or -1. Refuse a body that is going to be too long, or is encoded, before it is read."""
+    async def _collect(self, limit: int) -> bytes | None:
+        """Return the body, or None if it has no end."""
         fields = self.headers.first
+        # Step 1: the header. A body that is going to be too long, or is encoded, is refused before it is read.
         if b"content-encoding" in fields:
             coding = self.headers["content-encoding"]
             if not {"", "identity"}.issuperset(coding.lower().replace(" ", "").split(",")):
-                raise HttpError(
-                    *(415, f"Content-Encoding: expected identity, got {coding[:100]!r}: send the body as it is"),
-                    [("accept-encoding", "identity")],
-                )
+                message = f"Content-Encoding: expected identity, got {coding[:100]!r}: send the body as it is"
+                raise HttpError(415, message, [("accept-encoding", "identity")])
         length = fields.get(b"content-length")
         if length is None:
             coding = self.headers.get("transfer-encoding") or "chunked"
             if coding.lower() != "chunked":  # RFC 9112, section 6.1
                 raise HttpError(501, f"Transfer-Encoding: expected chunked, got {coding[:100]!r}", [CLOSE])
-            return -1
-        if not length.isdigit():
-            raise HttpError(400, "Content-Length is not a number", [CLOSE])
-        if b"transfer-encoding" in fields:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
-            raise HttpError(400, "Content-Length and Transfer-Encoding contradict each other", [CLOSE])
-        if len(length) > 18 or int(length) > limit:
-            raise _too_long(limit)
-        return int(length)
-
-    async def _collect(self, done: bool, first: Any, expected: int, limit: int) -> bytes | None:
-        """Return the body, or None if it has no end."""
-        message: Event = first if done else await first
-        whole = _whole(message, expected, limit)
-        if whole is not None:
-            return whole
-        body = bytearray()
-        while message["type"] == "http.request":
-            body += message.get("body") or b""
-            if len(body) > limit:
-                raise _too_long(limit)
-            if not message.get("more_body"):
+            expected = -1
+        else:
+            if not length.isdigit():
+                raise HttpError(400, "Content-Length is not a number", [CLOSE])
+            if b"transfer-encoding" in fields:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
+                raise HttpError(400, "Content-Length and Transfer-Encoding contradict each other", [CLOSE])
+            expected = int(length) if len(length) <= 18 else limit + 1
+        # Step 2: the pieces, nearly always one. granian says "more" after the last byte; Content-Length knows better.
+        body: bytes | bytearray = b""
+        while True:
+            if max(expected, len(body)) > limit:
+                data = {"type": "limit_exceeded", "limit": "bytes_in", "max": limit}
+                raise HttpError(413, f"the body is longer than {limit} bytes", [CLOSE], data=data)
+            event = await self._receive()
+            if event["type"] != "http.request":
+                return None
+            piece = event.get("body") or b""
+            if body:
+                body = bytearray(body) if type(body) is bytes else body
+                body += piece
+            else:
+                body = piece
+            if (not event.get("more_body") or len(body) == expected) and len(body) <= limit:
                 return bytes(body)
-            message = await self._receive()
-        return None
 
-    async def _linger(self) -> None:
-        """Take what the client of a refused body is still sending, for a moment, and keep none of it. Most clients read the
-        answer after they have sent all, and a connection that is closed with bytes unread is reset: they would see an error
-        and no answer. A client that asked first ("Expect: 100-continue") waits for the answer."""
-        if b"expect" not in self.headers.first:
-            with contextlib.suppress(TimeoutError):
-                await self._server.waits.within(self._skip(), LINGER_TIME)
-
-    async def _skip(self) -> None:
-        skipped = 0
-        while skipped < LINGER_BYTES:
-            message = await self._receive()
-            skipped += len(message.get("body") or b"")
-            if not message.get("more_body"):
+    async def _skip(self, most: int) -> None:
+        """Take and drop the rest of the body."""
+        while most > 0:
+            event = await self._receive()
+            most -= len(event.get("body") or b"")
+            if not event.get("more_body"):
                 return
 
     async def gone(self) -> None:
-        """Return when the client has disconnected. To be asked after the body; one at a time; safe to cancel."""
+        """Return when the client has disconnected. To be awaited after the body, once at a time; safe to cancel."""
         self._watched = True
         try:
-            while (await self._next())["type"] != "http.disconnect":
+            while True:
+                coming = self._coming
+                event: Event = await (self._receive() if coming is None else coming)
+                if event["type"] == "http.disconnect":
+                    return
                 self._coming = None
         finally:
             self._coming, self._watched = None, False  # a future that was awaited is done now, or cancelled
-
-    async def _next(self) -> Event:
-        coming = self._coming
-        return await (self._receive() if coming is None else coming)
 
     # --- answering ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +292,7 @@ class Request:
         self._send = more  # so that an answer without them costs nothing more
 
     async def respond(self, status: int, body: bytes = b"", media: str = JSON, headers: Pairs = ()) -> None:
-        """The whole answer. `media` is left out where there is no body."""
+        """Send the whole answer. `media` is left out where there is no body."""
         fields = [(b"content-length", b"%d" % len(body))] if status != 204 else []
         if body:
             fields.append((b"content-type", b"application/json" if media == JSON else media.encode("latin-1")))
@@ -279,6 +304,16 @@ class Request:
             body = body[last:]
         await self._put(body, False)
 
+    async def refuse(self, error: HttpError) -> None:
+        """Answer with a JSON-RPC error without an id. An answer that has begun is cut by the server instead."""
+        if not self.started:
+            code = (InternalError if error.status == 500 else InvalidRequest).CODE
+            told: dict[str, Any] = {"code": code, "message": error.message}
+            if error.data is not None:
+                told["data"] = error.data
+            with contextlib.suppress(Gone):
+                await self.respond(error.status, frames.encode({"jsonrpc": "2.0", "error": told}), headers=error.headers)
+
     def enter_stream(self) -> None:
         """Take the place of a stream that is opened later; HttpError 503 if too many are open."""
         self._server.enter_stream(self)
@@ -289,7 +324,7 @@ class Request:
         await self._start(200, list(_STREAM_FIELDS), headers)
 
     async def write(self, chunk: bytes) -> None:
-        """Bytes of the open stream. Gone if the client has left or does not read."""
+        """Send bytes of the open stream; Gone if the client has left or does not read."""
         if not self._watched and self._has_left():
             raise Gone("the client has left")
         await self._put(chunk, True)
@@ -298,7 +333,7 @@ class Request:
         """End the open stream."""
         await self._put(b"", False)
 
-    # These two are plain functions that give something to await: a coroutine less on the way of every answer.
+    # These two are plain functions that return something to await: one coroutine less for every answer.
 
     def _start(self, status: int, fields: list[tuple[bytes, bytes]], headers: Pairs) -> Awaitable[None]:
         if headers:
@@ -342,23 +377,6 @@ class Request:
         return bool(event["type"] == "http.disconnect")
 
     def release(self) -> None:
-        """The request is over: nobody asks for its events any more."""
+        """Cancel the event that is awaited: the request is over."""
         if self._coming is not None:
             self._coming.cancel()
-
-
-def _whole(message: Event, expected: int, limit: int) -> bytes | None:
-    """The body, if this is all of it. granian says "more" after the last byte; Content-Length saves the further question."""
-    if message["type"] != "http.request":
-        return None
-    body = bytes(message.get("body") or b"")
-    if message.get("more_body") and len(body) != expected:
-        return None
-    if len(body) > limit:
-        raise _too_long(limit)
-    return body
-
-
-def _too_long(limit: int) -> HttpError:
-    data = {"type": "limit_exceeded", "limit": "bytes_in", "max": limit}
-    return HttpError(413, f"the body is longer than {limit} bytes", [CLOSE], data=data)

@@ -1,18 +1,19 @@
-"""Plain JSON-RPC over HTTP: `POST /rpc`, and the two questions a supervisor asks.
+"""Plain JSON-RPC over HTTP: `POST /rpc`, and the probes of supervisors.
 
-    200   anything that is a JSON-RPC answer, errors included
-    204   nothing is owed: notifications alone (J7)
+    200   any JSON-RPC answer, errors included
+    204   notifications alone: no answer is due (J7)
     405   another method; 415 another media type; 413 a body that is too long, with the JSON-RPC error that says so
 
-`Idempotency-Key` is the key of a single call, for clients that keep it out of the params. It says nothing about the entries
-of an array, so it is refused there. `Idempotent-Replayed: true` tells an answer that came from the ledger; for an array it
-is the JSON array of the ids of those answers.
+`Idempotency-Key` is the key of a single call, for clients that keep it out of the params. It does not fit the entries of an
+array, so it is refused there. `Idempotent-Replayed: true` marks an answer that came from the ledger; for an array it is the
+JSON array of the ids of those answers.
 """
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from wirecall.errors import InvalidParams, LimitExceeded, RpcError
+from wirecall.errors import InvalidParams, LimitExceeded
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Data, Id
 from wirecall.transports.request import Endpoint, HttpError, Pairs, Request
@@ -22,7 +23,7 @@ REPLAYED_HEADER = "idempotent-replayed"
 
 
 class Handle(Protocol):
-    """What answers a message: `App.handle`."""
+    """Answers a message: `App.handle`."""
 
     def __call__(
         self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None
@@ -30,73 +31,50 @@ class Handle(Protocol):
 
 
 def rpc_endpoint(handle: Handle) -> Endpoint:
-    """The endpoint that gives message by message to `handle`."""
+    """Return the endpoint that passes message by message to `handle`."""
 
     async def rpc(request: Request) -> None:
         if request.method != "POST":
             raise HttpError(405, "send a JSON-RPC message with POST", [("allow", "POST")])
         request.check_json()
-        body = await _body(request)
-        if body is None:
+        try:
+            body = await request.body()
+        except HttpError as error:
+            if error.status != 413 or not error.data:
+                raise
+            # JSON-RPC 2.0, section 5: the answer to a message that was not read has the id null.
+            refusal = LimitExceeded(error.message, limit=error.data["limit"], maximum=error.data["max"])
+            await request.respond(413, frames.encode(frames.failure(None, refusal)), headers=error.headers)
             return
-        key = _key(request)
-        array = frames.opens_array(body)
-        if key is not None and array:
-            await _refuse(request, 200, InvalidParams("Idempotency-Key is for a single call: use params.idempotency_key"))
+        keys = request.headers.all(KEY_HEADER)
+        if len(keys) > 1:
+            raise HttpError(400, "more than one Idempotency-Key header")
+        is_array = frames.opens_array(body)
+        if keys and is_array:
+            misplaced = InvalidParams("Idempotency-Key is for a single call: use params.idempotency_key")
+            await request.respond(200, frames.encode(frames.failure(None, misplaced)))
             return
         replayed: list[Id] = []
-        answer = await handle(body, caller=request.caller, replayed=replayed, key=key)
+        answer = await handle(body, caller=request.caller, replayed=replayed, key=keys[0] if keys else None)
         if answer is None:
             await request.respond(204)
-        else:
-            await request.respond(200, answer, headers=_told(replayed, array) if replayed else ())
+            return
+        headers: Pairs = ()
+        if replayed:
+            ids = "[" + ",".join(frames.encode(id).decode() for id in replayed) + "]" if is_array else "true"
+            headers = [(REPLAYED_HEADER, re.sub("[^ -~]", _escaped, ids))]  # a header carries ASCII alone
+        await request.respond(200, answer, headers=headers)
 
     return rpc
 
 
-async def _body(request: Request) -> bytes | None:
-    """The body, or None: it was too long, and is answered."""
-    try:
-        return await request.body()
-    except HttpError as error:
-        if error.status != 413 or not error.data:
-            raise
-        refusal = LimitExceeded(error.message, limit=error.data["limit"], maximum=error.data["max"])
-        await _refuse(request, 413, refusal, error.headers)
-        return None
-
-
-def _key(request: Request) -> str | None:
-    keys = request.headers.all(KEY_HEADER)
-    if len(keys) > 1:
-        raise HttpError(400, "more than one Idempotency-Key header")
-    return keys[0] if keys else None
-
-
-async def _refuse(request: Request, status: int, error: RpcError, headers: Pairs = ()) -> None:
-    """JSON-RPC 2.0, section 5: an answer to what was not read has the id null."""
-    await request.respond(status, frames.encode(frames.failure(None, error)), headers=headers)
-
-
-def _told(replayed: list[Id], array: bool) -> Pairs:
-    if not array:
-        return [(REPLAYED_HEADER, "true")]
-    ids = b"[" + b",".join(frames.encode(id) for id in replayed) + b"]"
-    return [(REPLAYED_HEADER, _ascii(ids.decode()))]
-
-
-def _ascii(text: str) -> str:
-    """JSON in ASCII alone: a header carries nothing else."""
-    return "".join(sign if sign < "\x7f" else "".join(f"\\u{unit:04x}" for unit in _utf16(sign)) for sign in text)
-
-
-def _utf16(sign: str) -> list[int]:
-    data = sign.encode("utf-16-be", "surrogatepass")
-    return [int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2)]
+def _escaped(sign: re.Match[str]) -> str:
+    """Return a character as JSON escapes it."""
+    return re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be", "surrogatepass").hex())
 
 
 def health_endpoints(ready: Callable[[], Awaitable[str | None]] | None = None) -> dict[str, Endpoint]:
-    """`/healthz`: the process answers. `/readyz`: it wants work; `ready` gives the reason why not, or None."""
+    """Return `/healthz`, which answers while the process does, and `/readyz`: `ready` gives the reason why not, or None."""
 
     async def healthz(request: Request) -> None:
         _check_read(request)

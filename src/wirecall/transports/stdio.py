@@ -2,50 +2,60 @@
 
     fd -> Lines -> Connection.handle -> Output -> fd
 
-1. *Lines begin in the order they come, and hold nobody up.* One task leads: it takes line after line. A call that waits
-   keeps the task it began in (`asyncio.timeout` and `TaskGroup` inside a handler require that), and a new task leads on.
+1. *Lines begin in the order they come, and do not hold up each other.* One task leads: it takes line after line. A call that
+   waits keeps the task it began in (`asyncio.timeout` and `TaskGroup` inside a handler require that), and a new task leads.
    A call that does not wait costs no task.
-2. *Reading is pulled.* The leader reads only when it has begun all it has read, when a place is free and when the answers
-   are being read; so a client that sends more than it reads is held back by its own pipe. While no place is free, a line
-   is let in every `STALL` seconds all the same: it may be the answer or the cancellation that the others wait for. If it is
-   a call, `Limits.in_flight` judges it.
-3. *The end is clean.* After EOF or a signal, the calls under way have `grace` seconds to be answered. A second signal, or a
-   peer that stops listening, ends them at once. `cleanup` is given what is left of the grace.
-
-How stdout is kept for the protocol alone is told in `process`.
+2. *Reading is pulled.* The leader reads only when it has begun every line that it has read, when a place is free and when
+   the peer reads the answers; so a client that sends more than it reads is held back by its own pipe. While no place is
+   free, the leader still lets in one line every `STALL` seconds: it may be the answer or the cancellation that the others
+   wait for. If it is a call, `Limits.in_flight` judges it.
+3. *The end is clean.* After EOF or a signal, the calls in flight have `grace` seconds to be answered. A second signal, or a
+   peer that stops reading, cancels them at once. `cleanup` gets the rest of the grace time. If that hangs after a second
+   signal, the process exits `LAST` seconds later.
+4. *Nothing but the protocol is on stdout.* The two descriptors of the protocol are moved out of reach: handlers, C libraries
+   and child processes print to stderr, and read nothing. At the end everything is put back, for a program that goes on.
 """
 
+import _thread
 import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import copy_context
-from types import CoroutineType, coroutine
+from types import CoroutineType, FrameType, coroutine
 from typing import Any, Protocol, TypeAlias
 
+from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.protocol.limits import Limits
 from wirecall.stepping import resume, start
 from wirecall.transports.descriptors import HIGH, Output, open_input
 from wirecall.transports.lines import Lines
-from wirecall.transports.process import LAST, Stop, protocol_streams, signals, woken_by_signals
 
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]  # writes one line, adds the newline; raises Gone
 Cleanup: TypeAlias = Callable[[float], Awaitable[None]]
 
 STALL = 0.05  # seconds that a line waits for a place
+LAST = 2.0  # seconds for cancelled calls to end, and for everything after the second signal
 
 
 class Connection(Protocol):
-    """What serves the lines of one peer."""
+    """Serves the lines of one peer."""
 
     def handle(self, line: bytes) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
-        """The answer, if there is one, or a coroutine that will give it."""
+        """Return the answer, if there is one, or a coroutine that will return it."""
 
     def ending(self) -> None:
-        """No further line will come: what only waits for one may end."""
+        """Hear that no further line will come: calls that only wait for one can end."""
 
     async def aclose(self) -> None:
-        """The connection is over: cancel what is under way."""
+        """Cancel the calls in flight: the connection is over."""
 
 
 Connect: TypeAlias = Callable[[Send], Connection]
@@ -66,7 +76,7 @@ async def serve_streams(
     grace: float = 10.0,
     cleanup: Cleanup | None = None,
     limits: Limits | None = None,
-    stop: Stop | None = None,
+    stop: "Stop | None" = None,
 ) -> None:
     """Serve two file descriptors until EOF or until `stop` is called. They stay open."""
     stop = stop or Stop()
@@ -83,18 +93,18 @@ async def serve_streams(
 
 
 class _Session:
-    """The lines that were read, the task that leads, the calls under way, and the end of them all."""
+    """The lines that were read, the task that leads, and the calls in flight."""
 
     def __init__(self, connect: Connect, reader: int, writer: int, limits: Limits) -> None:
         self._loop = asyncio.get_running_loop()
         self.deadline = self._loop.time()
-        # Half of what may be under way: batches count for many, and lines that were let in need a place, too.
+        # Half of the calls that may be in flight: batches count for many, and lines that were let in need a place, too.
         self._places = max(1, limits.in_flight // 2)
         self._cut = Lines(limits.bytes_in)
         self._lines: deque[bytes] = deque()
         self._calls: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = self._loop.create_future()  # no further line will begin
-        self._freed: asyncio.Future[None] | None = None  # somebody waits for a place, or for the last call to end
+        self._freed: asyncio.Future[None] | None = None  # the leader waits for a place, or `serve` for the last call to end
         self._stops = 0
         self._error: BaseException | None = None
         self._output = Output(writer, self._give_up)
@@ -108,7 +118,7 @@ class _Session:
         self._leader = self._lead_on()
 
     async def serve(self, grace: float) -> float:
-        """Serve until the end of the last call, or of the grace: gives what is left of it."""
+        """Serve until the end of the last call, or of the grace time; return the rest of it."""
         await self._over
         if self._stops < 2:
             self.deadline = self._loop.time() + grace
@@ -118,14 +128,14 @@ class _Session:
         if self._output.gone:
             self._give_up()
         await self._ended(0)
-        await self._output.drain(self.deadline)  # before anybody prints about the end, as stderr may be the same pipe
+        await self._output.drain(self.deadline)  # before anything is logged about the end, as stderr may be the same pipe
         await self._close()
         if self._error is not None:
             raise self._error
         return max(0.0, self.deadline - self._loop.time())
 
     def stop(self) -> None:
-        """The first time: begin nothing more. The second time: end."""
+        """Begin no further line; the second time, cancel the calls."""
         self._stops += 1
         _resolve(self._over)
         if self._stops > 1:
@@ -133,7 +143,7 @@ class _Session:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Nobody is there to be answered, or nobody has the time."""
+        """Cancel the calls: the peer does not read, or the time is over."""
         self._output.abandon()
         for call in self._calls:
             call.cancel()
@@ -153,7 +163,7 @@ class _Session:
         self._output.close()
 
     async def _ended(self, more: float) -> None:
-        """Wait for the calls under way until the grace is over, and `more` seconds."""
+        """Wait for the calls in flight until the grace time is over, and `more` seconds."""
         while self._calls and (left := self.deadline + more - self._loop.time()) > 0:
             self._freed = self._loop.create_future()
             await asyncio.wait((self._freed,), timeout=left)
@@ -161,7 +171,7 @@ class _Session:
     # --- lines
 
     def _lead_on(self) -> "asyncio.Task[None]":
-        # Each leader begins with the context variables of the connection, not with those of the call before.
+        # Each leader begins with the context variables of the connection, not with those of the last call.
         leader = start(self._loop, self._lead(), self._context.copy())
         leader.add_done_callback(self._left)
         return leader
@@ -174,7 +184,7 @@ class _Session:
         _resolve(self._freed)
 
     async def _lead(self) -> None:
-        """Begin line after line, until one of them waits: that one keeps this task."""
+        """Begin line after line, until one of them waits: that call keeps this task."""
         task, lines, output = asyncio.current_task(), self._lines, self._output
         assert task is not None
         fresh = copy_context()
@@ -186,13 +196,13 @@ class _Session:
                 output.write(answer)
             if self._leader is not task:
                 return
-            if task.cancelling() or copy_context() != fresh:  # a handler left its traces; to compare costs 40 ns
+            if task.cancelling() or copy_context() != fresh:  # a handler changed the context; the comparison costs 40 ns
                 self._leader = self._lead_on()
                 return
         _resolve(self._over)
 
     async def _read(self) -> bool:
-        """Read some more lines. False at the end."""
+        """Read more lines; return False at the end."""
         while not self._lines:
             data = await self._input.read()
             if not data:
@@ -228,3 +238,124 @@ class _Session:
 def _resolve(future: "asyncio.Future[None] | None") -> None:
     if future is not None and not future.done():
         future.set_result(None)
+
+
+# --- the process: its signals, its stdin and stdout ------------------------------------------------------------------
+
+
+class Stop:
+    """Asks the server to end when it is called, and to end at once when it is called again. Made to be a signal handler."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tell: Callable[[], None] | None = None
+
+    def __call__(self, number: int = 0, _frame: FrameType | None = None) -> None:
+        self._asked += 1
+        if self._asked == 2:
+            # Not a `threading.Thread`: the signal may have come while this very thread holds a lock of that module.
+            _thread.start_new_thread(self._watch, (number,))
+        if self._tell is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._tell)
+
+    def attach(self, tell: Callable[[], None]) -> None:
+        self._loop, self._tell = asyncio.get_running_loop(), tell
+        for _ in range(self._asked):  # before there was a loop
+            self._loop.call_soon(tell)
+
+    def detach(self) -> None:
+        self._tell = None
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _watch(self, number: int) -> None:
+        # A thread, or a handler that never gives the loop back, cannot be ended: the process ends, and they end with it.
+        time.sleep(LAST)
+        if not self._closed:
+            os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def signals(stop: Stop) -> Iterator[None]:
+    """Let SIGTERM and SIGINT call `stop`, so that no KeyboardInterrupt is raised anywhere."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread has signals
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        stop.close()
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def woken_by_signals() -> Iterator[None]:
+    """Wake the loop on signals: any thread may take one, but handlers run in the main thread, which sleeps in the loop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    woken, waking = socket.socketpair()
+    with woken, waking:
+        woken.setblocking(False)
+        waking.setblocking(False)
+        loop.add_reader(woken, woken.recv, 64)
+        before = signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(woken)
+
+
+@contextlib.contextmanager
+def protocol_streams() -> Iterator[tuple[int, int]]:
+    """Yield the descriptors of the protocol, which no handler, C library or child process can reach (rule 4)."""
+    reader, writer = _moved(0, "stdin"), _moved(1, "stdout")
+    stdout = sys.stdout
+    _flush(stdout)
+    _replace(0, os.open(os.devnull, os.O_RDONLY))
+    try:
+        os.dup2(2, 1)
+    except OSError:  # there is no stderr
+        _replace(1, os.open(os.devnull, os.O_WRONLY))
+    sys.stdout = sys.stderr
+    try:
+        yield reader, writer
+    finally:
+        _flush(stdout)
+        try:  # the same for C's stdout, which has a buffer of its own
+            import ctypes  # late: only at the end
+
+            ctypes.CDLL(None).fflush(None)
+        except (ImportError, OSError, AttributeError, TypeError):
+            pass
+        sys.stdout = stdout
+        _replace(0, reader)
+        _replace(1, writer)
+
+
+def _moved(fd: int, name: str) -> int:
+    """Return a duplicate above the three standard descriptors, which children do not inherit."""
+    import fcntl
+
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    except OSError:
+        raise UsageError(f"{name} is closed.", "the protocol needs stdin and stdout", "start the server with both") from None
+
+
+def _replace(fd: int, by: int) -> None:
+    os.dup2(by, fd)
+    os.close(by)
+
+
+def _flush(stream: Any) -> None:
+    """Write out what was printed before the change."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # no stream, a closed one, or no reader
+        stream.flush()
