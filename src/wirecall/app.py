@@ -415,7 +415,7 @@ class App(Declarations):
         """The record of a tool's call holds what MCP clients get, with the value inside."""
         if declared is None or not method.startswith("tools/call:"):
             return result
-        from wirecall.mcp.server.catalog import call_result
+        from wirecall.mcp.server.results import call_result
 
         return call_result(declared)(result)
 

@@ -171,7 +171,7 @@ def _as_kept(where: Found, method: str, value: Any) -> Any:
     """A tool's record holds what MCP clients get (`tools/call`), with the value inside."""
     if not method.startswith("tools/call:"):
         return value
-    from wirecall.mcp.server.catalog import call_result
+    from wirecall.mcp.server.results import call_result
 
     declared = where.method(method)
     if declared is not None:

@@ -7,10 +7,10 @@
 3. A plain function that reads takes the short way: no call, no task and, at 2026-07-28, no coroutine (`at_once`).
 4. A tool's refusal is a result with `isError`, for the model to read; the protocol's is an error. Which is which differs by
    revision (`_as_result`).
-5. Results are made in the fullest form; `catalog.project` takes away what older revisions do not know.
+5. Results are made in the fullest form; `results.project` takes away what older revisions do not know.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -31,18 +31,17 @@ from wirecall.errors import (
 )
 from wirecall.mcp.revisions import STATELESS, Revision
 from wirecall.mcp.server.asking import Id, Peer, Questions, check_capability
-from wirecall.mcp.server.catalog import (
+from wirecall.mcp.server.catalog import Catalog
+from wirecall.mcp.server.results import (
+    INPUT_REQUIRED,
+    Answers,
     CallResult,
-    Catalog,
     call_result,
     completed,
-    from_texts,
-    known_messages,
     project,
     prompt_result,
     read_result,
 )
-from wirecall.mcp.server.results import INPUT_REQUIRED, Answers
 from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Complete, JsonObject, Params, Resumed
 from wirecall.protocol.messages import encode
 from wirecall.server.call import Call
@@ -156,11 +155,13 @@ class Calls:
         """Return the result of `prompts/get`."""
         method, revision = self._catalog.prompt(peer.params.name).method, peer.session.revision
         texts = peer.params.arguments
-        arguments = from_texts(method, {} if texts is UNSET else texts)
+        arguments = _from_texts(method, {} if texts is UNSET else texts)
         result = await self._run(self._begun(peer, method, arguments, prompt_result(method)))
         if result.startswith(INPUT_REQUIRED) or revision.value("structured") == "any":
             return result
-        return known_messages(msgspec.json.decode(result), revision)
+        told = msgspec.json.decode(result)
+        messages = [{**message, "content": revision.known(message["content"])} for message in told["messages"]]
+        return {**told, "messages": messages}
 
     async def read_resource(self, peer: Peer) -> object:
         """Return the result of `resources/read`."""
@@ -169,7 +170,7 @@ class Calls:
         if found is None:
             raise RpcError(int(revision.value("resource not found") or 0), "Resource not found", {"uri": uri})
         resource, names = found
-        arguments = from_texts(resource.method, names)
+        arguments = _from_texts(resource.method, names)
         result = await self._run(self._begun(peer, resource.method, arguments, read_result(resource, uri)))
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
@@ -233,6 +234,21 @@ def _arguments(params: CallTool) -> Raw:
     if bytes(params.arguments)[:1] != b"{":
         raise InvalidParams("params.arguments: expected an object")
     return params.arguments
+
+
+def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
+    """Return arguments that came as texts as JSON, from which the function's parameters are bound."""
+    types, arguments = {p.name: p.type for p in method.signature.parameters}, {}
+    for name, text in texts.items():
+        wanted = types.get(name, str)
+        if wanted in (str, Any):
+            arguments[name] = text
+            continue
+        try:
+            arguments[name] = msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
+        except msgspec.ValidationError as error:
+            raise InvalidParams(f"arguments.{name}: {str(error).lower()}") from None
+    return Raw(encode(arguments)) if arguments else _NO_ARGUMENTS
 
 
 def _as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:

@@ -1,26 +1,21 @@
 """What a server offers: tools, prompts, resources and their templates, and completions.
 
 The definitions are `Method`s of the core, so that their calls take the core's steps: middleware, binding, time limits,
-threads, and for tools the ledger. This file describes them to clients, each revision in its own words (`Catalog.tools` and
-its neighbours), finds them by name or URI, and shapes what their functions return:
-
-    a tool       `call_result`      str, content, Struct, dict, ToolResult, ...  ->  content and structuredContent
-    a prompt     `prompt_result`    str, Message, or several                     ->  messages
-    a resource   `read_result`      str, bytes, Embedded, or several             ->  contents
+threads, and for tools the ledger. This file finds them by name or URI, and describes them to clients, each revision in its
+own words. `calls` calls them, and `results` shapes what their functions return.
 """
 
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import Raw, Struct
 
 from wirecall.errors import InvalidParams, UsageError
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.types import KEYS_CAPABILITY, Content, Embedded, Message, ToolResult, block
+from wirecall.mcp.types import KEYS_CAPABILITY, Content, Message, ToolResult
 from wirecall.protocol.messages import encode
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Method, Registry
@@ -310,133 +305,7 @@ def _titled(method: Method, revision: Revision) -> dict[str, Any]:
     return {"title": method.title} if method.title and revision.has("title") else {}
 
 
-class CallResult(Struct, omit_defaults=True):
-    """What `tools/call` gives, in the fullest form; `project` takes away what a revision does not know."""
-
-    content: list[Any]
-    structured: Any = msgspec.field(default=UNSET, name="structuredContent")
-    is_error: bool = msgspec.field(default=False, name="isError")
-    meta: Any = msgspec.field(default=UNSET, name="_meta")
-
-
-def call_result(method: Method) -> Callable[[Any], CallResult]:
-    """What makes a tool's value a result."""
-    declared = is_structured(method)
-
-    def shape(value: Any) -> CallResult:
-        if declared and type(value) in _PLAIN:
-            sealed = Raw(encode(value))
-            return CallResult([_text(value, sealed)], sealed)
-        if isinstance(value, ToolResult):
-            return _stated(value)
-        if isinstance(value, Content):
-            return CallResult([value.on_wire()])
-        if isinstance(value, (list, tuple)) and value and all(isinstance(item, Content) for item in value):
-            return CallResult([item.on_wire() for item in value])
-        if declared or isinstance(value, dict):
-            sealed = Raw(encode(value))
-            return CallResult([_text(value, sealed)], sealed)
-        return CallResult([] if value is None else [_text(value, None)])
-
-    return shape
-
-
-_PLAIN = frozenset({int, float, bool, dict})
-
-
-def _stated(value: ToolResult) -> CallResult:
-    structured = UNSET if value.structured is UNSET else Raw(encode(value.structured))
-    blocks = [block(item) for item in value.content]
-    if structured is not UNSET and not blocks:
-        blocks = [_text(value.structured, structured)]
-    return CallResult(blocks, structured, value.is_error, UNSET if value.meta is None else value.meta)
-
-
-def _text(value: Any, sealed: Raw | None) -> dict[str, Any]:
-    """The text beside structured content, for clients that read only that."""
-    text = value if isinstance(value, str) else bytes(sealed if sealed is not None else encode(value)).decode()
-    return {"type": "text", "text": text}
-
-
-_decode_result = msgspec.json.Decoder(CallResult).decode
-
-
-def project(result: bytes, method: Method, revision: Revision) -> CallResult:
-    """A result in the words of an older revision: unknown members are left out, unknown content becomes text."""
-    told = _decode_result(result)
-    told.content = [revision.known(item) for item in told.content]
-    shape = revision.value("structured")
-    if shape is None:
-        told.structured = UNSET
-    elif shape == "object" and told.structured is not UNSET:
-        schema = output_schema(method)
-        if not isinstance(told.structured, dict) or (schema is not None and not is_object_schema(schema)):
-            told.structured = {"result": told.structured} if schema is not None else UNSET
-    return told
-
-
 # --- prompts and resources -------------------------------------------------------------------------------------------
-
-
-def prompt_result(method: Method) -> Callable[[Any], dict[str, Any]]:
-    described = {"description": method.description} if method.description else {}
-
-    def shape(value: Any) -> dict[str, Any]:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return {**described, "messages": [_message(item).on_wire() for item in items]}
-
-    return shape
-
-
-def _message(item: Any) -> Message:
-    return item if isinstance(item, Message) else Message("user", item)
-
-
-def known_messages(result: Any, revision: Revision) -> Any:
-    return {**result, "messages": [{**m, "content": revision.known(m["content"])} for m in result["messages"]]}
-
-
-def read_result(resource: Resource, uri: str) -> Callable[[Any], dict[str, Any]]:
-    def shape(value: Any) -> dict[str, Any]:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return {"contents": [_contents(item, uri, resource.mime_type).contents() for item in items]}
-
-    return shape
-
-
-def _contents(item: Any, uri: str, mime_type: str | None) -> Embedded:
-    if isinstance(item, Embedded):
-        return item
-    if isinstance(item, bytes):
-        return Embedded(uri, blob=item, mime_type=mime_type or "application/octet-stream")
-    if isinstance(item, str):
-        return Embedded(uri, text=item, mime_type=mime_type or "text/plain")
-    return Embedded(uri, text=encode(item).decode(), mime_type=mime_type or "application/json")
-
-
-def completed(value: Any) -> dict[str, Any]:
-    """At most 100 values travel; the rest is only counted."""
-    values = [str(item) for item in value]
-    return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}
-
-
-def from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
-    """Arguments that come as texts, as the JSON that the function's parameters are bound from."""
-    wanted = {p.name: p.type for p in method.signature.parameters}
-    return (
-        Raw(encode({name: _converted(name, text, wanted.get(name, str)) for name, text in texts.items()}))
-        if texts
-        else _NO_ARGUMENTS
-    )
-
-
-def _converted(name: str, text: str, wanted: Any) -> Any:
-    if wanted in (str, Any):
-        return text
-    try:
-        return msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
-    except msgspec.ValidationError as error:
-        raise InvalidParams(f"arguments.{name}: {str(error).lower()}") from None
 
 
 def _argument(name: str, required: bool, schema: dict[str, Any]) -> dict[str, Any]:
