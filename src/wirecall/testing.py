@@ -1,9 +1,9 @@
-"""For tests of programs that use wirecall: a client without sockets, faults on its way, and a clock that nobody waits for.
+"""For tests of programs that use wirecall: a client without sockets, faults on its way, and a clock that passes at once.
 
     async with testing.client(app, faults=Faults(drop_reply=1)) as client:
         await client.call("order", {"sku": "tea"})      # the first answer is lost, the second attempt brings it
 
-`Faults` are about the calls of the program: what client and server say to each other to begin with is left alone.
+`Faults` are about the calls of the program: the messages of a handshake pass.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _PRELUDE = frozenset({"rpc.discover", "server/discover", "initialize", "notifica
 
 
 class FakeClock:
-    """A clock that is moved by whoever sleeps on it. `slept` tells for how long."""
+    """A clock that a sleep moves on at once. `slept` has the seconds of each."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -41,10 +41,10 @@ class FakeClock:
 
 
 class Faults:
-    """What goes wrong between a client and its server.
+    """Faults between a client and its server.
 
-    `drop_reply` answers are lost after the server has given them; every answer takes `delay` seconds longer; after
-    `cut_after` messages the server is out of reach, until `heal`.
+    `drop_reply` answers are lost after the server has sent them; every answer takes `delay` seconds longer; after
+    `cut_after` messages the server cannot be reached, until `heal`.
     """
 
     def __init__(self, *, drop_reply: int = 0, delay: float = 0.0, cut_after: int | None = None) -> None:
@@ -54,11 +54,11 @@ class Faults:
         self.messages = 0  # that reached the server
 
     def heal(self) -> None:
-        """From now on, nothing goes wrong."""
+        """End all faults."""
         self.drop_reply, self.delay, self.cut_after = 0, 0.0, None
 
     def on(self, link: Link) -> Link:
-        """A link with these faults."""
+        """Return a link with these faults."""
         return _Faulty(link, self)
 
 
@@ -109,7 +109,7 @@ class _Faulty:
 
 
 class _Held(Exchange):
-    """Keeps what is meant for an exchange, until it is released."""
+    """Holds the answers of an exchange back, until they are released."""
 
     __slots__ = ("_held", "_real")
 

@@ -257,6 +257,14 @@ async def test_a_callback_hears_of_lists_and_of_what_was_subscribed_to(target: A
     assert heard == [Change("updated", WATCHED), Change("prompts")]
 
 
+async def test_a_client_that_is_not_open_says_so(shop: App) -> None:
+    client = connect(shop, protocol="mcp")
+    for call in (client.list_tools(), client.call_tool("price"), client.ping(), client.listen(uris=["x://y"]).__aenter__()):
+        with pytest.raises(UsageError, match="The client is not open"):
+            await call
+    await client.aclose()
+
+
 async def test_who_subscribes_without_a_callback_is_told_how(shop: App) -> None:
     async with client_of(shop) as client:
         with pytest.raises(UsageError, match="on_change"):

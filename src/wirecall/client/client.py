@@ -143,15 +143,14 @@ class JsonRpc:
     asked again, one that was not reached is.
     """
 
+    delivery: Delivery
     has_rounds = False
 
     def __init__(self, kinds: Mapping[str, str] | None) -> None:
         self._kinds = kinds  # "query" or "command", by name; None: not asked yet
         self._asking = asyncio.Lock()
-        self._delivery: Delivery | None = None
 
-    async def begin(self, delivery: Delivery) -> None:
-        self._delivery = delivery
+    async def begin(self) -> None: ...
 
     async def end(self) -> None: ...
 
@@ -169,12 +168,11 @@ class JsonRpc:
         entry.safe = entry.key is not None or entry.query is True or kind == "query"
 
     async def _discover(self, timeout: float) -> None:
-        assert self._delivery is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout * 0.6), self._asking:
                 if self._kinds is not None:
                     return
-                answer = await self._delivery.ask("rpc.discover", min(DISCOVERY, timeout / 2))
+                answer = await self.delivery.ask("rpc.discover", min(DISCOVERY, timeout / 2))
                 if isinstance(answer.error, NotSent | ConnectionLost):
                     return
                 document = answer.result() if answer.ok else None

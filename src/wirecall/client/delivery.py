@@ -87,7 +87,7 @@ class Retry(Struct, frozen=True, kw_only=True):
 
 
 class Options(Struct, kw_only=True):
-    """What `connect` was told, as far as every client needs it; `connect` explains each option."""
+    """The options of every client; `connect` explains each of them."""
 
     timeout: float = 30.0
     retry: Retry = Retry()
@@ -139,9 +139,10 @@ def asked_pause(error: Exception | None) -> float:
 class Dialect(Protocol):
     """What a client and its server say to each other beyond JSON-RPC 2.0. `JsonRpc` adds only keys; MCP has its own."""
 
+    delivery: "Delivery"  # sets itself
     has_rounds: bool  # a settled entry may have to be sent again (`goes_on`)
 
-    async def begin(self, delivery: "Delivery") -> None:
+    async def begin(self) -> None:
         """Agree with the server on how to speak. The link is open."""
 
     async def end(self) -> None:
@@ -185,6 +186,7 @@ class Delivery:
         self.arrays = Arrays()
         self.state: Literal["new", "open", "closed"] = "new"
         self._dialect = dialect
+        dialect.delivery = self
         self._last_id = 0
         self._coalescer = None if options.coalesce is None else Coalescer(options.coalesce, self._deliver_together)
 
@@ -192,7 +194,7 @@ class Delivery:
         """Open the link, and agree with the server on how to speak."""
         await self.link.open()
         self.state = "open"
-        await self._dialect.begin(self)
+        await self._dialect.begin()
 
     async def aclose(self) -> None:
         """Close the link. Calls in flight fail."""
@@ -399,7 +401,7 @@ class Delivery:
 
     @staticmethod
     def _finish(entry: AnyEntry) -> None:
-        """Settle an entry for good. An earlier attempt may have run, whatever the last one ended with."""
+        """Settle an entry for good. If an earlier attempt may have run, a refusal of the last one does not say "no"."""
         error = entry.error
         if entry.unclear and isinstance(error, CallFailed | RpcError) and error.ran == "no":
             if isinstance(error, CallFailed):
@@ -472,7 +474,7 @@ class Coalescer:
     async def _carry(self, entries: list[AnyEntry]) -> None:
         try:
             await self._send(entries)
-        finally:  # whatever happened: no caller is left waiting
+        finally:  # no caller is left waiting, also if this is cancelled
             for entry in entries:
                 if not entry.is_settled:
                     entry.fail(ConnectionLost("the client was closed"))

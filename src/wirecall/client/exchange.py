@@ -1,11 +1,11 @@
-"""Collected on their way: one (`Entry`), a message of them (`Exchange`), and a user's batch (`Batch`).
+"""Calls in flight: one (`Entry`), a message of them (`Exchange`), and a user's batch (`Batch`).
 
 An entry is settled once: by its own answer, or by one error of its own. The rules by which answers find entries:
 
-1. By id, in whatever order they come. The ids are ours and are new for every attempt, so an answer to an attempt that was
-   given up meets nobody.
-2. An id that we did not send answers nothing. The entries that are left without an answer say so, and what came instead.
-3. An id that is answered twice is an entry whose answer nobody knows.
+1. By id, in any order. The client makes new ids for every attempt, so an answer to an attempt that was given up finds no
+   entry.
+2. An id that the client did not send answers nothing. The error of an entry without an answer quotes what came instead.
+3. An id that is answered twice makes a bad answer, because either may be the true one.
 4. An error without an id answers the whole message; so does a lone error that answers an array under a strange id.
 """
 
@@ -121,7 +121,7 @@ class Entry(Generic[T]):
 
 
 class Exchange:
-    """One message under way, and the entries in it that are still open."""
+    """One message in flight, and the entries in it that are still open."""
 
     __slots__ = (
         *("array", "begun", "data", "entries", "is_refused", "is_standing"),
@@ -283,7 +283,7 @@ class Sender(Protocol):
 
 
 class Collected:
-    """Collected that are collected, to leave together."""
+    """Calls that are collected, to leave together."""
 
     def __init__(self, client: Sender) -> None:
         self._client = client
@@ -325,7 +325,7 @@ class Collected:
 
 
 class Batch(Collected):
-    """Collected that are collected in a block and sent at its end; nothing is sent if the block fails."""
+    """Calls that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
     async def __aenter__(self) -> Self:
         return self

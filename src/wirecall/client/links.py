@@ -60,7 +60,7 @@ class HttpLink:
 def refuse_by_status(exchange: Exchange, answer: HttpAnswer, body: bytes) -> None:
     """Take an answer whose status is not 2xx: JSON-RPC errors in its body count, or else the status.
 
-    401 and 403 refuse the caller, whatever the body says about it.
+    401 and 403 refuse the caller, so the body does not count.
     """
     if answer.status in (401, 403):
         exchange.refuse(status_error(answer, body))

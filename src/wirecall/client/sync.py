@@ -79,7 +79,7 @@ class SyncClient:
 
 
 class SyncBatch(Collected):
-    """Collected that are collected in a block and sent at its end; nothing is sent if the block fails."""
+    """Calls that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
     def __init__(self, client: Client, loop: "Loop") -> None:
         super().__init__(client)

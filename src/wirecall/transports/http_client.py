@@ -31,7 +31,7 @@ CONNECTIONS = 100  # side by side; a request beyond waits for a free one
 
 
 class Sent(Protocol):
-    """An object that is told that the server may have the message."""
+    """A message whose flag is set when the server may have it."""
 
     sent: bool
 

@@ -277,8 +277,8 @@ class _Told(Struct):
 class Inbox:
     """Takes requests and notifications of one server.
 
-    1. A function that is told is called at once, in the order of the messages; a coroutine function has its turn after those
-       that were told before. What it raises is logged, and disturbs no one else.
+    1. A callback is called at once, in the order of the messages; a coroutine function runs after the callbacks before it.
+       An exception that it raises is logged.
     2. A question of the server's is answered by the host, beside everything else; the server may take it back. At 2026-07-28
        a server must not ask so, and gets no answer.
     3. A message that cannot be read, or is of no known kind, is passed over; so is a question beyond `QUESTIONS` that wait

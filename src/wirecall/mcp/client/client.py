@@ -197,7 +197,7 @@ class McpClient(Client):
 
 
 class McpCollected(Collected):
-    """Collected of MCP that are collected: tools by their names, any other method by `call`."""
+    """Calls of MCP that are collected: tools by their names, any other method by `call`."""
 
     def __init__(self, client: McpClient) -> None:
         super().__init__(client)
@@ -219,7 +219,7 @@ class McpCollected(Collected):
 
 
 class McpBatch(McpCollected, Batch):
-    """Collected of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
+    """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
 
 # --- connecting ------------------------------------------------------------------------------------------------------

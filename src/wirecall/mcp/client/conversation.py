@@ -113,6 +113,8 @@ _asked_in = msgspec.json.Decoder(_Asked).decode
 class Conversation:
     """The client's side of one conversation."""
 
+    delivery: Delivery
+
     def __init__(
         self,
         link: McpLink,
@@ -154,7 +156,6 @@ class Conversation:
         self._listening = Listening(self.tell, self._listen, options.timeout, options.clock)
         self._listens: dict[int | str, asyncio.Task[bool]] = {}
         self._subscribed: Changes | None = None
-        self._delivery: Delivery | None = None
         self._speak_on(link)
 
     @property
@@ -168,9 +169,8 @@ class Conversation:
 
     # --- beginning and end -------------------------------------------------------------------------------------------
 
-    async def begin(self, delivery: Delivery) -> None:
+    async def begin(self) -> None:
         """Agree on a revision, and listen to all lists if `on_change` was given."""
-        self._delivery = delivery
         try:
             agreed = await self._handshake().agree()
         except (Refused, RpcError) as refusal:
@@ -186,7 +186,7 @@ class Conversation:
                 raise refusal from None
             await self.link.aclose()
             self._speak_on(older)
-            delivery.link = self._options.wrap(older)
+            self.delivery.link = self._options.wrap(older)
             agreed = await self._handshake().initialize(self._pinned or HANDSHAKE[-1])
         await self._adopt(agreed)
         if self._on_change is not None and self.is_stateless:
@@ -220,7 +220,6 @@ class Conversation:
 
     async def _adopt(self, agreed: Agreed) -> None:
         """Speak as was agreed."""
-        assert self._delivery is not None
         revision = agreed.revision
         self.revision = self.link.revision = self._inbox.revision = revision
         self.has_rounds = self._listening.is_stateless = revision.is_stateless
@@ -228,9 +227,9 @@ class Conversation:
         experimental = agreed.capabilities.get("experimental")
         self.honours_keys = isinstance(experimental, dict) and KEYS_CAPABILITY in experimental
         self.lists.has_headers = isinstance(self.link, McpHttpLink) and revision.has("http headers repeat the body")
-        if self._delivery.arrays.legal or not revision.has_arrays:  # what was learned of the server's arrays stays
+        if self.delivery.arrays.legal or not revision.has_arrays:  # what was learned of the server's arrays stays
             has = "has" if revision.has_arrays else "has no"
-            self._delivery.arrays = Arrays(revision.has_arrays, f"MCP {revision.name} {has} arrays")
+            self.delivery.arrays = Arrays(revision.has_arrays, f"MCP {revision.name} {has} arrays")
         if revision.is_stateless:
             self._seal(self._describe(revision))
             return
@@ -239,7 +238,7 @@ class Conversation:
         await self.link.listen()
 
     async def _renew(self) -> None:
-        """Begin again: the server, or its session, is a new one. What the old one was told is told again."""
+        """Begin again, because the server or its session is a new one: set its log level and its subscriptions anew."""
         revision = self.revision
         assert revision is not None
         await self._adopt(await self._handshake().initialize(revision))
@@ -272,9 +271,8 @@ class Conversation:
 
     async def _post(self, method: str, params: Any, timeout: float, *, array: bool = False) -> AnyEntry:
         """Send one request, once and in any session; return it settled."""
-        assert self._delivery is not None
         entry: AnyEntry = Entry(method, None, lambda _entry: None, timeout=timeout)
-        entry.id = self._delivery.next_id()
+        entry.id = self.delivery.next_id()
         message = _Message(entry.id, method, params)
         exchange = Exchange(encode([message] if array else message), [entry], array, lambda _entry: None)
         try:
@@ -290,8 +288,7 @@ class Conversation:
 
     async def try_arrays(self) -> None:
         """Find out whether a server on a pipe drops arrays without a word, by a ping: its loss loses nothing."""
-        assert self._delivery is not None
-        arrays = self._delivery.arrays
+        arrays = self.delivery.arrays
         if not arrays.legal or not self.link.is_pipe or self._has_tried_arrays or self.honours_keys:
             return
         entry = await self._post("ping", UNSET, ARRAY_PROBE, array=True)
@@ -303,7 +300,6 @@ class Conversation:
 
     async def ask(self, method: str, params: JsonObject | None, read: Callable[[Raw], T], timeout: float | None = None) -> T:
         """Call a method of MCP's own, and return its result as `read` makes it."""
-        assert self._delivery is not None
 
         def read_raw(entry: AnyEntry) -> T:
             assert entry.raw is not None
@@ -311,7 +307,7 @@ class Conversation:
 
         given = self._options.timeout if timeout is None else timeout
         entry: Entry[T] = Entry(method, params, self.read, timeout=given, extra=Extra(read=read_raw))
-        await self._delivery.run(entry)
+        await self.delivery.run(entry)
         return entry.result()
 
     async def tell(self, method: str, params: JsonObject) -> None:
@@ -494,9 +490,8 @@ class Conversation:
 
     async def _listen(self, params: JsonObject, began: Callable[[int], None]) -> None:
         """Send one `subscriptions/listen`, and return when its stream ends. It has no deadline."""
-        assert self._delivery is not None
         entry: AnyEntry = Entry("subscriptions/listen", params, lambda _entry: None, timeout=1.0)
-        entry.id = self._delivery.next_id()
+        entry.id = self.delivery.next_id()
         began(entry.id)
         message = _Message(entry.id, entry.method, {**params, "_meta": self._envelope})
         exchange = Exchange(encode(message), [entry], False, lambda _entry: None)

@@ -12,7 +12,7 @@
 
 `McpLineLink`:
 
-1. A message is a line. Answers find their exchange by id, in whatever order they come.
+1. A message is a line. Answers find their exchange by id, in any order.
 2. A pipe that has ended is opened anew by the next message. Where there is a handshake, the new one is greeted first.
 3. A caller that stops waiting is announced with `notifications/cancelled`, in every revision.
 
@@ -79,7 +79,7 @@ class McpLink(Link, Protocol):
 
 
 def cancellation(id: int) -> bytes:
-    """Return the notification that the answer to a request is no longer waited for."""
+    """Return the notification that the caller of a request stopped waiting."""
     params = {"requestId": id, "reason": "the caller stopped waiting for the answer"}
     return encode({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": params})
 

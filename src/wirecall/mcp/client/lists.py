@@ -3,8 +3,9 @@
 1. A list is what all its pages say. A cursor is any text, the empty one too; only its absence ends a list. A cursor that
    the server does not know any more means that the list has changed: it is read anew, once.
 2. Where the server names a time (2026-07-28, `ttlMs`), a list is kept for it; each page has its own clock, and the first
-   that runs out ends it for all. A change that is told ends it at once. Older revisions name no time, and nothing is kept.
-3. What calls have to know of a tool (its hints, its marks) is at most `KNOWN` seconds old, or as old as the list may be.
+   that runs out ends it for all. A notification of a change ends it at once. Older revisions name no time, so nothing is
+   kept.
+3. The hints and marks of tools, which calls need, are at most `KNOWN` seconds old, or as old as the list may be.
 """
 
 from collections.abc import Awaitable, Callable

@@ -3,7 +3,7 @@
 1. 2026-07-28 is tried by `server/discover`. A server that answers with its result, or with an error that only that revision
    has, speaks it. A version it does not serve (-32022) is replaced by one that it lists, even if that is the one that was
    sent.
-2. Any other answer, whatever its code or status, is an older server's: then `initialize` offers the newest revision with a
+2. Any other answer, of any code or status, is an older server's: then `initialize` offers the newest revision with a
    handshake, and the server's answer counts if this client speaks it.
 3. On a pipe an older server may also stay silent. After `PROBE` seconds `initialize` is sent as well, and the first success
    of the two decides: a server that is slow to start is not an old one.

@@ -126,7 +126,7 @@ class SyncMcpClient(SyncClient):
 
 
 class SyncMcpBatch(McpCollected, SyncBatch):
-    """Collected of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
+    """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
     def __init__(self, client: McpClient, loop: Loop) -> None:
         SyncBatch.__init__(self, client, loop)
