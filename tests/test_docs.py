@@ -100,7 +100,7 @@ def test_every_field_of_limits_is_explained() -> None:
 
 
 def test_every_term_of_a_command_is_explained() -> None:
-    from wirecall.server.terms import Terms
+    from wirecall.server.method import Terms
 
     page = (ROOT / "docs" / "commands.md").read_text()
     assert all(f"| `{field}` |" in page for field in Terms.__struct_fields__ if field != "reconcile")

@@ -7,7 +7,7 @@ from wirecall.app import App
 from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
 from wirecall.protocol.limits import Limits
 from wirecall.server.context import Context
-from wirecall.server.terms import CannotTell, Done, Kind, NotDone, ToolAnnotations
+from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
 
 if TYPE_CHECKING:
     from wirecall.client.connect import connect, connect_sync

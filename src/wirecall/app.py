@@ -17,9 +17,8 @@ from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Data, Id
-from wirecall.server.method import Method
+from wirecall.server.method import Done, Execution, Kind, Method, NotDone, Terms
 from wirecall.server.policy import ANONYMOUS, Mode, Policy
-from wirecall.server.terms import Done, Execution, Kind, NotDone, Terms
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Lock, Task

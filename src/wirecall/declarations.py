@@ -12,8 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from wirecall.errors import UsageError
-from wirecall.server.method import Method, Registry
-from wirecall.server.terms import EVERYWHERE, Execution, Exposed, KeyRule, Kind, OnCrash, Terms, ToolAnnotations
+from wirecall.server.method import (
+    EVERYWHERE,
+    Execution,
+    Exposed,
+    KeyRule,
+    Kind,
+    Method,
+    OnCrash,
+    Registry,
+    Terms,
+    ToolAnnotations,
+)
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog

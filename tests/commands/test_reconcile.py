@@ -12,7 +12,7 @@ from tests.ledger import LEASE
 from tests.servers import Store
 from wirecall import App, Context
 from wirecall.ledger.base import Claim, Ledger, Record, State
-from wirecall.server.terms import CannotTell, Done, NotDone
+from wirecall.server.method import CannotTell, Done, NotDone
 
 
 @pytest.mark.parametrize("form", ["plain", "async"])

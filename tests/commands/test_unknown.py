@@ -9,7 +9,7 @@ from tests.ledger import LEASE, claim_of, outcome_of
 from tests.servers import Store
 from wirecall import App
 from wirecall.ledger.base import Ledger, RecordId, State
-from wirecall.server.terms import Done, NotDone
+from wirecall.server.method import Done, NotDone
 
 
 async def test_a_holder_that_vanished_leaves_an_unknown_outcome(

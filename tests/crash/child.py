@@ -32,7 +32,7 @@ from wirecall import App, Context, Done, NotDone, jsonrpc
 from wirecall.ledger.base import Claim, Ledger, Outcome, Record, RecordId, Token, Transaction, open_ledger
 from wirecall.ledger.sqlite import commits as sqlite_commits
 from wirecall.process import new_nonce
-from wirecall.server.terms import OnCrash
+from wirecall.server.method import OnCrash
 
 Step: TypeAlias = Literal[
     "before_claim",

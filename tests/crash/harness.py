@@ -32,8 +32,8 @@ from tests.crash import child
 from tests.crash.child import METHOD, Facts, Order, Step, read_effects
 from tests.servers import TRANSACTIONAL, Store
 from wirecall.ledger.base import RecordId
+from wirecall.server.method import OnCrash
 from wirecall.server.policy import ANONYMOUS
-from wirecall.server.terms import OnCrash
 
 # What a retry is told after a process was killed at a step, and how many effects the key has then. The columns say what the
 # method declared; "point" means that its handler calls ctx.commit_point(). Where that changes nothing, one column holds for

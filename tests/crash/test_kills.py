@@ -11,7 +11,7 @@ import pytest
 from tests.crash.harness import MATRIX, STEPS, Bench, Crew, Story, Trial, all_trials, random_trials, summary
 from tests.servers import DURABLE, Store
 from tests.size import sized
-from wirecall.server.terms import OnCrash
+from wirecall.server.method import OnCrash
 
 SEED = int(os.environ.get("CRASH_SEED") or random.randrange(1 << 32))
 

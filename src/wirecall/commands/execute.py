@@ -68,7 +68,7 @@ from wirecall.ledger.base import State as RecordState
 from wirecall.logs import logger
 from wirecall.server.call import Call
 from wirecall.server.context import Context, InputRequired
-from wirecall.server.terms import CannotTell, Done, NotDone
+from wirecall.server.method import CannotTell, Done, NotDone
 from wirecall.stepping import in_thread, settled, start
 
 # Seconds that a stop waits for handlers that do not heed their cancellation.

@@ -46,9 +46,8 @@ from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Frame, correlation_of
 from wirecall.server.context import Context, InputRequired, call_of
 from wirecall.server.events import Ended, Events, log
-from wirecall.server.method import Method, Registry
+from wirecall.server.method import Execution, Method, Registry
 from wirecall.server.policy import ANONYMOUS, Policy, fingerprint
-from wirecall.server.terms import Execution
 from wirecall.stepping import in_thread, is_closing, needs_loop, resume, settled
 
 Reply: TypeAlias = Answer | None  # None: a notification gets none

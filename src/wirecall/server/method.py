@@ -1,20 +1,91 @@
 """Methods, and the registry that holds them.
 
-A method is one function and what was declared about it. All of it is read and checked when it is registered
-(`contradictions`); nothing is left to be found out by the first caller.
+A method is one function and what was declared about it: its kind (P1), its parameters, and, for a command, its terms. All of
+it is read and checked when it is registered, so that the first caller finds nothing out. A contradiction is an error that
+says why, and what to write instead.
 """
 
+import enum
+import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
+from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.protocol.params import Signature
 from wirecall.server.context import Context
-from wirecall.server.contradictions import check, check_reconciler
-from wirecall.server.functions import code_of, documented, is_async, mentions
-from wirecall.server.terms import EVERYWHERE, Execution, Exposed, KeyRule, Kind, Terms
+
+Execution: TypeAlias = Literal["sequential", "parallel"]
+OnCrash: TypeAlias = Literal["unknown", "rerun", "reconcile", "transactional"]
+Exposed: TypeAlias = Literal["rpc", "mcp"]
+KeyRule: TypeAlias = Literal["optional", "required", "ask"]
+
+EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
+
+# Every method of every revision of MCP, and the names that later ones would have.
+MCP_METHODS = ("initialize", "ping")
+MCP_FAMILIES = (
+    "completion/",
+    "elicitation/",
+    "logging/",
+    "notifications/",
+    "prompts/",
+    "resources/",
+    "roots/",
+    "sampling/",
+    "server/",
+    "subscriptions/",
+    "tasks/",
+    "tools/",
+)
+
+LONGEST_TOOL_NAME = 128
+_NAME_MARKS = str.maketrans("_-.", "aaa")
+
+
+class Kind(enum.Enum):
+    """What a method does to the world: a query reads, a command changes something. There is no third kind and no default."""
+
+    QUERY = "query"
+    COMMAND = "command"
+
+
+class Terms(Struct, frozen=True, kw_only=True):
+    """What a command declares about its own retries; docs/commands.md explains each field."""
+
+    on_crash: OnCrash = "unknown"
+    retention: float = 86_400
+    lease: float = 30
+    wait: float = 25
+    max_stored_result: int = 262_144
+    reconcile: Callable[..., Any] | None = None
+    commit_point: bool = False  # the handler calls ctx.commit_point() itself
+
+
+class Done(Struct, frozen=True):
+    """A reconcile function's answer: the command took effect, with this result."""
+
+    result: Any = None
+
+
+class NotDone(Struct, frozen=True):
+    """A reconcile function's answer: the command did not take effect and may run."""
+
+
+class CannotTell(Struct, frozen=True):
+    """A reconcile function's answer: it does not know; the outcome stays unknown until an operator resolves it."""
+
+
+class ToolAnnotations(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool's hints in MCP's words; a hint that is left out has the specification's default (T1)."""
+
+    title: str | None = None
+    readOnlyHint: bool = False  # noqa: N815
+    destructiveHint: bool | None = None  # noqa: N815
+    idempotentHint: bool | None = None  # noqa: N815
+    openWorldHint: bool | None = None  # noqa: N815
 
 
 class Method:
@@ -42,12 +113,14 @@ class Method:
         output_schema: dict[str, Any] | None = None,
         reserved: bool = False,
     ) -> None:
+        import inspect  # late: `import wirecall` stays light
+
         self.function = function
         self.kind = kind
         self.is_command = kind is Kind.COMMAND  # asked several times in every call
         self.name = name or str(getattr(function, "__name__", ""))
         self.title = title
-        self.description = description or documented(function)
+        self.description = description or inspect.cleandoc(getattr(function, "__doc__", None) or "")
         self.expose = tuple(expose)
         self.key = key
         self.input_schema = input_schema
@@ -58,14 +131,23 @@ class Method:
         self.destructive = destructive
         self.idempotent = idempotent
         self.open_world = open_world
-        self.is_async = is_async(function)
+        target = getattr(function, "func", function)  # functools.partial
+        self.is_async = any(map(inspect.iscoroutinefunction, (target, type(target).__call__)))
+        self.is_generator = any(
+            inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in (target, type(target).__call__)
+        )
         self.signature = Signature(function, inject=Context, keyed=self.is_command)
-        self.terms = _settled(terms or Terms(), function, self.signature)
+        self.terms = terms or Terms()
+        # A handler that takes a context and names `commit_point` calls it; any other has passed it on entry.
+        code = getattr(function, "__code__", None)
+        if not self.terms.commit_point and self.signature.injected and isinstance(code, types.CodeType):
+            self.terms = msgspec.structs.replace(self.terms, commit_point=_mentions(code, "commit_point"))
         # In a plain function ctx.commit_point() blocks, so it must not run on the loop.
         self.blocking = blocking or (self.is_command and self.terms.commit_point and not self.is_async)
         self.can_wait = self.blocking or self.terms.on_crash in ("reconcile", "transactional") or self.is_async
-        check(self, reserved)
-        self._reconciler = _reconciler(self)
+        for why, fix in _faults(self, reserved):
+            raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
+        self._reconciler = _reconciler(self) if self.terms.reconcile else None
         self.bind = self.signature.bind
         # The dispatcher runs a plain method without building a context; what makes a method plain never changes.
         self.plain = (
@@ -73,7 +155,7 @@ class Method:
         )
 
     def reconcile(self, context: Context) -> Any:
-        """What the declared reconcile function says about an earlier run of the same command, or something to await."""
+        """Ask the declared reconcile function about an earlier run of the same command; may return an awaitable."""
         assert self._reconciler is not None
         args, keywords = self._reconciler.bind_all(context.params, context)
         return self._reconciler.function(*args, **keywords)
@@ -112,17 +194,95 @@ class Registry:
         return len(self.methods)
 
 
-def _settled(terms: Terms, function: Callable[..., Any], signature: Signature) -> Terms:
-    """A handler that takes a context and names `commit_point` calls it; any other has passed it on entry."""
-    code = code_of(function)
-    if terms.commit_point or not signature.injected or code is None:
-        return terms
-    return msgspec.structs.replace(terms, commit_point=mentions(code, "commit_point"))
+def _mentions(code: types.CodeType, name: str) -> bool:
+    """Whether a name is read in the code, or in a function inside it."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return name in code.co_names or any(_mentions(const, name) for const in inner)
 
 
-def _reconciler(method: Method) -> Signature | None:
-    if method.terms.reconcile is None:
-        return None
+def _reconciler(method: Method) -> Signature:
+    """Return the signature of the reconcile function; it is asked with the params of its command."""
+    assert method.terms.reconcile is not None
     signature = Signature(method.terms.reconcile, inject=Context, keyed=True)
-    check_reconciler(method, signature)
+    theirs, ours = ([p.name for p in s.parameters] for s in (signature, method.signature))
+    if theirs != ours:
+        raise UsageError(
+            f"The reconcile function of {method.name} cannot be asked.",
+            f"it takes ({', '.join(theirs)}), the command takes ({', '.join(ours)})",
+            "give it the command's own parameters",
+        )
     return signature
+
+
+def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
+    """Yield everything that is wrong with a declaration, as (why, fix). A method of the protocol's own is `reserved`."""
+    # The name.
+    if not method.name:
+        yield "a method needs a name", 'name="..."'
+    if not reserved:
+        # JSON-RPC 2.0, section 4.1: names that begin with "rpc." are reserved for the protocol and its extensions.
+        if method.name.startswith("rpc."):
+            yield 'names that begin with "rpc." belong to the protocol', "choose another name"
+        # JSON-RPC and MCP share one line on stdio, so a method of the one must not have the name of a method of the other.
+        if "rpc" in method.expose and (method.name in MCP_METHODS or method.name.startswith(MCP_FAMILIES)):
+            yield "the name is that of a method of MCP", 'choose another name, or serve it as a tool alone: expose=("mcp",)'
+
+    # Query or command.
+    if method.is_command and method.notification_allowed:
+        why = "a command without an id is never executed, so it cannot be a notification"
+        yield why, "make it a query, or drop notification_allowed"
+    if not method.is_command and method.destructive:
+        yield "a query reads, so it cannot be destructive", "register it with @app.command"
+    if not method.is_command and method.idempotent is False:
+        yield "a query reads, so it can be repeated", "drop idempotent=False, or register it with @app.command"
+
+    # The function, and how it runs.
+    if method.is_generator:
+        why = "a generator function gives a generator and not a result"
+        yield why, "return a list, or report progress with ctx.progress"
+    if any(parameter.name == "self" for parameter in method.signature.parameters):
+        yield "a caller would have to send `self`", "register the method of an object: app.query(shop.price)"
+    if method.blocking and method.is_async:
+        why = "a coroutine function runs on the event loop, blocking=True is for plain functions"
+        yield why, "drop blocking=True, or make the function a plain one"
+    if method.timeout is not None and not _is_amount(method.timeout):
+        yield f"timeout must be a number of seconds above 0, got {method.timeout!r}", "timeout=5"
+    if method.timeout is not None and not (method.is_async or method.blocking):
+        yield "a plain function cannot be interrupted", "make it async, or declare blocking=True"
+
+    # The terms of a command.
+    on_crash, reconcile = method.terms.on_crash, method.terms.reconcile
+    if on_crash == "reconcile" and reconcile is None:
+        fix = "reconcile=a function that takes the command's params and returns Done(result), NotDone() or CannotTell()"
+        yield 'on_crash="reconcile" needs a function that tells what happened', fix
+    if on_crash != "reconcile" and reconcile is not None:
+        why = 'a reconcile function is asked only with on_crash="reconcile"'
+        yield why, 'declare on_crash="reconcile", or drop the function'
+    for option, value, words in (
+        ("on_crash", on_crash, get_args(OnCrash)),
+        ("key", method.key, get_args(KeyRule)),
+        ("execution", method.execution, (None, *get_args(Execution))),
+    ):
+        if value not in words:
+            known = [word for word in words if word is not None]
+            yield f"{option} must be one of {', '.join(known)}, got {value!r}", f'{option}="{known[0]}"'
+    if not method.is_command and method.key != "optional":
+        yield "only a command has an idempotency key", f'drop key="{method.key}", or make it a command'
+    for field in ("retention", "lease", "wait", "max_stored_result"):
+        if not _is_amount(getattr(method.terms, field)):
+            yield f"{field} must be a number above 0", f"{field}={getattr(Terms(), field)}"
+
+    # Where it is served.
+    if not method.expose or not {*method.expose} <= {*EVERYWHERE}:
+        why = f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them"
+        yield why, 'expose=("rpc",)'
+    if "mcp" in method.expose and not reserved:  # MCP 2025-11-25, server/tools, "Tool Names"
+        plain = method.name.translate(_NAME_MARKS)
+        if not (plain.isascii() and plain.isalnum() and len(plain) <= LONGEST_TOOL_NAME):
+            why = f"the name of a tool has 1 to {LONGEST_TOOL_NAME} of the characters A-Z, a-z, 0-9, _, - and ."
+            yield why, 'choose another name, or serve it over JSON-RPC alone: expose=("rpc",)'
+
+
+def _is_amount(value: Any) -> bool:
+    """Whether a value is a number above 0 that every store can hold."""
+    return (type(value) is int and 0 < value < 2**63) or (type(value) is float and value > 0)
