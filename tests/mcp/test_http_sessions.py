@@ -1,0 +1,220 @@
+"""Sessions over HTTP: who may use them, and when they end."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.mcp.asgi import (
+    BASIC,
+    R2,
+    R4,
+    R5,
+    HttpClient,
+    hello,
+    notification,
+    over_http,
+    over_stdio,
+    request,
+    response,
+)
+from tests.mcp.lab import Lab, every_revision, legacy, pairs
+
+
+@legacy
+async def test_a_session_id_is_visible_ascii(revision: str) -> None:
+    async with over_http(Lab().app, revision) as client, over_http(Lab().app, revision) as other:
+        assert client.session and all("\x21" <= sign <= "\x7e" for sign in client.session)
+        assert client.session != other.session
+
+
+async def test_two_sessions_have_two_ids() -> None:
+    async with over_http(Lab().app, R4) as client:
+        again = await client.post(hello(R4), BASIC).started()
+        assert again.header("mcp-session-id") not in (None, client.session)
+
+
+@legacy
+@pytest.mark.parametrize("method", ["POST", "GET", "DELETE"])
+async def test_an_unknown_session_is_404(revision: str, method: str) -> None:
+    lab = Lab()
+    async with over_http(lab.app, revision) as client:
+        body = json.dumps(request("tools/call", {"name": "look"})).encode() if method == "POST" else b""
+        for token in ("nobody", "a.b", "..", "%00", "é"):
+            answered = await client.exchange(method, {**client.headers(), "mcp-session-id": token}, body).started()
+            assert (token, answered.status, lab.ran) == (token, 404, [])
+
+
+async def test_a_session_id_that_was_changed_is_404() -> None:
+    async with over_http(Lab().app, R4) as client:
+        assert client.session
+        for place in range(0, len(client.session), 7):
+            sign = "A" if client.session[place] != "A" else "B"
+            forged = client.session[:place] + sign + client.session[place + 1 :]
+            answered = await client.post(request("ping"), {**client.headers(), "mcp-session-id": forged}).started()
+            assert answered.status == 404, place
+
+
+async def test_a_doubled_session_is_400() -> None:
+    async with over_http(Lab().app, R4) as client:
+        told = pairs(client.headers(), ("mcp-session-id", client.session or ""))
+        assert (await client.post(request("ping"), told).started()).status == 400
+
+
+@legacy
+async def test_an_ended_session_is_404_for_everything(revision: str) -> None:
+    lab = Lab()
+    async with over_http(lab.app, revision) as client:
+        ended = await client.exchange("DELETE").started()
+        assert ended.status in (200, 204)
+        for message in (request("tools/call", {"name": "look"}), notification("notifications/initialized"), response("s")):
+            assert (await client.post(message).started()).status == 404
+        assert (await client.listen().started()).status == 404
+        assert (await client.exchange("DELETE").started()).status == 404
+    assert lab.ran == []
+
+
+async def test_an_ended_session_ends_its_stream() -> None:
+    async with over_http(Lab().app, R4) as client:
+        stream = await client.listen().started()
+        assert stream.status == 200
+        await client.exchange("DELETE").started()
+        assert await stream.event() is None
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_without_a_session_there_is_no_stream(method: str) -> None:
+    """Matrix 2.3: SSE or 405; with a version that has sessions, a missing one is 400."""
+    async with over_http(Lab().app, R5) as client:
+        stream = {**BASIC, "accept": "text/event-stream"}
+        assert (await client.exchange(method, stream).started()).status in (400, 405)
+        assert (await client.exchange(method, {**stream, "mcp-protocol-version": R4}).started()).status == 400
+
+
+async def test_initialize_with_an_old_session_begins_anew() -> None:
+    """Trap 44: after a 404 a client starts over; some still send the old id."""
+    async with over_http(Lab().app, R4) as client:
+        answered = await client.post(hello(R4), {**BASIC, "mcp-session-id": "long gone"}).started()
+        assert (answered.status, bool(answered.header("mcp-session-id"))) == (200, True)
+
+
+async def test_an_old_session_is_404(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wirecall.mcp.server import sessions
+
+    monkeypatch.setattr(sessions, "LIFETIME", -1.0)
+    async with over_http(Lab().app, R5) as client:
+        session = (await client.post(hello(R4), BASIC).started()).header("mcp-session-id") or ""
+        assert (await client.post(request("ping"), {**BASIC, "mcp-session-id": session}).started()).status == 404
+
+
+def who(headers: Mapping[str, str]) -> str | None:
+    return headers.get("authorization")
+
+
+async def test_a_session_belongs_to_its_caller() -> None:
+    lab = Lab(authenticate=who)
+    async with over_http(lab.app, R4, headers={"authorization": "ann"}) as client:
+        bob = {**client.headers(), "authorization": "bob"}
+        assert (await client.post(request("tools/call", {"name": "look"}), bob).started()).status == 404
+        assert (await client.exchange("DELETE", bob).started()).status == 404
+        assert (await client.exchange("GET", {**bob, "accept": "text/event-stream"}).started()).status == 404
+        assert lab.ran == []
+        assert await client.tool("look")
+
+
+async def test_who_does_not_say_who_he_is_is_401() -> None:
+    lab = Lab(authenticate=who)
+    async with over_http(lab.app, R5, headers={"authorization": "ann"}) as client:
+        for method in ("POST", "GET", "DELETE"):
+            answered = await client.exchange(method, BASIC, b"{}").started()
+            assert (answered.status, answered.header("www-authenticate")) == (401, "Bearer")
+
+
+async def test_any_worker_serves_any_session() -> None:
+    """What was negotiated travels in the session id."""
+    one, two, stranger = Lab(secret="s3cret"), Lab(secret="s3cret"), Lab(secret="another")
+    async with over_http(one.app, R2, capabilities={"sampling": {}}) as client:
+        for lab, status in ((two, 200), (stranger, 404)):
+            elsewhere = HttpClient(lab.app.asgi(), R2)
+            answered = await elsewhere.post([request("tools/call", {"name": "look"})], client.headers()).started()
+            assert answered.status == status
+    assert (two.ran, stranger.ran) == (["look"], [])
+
+
+async def test_an_id_is_in_use_until_it_is_answered() -> None:
+    lab = Lab()
+    async with over_http(lab.app, R4) as client:
+        first = client.post(request("tools/call", {"name": "wait"}, 7))
+        await lab.wait_for(lab.entered)
+        again = await client.call("tools/call", {"name": "wait"}, id=7)
+        assert again["error"]["code"] == -32600
+        lab.gate.set()
+        assert (await first.json())["result"]
+        assert await client.result("tools/call", {"name": "wait"}, id="7")
+
+
+@every_revision
+async def test_an_id_is_in_use_on_a_pipe_until_it_is_answered(revision: str) -> None:
+    lab = Lab()
+    async with over_stdio(lab.app, revision) as client:
+        client.write(client.message("tools/call", {"name": "wait"}, 7))
+        await lab.wait_for(lab.entered)
+        client.write(client.message("tools/call", {"name": "wait"}, 7))
+        assert (await client.line())["error"]["code"] == -32600
+        assert await client.tool("look", id="7")
+        lab.gate.set()
+        answer = await client.line()
+        assert (answer["id"], answer["result"]["content"][0]["text"]) == (7, "waited")
+        lab.gate.set()
+        assert await client.tool("wait", id=7)  # free again
+
+
+@every_revision
+@pytest.mark.parametrize(
+    "params", [None, {}, {"requestId": 99}, {"requestId": None}, {"requestId": [7]}, {"requestId": 7.5}]
+)
+async def test_a_cancellation_of_nothing_is_met_with_silence(revision: str, params: Any) -> None:
+    lab = Lab()
+    async with over_stdio(lab.app, revision) as client:
+        client.write(client.message("tools/call", {"name": "wait"}, 7))
+        await lab.wait_for(lab.entered)
+        client.write(notification("notifications/cancelled", params))
+        lab.gate.set()
+        lines = [await client.line()]
+        await client.end()
+        while not client.unasked.empty():
+            lines.append(client.unasked.get_nowait())
+    assert [line["id"] for line in lines] == [7]
+
+
+async def test_cancelling_is_for_ones_own_calls() -> None:
+    lab = Lab()
+    async with over_http(lab.app, R4) as client:
+        first = client.post(request("tools/call", {"name": "wait"}, 7))
+        await lab.wait_for(lab.entered)
+        other = HttpClient(client.asgi, R4)
+        await other.open()
+        await other.notify("notifications/cancelled", {"requestId": 7})
+        await client.notify("notifications/cancelled", {"requestId": "7"})
+        lab.gate.set()
+        assert (await first.json())["result"]["content"]
+
+
+@legacy
+async def test_a_cancelled_call_is_not_answered(revision: str) -> None:
+    lab = Lab()
+    async with over_http(lab.app, revision) as client:
+        first = client.post(request("tools/call", {"name": "wait"}, 7))
+        await lab.wait_for(lab.entered)
+        await client.notify("notifications/cancelled", {"requestId": 7})
+        assert await first.read() == b""
+    assert lab.ran == ["cancelled"]
+
+
+@legacy
+async def test_a_notification_is_202_without_a_body(revision: str) -> None:
+    async with over_http(Lab().app, revision) as client:
+        for message in (notification("notifications/initialized"), response("nobody asked")):
+            answered = await client.post(message).started()
+            assert (answered.status, await answered.read()) == (202, b"")
