@@ -33,7 +33,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from wirecall import process
 from wirecall.files import real_path
 from wirecall.logs import logger
 from wirecall.server.events import Ended
@@ -71,7 +70,7 @@ class Audit:
 
     def _begin(self) -> None:
         """At first, and after a fork: what was opened before belongs to the other process, and its lock with it."""
-        self._pid = process.pid
+        self._pid = os.getpid()
         self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
         self._seen = -1  # size of the file after our own last line
@@ -98,7 +97,7 @@ class Audit:
 
     def append(self, entry: Entry) -> None:
         """Add a line. What goes wrong is logged, because the command is done already."""
-        if self._pid != process.pid:
+        if self._pid != os.getpid():
             self._begin()
         try:
             if self._queue.lines or not self._add(entry):
@@ -131,10 +130,13 @@ class Audit:
 
     def _add_later(self, entry: Entry) -> None:
         give_up_at = time.monotonic() + PATIENCE
-        if self._queue.lines or process.loop_if_any() is not None:
-            self._queue.put(entry, give_up_at)
-        else:
-            self._add_in_time(entry, give_up_at)
+        if not self._queue.lines:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:  # no event loop has to wait with us
+                self._add_in_time(entry, give_up_at)
+                return
+        self._queue.put(entry, give_up_at)
 
     def _add_in_time(self, entry: Entry, give_up_at: float) -> None:
         try:

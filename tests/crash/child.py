@@ -29,9 +29,7 @@ from msgspec import Struct
 
 # What a process needs sooner or later, imported before the fork.
 from wirecall import App, Context, Done, NotDone, jsonrpc
-from wirecall.ledger.base import Claim, Ledger, Outcome, Record, RecordId, Token, Transaction, open_ledger
-from wirecall.ledger.sqlite import commits as sqlite_commits
-from wirecall.process import new_nonce
+from wirecall.ledger.base import Claim, Ledger, Outcome, Record, Token, Transaction, open_ledger
 from wirecall.server.method import OnCrash
 
 Step: TypeAlias = Literal[
@@ -76,7 +74,6 @@ class Order(Struct, frozen=True, kw_only=True):
     delay: float = 0.0  # seconds before the death,
     turns: int = 2  # or turns of the event loop, at a step that ends in "_sent"
     rivals: int = 1  # so many processes do the same at once
-    at_once: bool = False  # where SQLite is the ledger, the event loop writes what comes alone, and not the thread
 
 
 class Facts(Struct, frozen=True):
@@ -117,8 +114,6 @@ async def _run(order: Order) -> None:
     shop = Shop(order, fate)
     app = shop.app()
     ledger = await open_ledger(order.url)
-    if order.at_once:
-        await _warm_up(ledger)
     app._ledger = cast(Ledger, WatchedLedger(ledger, fate))
     replayed: list[Any] = []
     request = jsonrpc.make_request(METHOD, {"order": order.key, "idempotency_key": order.key}, order.id)
@@ -130,14 +125,6 @@ async def _run(order: Order) -> None:
     os.write(1, _line("reply", reply))
     os.write(1, _line("facts", msgspec.json.encode(Facts(shop.ran, bool(replayed)))))
     await app.aclose()
-
-
-async def _warm_up(ledger: Ledger) -> None:
-    """As in a process that has written for a while: the disk is known to be quick, and a block of fences was taken."""
-    sqlite_commits.QUICK = 60.0
-    id = RecordId("", "warm up", str(os.getpid()))
-    first = Claim(id=id, fingerprint=b"", nonce=new_nonce(), lease=LIFETIME, retention=60, on_crash="unknown")
-    await ledger.release((await ledger.claim(first)).token)
 
 
 def _line(word: str, rest: bytes = b"") -> bytes:

@@ -127,7 +127,6 @@ class Trial(Struct, frozen=True, kw_only=True):
     lapse: Literal["aged", "waited"] = "aged"
     delay: float = 0.0
     turns: int = 2
-    at_once: bool = False
 
     @property
     def is_leased(self) -> bool:
@@ -144,13 +143,11 @@ def cells(ledger: str, matrix: Matrix = MATRIX) -> list[Cell]:
 
 
 def all_trials(ledger: str, rng: random.Random) -> list[Trial]:
-    """Every cell of a ledger once; where the kill must come before an answer, once by each of those who can; and where two
-    can write, the thread and the event loop, once for each of them."""
+    """Every cell of a ledger once; where the kill must come before an answer, once by each of those who can."""
     return [
-        shaken(Trial(ledger=ledger, mode=mode, point=point, steps=(step,), by_parent=by_parent, at_once=at_once), rng)
+        shaken(Trial(ledger=ledger, mode=mode, point=point, steps=(step,), by_parent=by_parent), rng)
         for step, mode, point in cells(ledger)
         for by_parent in ((False, True) if step.endswith("_sent") else (False,))
-        for at_once in ((False, True) if ledger == "sqlite" and mode != "transactional" else (False,))
     ]
 
 
@@ -163,7 +160,7 @@ def random_trials(ledgers: Sequence[str], rng: random.Random) -> Iterator[Trial]
         steps = (step, *(each for each in more if (each, mode, point) in MATRIX_AND_CHANCE))
         rivals, by_parent = rng.choice((1, 1, 1, 1, 3)), rng.random() < 0.5
         trial = Trial(ledger=ledger, mode=mode, point=point, steps=steps, rivals=rivals, by_parent=by_parent)
-        yield shaken(structs.replace(trial, at_once=ledger == "sqlite" and rng.random() < 0.5), rng)
+        yield shaken(trial, rng)
 
 
 def shaken(trial: Trial, rng: random.Random) -> Trial:
@@ -269,10 +266,6 @@ class Bench:
         rows = self._ask(f"SELECT key, attempt, fence FROM crash_effects WHERE key = '{key}' ORDER BY fence")
         return [" ".join(map(str, row)) for row in rows]
 
-    def alone(self, key: str) -> "Bench":
-        """One whose ledger no other process uses: there, what comes alone is written at once."""
-        return Bench(Store(self.store.kind, f"{self.store.url}.{key}"), self._folder)
-
     def end_lease(self, key: str) -> None:
         self.store.age(RecordId(ANONYMOUS, METHOD, key), LEASE + 1)
 
@@ -328,7 +321,7 @@ class Story(Struct):
 
     def __str__(self) -> str:
         trial = self.trial
-        ways = {"+point": trial.point, "plain": trial.plain, "by parent": trial.by_parent, "at once": trial.at_once}
+        ways = {"+point": trial.point, "plain": trial.plain, "by parent": trial.by_parent}
         shape = " ".join([*(way for way, is_so in ways.items() if is_so), trial.lapse])
         where = f"{trial.ledger} {trial.mode} {'>'.join(trial.steps)} {shape} x{trial.rivals} {self.key}"
         return f"{where}: {self.told}: {'; '.join(self.faults)}"
@@ -338,8 +331,7 @@ class Teller:
     """Runs a trial, and tells its story."""
 
     def __init__(self, trial: Trial, bench: Bench, workshop: Workshop, key: str) -> None:
-        self._trial, self._workshop = trial, workshop
-        self._bench = bench.alone(key) if trial.at_once else bench
+        self._trial, self._workshop, self._bench = trial, workshop, bench
         self._ids = count(1)
         self._story = Story(trial, key)
 
@@ -405,7 +397,6 @@ class Teller:
             delay=trial.delay,
             turns=trial.turns,
             rivals=rivals,
-            at_once=trial.at_once,
         )
 
     def _effects(self) -> list[str]:

@@ -5,13 +5,13 @@ Here are the words that the tests share. A lease is 30 s and a retention 1000 s 
 
 import asyncio
 import hashlib
+import os
 from typing import Any
 
 from msgspec import structs
 
 from tests.servers import Store
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Outcome, Record, RecordId, State
-from wirecall.process import new_nonce
 
 LEASE = 30.0
 RETENTION = 1000.0
@@ -22,7 +22,7 @@ ID = RecordId("alice", "charge", "key-1")
 
 def claim_of(id: RecordId = ID, **fields: Any) -> Claim:
     """A claim with a nonce of its own."""
-    terms = {"fingerprint": PRINT, "lease": LEASE, "retention": RETENTION, "on_crash": "unknown", "nonce": new_nonce()}
+    terms = {"fingerprint": PRINT, "lease": LEASE, "retention": RETENTION, "on_crash": "unknown", "nonce": os.urandom(16)}
     return Claim(id=id, **{**terms, **fields})
 
 

@@ -39,12 +39,10 @@ from wirecall.ledger.base import (
     State,
     Token,
 )
-from wirecall.ledger.sqlite import commits as sqlite_commits
-from wirecall.process import new_nonce
 
 Change = Callable[[Ledger, Token], Awaitable[bool]]
 
-durable_only = pytest.mark.parametrize("store", [*DURABLE, "cluster", "sqlite at once"], indirect=True)
+durable_only = pytest.mark.parametrize("store", [*DURABLE, "cluster"], indirect=True)
 
 # Every transition that a token allows, and the states in which it does.
 CHANGES: dict[str, Change] = {
@@ -60,14 +58,11 @@ ALLOWED = {name: {State.RUNNING} for name in CHANGES} | {"complete": {State.RUNN
 REFUSED = [(name, state) for name in CHANGES for state in State if state not in ALLOWED[name]]
 
 
-@pytest.fixture(params=[*KINDS, "cluster", "sqlite at once"])
+@pytest.fixture(params=[*KINDS, "cluster"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """Here, Redis counts twice: a server alone, and a cluster of three. So does SQLite: a disk that has not shown yet how
-    quick it is, so that the thread writes everything; and one where the event loop writes."""
-    kind, _, how = request.param.partition(" ")
-    monkeypatch.setattr(sqlite_commits, "QUICK", 60.0 if how else 0.0)
+    """Here, Redis counts twice: a server alone, and a cluster of three."""
     monkeypatch.setattr(memory, "open_url", open_memory)
-    yield make_store(kind, tmp_path, request.getfixturevalue)
+    yield make_store(request.param, tmp_path, request.getfixturevalue)
     MEMORIES.clear()
 
 
@@ -256,7 +251,7 @@ async def test_a_token_with_one_wrong_part_changes_nothing(change: str, ledger: 
         structs.replace(token, fence=token.fence + 1),
         structs.replace(token, fence=token.fence - 1),
         structs.replace(token, fence=0),
-        structs.replace(token, nonce=new_nonce()),
+        structs.replace(token, nonce=os.urandom(16)),
         structs.replace(token, nonce=b""),
         structs.replace(token, nonce=token.nonce[:-1]),
         structs.replace(token, id=structs.replace(ID, key="key-2")),
@@ -280,7 +275,7 @@ async def test_a_transition_is_refused_in_every_other_state(change: str, state: 
 
 @pytest.mark.parametrize("change", CHANGES)
 async def test_a_transition_of_a_record_that_is_not_there_is_refused(change: str, ledger: Ledger) -> None:
-    assert await CHANGES[change](ledger, Token(ID, 1, new_nonce())) is False
+    assert await CHANGES[change](ledger, Token(ID, 1, os.urandom(16))) is False
     assert await ledger.get(ID) is None
 
 
@@ -309,7 +304,7 @@ async def test_a_record_that_is_made_again_never_meets_an_old_token(
     first = await granted(ledger)
     await remove(ledger, store, first)
     assert await ledger.get(ID) is None
-    second = await granted(ledger, nonce=first.nonce if reused else new_nonce())
+    second = await granted(ledger, nonce=first.nonce if reused else os.urandom(16))
     assert second.fence > first.fence
     assert second.attempts == 1
     for change in CHANGES.values():

@@ -1,7 +1,6 @@
 """Limits, keys and fingerprints."""
 
 import asyncio
-import hashlib
 import json
 import tracemalloc
 from decimal import Decimal
@@ -15,7 +14,6 @@ from msgspec import UNSET, Raw
 from tests.calls import batch, call, error, make_app, read, result
 from tests.test_jsonrpc import json_values
 from wirecall import App, Context, Limits, UsageError, connect, jsonrpc
-from wirecall.digests import SHORT, sha256
 from wirecall.errors import InvalidParams, KeyConflict
 from wirecall.server.policy import fingerprint
 
@@ -386,11 +384,3 @@ def test_the_order_of_members_never_matters(params: dict[str, Any], random: Any)
     members = list(params.items())
     random.shuffle(members)
     assert of(json.dumps(params)) == of(json.dumps(dict(members)))
-
-
-@pytest.mark.parametrize("length", [0, 11, SHORT - 1, SHORT, 100_000])
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_digest_is_sha_256_whoever_makes_it(length: int, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not plain:
-        monkeypatch.setattr("wirecall.digests._plain", None)
-    assert sha256(b"x" * length) == hashlib.sha256(b"x" * length).digest()

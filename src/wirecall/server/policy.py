@@ -8,12 +8,12 @@ silent, whatever happens to it.
 """
 
 import gc
+import hashlib
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.digests import sha256
 from wirecall.errors import InvalidParams, InvalidRequest, KeyInvalid, KeyRequired
 from wirecall.protocol import messages as frames
 from wirecall.protocol.limits import Limits
@@ -147,7 +147,7 @@ def _digest(given: bytes) -> bytes:
     if type(value) is dict:
         value.pop(KEY, None)
         value.pop(META, None)
-    return sha256(_canonical(value))
+    return hashlib.sha256(_canonical(value)).digest()
 
 
 def _exact(text: str) -> "int | float | Raw":

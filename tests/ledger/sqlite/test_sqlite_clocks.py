@@ -11,8 +11,8 @@ import pytest
 from tests.ledger import claim_of, granted, outcome_of, present
 from wirecall import UsageError
 from wirecall.ledger.base import LedgerDown, State, open_ledger
-from wirecall.ledger.sqlite import file as sqlite_file
-from wirecall.ledger.sqlite import rows as sqlite_rows
+from wirecall.ledger.sqlite import ledger as sqlite
+from wirecall.ledger.sqlite.file import LedgerFile
 from wirecall.ledger.sqlite.ledger import SqliteLedger
 
 
@@ -100,7 +100,7 @@ async def test_a_wrong_wall_clock_after_a_boot_does_not_forget_that_a_command_wa
     record = await granted(before)
     assert await before.complete(record.token, outcome_of(), 1000)
     await before.aclose()
-    monkeypatch.setattr(sqlite_rows, "_boot_id", lambda: b"another boot....")
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: b"another boot....")
     clock.since_boot, clock.wall_time = 10.0, clock.wall_time + 8 * 86_400
     after = await opened(path, clock)
     assert await after.sweep() == 1
@@ -120,7 +120,7 @@ async def test_a_holder_of_another_boot_is_gone(since_boot: float, path: Path, m
     before = await opened(path, clock)
     record = await granted(before)
     await before.aclose()
-    monkeypatch.setattr(sqlite_rows, "_boot_id", lambda: b"another boot....")
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: b"another boot....")
     clock.since_boot = since_boot
     after = await opened(path, clock)
     assert (await present(after)).lease_left == 0
@@ -130,7 +130,7 @@ async def test_a_holder_of_another_boot_is_gone(since_boot: float, path: Path, m
 
 
 async def test_where_no_boot_is_told_a_clock_that_began_anew_shows_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_rows, "_boot_id", lambda: b"")
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: b"")
     clock = Clock()
     before = await opened(path, clock)
     await granted(before)
@@ -198,12 +198,13 @@ async def test_a_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path
 
 async def test_a_link_that_takes_the_place_of_a_folder_later_is_not_followed(path: Path) -> None:
     """By then it has been found to be a folder; SQLite itself looks again."""
-    elsewhere = path.parent / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "ledger.db").touch()
-    (path.parent / "folder").symlink_to(elsewhere)
+    folder = path.parent / "folder"
+    file = LedgerFile(str(folder / "ledger.db"))
+    folder.rename(path.parent / "elsewhere")
+    folder.symlink_to(path.parent / "elsewhere")
     with pytest.raises(apsw.CantOpenError):
-        sqlite_file.connect(str(path.parent / "folder" / "ledger.db"))
+        file.connect()
+    file.close()
 
 
 async def test_a_link_that_only_we_can_write_is_followed(tmp_path: Path) -> None:
@@ -256,6 +257,6 @@ async def test_a_network_file_system_is_refused(kind: str, path: Path, monkeypat
 
     monkeypatch.setattr(Path, "read_text", mounts)
     with pytest.raises(LedgerDown, match=f"network file system .{kind}."):
-        sqlite_file.open_file(str(path), ())
+        LedgerFile(str(path))
     monkeypatch.undo()
     assert not path.exists()

@@ -1,13 +1,10 @@
-"""The model of `test_ledger_model` around the statements of the SQLite ledger, each of which comes alone: outside of any
-transaction, and in turns by two processes, so that the fences of the one are always behind those of the other.
+"""The model of `test_ledger_model` around the statements of the SQLite ledger, each in a transaction of its own.
 
 Then every guard of every statement is taken out, one at a time, and the model has to find that out.
 """
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import cycle
 from typing import Any
 
 import apsw
@@ -18,55 +15,44 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.ledger.test_ledger_model import QUIET, Attempt, World
 from tests.size import sized
 from wirecall.ledger.base import Claim, Record
-from wirecall.ledger.sqlite import rows as sqlite_rows
 from wirecall.ledger.sqlite.file import SQL
-from wirecall.ledger.sqlite.jobs import Job
 from wirecall.ledger.sqlite.ledger import SqliteLedger
-from wirecall.ledger.sqlite.rows import Fences, Table
+from wirecall.ledger.sqlite.writer import Job, take_fences
 
 
-class Alone:
-    """In place of the writer: does what comes alone at once, and the rest in a transaction."""
+class AtOnce:
+    """In place of the writer: does every job at once, on a database in memory."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    def __init__(self) -> None:
         db = apsw.Connection(":memory:")
         db.execute(SQL["schema"])
-        self.writer = self  # for reading
         self.reader = db.cursor()
         self.reading = threading.Lock()
-        self._processes = cycle([Fences(), Fences()])
 
-    async def ask(self, job: Job, *, on_the_spot: bool = True) -> Any:
-        fences = next(self._processes)
-        alone = job.work if job.claim is None else partial(self._table.claim_first, job.claim)
-        result = alone(self.reader, fences) if job.kind == "write" else None
-        if result is None:
-            with self.reader.connection:
-                fences.begin()
-                result = job.work(self.reader, fences)
-        return result
+    async def ask(self, job: Job) -> Any:
+        with self.reader.connection:
+            return job.work(self.reader, take_fences(self.reader, job.claims) + job.claims)
 
 
-class AloneLedger(SqliteLedger):
+class AtOnceLedger(SqliteLedger):
     def __init__(self, **clocks: Callable[[], float]) -> None:
         super().__init__("in memory", **clocks)
-        self._alone = Alone(self._table)
+        self._at_once = AtOnce()
 
     def _running(self) -> Any:
-        return self._alone
+        return self._at_once
 
 
-class AloneWorld(World):
-    make_ledger = AloneLedger  # type: ignore[assignment]
+class SqliteWorld(World):
+    make_ledger = AtOnceLedger  # type: ignore[assignment]
 
     def begin(self, claim: Claim, record: Record, before: Record | None) -> Attempt:
         self.fences = dict.fromkeys(self.fences, max(self.fences.values()))  # in this store they grow over all records
         return super().begin(claim, record, before)
 
 
-def test_statements_that_come_alone_let_a_command_take_effect_once() -> None:
-    run_state_machine_as_test(AloneWorld, settings=settings(QUIET, max_examples=sized(small=30, full=100)))
+def test_the_statements_let_a_command_take_effect_once() -> None:
+    run_state_machine_as_test(SqliteWorld, settings=settings(QUIET, max_examples=sized(small=30, full=100)))
 
 
 # --- and the model notices -------------------------------------------------------------------------------------------
@@ -92,8 +78,8 @@ def mutants() -> Iterator[tuple[str, Mutant]]:
             yield f"{name} without {guard[0]}", {name: [guard]}
     for name in ("resolve_done", "resolve_absent"):
         yield f"{name} in any state", {name: [("AND state = 'unknown'", "")]}
-    yield "a first claim with any fence", {"put_first": [("(SELECT fence FROM wirecall_meta) = ?", "? IS NOT NULL")]}
-    yield "a first claim of anything", {"put_first": [("INSERT INTO", "REPLACE INTO"), ("ON CONFLICT DO NOTHING", "")]}
+    yield "a fence that is given again", {"take_fences": [("fence + ?", "max(fence, ?)")]}
+    yield "a first claim of anything", {"put_new": [("INSERT INTO", "REPLACE INTO"), ("ON CONFLICT DO NOTHING", "")]}
     clocks = ("due <= :wall AND expires_at <= :wall", ":wall > 0"), ("lease_until <= :clock OR", ":clock > 0 OR")
     yield "a sweep at any time", {"due": list(clocks)}
     yield "a sweep of what is unknown", {"due": [("AND state <> 'unknown'", ""), *clocks]}
@@ -110,7 +96,5 @@ def test_the_model_notices_a_missing_guard(name: str, monkeypatch: pytest.Monkey
             assert before in text
             text = text.replace(before, after)
         monkeypatch.setitem(SQL, statement, text)
-    monkeypatch.setattr(sqlite_rows, "_PUT_FIRST", SQL["put_first"])
-    monkeypatch.setattr(sqlite_rows, "_COMPLETE", SQL["complete"])
     with pytest.raises((AssertionError, apsw.ConstraintError)):  # the table has guards of its own
-        run_state_machine_as_test(AloneWorld, settings=settings(QUIET, max_examples=1000, phases=[Phase.generate]))
+        run_state_machine_as_test(SqliteWorld, settings=settings(QUIET, max_examples=1000, phases=[Phase.generate]))

@@ -10,6 +10,7 @@ The rules of the file:
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -34,7 +35,6 @@ from wirecall.ledger.postgres.queue import (
 )
 from wirecall.ledger.postgres.transaction import PostgresTransaction, opened, record_of
 from wirecall.logs import logger
-from wirecall.process import new_nonce
 
 OLDEST = 130_000  # pg_xact_status and pg_current_xact_id under these names
 
@@ -154,7 +154,7 @@ class PostgresLedger:
         return int(changed)
 
     async def ping(self) -> None:
-        await self._ask("ping", key=new_nonce().hex())
+        await self._ask("ping", key=os.urandom(16).hex())
 
     async def aclose(self) -> None:
         """Let what is under way end, and close the connections; those of another loop end with it."""

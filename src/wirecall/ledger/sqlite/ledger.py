@@ -2,10 +2,10 @@
 
 The rules of the file:
 
-1. One thread of the process writes (`Writer`). All transitions that wait at a moment go into one transaction and one
-   fsync, and nobody is answered before that. Whatever wants the write lock of the file asks this thread for it, so its
-   queue is the order; only while that is empty, an event loop commits what its tasks have asked for (`Turns`).
-2. Readers wait for nobody (WAL): a claim that changes nothing is answered by a read in the calling thread.
+1. One thread of the process writes (`writer`). All transitions that wait at the moment go into one transaction and one
+   fsync, and no caller is answered before that. Every wish for the write lock of the file goes through its queue, which is
+   the order. An event loop never commits.
+2. Readers do not wait (WAL): a claim that changes nothing is answered by a read in the calling thread.
 3. Leases are measured by the clock that counts from boot, which cannot be set, and a record tells which boot it means: a
    lease of another boot is over. Retention is over when the wall clock says so and, within one boot, that clock too. The
    times that people read are wall time.
@@ -19,18 +19,21 @@ Without a running event loop the methods wait in the calling thread, so that `ha
 """
 
 import asyncio
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+import uuid
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import apsw
 
-from wirecall import process
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
+    TOMBSTONE_FACTOR,
     Claim,
     LedgerDown,
     Outcome,
@@ -38,22 +41,19 @@ from wirecall.ledger.base import (
     RecordId,
     State,
     Token,
+    Verdict,
+    decide,
 )
-from wirecall.ledger.sqlite.file import as_down
-from wirecall.ledger.sqlite.jobs import Job, nothing
-from wirecall.ledger.sqlite.rows import Row, Table, all_rows, clock_from_boot, parts, with_token
+from wirecall.ledger.sqlite.file import SQL, Row, as_down
 from wirecall.ledger.sqlite.transaction import HandlerTransaction
-from wirecall.ledger.sqlite.turns import Turns
+from wirecall.ledger.sqlite.writer import Job, Writer, nothing, take_fences
+
+T = TypeVar("T")
+_STATES = {state.value: state for state in State}
 
 
 async def open_url(url: str) -> "SqliteLedger":
-    """The ledger in the file of `sqlite:PATH`; its folder is made if need be, with mode 0700."""
-    ledger = SqliteLedger(_path(url))
-    await ledger.open()
-    return ledger
-
-
-def _path(url: str) -> str:
+    """Open the ledger in the file of `sqlite:PATH`; its folder is made if need be, with mode 0700."""
     path = url.removeprefix("sqlite:")
     if not path.strip("/") or path.endswith(("/", ":memory:")):
         raise UsageError(
@@ -67,7 +67,9 @@ def _path(url: str) -> str:
             "an SQLite file is on this one",
             f'"sqlite:{path[2:]}" is a relative path, "sqlite:/{path[1:]}" an absolute one',
         )
-    return path.removeprefix("//")
+    ledger = SqliteLedger(path.removeprefix("//"))
+    await ledger.open()
+    return ledger
 
 
 class SqliteLedger:
@@ -83,23 +85,28 @@ class SqliteLedger:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._path = os.path.abspath(path)  # the working directory may change later
-        self._table = Table(clock or clock_from_boot(), wall)
-        self._turns: Turns | None = None
+        self._clock = clock or clock_from_boot()
+        self._wall = wall
+        self._boot = _boot_id()
+        self._writer: Writer | None = None
         self._starting = threading.Lock()
         self._is_closed = False
 
     async def open(self) -> None:
         """Open the file now; a call would do it too."""
-        await self._running().ask(Job("nothing", nothing))
+        await self._running().ask(Job(nothing, "nothing"))
 
     async def claim(self, claim: Claim) -> Record:
-        turns = self._running()
-        job = Job("write", partial(self._table.claim, claim), claim)
+        record = await self._read(partial(self._answer, claim))
+        if record is not None:
+            return record
+        writer, job = self._running(), Job(partial(self._claim, claim), claims=True)
         try:
-            granted: Record = await turns.ask(job, on_the_spot=not claim.alone)
+            granted: Record = await writer.ask(job)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
-            job.cancel()  # it may not be on its way yet; and if it is done already, it is undone
-            turns.writer.send([Job("unclaim", partial(self._table.unclaim, claim))])
+            # Nothing ran. What is not done yet does nothing, and what is done is undone.
+            job.work = nothing
+            writer.send(Job(partial(self._unclaim, claim), "unclaim"))
             raise
         return granted
 
@@ -109,12 +116,12 @@ class SqliteLedger:
     async def commit_point(self, token: Token, lease: float) -> bool:
         return await self._change("commit_point", token, lease=lease)
 
-    def complete(self, token: Token, outcome: Outcome, retention: float) -> Coroutine[Any, Any, bool]:
-        complete = partial(self._table.complete, token, outcome, retention)
-        return self._running().ask(Job("write", complete, size=len(outcome.payload or b"")))
+    async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
+        completed: bool = await self._running().ask(Job(partial(self._complete, token, outcome, retention)))
+        return completed
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
-        return await self._change("suspend", token, retention=retention, **parts(interim))
+        return await self._change("suspend", token, retention=retention, **_parts(interim))
 
     async def release(self, token: Token) -> bool:
         return await self._change("release", token)
@@ -129,76 +136,257 @@ class SqliteLedger:
         anyone = Token(id, 0, b"")  # these two statements ask for no token
         if outcome is None:
             return await self._change("resolve_absent", anyone)
-        return await self._change("resolve_done", anyone, retention=retention, **parts(outcome))
+        return await self._change("resolve_done", anyone, retention=retention, **_parts(outcome))
 
     async def get(self, id: RecordId) -> Record | None:
-        row = self._read(self._table.find, id)
-        return row and self._table.record(row)
+        return await self._read(partial(self._get, id))
 
     async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> list[Record]:
         first = after or RecordId("", "", "")
-        values = {"caller": first.caller, "method": first.method, "key": first.key, "limit": limit}
+        values: dict[str, Any] = {"caller": first.caller, "method": first.method, "key": first.key, "limit": limit}
         if state is None:
-            rows = self._read(all_rows, "page", values)
+            name = "page"
         else:
             name = "page_of_few" if state in (State.UNKNOWN, State.WAITING) else "page_of_many"
-            rows = self._read(all_rows, name, {**values, "state": state.value})
-        return [self._table.record(Row(*row)) for row in rows]
+            values["state"] = state.value
+        return await self._read(lambda db: [self._record(Row(*row)) for row in _all_rows(name, values, db)])
 
     async def counts(self) -> dict[State, int]:
-        found = dict(self._read(all_rows, "counts", ()))
+        found = dict(await self._read(partial(_all_rows, "counts", {})))
         return {state: found.get(state.value, 0) for state in State}
 
     async def sweep(self, limit: int = 500) -> int:
-        changed: int = await self._running().ask(Job("sweep", partial(self._table.sweep, limit)))
+        changed: int = await self._running().ask(Job(partial(self._sweep, limit)))
         return changed
 
     async def ping(self) -> None:
-        await self._running().ask(Job("sweep", self._table.ping))
+        await self._running().ask(Job(nothing, claims=True))  # to take a fence is a write that no reader sees
 
     def transaction(self, claim: Claim, wait: float) -> HandlerTransaction:
-        """The write lock of the file, until the end of the block: all other writes wait for it, so be short.
+        """Take the write lock of the file until the end of the block: all other writes wait for it, so be short.
 
         `db` is an apsw connection. The handler may use savepoints on it, but cannot commit: if it ends the transaction,
         everything is undone.
         """
-        row = self._read(self._table.find, claim.id)
-        return HandlerTransaction(self._running(), claim, row and self._table.seen(row, claim), wait)
+        return HandlerTransaction(self._running(), claim, wait, self._look, self._enter, self._complete)
 
     async def aclose(self) -> None:
         """Write what waits and close the file; the last process to close it folds the WAL into it."""
         with self._starting:
             self._is_closed = True
-            turns, self._turns = self._turns, None
-        if turns is not None:
-            await turns.aclose()
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            await writer.aclose()
 
-    async def _change(self, name: str, token: Token, **values: Any) -> bool:
-        change = partial(self._table.change, name, with_token(token, values))
-        changed: bool = await self._running().ask(Job("write", change, size=len(values.get("payload") or b"")))
-        return changed
-
-    def _read(self, look: Callable[..., Any], *args: Any) -> Any:
-        writer = self._running().writer
-        reader = writer.reader
-        try:
-            with writer.reading:  # apsw refuses a connection that two threads use at once
-                return look(reader, *args)
-        except (apsw.Error, UnicodeEncodeError) as error:
-            raise as_down(self._path, error) from error
-
-    def _running(self) -> Turns:
-        turns = self._turns
-        if turns is None or turns.writer.failure is not None or turns.writer.pid != process.pid:
-            return self._start()
-        return turns
-
-    def _start(self) -> Turns:
+    def _running(self) -> Writer:
+        """The writer; a new one after a failure, and after a fork."""
+        writer = self._writer
+        if writer is not None and writer.failure is None:
+            return writer
         with self._starting:
-            old = self._turns
+            writer = self._writer
             if self._is_closed:
                 raise LedgerDown(f"The ledger {self._path} is closed.")
-            if old is not None and old.writer.failure is None and old.writer.pid == process.pid:
-                return old  # another thread was faster
-            self._turns = Turns(self._path, self._table, owner=self)
-            return self._turns
+            if writer is None or writer.failure is not None:  # else another thread was faster
+                writer = self._writer = Writer(self._path, owner=self)
+            return writer
+
+    # --- reading, in the calling thread ------------------------------------------------------------------------------
+
+    async def _read(self, look: Callable[[apsw.Cursor], T]) -> T:
+        writer = self._running()
+        if writer.reader is None:  # the file is being opened
+            await writer.ask(Job(nothing, "nothing"))
+        try:
+            with writer.reading:  # apsw refuses a connection that two threads use at once
+                if writer.reader is None:
+                    raise LedgerDown(f"The ledger {self._path} is closed.")
+                return look(writer.reader)
+        except Exception as error:  # of SQLite; or a damaged row
+            raise as_down(self._path, error) from error
+
+    def _get(self, id: RecordId, db: apsw.Cursor) -> Record | None:
+        row = _found(id, db)
+        return row and self._record(row)
+
+    def _answer(self, claim: Claim, db: apsw.Cursor) -> Record | None:
+        """Return the record that answers a claim as it stands; None if the claim has to be written."""
+        row = _found(claim.id, db)
+        record, verdict = self._judge(row, claim) if row else (None, "insert")
+        return record if verdict == "leave" else None
+
+    async def _look(self, claim: Claim) -> Record | None:
+        return await self._read(partial(self._seen, claim))
+
+    def _seen(self, claim: Claim, db: apsw.Cursor) -> Record | None:
+        """Return the record for a handler's transaction. One that is due to become a tombstone looks like one already."""
+        row = _found(claim.id, db)
+        if row is None:
+            return None
+        record, verdict = self._judge(row, claim)
+        return self._record(self._buried(row)) if verdict == "to_tombstone" else record
+
+    # --- writing, in the writer's thread and inside a transaction ----------------------------------------------------
+
+    async def _change(self, name: str, token: Token, **values: Any) -> bool:
+        """Make a transition that is one statement of its own; returns whether it applied."""
+        changed: bool = await self._running().ask(Job(partial(self._execute, name, token, values)))
+        return changed
+
+    def _execute(self, name: str, token: Token, values: dict[str, Any], db: apsw.Cursor, _: int = 0) -> bool:
+        id = token.id
+        names = {"caller": id.caller, "method": id.method, "key": id.key, "fence": token.fence, "nonce": token.nonce}
+        db.execute(SQL[name], {**names, **values, "clock": self._clock(), "wall": self._wall(), "boot": self._boot})
+        return db.connection.changes() > 0
+
+    def _claim(self, claim: Claim, db: apsw.Cursor, fence: int) -> Record:
+        # As a rule there is no record, so it is looked for only if the insert meets one.
+        record = self._insert(claim, db, fence)
+        if db.connection.changes():
+            return record
+        row = _found(claim.id, db)
+        assert row is not None  # this is one transaction
+        record, verdict = self._judge(row, claim)
+        if verdict == "leave":
+            return record
+        if verdict == "to_unknown":
+            row = row._replace(state="unknown", lease_until=0.0, due=math.inf, expires_at=math.inf)
+        elif verdict == "to_tombstone":
+            row = self._buried(row)
+        else:
+            is_same = verdict == "renew"
+            row = row._replace(
+                state="running",
+                fence=row.fence if is_same else fence,
+                nonce=claim.nonce,
+                committed=row.committed or (claim.committed and not is_same),
+                attempts=row.attempts if is_same else row.attempts + 1,
+                lease=claim.lease,
+                lease_until=self._clock() + claim.lease,
+                boot=self._boot,
+                due=row.started_at + claim.retention,
+                expires_at=self._wall() + claim.lease + claim.retention,
+                outcome_kind=None,
+                payload=None,
+                digest=None,
+            )
+        db.execute(SQL["put"], row)
+        return self._record(row)
+
+    def _insert(self, claim: Claim, db: apsw.Cursor, fence: int) -> Record:
+        """Insert the record of a first claim, unless there is one already; every command does this, so it is quick:
+        values are in the order of `Row` and `Record`, as by their names it would take three times as long."""
+        id, print, nonce, committed, lease = claim.id, claim.fingerprint, claim.nonce, claim.committed, claim.lease
+        wall, ends = self._wall(), self._clock() + lease
+        due = wall + claim.retention
+        # fmt: off
+        db.execute(SQL["put_new"], (
+            id.caller, id.method, id.key, print, "running", fence, nonce, committed, 1,
+            lease, ends, self._boot, due, due + lease, wall, None, None, None, None,
+        ))
+        # fmt: on
+        return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
+
+    def _enter(self, claim: Claim, db: apsw.Cursor) -> tuple[Record, bool]:
+        """Find the record for a handler's transaction, or insert it; returns whether it was inserted."""
+        record = self._seen(claim, db)
+        if record is not None:
+            return record, False
+        return self._insert(claim, db, take_fences(db, 1) + 1), True
+
+    def _complete(self, token: Token, outcome: Outcome, retention: float, db: apsw.Cursor, _: int = 0) -> bool:
+        # The common case, with values in the order in which the statement names them.
+        id = token.id
+        times = (retention, self._clock(), self._boot, self._wall())
+        ended = (outcome.kind, outcome.payload, outcome.digest)
+        db.execute(SQL["complete"], (*times, *ended, id.caller, id.method, id.key, token.fence, token.nonce))
+        if db.connection.changes():
+            return True
+        return self._execute("complete_late", token, {"retention": retention, **_parts(outcome)}, db)
+
+    def _unclaim(self, claim: Claim, db: apsw.Cursor, _: int) -> None:
+        for name in ("unclaim_first", "unclaim_later"):
+            self._execute(name, Token(claim.id, 0, claim.nonce), {}, db)
+
+    def _sweep(self, limit: int, db: apsw.Cursor, _: int) -> int:
+        now = {"wall": self._wall(), "clock": self._clock(), "boot": self._boot}
+        due = [Row(*row) for row in db.execute(SQL["due"], {**now, "limit": limit})]
+        for row in due:
+            if row.state == "done":
+                db.execute(SQL["put"], self._buried(row))
+            elif row.state == "running" and row.committed:
+                db.execute(SQL["put"], row._replace(state="unknown", lease_until=0.0, due=math.inf, expires_at=math.inf))
+            else:  # it is a tombstone, or nothing was done
+                db.execute(SQL["remove"], row[:3])
+        return len(due)
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def _record(self, row: Row) -> Record:
+        kind, digest = row.outcome_kind, row.digest
+        return Record(
+            id=RecordId(row.caller, row.method, row.key),
+            fingerprint=row.fingerprint,
+            state=_STATES[row.state],
+            fence=row.fence,
+            nonce=row.nonce,
+            committed=bool(row.committed),
+            attempts=row.attempts,
+            lease_left=self._time_left(row) if row.state == "running" else 0.0,
+            started_at=row.started_at,
+            completed_at=row.completed_at,
+            outcome=None if kind is None or digest is None else Outcome(kind, row.payload, digest),
+        )
+
+    def _time_left(self, row: Row) -> float:
+        """How much of the lease or retention is left by the clock that counts from boot; 0 if it began in another boot.
+
+        Where the system does not tell the boot, a rest that is longer than the whole shows that the clock began anew.
+        """
+        left = row.lease_until - self._clock()
+        is_other_boot = row.boot != self._boot and row.boot and self._boot
+        return 0.0 if left <= 0 or is_other_boot or left > row.lease + 1 else left
+
+    def _judge(self, row: Row, claim: Claim) -> tuple[Record, Verdict]:
+        record = self._record(row)
+        expired = row.expires_at <= self._wall() and not self._time_left(row)
+        return record, decide(record, claim, expired=expired)
+
+    def _buried(self, row: Row) -> Row:
+        retention = row.due - row.started_at
+        left = (TOMBSTONE_FACTOR - 1) * retention
+        return row._replace(
+            state="tombstone",
+            lease=left,
+            lease_until=self._clock() + left,
+            boot=self._boot,
+            due=row.started_at + TOMBSTONE_FACTOR * retention,
+            expires_at=self._wall() + left,
+            payload=None,
+        )
+
+
+def _found(id: RecordId, db: apsw.Cursor) -> Row | None:
+    row = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
+    return row and Row(*row)
+
+
+def _all_rows(name: str, values: dict[str, Any], db: apsw.Cursor) -> list[Any]:
+    return db.execute(SQL[name], values).fetchall()
+
+
+def _parts(outcome: Outcome) -> dict[str, Any]:
+    return {"kind": outcome.kind, "payload": outcome.payload, "digest": outcome.digest}
+
+
+def clock_from_boot() -> Callable[[], float]:
+    number = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic if number is None else partial(time.clock_gettime, number)
+
+
+def _boot_id() -> bytes:
+    """Which boot of the machine this is, or nothing where the system does not tell."""
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return b""

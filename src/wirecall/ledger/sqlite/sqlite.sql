@@ -1,4 +1,4 @@
--- The SQL of the SQLite ledger. `sqlite_file.py` takes every statement by the name above it, up to the next name.
+-- The SQL of the SQLite ledger. `file.py` takes every statement by the name above it, up to the next name.
 --
 -- The file may be the user's own, so all names begin with wirecall_, and nothing needs an SQLite newer than 3.9 to be
 -- read: no STRICT. RETURNING is avoided too: it costs five times the statement it is attached to.
@@ -91,12 +91,6 @@ REPLACE INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?,
 -- name: put_new
 INSERT INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING;
 
--- name: put_first
--- A first claim that is a transaction by itself: not where there is a record, nor where another process has taken fences.
-INSERT INTO wirecall_commands
-SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? WHERE (SELECT fence FROM wirecall_meta) = ?
-ON CONFLICT DO NOTHING;
-
 -- name: remove
 DELETE FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
 
@@ -163,18 +157,18 @@ WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown'
 DELETE FROM wirecall_commands WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown';
 
 -- name: unclaim_first
--- A claim whose caller was cancelled before it saw the answer: nothing ran, so a new record goes,
+-- A claim whose caller was cancelled before it saw the answer: nothing ran, so a new record is removed,
 DELETE FROM wirecall_commands
 WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts = 1;
 
 -- name: unclaim_later
--- and one that was taken over goes back to how it was found, its lease over.
+-- and one that was taken over is left as it was found, its lease over.
 UPDATE wirecall_commands
 SET lease_until = 0, expires_at = :wall + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts > 1;
 
 -- name: due
--- The wall clock says so, and the clock from boot too, unless the time began in another boot (see `Table`).
+-- The wall clock says so, and the clock from boot too, unless the time began in another boot.
 SELECT * FROM wirecall_commands
 WHERE due <= :wall AND expires_at <= :wall AND state <> 'unknown'
     AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''))

@@ -1,57 +1,131 @@
-"""A handler's transaction in an SQLite ledger: its record and what it does are committed together, or not at all."""
+"""A handler's transaction in an SQLite ledger: its record and its own writes are committed together, or not at all.
+
+It has a connection of its own, and with it the write lock of the file. The writer's thread begins and ends it; in between,
+the handler uses `db` where it runs.
+"""
 
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
-from wirecall.ledger.base import Claim, Locked, NotCommitted, Outcome, Record
-from wirecall.ledger.sqlite.jobs import Job
-from wirecall.ledger.sqlite.lock import HandlerLock
-from wirecall.ledger.sqlite.turns import Turns
+import apsw
+
+from wirecall.ledger.base import Claim, CommitUnknown, Locked, NotCommitted, Outcome, Record, Token
+from wirecall.ledger.sqlite.file import SQL
+from wirecall.ledger.sqlite.writer import Job, Writer, too_late
 
 
 class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
-    """A transaction on a connection of its own; or, if there was a record already, nothing but that."""
+    """A transaction that holds a record; or, if the record existed already, nothing but that.
+
+    `look` reads the record; `enter` finds it or inserts it, and tells whether it did; `finish` records an outcome.
+    """
 
     record: Record
     db: Any = None
 
-    def __init__(self, turns: Turns, claim: Claim, found: Record | None, wait: float) -> None:
-        self._turns = turns
-        self._lock = HandlerLock(turns.path, turns.table)
+    def __init__(
+        self,
+        writer: Writer,
+        claim: Claim,
+        wait: float,
+        look: Callable[[Claim], Awaitable[Record | None]],
+        enter: Callable[[Claim, apsw.Cursor], tuple[Record, bool]],
+        finish: Callable[[Token, Outcome, float, apsw.Cursor], bool],
+    ) -> None:
+        self.is_dropped = False  # the handler is gone: what is not committed yet is undone
+        self._writer = writer
         self._claim = claim
-        self._found = found
         self._wait = 0.0 if claim.alone else wait
+        self._look = look
+        self._enter = enter
+        self._finish = finish
+        self._may_commit = False
 
     async def __aenter__(self) -> "HandlerTransaction":
-        if self._found is not None:
-            self.record = self._found
+        found = await self._look(self._claim)
+        if found is not None:
+            self.record = found
             return self
+        until = time.monotonic() + self._wait
         try:
-            await self._begin(time.monotonic() + self._wait)
+            # In turns of PATIENCE, and one at least: the lock is the file's, so another command may hold it.
+            while True:
+                try:
+                    await self._writer.ask(Job(self.begin, "begin"))
+                    return self
+                except Locked:
+                    if time.monotonic() >= until:
+                        raise
         except BaseException:
-            self._turns.writer.drop(self._lock)
+            self._writer.drop(self)
             raise
-        self.record, self.db = self._lock.record, self._lock.db
-        return self
-
-    async def _begin(self, until: float) -> None:
-        """In turns of PATIENCE, and one at least: the lock is the file's, so it may be another command that we wait for."""
-        while True:
-            try:
-                await self._turns.ask(Job("begin", partial(self._turns.writer.begin, self._lock, self._claim)))
-                return
-            except Locked:
-                if time.monotonic() >= until:
-                    raise
 
     async def __aexit__(self, *_: object) -> None:
         if self.db is not None:
-            self._turns.writer.drop(self._lock)
+            self._writer.drop(self)
 
     async def complete(self, outcome: Outcome, retention: float, *, undo: bool) -> None:
-        if self.db is None or self._lock.is_dropped:
+        """Record the outcome and commit; `undo` drops what the handler wrote, but keeps the record."""
+        if self.db is None or self.is_dropped:
             raise NotCommitted("There is no transaction to complete.", "the record was there already, or it is over")
-        complete = partial(self._turns.table.complete, self.record.token, outcome, retention)
-        await self._turns.ask(Job("complete", partial(self._turns.writer.complete, self._lock, complete, undo)))
+        await self._writer.ask(Job(partial(self._complete, outcome, retention, undo), "complete"))
+
+    # --- in the writer's thread --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Take the write lock and enter the record; if there was one, the transaction ends at once."""
+        if self.is_dropped:
+            return
+        self._writer.file.check()
+        db = self._writer.file.connect()
+        try:
+            db.pragma("foreign_keys", True)  # the handler could not: inside a transaction it has no effect
+            db.execute(SQL["begin"])
+            self.record, is_new = self._enter(self._claim, db.cursor())
+            if is_new:
+                db.execute(SQL["before_handler"])
+                db.set_commit_hook(lambda: not self._may_commit)
+                self.db, self._writer.holder = db, self
+        except apsw.BusyError:
+            raise too_late(self._writer.path) from None
+        finally:
+            if self.db is None:
+                db.close()
+
+    def _complete(self, outcome: Outcome, retention: float, undo: bool) -> None:
+        db = self.db
+        try:
+            if undo and db.in_transaction:
+                db.execute(SQL["undo_handler"])
+            if not db.in_transaction or not self._finish(self.record.token, outcome, retention, db.cursor()):
+                raise NotCommitted(  # for certain: until now, the hook has refused every commit
+                    "The transaction ended inside the handler, so all of it was undone.",
+                    "the handler ended it, or went on after SQLite had to, for example because the disk was full",
+                    "leave BEGIN, COMMIT and ROLLBACK to wirecall, and let SQLite's errors pass; savepoints are free to use",
+                )
+            self._may_commit = True
+            db.execute(SQL["commit"])
+        except apsw.IOError as error:
+            if not self._may_commit:
+                raise
+            # Its frames may be in the WAL, and a crash before the next commit would find them.
+            raise CommitUnknown(f"The ledger {self._writer.path} failed in the middle of a commit: {error}") from error
+        except (apsw.ConstraintError, apsw.BusyError) as error:  # a deferred foreign key; a blob that was left open
+            if not self._may_commit:
+                raise
+            raise NotCommitted("What the handler did cannot be committed, so all of it was undone.", str(error)) from error
+        finally:
+            self._may_commit = False
+            self.end()
+
+    def end(self) -> None:
+        """Close the connection, which undoes what was not committed; if the handler is in a statement, interrupt it."""
+        self.is_dropped = True
+        try:
+            self.db.close(True)  # with whatever cursor the handler left open
+            self._writer.holder = None
+        except apsw.ThreadingViolationError:  # to be called again
+            self.db.interrupt()

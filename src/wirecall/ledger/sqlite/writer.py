@@ -1,10 +1,13 @@
-"""The thread that writes an SQLite ledger: all that waits at a moment goes into one transaction and one fsync.
+"""The thread that writes an SQLite ledger: all jobs that wait at the moment go into one transaction and one fsync.
 
-While it has nothing to do, it lends its connection (`lent`): see `sqlite_turns` for who borrows it. While a handler has the
-write lock of the file, it stands by: it does what the handler asks, and all others wait, but not for ever.
+An event loop never waits for the disk: it hands its jobs over and is told when they are committed. While a handler has the
+write lock of the file, the thread does what that handler asks; all other jobs wait for it, but not for ever.
 """
 
+import asyncio
+import concurrent.futures
 import copy
+import os
 import threading
 import time
 import weakref
@@ -12,178 +15,257 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import Any, Literal, Protocol
 
 import apsw
 
-from wirecall import process
 from wirecall.errors import WirecallError
-from wirecall.ledger.base import Claim, LedgerDown
-from wirecall.ledger.sqlite.commits import Commits
-from wirecall.ledger.sqlite.file import PATIENCE, as_down, open_file
-from wirecall.ledger.sqlite.jobs import Job, Kind, nothing, settle
-from wirecall.ledger.sqlite.lock import HandlerLock
-from wirecall.ledger.sqlite.rows import Row, Table
+from wirecall.ledger.base import LedgerDown, Locked
+from wirecall.ledger.sqlite.file import PATIENCE, SQL, LedgerFile, as_down
 from wirecall.logs import logger
 
-WRITES: tuple[Kind, ...] = ("write", "unclaim")  # what goes into one transaction
+_writers: "weakref.WeakSet[Writer]" = weakref.WeakSet()
+_from_before_fork: list["Writer"] = []
 
-# After a fork the child must neither use nor close the parent's connections; kept here, they are not collected.
-from_before_fork: list["Writer"] = []
+
+def _forked() -> None:
+    """In a child, neither use nor close the connections of its parent: SQLite would take them for its own."""
+    for writer in list(_writers):
+        writer.failure = LedgerDown(f"The ledger {writer.path} was opened before a fork.")
+        _from_before_fork.append(writer)  # so they are not collected either
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+class Job:
+    """Something to be done in the thread, and the future of its caller.
+
+    A "write" is called with a cursor inside a transaction, and with a fence if it `claims`. An "unclaim" is a write that no
+    caller waits for; it is tried until it succeeds. "begin" and "complete" belong to a handler's own transaction; "nothing"
+    waits for its turn, and needs no lock.
+    """
+
+    __slots__ = ("asked_at", "claims", "error", "future", "kind", "loop", "result", "work")
+
+    def __init__(
+        self,
+        work: Callable[..., Any],
+        kind: Literal["write", "unclaim", "begin", "complete", "nothing", "stop"] = "write",
+        *,
+        claims: bool = False,
+    ) -> None:
+        self.work = work
+        self.kind = kind
+        self.claims = claims
+        self.asked_at = 0.0
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None = None
+        self.result: Any = None
+        self.error: Exception | None = None
+
+
+def nothing(*_: object) -> None:
+    """The work of a job that only waits for its turn."""
+
+
+class Holder(Protocol):
+    """A transaction that holds the write lock of the file for a handler."""
+
+    is_dropped: bool
+
+    def end(self) -> None: ...
 
 
 class Writer:
     """The connections of one process to one file, and the thread that owns all but the one for reading."""
 
-    commits: Commits  # for who has `lent`
+    file: LedgerFile
 
-    def __init__(self, path: str, table: Table, *, owner: object) -> None:
-        self.pid = process.pid
+    def __init__(self, path: str, *, owner: object) -> None:
+        self.path = path
         self.failure: WirecallError | None = None  # set: the thread takes no more jobs, and this is why
+        self.reader: apsw.Cursor | None = None  # for the thread that has `reading`
         self.reading = threading.Lock()
-        self.lent = threading.RLock()  # free while the thread has nothing to do; who holds it may use the connection
-        self._path = path
-        self._table = table
-        self._asked: deque[Job] = deque()  # the queue; it is safe to add to it anywhere, even while garbage is collected
-        self._bell: SimpleQueue[None] = SimpleQueue()  # rung for the thread whenever there is something to see
-        # Taken from the queue, not done yet. There is something from the start, so that nobody is lent what is not open.
-        self._waiting: deque[Job] = deque([Job("nothing", nothing)])
-        self._owed: deque[Job] = deque()  # claims that could not be taken back; tried again before what is asked next
-        self._held: HandlerLock | None = None  # a handler has the write lock
-        self._is_ready = threading.Event()
-        self._reader: apsw.Cursor | None = None
+        self.holder: Holder | None = None  # the transaction of a handler that has the write lock
+        # A deque and a SimpleQueue: a job may be sent anywhere, even while garbage is collected.
+        self._asked: deque[Job] = deque()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._waiting: deque[Job] = deque()  # taken from `_asked`, not done yet
+        self._owed: deque[Job] = deque()  # claims that could not be taken back; tried again with the next job
         # A daemon, so that a program that forgets to close can end; then, or when it forgets the whole ledger, `_stop` lets
         # the thread finish what it has begun.
         self._finalizer = weakref.finalize(owner, self._stop)
         self._thread = threading.Thread(target=self._run, name=f"wirecall ledger {path}", daemon=True)
         self._thread.start()
+        _writers.add(self)
 
-    @property
-    def reader(self) -> apsw.Cursor:
-        if self._reader is None:
-            self._is_ready.wait()
-        if self.failure is not None or self._reader is None:
-            raise copy.copy(self.failure or LedgerDown(f"The ledger {self._path} is closed."))
-        return self._reader
+    async def ask(self, job: Job) -> Any:
+        """Have a job done, and wait until it is on the disk; without a running event loop, wait in the calling thread."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            waiting = job.future = concurrent.futures.Future[Any]()
+            self.send(job)
+            return waiting.result()
+        job.loop, job.future = loop, loop.create_future()
+        # The thread is woken at the end of this turn of the loop: by then, all tasks that are ready have sent their jobs.
+        loop.call_soon(self._ring)
+        self._put(job)
+        try:
+            return await job.future
+        finally:
+            job.future = None  # if the caller was closed, no error is set that is never retrieved
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._asked or self._waiting)
+    def send(self, job: Job) -> None:
+        """Have a job done, without waiting for it."""
+        self._put(job)
+        self._ring()
 
-    def send(self, jobs: list[Job]) -> None:
-        now = time.monotonic()
-        for job in jobs:
-            job.asked_at = now
-        self._asked.extend(jobs)
+    def drop(self, holder: Holder) -> None:
+        """Undo a handler's transaction, unless it is over; it does not wait, as a coroutine that is being closed may not."""
+        holder.is_dropped = True
         self._bell.put(None)
-        if self.failure is not None:  # the thread may have ended before it could see them
-            self._refuse([])
 
-    def drop(self, lock: HandlerLock) -> None:
-        """Undo a transaction, unless it is over. Nothing waits here: the caller may be a coroutine that is being closed."""
-        lock.is_dropped = True
-        self._bell.put(None)
+    async def aclose(self) -> None:
+        """Do what was asked, and close the file."""
+        if self.failure is None:
+            await self.ask(Job(nothing, "stop"))
 
-    def join(self) -> None:
-        self._thread.join()
+    def _put(self, job: Job) -> None:
+        job.asked_at = time.monotonic()
+        self._asked.append(job)
+        if self.failure is not None:  # the thread may have ended before it could see the job
+            self._refuse()
+
+    def _ring(self) -> None:
+        if self._asked and self._bell.empty():
+            self._bell.put(None)
 
     def _stop(self) -> None:
-        if self.pid != process.pid:
-            from_before_fork.append(self)
-        elif self.failure is None:
-            if self._held is not None:  # nobody is left to complete it
-                self._held.is_dropped = True
-            self.send([Job("stop", nothing)])
-            if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
-                self._thread.join(2 * PATIENCE)
+        """The ledger was forgotten, or the program ends."""
+        if self.failure is not None:
+            return
+        if self.holder is not None:  # no handler is left to complete it
+            self.holder.is_dropped = True
+        self.send(Job(nothing, "stop"))
+        if threading.current_thread() is not self._thread:  # the garbage collector runs anywhere
+            self._thread.join(2 * PATIENCE)
 
-    # --- in the thread ---
+    # --- in the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self.lent.acquire()
         try:
-            db, reader, patience = open_file(self._path, Row._fields)
-            self.commits = Commits(self._path, self._table, db, patience, self._ask_to_fold)
-            self._reader = reader.cursor()
-            self._is_ready.set()
-            self._serve()
+            self.file = LedgerFile(self.path)
+            self._cursor = self.file.db.cursor()  # used again and again: a new one costs as much as a short statement
+            self.reader = self.file.reader.cursor()
+            while self._serve():
+                pass
+            self.failure = LedgerDown(f"The ledger {self.path} is closed.")
         except WirecallError as error:
             self.failure = error
         except Exception as error:  # a mistake of ours; the next call starts another writer
-            logger.error("the writer of %s ended", self._path, exc_info=error)
-            self.failure = LedgerDown(f"The writer of the ledger {self._path} ended: {error!r}")
-        self._close()
-        self._is_ready.set()
-        self._refuse(list(self._waiting))
+            logger.error("the writer of %s ended", self.path, exc_info=error)
+            self.failure = LedgerDown(f"The writer of the ledger {self.path} ended: {error!r}")
+        with self.reading, suppress(AttributeError, apsw.Error):  # AttributeError: it was never opened
+            self.reader = None
+            self.file.close()
+        self._refuse()
         self._finalizer.detach()
 
-    def _serve(self) -> None:
-        while True:
-            self._gather()
-            job = self._waiting[0]
-            if job.kind == "stop":
-                raise LedgerDown(f"The ledger {self._path} is closed.")
-            if job.kind in WRITES:
-                self._commit(self._take_writes())
-            elif job.kind == "sweep":
-                self._commit([self._waiting.popleft()])
-            else:
-                self._do(self._waiting.popleft())
-            while self._held is not None:
-                self._stand_by(self._held)
+    def _serve(self) -> bool:
+        """Do what is next; returns False when the ledger is closed."""
+        if not self._waiting:
+            self._bell.get()  # even if a job is there: the others of its turn are on their way
+        self._take()
+        if not self._waiting:
+            return True
+        kind = self._waiting[0].kind
+        if kind == "stop":
+            return False
+        if kind in ("begin", "complete", "nothing"):
+            self._do(self._waiting.popleft())
+            self._stand_by()
+            return True
+        jobs = []
+        while self._waiting and self._waiting[0].kind in ("write", "unclaim"):
+            jobs.append(self._waiting.popleft())
+        self._commit(jobs)
+        return True
 
-    def _gather(self) -> None:
-        while not self.has_work:
-            self.lent.release()
-            self._bell.get()
-            self.lent.acquire()
+    def _take(self) -> None:
         while self._asked and self._owed:
             self._waiting.append(self._owed.popleft())
         while self._asked:
             self._waiting.append(self._asked.popleft())
 
-    def _take_writes(self) -> list[Job]:
-        writes = []
-        while self._waiting and self._waiting[0].kind in WRITES:
-            writes.append(self._waiting.popleft())
-        return writes
-
     def _commit(self, jobs: list[Job]) -> None:
+        """Group commit: one transaction, one fsync, and no caller is told before it. If it fails, nothing has happened."""
+        db = self._cursor
+        ends: list[tuple[Any, Exception | None]] = []
         try:
-            self.commits.together(jobs)
-        except Exception as error:
-            self._commit_each(jobs, error)
-        else:
-            self._deliver(jobs)
-
-    def _commit_each(self, jobs: list[Job], error: Exception) -> None:
-        """One of them may be too large for what is left of the disk: that must not be the trouble of the others."""
-        if len(jobs) > 1 and not isinstance(error, apsw.BusyError):
+            self.file.check()
+            db.execute(SQL["begin"])
+            fence = take_fences(db, sum(job.claims for job in jobs))
             for job in jobs:
-                self._commit([job])
-            return
-        for job in jobs:
-            self._fail(job, as_down(self._path, error))
+                fence += job.claims
+                try:
+                    ends.append((job.work(db, fence), None))
+                except apsw.Error as error:
+                    if not isinstance(error, apsw.ConstraintError):  # that one undid its own statement, and nothing else
+                        raise
+                    ends.append((None, as_down(self.path, error)))
+                except Exception as error:  # such as a damaged row: the trouble of this job alone
+                    ends.append((None, as_down(self.path, error)))
+            db.execute(SQL["commit"])
+        except Exception as error:
+            with suppress(apsw.Error):
+                if self.file.db.in_transaction:
+                    db.execute(SQL["rollback"])
+            # One of them may be too large for what is left of the disk: that must not be the trouble of the others.
+            if len(jobs) > 1 and not isinstance(error, (apsw.BusyError, LedgerDown)):
+                for job in jobs:
+                    self._commit([job])
+                return
+            ends = [(None, as_down(self.path, error)) for _ in jobs]
+        for job, (job.result, job.error) in zip(jobs, ends, strict=True):
+            if job.kind == "unclaim" and job.error is not None:
+                self._owed.append(job)
         self._deliver(jobs)
 
-    def _fail(self, job: Job, error: Exception) -> None:
-        job.error = error
-        if job.kind == "unclaim":
-            self._owed.append(job)
-
-    def _ask_to_fold(self) -> None:
-        self.send([Job("nothing", self.commits.fold)])
+    def _stand_by(self) -> None:
+        """While a handler has the lock, do what it asks, and fail the jobs that have waited too long for it."""
+        while (holder := self.holder) is not None:
+            with suppress(Empty):
+                self._bell.get(timeout=0.002 if holder.is_dropped else 0.1)
+            self._take()
+            for job in [job for job in self._waiting if job.kind == "complete"]:
+                self._waiting.remove(job)
+                self._do(job)
+            if holder.is_dropped and self.holder is not None:
+                holder.end()
+            while self._waiting and self._waiting[0].asked_at < time.monotonic() - PATIENCE and not holder.is_dropped:
+                if self._waiting[0].kind == "stop":
+                    holder.is_dropped = True
+                    break
+                job = self._waiting.popleft()
+                job.error = too_late(self.path) if job.kind == "begin" else as_down(self.path, apsw.BusyError())
+                if job.kind == "unclaim":
+                    self._owed.append(job)
+                self._deliver([job])
 
     def _do(self, job: Job) -> None:
         try:
             job.result = job.work()
         except apsw.Error as error:
-            job.error = as_down(self._path, error)
+            job.error = as_down(self.path, error)
         except Exception as error:
             job.error = error
         self._deliver([job])
 
     def _deliver(self, jobs: list[Job]) -> None:
-        """One wake-up for each event loop, not for each job."""
+        """Tell the callers: one wake-up for each event loop, not for each job."""
         for loop in {job.loop for job in jobs}:
             theirs = [job for job in jobs if job.loop is loop]
             if loop is None:
@@ -192,64 +274,37 @@ class Writer:
                 with suppress(RuntimeError):  # the loop is closed: its callers are gone
                     loop.call_soon_threadsafe(settle, theirs)
 
-    def _refuse(self, waiting: list[Job]) -> None:
-        """Answer the jobs that came too late; it is called by the thread when it ends, and by who comes after that."""
+    def _refuse(self) -> None:
+        """Answer the jobs that came too late; called by the thread when it ends, and by callers after that."""
+        late: list[Job] = []
         with suppress(IndexError):
             while True:
-                waiting.append(self._asked.popleft())
-        for job in waiting:
+                late.append((self._waiting or self._asked).popleft())
+        for job in late:
             job.error = None if job.kind == "stop" else copy.copy(self.failure)
-        self._deliver(waiting)
+        self._deliver(late)
 
-    def _close(self) -> None:
-        with self.reading, suppress(AttributeError, apsw.Error):  # AttributeError: they were never opened
-            if self._reader is not None:
-                self._reader.connection.close()
-            self.commits.close()
 
-    # --- while a handler has the lock, also in the thread ---
+def settle(jobs: list[Job]) -> None:
+    """Tell the callers of jobs what came of them, in the thread of their event loop."""
+    for job in jobs:
+        future = job.future
+        if future is None or future.done():  # no caller waits, or it was cancelled
+            continue
+        if job.error is not None:
+            future.set_exception(job.error)
+        else:
+            future.set_result(job.result)
 
-    def begin(self, lock: HandlerLock, claim: Claim) -> None:
-        if not lock.is_dropped:
-            self.commits.place.check()
-            lock.take(claim)
-            self._held = lock if lock.is_held else None
 
-    def complete(self, lock: HandlerLock, complete: Callable[..., bool], undo: bool) -> None:
-        try:
-            lock.complete(complete, undo)
-        finally:
-            self._end(lock)
+def take_fences(db: apsw.Cursor, number: int) -> int:
+    """Take `number` fences from the file; return the last one that was taken before."""
+    if not number:
+        return 0
+    db.execute(SQL["take_fences"], (number,))
+    last: int = db.execute(SQL["last_fence"]).get
+    return last - number
 
-    def _stand_by(self, lock: HandlerLock) -> None:
-        if lock.is_dropped:
-            self._end(lock)
-        if self._held is None:
-            return
-        with suppress(Empty):
-            self._bell.get(timeout=0.002 if lock.is_dropped else self._until_late())
-        while self._asked:
-            job = self._asked.popleft()
-            if job.kind == "complete":
-                self._do(job)
-            else:
-                self._waiting.append(job)
-        while self._until_late() == 0 and not lock.is_dropped:
-            self._give_up(lock)
 
-    def _until_late(self) -> float | None:
-        return max(0.0, self._waiting[0].asked_at + PATIENCE - time.monotonic()) if self._waiting else None
-
-    def _give_up(self, lock: HandlerLock) -> None:
-        """The first that waits has waited long enough."""
-        if self._waiting[0].kind == "stop":
-            lock.is_dropped = True
-            return
-        job = self._waiting.popleft()
-        self._fail(job, lock.too_late() if job.kind == "begin" else as_down(self._path, apsw.BusyError()))
-        self._deliver([job])
-
-    def _end(self, lock: HandlerLock) -> None:
-        lock.end()
-        if not lock.is_held:
-            self._held = None
+def too_late(path: str) -> Locked:
+    return Locked(f"The ledger {path} was locked for more than {PATIENCE:g} s.")

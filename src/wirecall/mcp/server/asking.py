@@ -38,7 +38,6 @@ from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.forms import Form, form_of
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.types import LEVELS, Elicited, JsonObject, Message, Resumed, Roots, Sampled, block
-from wirecall.process import new_nonce
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import ErrorObject, decode_any, encode
 from wirecall.server.call import Call
@@ -244,7 +243,7 @@ class Questions:
         method, record, params, key = peer.about
         lifetime = STATE_LIFETIME
         if method.is_command:
-            key, lifetime = key or new_nonce().hex(), min(lifetime, method.terms.retention)
+            key, lifetime = key or os.urandom(16).hex(), min(lifetime, method.terms.retention)
         state = _State(_digest(record, params), key, list(questions), peer.answers)
         sealed = self._seals.seal("state", peer.caller, state, lifetime)
         return encode({"resultType": "input_required", "inputRequests": questions, "requestState": sealed})
