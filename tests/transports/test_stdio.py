@@ -19,7 +19,7 @@ import pytest
 
 from wirecall.errors import Gone
 from wirecall.transports.descriptors import HIGH, Output
-from wirecall.transports.lines import Lines
+from wirecall.transports.lines import Splitter
 from wirecall.transports.stdio import serve_streams
 
 PATIENCE = 60.0
@@ -242,7 +242,7 @@ def test_a_line_that_is_too_long_is_refused_before_it_ends_and_the_next_one_is_s
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_lines_are_the_same_however_they_arrive(size: int) -> None:
     data = b"one\r\n\n12345678\n12345678\r\n123456789\n" + b"y" * 30 + b"\r\n  \nlast"
-    lines, found = Lines(8), list[bytes]()
+    lines, found = Splitter(8), list[bytes]()
     for start in range(0, len(data), size):
         found += lines.feed(data[start : start + size])
     assert found + lines.rest() == [b"one", b"12345678", b"12345678", b"123456789", b"yyyyyyyyy", b"last"]

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, UsageError
 from wirecall.logs import printable
 from wirecall.transports.descriptors import CHUNK
-from wirecall.transports.lines import Lines
+from wirecall.transports.lines import Splitter
 
 OnLine: TypeAlias = Callable[[bytes], None]
 OnEnd: TypeAlias = Callable[[CallFailed], None]
@@ -162,7 +162,7 @@ class Child:
         on_line: OnLine,
         on_end: OnEnd,
     ) -> None:
-        lines = Lines(self._max_bytes)
+        lines = Splitter(self._max_bytes)
         while data := await stdout.read(CHUNK):
             if self._process is process:
                 await self._tell(lines.feed(data), on_line)

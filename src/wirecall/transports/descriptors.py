@@ -121,7 +121,13 @@ class Output:
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._poll: select.poll | None = None
         self._was_blocking = os.get_blocking(fd)
-        if _is_shared(fd):
+        # A descriptor that stderr shares must go on blocking, or logging would meet EAGAIN. It is written to in steps of
+        # PIPE_BUF bytes, which do not block when poll says so. A terminal is always shared.
+        try:
+            is_shared = os.isatty(fd) or os.path.sameopenfile(fd, 2)
+        except OSError:  # there is no stderr
+            is_shared = False
+        if is_shared:
             self._poll = select.poll()
             self._poll.register(fd, select.POLLOUT)
         else:
@@ -216,15 +222,3 @@ class Output:
                 future.set_result(None)
             else:
                 self._waiting.append((size, future))
-
-
-def _is_shared(fd: int) -> bool:
-    """Whether stderr is the same: then it must go on blocking, or logging would meet EAGAIN.
-
-    Such a descriptor is written to in steps of PIPE_BUF bytes, which do not block when poll says so. A terminal is always
-    shared.
-    """
-    try:
-        return os.isatty(fd) or os.path.sameopenfile(fd, 2)
-    except OSError:  # there is no stderr
-        return False

@@ -5,7 +5,7 @@ left out. A line that is too long is cut one byte beyond the limit, so that its 
 """
 
 
-class Lines:
+class Splitter:
     """Cuts bytes into lines."""
 
     def __init__(self, limit: int) -> None:

@@ -62,15 +62,12 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
         headers: Pairs = ()
         if replayed:
             ids = "[" + ",".join(frames.encode(id).decode() for id in replayed) + "]" if is_array else "true"
-            headers = [(REPLAYED_HEADER, re.sub("[^ -~]", _escaped, ids))]  # a header carries ASCII alone
+            # A header carries ASCII alone: other characters are escaped as JSON does it.
+            ids = re.sub("[^ -~]", lambda sign: re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be").hex()), ids)
+            headers = [(REPLAYED_HEADER, ids)]
         await request.respond(200, answer, headers=headers)
 
     return rpc
-
-
-def _escaped(sign: re.Match[str]) -> str:
-    """Return a character as JSON escapes it."""
-    return re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be", "surrogatepass").hex())
 
 
 def health_endpoints(ready: Callable[[], Awaitable[str | None]] | None = None) -> dict[str, Endpoint]:

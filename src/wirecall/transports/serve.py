@@ -344,7 +344,7 @@ def _threads() -> set[int]:
 class Uvicorn:
     """uvicorn, with httptools where it is installed.
 
-    It waits forever for a header, and holds one of any length with httptools. So each connection is watched: `Connection`
+    It waits forever for a header, and holds one of any length with httptools. So each connection is watched: `HeaderLimit`
     hears of its bytes by asyncio's own callbacks, and of its requests where they reach the application.
     """
 
@@ -358,7 +358,7 @@ class Uvicorn:
 
         self._app = app
         self._bound = bound
-        self._connections: dict[tuple[str, int], Connection] = {}
+        self._connections: dict[tuple[str, int], HeaderLimit] = {}
         config = uvicorn.Config(
             self._request,
             loop="asyncio",
@@ -407,7 +407,7 @@ class Uvicorn:
             def connection_made(self, transport: asyncio.Transport) -> None:
                 super().connection_made(transport)
                 self.peer = transport.get_extra_info("peername")[:2]
-                connections[self.peer] = self.connection = Connection(transport, limits)
+                connections[self.peer] = self.connection = HeaderLimit(transport, limits)
 
             def data_received(self, data: bytes) -> None:
                 super().data_received(data)
@@ -432,8 +432,8 @@ class Uvicorn:
         return Watched
 
 
-class Connection:
-    """A connection of uvicorn's: limits the header of its next request, in bytes and in seconds."""
+class HeaderLimit:
+    """Limits the header of the next request on a connection of uvicorn, in bytes and in seconds."""
 
     def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
         self.transport = transport

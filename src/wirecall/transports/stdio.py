@@ -1,6 +1,6 @@
 """One connection over this process's stdin and stdout: a message is a line.
 
-    fd -> Lines -> Connection.handle -> Output -> fd
+    fd -> Splitter -> Connection.handle -> Output -> fd
 
 1. *Lines begin in the order they come, and do not hold up each other.* One task leads: it takes line after line. A call that
    waits keeps the task it began in (`asyncio.timeout` and `TaskGroup` inside a handler require that), and a new task leads.
@@ -26,17 +26,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import copy_context
-from types import CoroutineType, FrameType, coroutine
+from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.protocol.limits import Limits
-from wirecall.stepping import resume, start
+from wirecall.stepping import beside, start
 from wirecall.transports.descriptors import HIGH, Output, open_input
-from wirecall.transports.lines import Lines
+from wirecall.transports.lines import Splitter
 
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]  # writes one line, adds the newline; raises Gone
 Cleanup: TypeAlias = Callable[[float], Awaitable[None]]
@@ -100,7 +100,7 @@ class _Session:
         self.deadline = self._loop.time()
         # Half of the calls that may be in flight: batches count for many, and lines that were let in need a place, too.
         self._places = max(1, limits.in_flight // 2)
-        self._cut = Lines(limits.bytes_in)
+        self._cut = Splitter(limits.bytes_in)
         self._lines: deque[bytes] = deque()
         self._calls: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = self._loop.create_future()  # no further line will begin
@@ -129,7 +129,16 @@ class _Session:
             self._give_up()
         await self._ended(0)
         await self._output.drain(self.deadline)  # before anything is logged about the end, as stderr may be the same pipe
-        await self._close()
+        try:
+            async with asyncio.timeout(LAST):
+                await self._connection.aclose()
+        except Exception:
+            logger.exception("the connection could not be closed")
+        for call in self._calls:
+            call.cancel()
+        await self._ended(LAST)
+        await self._output.drain(self.deadline)
+        self._output.close()
         if self._error is not None:
             raise self._error
         return max(0.0, self.deadline - self._loop.time())
@@ -149,18 +158,6 @@ class _Session:
             call.cancel()
         _resolve(self._over)
         _resolve(self._freed)
-
-    async def _close(self) -> None:
-        try:
-            async with asyncio.timeout(LAST):
-                await self._connection.aclose()
-        except Exception:
-            logger.exception("the connection could not be closed")
-        for call in self._calls:
-            call.cancel()
-        await self._ended(LAST)
-        await self._output.drain(self.deadline)
-        self._output.close()
 
     async def _ended(self, more: float) -> None:
         """Wait for the calls in flight until the grace time is over, and `more` seconds."""
@@ -188,51 +185,37 @@ class _Session:
         task, lines, output = asyncio.current_task(), self._lines, self._output
         assert task is not None
         fresh = copy_context()
-        while not self._over.done() and (lines or await self._read()):
+        while not self._over.done():
+            while not lines:
+                data = await self._input.read()
+                lines.extend(self._cut.feed(data) if data else self._cut.rest())
+                if not data and not lines:
+                    _resolve(self._over)
+                    return
             if len(self._calls) >= self._places or output.size > HIGH:
-                await self._room()
-            answer = await self._answer(lines.popleft())
-            if answer is not None:
+                await output.shrink(HIGH)
+                if len(self._calls) >= self._places:
+                    self._freed = self._loop.create_future()
+                    await asyncio.wait((self._freed,), timeout=STALL)
+            answer = None
+            try:
+                answer = self._connection.handle(lines.popleft())
+                if answer is not None and not isinstance(answer, bytes):
+                    answer = await beside(answer, self._lead_another)
+            except Exception:
+                logger.exception("a line could not be answered")
+            if isinstance(answer, bytes):
                 output.write(answer)
             if self._leader is not task:
                 return
             if task.cancelling() or copy_context() != fresh:  # a handler changed the context; the comparison costs 40 ns
                 self._leader = self._lead_on()
                 return
-        _resolve(self._over)
 
-    async def _read(self) -> bool:
-        """Read more lines; return False at the end."""
-        while not self._lines:
-            data = await self._input.read()
-            if not data:
-                self._lines.extend(self._cut.rest())
-                return bool(self._lines)
-            self._lines.extend(self._cut.feed(data))
-        return True
-
-    async def _room(self) -> None:
-        await self._output.shrink(HIGH)
-        if len(self._calls) >= self._places:
-            self._freed = self._loop.create_future()
-            await asyncio.wait((self._freed,), timeout=STALL)
-
-    @coroutine
-    def _answer(self, line: bytes) -> Generator[Any, Any, bytes | None]:
-        try:
-            answer = self._connection.handle(line)
-            if type(answer) is not CoroutineType:
-                return answer  # type: ignore[return-value]
-            try:
-                awaited = answer.send(None)
-            except StopIteration as finished:
-                return finished.value  # type: ignore[no-any-return]
-            self._calls.add(self._leader)
-            self._leader = self._lead_on()
-            return (yield from resume(answer, awaited))  # type: ignore[no-any-return]
-        except Exception:
-            logger.exception("a line could not be answered")
-            return None
+    def _lead_another(self) -> None:
+        """Let a new task lead: the call of the leader waits."""
+        self._calls.add(self._leader)
+        self._leader = self._lead_on()
 
 
 def _resolve(future: "asyncio.Future[None] | None") -> None:

@@ -103,15 +103,16 @@ class Workers:
 
     def _start(self, worker: Worker) -> None:
         worker.word, word = self._context.Pipe(duplex=False)
+
+        def begin() -> None:
+            for each in SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
+            self._work(lambda: word.send_bytes(b"serving"))
+
         with word:
-            worker.process = process = self._context.Process(target=self._begin, args=(word,))
+            worker.process = process = self._context.Process(target=begin)
             worker.since = time.monotonic()
             process.start()
-
-    def _begin(self, word: "Connection") -> None:
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        self._work(lambda: word.send_bytes(b"serving"))
 
     def _end(self) -> None:
         processes = [worker.process for worker in self._workers if worker.process is not None]
