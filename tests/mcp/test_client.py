@@ -257,6 +257,13 @@ async def test_a_callback_hears_of_lists_and_of_what_was_subscribed_to(target: A
     assert heard == [Change("updated", WATCHED), Change("prompts")]
 
 
+async def test_every_method_checks_its_timeout(shop: App) -> None:
+    async with client_of(shop) as client:
+        for call in (client.list_tools(timeout=0), client.call_tool("price", timeout=-1), client.ping(timeout=0)):
+            with pytest.raises(UsageError, match="timeout must be greater than 0"):
+                await call
+
+
 async def test_a_client_that_is_not_open_says_so(shop: App) -> None:
     client = connect(shop, protocol="mcp")
     for call in (client.list_tools(), client.call_tool("price"), client.ping(), client.listen(uris=["x://y"]).__aenter__()):

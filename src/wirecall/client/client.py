@@ -119,8 +119,6 @@ class Client:
         if params is not None and not isinstance(params, _PARAMS):
             kind = type(params).__name__
             raise UsageError(f"{method}: params of type {kind}.", "JSON-RPC carries an array or an object", "use a dict")
-        if given <= 0:
-            raise UsageError(f"{method}: timeout must be greater than 0, got {given!r}.")
         if entry.key:
             if isinstance(entry.key, str):
                 try:

@@ -94,10 +94,10 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
             f"connect({target!r}): there is nothing to connect to.",
             fix='use a URL, a command line as a list ("python", "server.py"), or an App',
         )
-    if unknown := options.keys() - McpOptions.__annotations__.keys():
+    if unknown := options.keys() - McpOptions.__optional_keys__:
         raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
     given = {name: value for name, value in options.items() if value is not None}
-    shared = Options(**{name: given.pop(name) for name in ConnectOptions.__annotations__ if name in given})
+    shared = Options(**{name: given.pop(name) for name in ConnectOptions.__optional_keys__ & given.keys()})
     http = partial(HttpClient, headers=shared.headers, max_bytes=shared.max_bytes)
     child = partial(Child, env=shared.env, cwd=shared.cwd, stderr=shared.stderr, max_bytes=shared.max_bytes)
     if not isinstance(target, (str, App)):

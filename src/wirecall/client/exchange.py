@@ -69,6 +69,8 @@ class Entry(Generic[T]):
         is_notification: bool = False,
         extra: Any = None,
     ) -> None:
+        if timeout <= 0:
+            raise UsageError(f"{method}: timeout must be greater than 0, got {timeout!r}.")
         self.method = method
         self.params: Any = params
         self.read = read  # makes the result of `raw`

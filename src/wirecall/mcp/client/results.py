@@ -24,7 +24,7 @@ from wirecall.protocol.replies import UNREADABLE, JsonObject, remote_error
 T = TypeVar("T")
 
 
-class Hints(Struct, frozen=True, rename="camel"):
+class ToolHints(Struct, frozen=True, rename="camel"):
     """A tool's annotations, as they came."""
 
     title: str | None = None
@@ -42,7 +42,7 @@ class Tool(Struct, frozen=True, rename="camel"):
     title: str | None = None
     description: str | None = None
     output_schema: JsonObject | None = None
-    annotations: Hints | None = None
+    annotations: ToolHints | None = None
     meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
     @property
@@ -67,7 +67,7 @@ class Tool(Struct, frozen=True, rename="camel"):
         return self.annotations is None or self.annotations.open_world_hint is not False
 
 
-class Argument(Struct, frozen=True):
+class PromptArgument(Struct, frozen=True):
     """An argument of a prompt."""
 
     name: str
@@ -82,7 +82,7 @@ class Prompt(Struct, frozen=True):
     name: str
     title: str | None = None
     description: str | None = None
-    arguments: list[Argument] = []
+    arguments: list[PromptArgument] = []
     meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
 
