@@ -43,6 +43,7 @@ ServerName: TypeAlias = Literal["granian", "uvicorn"]
 Serving: TypeAlias = Callable[[], None]  # called once, when connections are accepted
 
 BACKLOG = 1024
+FILES = "/dev/fd" if os.path.isdir("/dev/fd") else ""  # lists the open files of this process; Windows does not have it
 # Seconds after the application is closed in which threads and handlers that ignore their cancellation can end.
 LAST = 1.0
 
@@ -293,7 +294,7 @@ class Granian:
 
     async def _tune(self, serving: Serving) -> None:
         """Wait for the listening socket, and set its options, and those of connections that it has accepted before."""
-        found = False
+        found = not FILES
         while not found:
             await asyncio.sleep(0.001)
             for each in self._sockets():
@@ -314,7 +315,7 @@ class Granian:
 
     def _sockets(self) -> Iterator[socket.socket]:
         """Yield every socket of this process at the port of the server, open until the next one."""
-        for name in os.listdir("/dev/fd"):
+        for name in os.listdir(FILES) if FILES else ():
             with contextlib.suppress(OSError):
                 # Only a socket may be duplicated: to close the duplicate of a SQLite file would drop its locks (fcntl).
                 if S_ISSOCK(os.fstat(int(name)).st_mode):
