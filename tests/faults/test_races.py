@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -23,11 +22,6 @@ STORM = sized(small=100, full=500)
 SIDE_BY_SIDE = 40
 
 durable = pytest.mark.parametrize("store", DURABLE, indirect=True)
-
-
-@pytest.fixture
-def effects(tmp_path: Path) -> Effects:
-    return Effects(tmp_path / "effects")
 
 
 @durable

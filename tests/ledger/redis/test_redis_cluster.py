@@ -1,6 +1,6 @@
 """Redis in a cluster, and with replicas: whoever holds a record at the moment is found, and nobody answers in its place.
 
-What a killed primary does under load stands in `test_store_faults`; that a cluster keeps the contract, in `tests/ledger`.
+Killed primaries under load stand in `tests/faults/test_killed_servers.py`; the contract of a cluster, in `tests/ledger`.
 """
 
 import asyncio
