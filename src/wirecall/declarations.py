@@ -7,7 +7,6 @@
 3. A command that shares the ledger's transactions is declared only where the ledger has some.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -39,8 +38,6 @@ class Declarations:
     def __init__(self, ledger_scheme: str) -> None:
         self.registry = Registry()
         self._ledger_scheme = ledger_scheme
-        self._catalog: Catalog | None = None
-        self._building = threading.Lock()  # of what is made when it is first asked for
 
     @overload
     def query(self, function: F, /) -> F: ...
@@ -200,17 +197,8 @@ class Declarations:
         return register
 
     def catalog(self) -> "Catalog":
-        """What MCP clients are offered beside the methods."""
-        return self._catalog or self._build_catalog()
-
-    def _build_catalog(self) -> "Catalog":
-        """One for all threads: what is declared in one of two would be missing in the other."""
-        from wirecall.mcp.server.catalog import Catalog
-
-        with self._building:
-            if self._catalog is None:
-                self._catalog = Catalog(self.registry)
-            return self._catalog
+        """Return the prompts, resources and completions; `App`, which knows MCP's server, makes them."""
+        raise NotImplementedError
 
     # --- registering -------------------------------------------------------------------------------------------------
 

@@ -619,6 +619,6 @@ async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> Non
 async def test_what_is_no_verdict_settles_nothing(verdict: Any) -> None:
     """Else a forgotten pair of brackets would remove the evidence, and the command would run again."""
     app = await with_an_unknown_outcome()
-    with pytest.raises(UsageError, match="is no verdict"):
+    with pytest.raises(UsageError, match="must be Done"):
         await app.resolve("put", "k", verdict)
     assert await state_of(app) is State.UNKNOWN

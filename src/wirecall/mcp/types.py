@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-JsonObject: TypeAlias = dict[str, Any]
+from wirecall.protocol.messages import JsonObject
+
 Role: TypeAlias = Literal["user", "assistant"]
 
 

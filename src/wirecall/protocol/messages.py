@@ -23,6 +23,7 @@ from wirecall.errors import EncodeError, InvalidParams, InvalidRequest, LimitExc
 
 Id: TypeAlias = int | str | float | Raw | None
 Data: TypeAlias = bytes | bytearray | memoryview | str
+JsonObject: TypeAlias = dict[str, Any]  # as it is decoded
 
 # The default limits of a message; `policy.Limits` names them and gives the reasons.
 MAX_BYTES = 1 << 20

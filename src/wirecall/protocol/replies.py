@@ -37,7 +37,6 @@ class Unreadable(Struct, frozen=True):
 
 
 Message: TypeAlias = Arrived | Unreadable
-JsonObject: TypeAlias = dict[str, Any]  # as it is decoded
 
 # What a decoder raises for data that it cannot read: not JSON, not the type, not UTF-8, too deep.
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)

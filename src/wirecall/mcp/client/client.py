@@ -17,7 +17,7 @@ from wirecall.mcp.client.host import Elicit, ElicitUrl, Host, Roots, Sample
 from wirecall.mcp.client.links import McpLink
 from wirecall.mcp.client.results import Called, Completion, Prompt, Prompted, Resource, Template, Tool
 from wirecall.mcp.types import LEVELS, Embedded, Level
-from wirecall.protocol.replies import JsonObject
+from wirecall.protocol.messages import JsonObject
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from wirecall.errors import InvalidParams, MethodNotFound, RpcError
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import Elicited, Root, Sampled
-from wirecall.protocol.replies import JsonObject
+from wirecall.protocol.messages import JsonObject
 
 
 class Form(Struct, frozen=True, rename="camel"):

@@ -8,7 +8,7 @@ from wirecall.mcp.client.changes import Change, Changes, Progress
 from wirecall.mcp.client.client import McpClient, McpCollected, ToolOptions
 from wirecall.mcp.client.results import Called, Completion, Prompt, Prompted, Resource, Template, Tool
 from wirecall.mcp.types import Embedded, Level
-from wirecall.protocol.replies import JsonObject
+from wirecall.protocol.messages import JsonObject
 
 T = TypeVar("T")
 

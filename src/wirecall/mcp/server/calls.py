@@ -42,8 +42,8 @@ from wirecall.mcp.server.results import (
     prompt_result,
     read_result,
 )
-from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Complete, JsonObject, Params, Resumed
-from wirecall.protocol.messages import encode
+from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Complete, Params, Resumed
+from wirecall.protocol.messages import JsonObject, encode
 from wirecall.server.call import Call
 from wirecall.server.context import InputRequired
 from wirecall.server.dispatch import Dispatcher

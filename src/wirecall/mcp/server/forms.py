@@ -19,8 +19,7 @@ from msgspec import Struct
 
 from wirecall.errors import BadInput, NotCapable, UsageError
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.types import JsonObject
-from wirecall.protocol.messages import encode
+from wirecall.protocol.messages import JsonObject, encode
 
 Schema = JsonObject
 

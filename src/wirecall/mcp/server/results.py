@@ -25,8 +25,8 @@ from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.arrays import Incoming
 from wirecall.mcp.server.asking import Id
 from wirecall.mcp.server.catalog import Resource, is_object_schema, is_structured, output_schema
-from wirecall.mcp.types import PREFIX, Content, Embedded, JsonObject, Message, ToolResult, block
-from wirecall.protocol.messages import ErrorObject, encode
+from wirecall.mcp.types import PREFIX, Content, Embedded, Message, ToolResult, block
+from wirecall.protocol.messages import ErrorObject, JsonObject, encode
 from wirecall.server.method import Method
 
 INPUT_REQUIRED = b'{"resultType":"input_required"'  # how a result begins that is a question

@@ -39,7 +39,6 @@ from wirecall.mcp.types import (
     Complete,
     GetPrompt,
     Initialize,
-    JsonObject,
     Listen,
     ListPage,
     Params,
@@ -48,7 +47,7 @@ from wirecall.mcp.types import (
     Subscribe,
 )
 from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import Envelope, Invalid, encode
+from wirecall.protocol.messages import Envelope, Invalid, JsonObject, encode
 from wirecall.server.dispatch import Dispatcher
 
 Handler = Callable[[Peer], Coroutine[Any, Any, object]]
