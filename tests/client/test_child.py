@@ -179,6 +179,17 @@ async def test_a_deaf_child_times_out_and_the_client_goes_on() -> None:
         assert await client.call("x", [1]) == [1]
 
 
+async def test_a_batch_ends_with_the_last_of_its_entries() -> None:
+    """The call with the most time is answered: what the others wait for ends with their own time."""
+    deaf = 'replies = [reply for reply, m in zip(replies, entries) if m["method"] != "deaf"]'
+    async with connect(echo(deaf), discover=False) as client, asyncio.timeout(PATIENCE):
+        async with client.batch() as batch:
+            patient, deaf_one = batch.call("x", [1], timeout=10 * PATIENCE), batch.call("deaf", timeout=0.2)
+        assert patient.result() == [1]
+        assert isinstance(deaf_one.error, TimedOut)
+        assert await client.call("x", [2]) == [2]
+
+
 async def test_an_array_in_the_wrong_place_and_an_answer_given_twice() -> None:
     array = 'message["method"] == "array" and (print(json.dumps(replies), flush=True), replies.clear())'
     twice = 'message["method"] == "twice" and replies.append(replies[0])'

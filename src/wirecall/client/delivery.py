@@ -329,17 +329,24 @@ class Delivery:
         if silence is not None and all(entry.safe for entry in sendable):
             left = min(left, silence)
         left = max(left, 0.0)
+        limit = asyncio.timeout(left)
         timers: list[asyncio.TimerHandle] = []
         if len(entries) > 1:
             loop = asyncio.get_running_loop()
+
+            def expire(entry: AnyEntry) -> None:
+                exchange.give_up(entry.id, timed_out(exchange, entry.timeout))
+                if exchange.is_done and not limit.expired():
+                    limit.reschedule(loop.time())
+
             timers = [
-                loop.call_later(entry.deadline - now, self._expire, exchange, entry.id, entry.timeout)
+                loop.call_later(entry.deadline - now, expire, entry)
                 for entry in exchange.open.values()
                 if entry.deadline - now < left - LEAST
             ]
         # 3. There and back.
         try:
-            async with asyncio.timeout(left):
+            async with limit:
                 await self.link.exchange(exchange)
             exchange.end_of_answers()
         except CallFailed as error:
@@ -353,10 +360,6 @@ class Delivery:
             for timer in timers:
                 timer.cancel()
         return exchange
-
-    @staticmethod
-    def _expire(exchange: Exchange, id: int, timeout: float) -> None:
-        exchange.give_up(id, timed_out(exchange, timeout))
 
     # --- again, or not -----------------------------------------------------------------------------------------------
 
