@@ -52,16 +52,6 @@ class Fields(Protocol):
     def all(self, name: str) -> list[str]: ...
 
 
-def is_doubled(fields: Fields, name: str) -> bool:
-    """Whether a header is there more than once; which of its values a proxy has judged is not known then."""
-    return fields.has_doubles and len(fields.all(name)) > 1
-
-
-def names(fields: Fields, version: str) -> bool:
-    """Whether the version header is there once, and is this one to the letter."""
-    return not fields.has_doubles and fields.first.get(b"mcp-protocol-version") == version.encode()
-
-
 def check(fields: Fields, method: str, params: Params) -> None:
     """The headers that every request has."""
     assert params.meta is not UNSET and params.meta.version is not UNSET
@@ -111,10 +101,10 @@ def marked(schema: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
 
 
 def _only(fields: Fields, name: str) -> str:
-    value = fields.get(name)
-    if value is None or is_doubled(fields, name):
-        raise HeaderMismatch(f"{name}: {'missing' if value is None else 'given more than once'}", header=name)
-    return value
+    values = fields.all(name)
+    if len(values) != 1:
+        raise HeaderMismatch(f"{name}: {'given more than once' if values else 'missing'}", header=name)
+    return values[0]
 
 
 def _agree(value: str, told: str, name: str) -> None:

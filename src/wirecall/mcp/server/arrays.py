@@ -20,7 +20,7 @@ from wirecall.protocol.messages import Envelope, Invalid
 
 
 class Response(Struct, frozen=True):
-    """A client's answer to a question of ours."""
+    """A client's answer to a question of the server."""
 
     jsonrpc: str
     id: int | str
@@ -43,36 +43,32 @@ _VERSION = b"protocolVersion"
 def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
     """Return one message, or the messages of an array."""
     found = frames.read(data, True, limits.bytes_in, limits.depth, limits.batch)
-    if not isinstance(found, list):
-        return _judged(found, data)
     entries: list[Incoming] = []
-    items: list[Raw] | None = None  # needed only where an entry is not a request
-    for position, entry in enumerate(found):
-        if type(entry) is not Envelope and items is None:
-            items = _decode_items(data)
-        entries.append(_judged(entry, b"" if items is None else items[position]))
-    return entries
-
-
-def _judged(message: Any, data: Any) -> Incoming:
-    """Return a message by MCP's own rules: an id is a string or an integer, and params are an object. What JSON-RPC does not
-    take for a request may be a client's answer to a question of ours."""
-    if type(message) is Envelope:
-        id, params = message.id, message.params
-        if id is not UNSET and type(id) not in (int, str):
-            return Invalid(InvalidRequest("id: expected a string or an integer"))
-        if params is not UNSET and not bytes(params).startswith(b"{"):
-            return Invalid(InvalidRequest("params: expected an object"), None if id is UNSET else id)
-        return message
-    invalid: Invalid = message
-    if type(invalid.error) is InvalidRequest:
-        try:
-            response = _decode_response(data)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return invalid
-        if response.jsonrpc == "2.0" and (response.result is UNSET) != (response.error is UNSET):
-            return response
-    return invalid
+    items: Sequence[bytes | Raw] | None = None  # decoded only where an entry is not a request
+    for position, entry in enumerate(found if isinstance(found, list) else (found,)):
+        if isinstance(entry, Envelope):
+            # MCP's own rules (basic, "Requests"): an id is a string or an integer, and params are an object.
+            id, params = entry.id, entry.params
+            if id is not UNSET and type(id) not in (int, str):
+                entries.append(Invalid(InvalidRequest("id: expected a string or an integer")))
+            elif params is not UNSET and not bytes(params).startswith(b"{"):
+                entries.append(Invalid(InvalidRequest("params: expected an object"), None if id is UNSET else id))
+            else:
+                entries.append(entry)
+            continue
+        assert isinstance(entry, Invalid)  # strict reading gives nothing else
+        message: Incoming = entry
+        if type(entry.error) is InvalidRequest:
+            # JSON-RPC does not take it for a request, so it may be the client's answer to a question of the server.
+            items = items or (_decode_items(data) if isinstance(found, list) else (data,))
+            try:
+                response = _decode_response(items[position])
+                if response.jsonrpc == "2.0" and (response.result is UNSET) != (response.error is UNSET):
+                    message = response
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                pass  # not an answer either
+        entries.append(message)
+    return entries if isinstance(found, list) else entries[0]
 
 
 def has_envelope(message: Envelope) -> bool:

@@ -114,7 +114,9 @@ class Session:
         self.calls = {} if calls is None else calls  # what it may cancel
         self.subscriptions: set[str] = set()  # URIs of resources
         self.waiting = 0  # calls that wait for its answers
-        self._asked: dict[Id, tuple[Peer, asyncio.Future[Raw]]] = {}  # what it has not answered yet
+        # Questions that it has not answered yet. An error is a value of the future and not its exception: asyncio reports an
+        # exception that is not retrieved, and a call that is cancelled in the same moment does not retrieve it.
+        self.asked: dict[Id, tuple[Peer, asyncio.Future[Raw | RpcError]]] = {}
 
     def wants(self, level: str) -> bool:
         """Return whether the client wants messages of a level. Without one, a server with a handshake sends from `info` on,
@@ -127,34 +129,35 @@ class Session:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
         id = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
         loop, limits = asyncio.get_running_loop(), peer.questions.limits
-        answer: asyncio.Future[Raw] = loop.create_future()
-        self._asked[id] = peer, answer
+        answer: asyncio.Future[Raw | RpcError] = loop.create_future()
+        self.asked[id] = peer, answer
         left = loop.create_task(peer.outlet.until_left(limits.away_time))
         try:
             message = encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params})
             if not await sent(peer.outlet.send(message)):
                 raise NotCapable("the question could not be sent to the client", ran="unknown")
-            coming: list[asyncio.Future[Raw] | asyncio.Task[None]] = [answer, left]
+            coming: list[asyncio.Future[Raw | RpcError] | asyncio.Task[None]] = [answer, left]
             await asyncio.wait(coming, timeout=limits.answer_time, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
-                return answer.result()
+                told = answer.result()
+                if isinstance(told, RpcError):
+                    raise told
+                return told
             why = "has left without an answer" if left.done() else f"has not answered within {limits.answer_time:g} s"
             raise NotCapable(f"the client {why}", ran="unknown")
         finally:
+            del self.asked[id]
             left.cancel()
-            del self._asked[id]
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # else asyncio reports an error that came in the moment in which the call was cancelled
 
     def abandon(self, peer: "Peer | None" = None) -> None:
         """End the wait for answers that will not come: those of one call, or all of them if the client has left."""
-        for asking, answer in self._asked.values():
+        for asking, answer in self.asked.values():
             if peer in (None, asking) and not answer.done():
-                answer.set_exception(NotCapable("the client has left without an answer", ran="unknown"))
+                answer.set_result(NotCapable("the client has left without an answer", ran="unknown"))
 
     def answered(self, id: Id, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
         """Take an answer of the client; False if there is no such question."""
-        _, answer = self._asked.get(id, (None, None))
+        _, answer = self.asked.get(id, (None, None))
         if answer is None or answer.done():
             return False
         if error is UNSET:
@@ -162,9 +165,9 @@ class Session:
             return True
         try:
             told = msgspec.json.decode(error, type=ErrorObject)
-            answer.set_exception(RpcError(told.code, told.message, None if told.data is UNSET else told.data))
+            answer.set_result(RpcError(told.code, told.message, None if told.data is UNSET else told.data))
         except msgspec.ValidationError:
-            answer.set_exception(BadInput("the client's answer: error: expected an object with code and message"))
+            answer.set_result(BadInput("the client's answer: error: expected an object with code and message"))
         return True
 
 
@@ -234,8 +237,6 @@ class Questions:
             if is_command:
                 raise BadInput("inputResponses: this call has asked nothing; send the requestState of the call that asked")
             peer.answers = given
-        # What a further state is about. Not the call itself: a cycle for every call would keep the garbage collector busy.
-        peer.about = call.method, call.record, call.params, call.key
 
     def pause(self, peer: "Peer", questions: JsonObject) -> bytes:
         """Return the result of a round that asks."""
@@ -283,7 +284,7 @@ class Peer:
         raw: Raw | UnsetType,
         params: Any,
         caller: str,
-        key: Any,
+        key: str | None,
         position: int | None,
     ) -> None:
         self.session = session
@@ -297,6 +298,7 @@ class Peer:
         self.answers: dict[str, JsonObject] = {}  # by the key of their question
         self.continues = False  # this is a further round of a call
         self.is_committed = False  # the handler has called ctx.commit_point()
+        self.marks: JsonObject = {}  # `_meta` of the result, as far as the ledger has to do with it
         self.about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
         self._raw = raw
         self._progress: float | None = None
@@ -304,9 +306,10 @@ class Peer:
         self._closed = False
 
     def close(self) -> None:
-        """End the conversation with the client: the call is answered or cancelled. A handler that still waits is told."""
+        """End the conversation with the client: the call is answered or cancelled. A question that still waits fails."""
         self._closed = True
-        self.session.abandon(self)
+        if self.session.asked:
+            self.session.abandon(self)
 
     @property
     def revision(self) -> str:

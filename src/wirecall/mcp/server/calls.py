@@ -43,7 +43,7 @@ from wirecall.mcp.server.results import (
     read_result,
 )
 from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Complete, Params, Resumed
-from wirecall.protocol.messages import JsonObject, encode
+from wirecall.protocol.messages import encode
 from wirecall.server.call import Call
 from wirecall.server.context import InputRequired
 from wirecall.server.dispatch import Dispatcher
@@ -69,53 +69,44 @@ class Calls:
 
     async def call_tool(self, peer: Peer) -> object:
         """Return the result of `tools/call`, as the client's revision has it."""
-        params, revision = peer.params, peer.session.revision
-        method, arguments, dispatcher = self._catalog.tool(params.name), _arguments(params), self._dispatcher()
-        marks: JsonObject = {}
+        params, revision, dispatcher = peer.params, peer.session.revision, self._dispatcher()
+        method = self._catalog.tools.get(params.name)
+        if method is None:
+            raise InvalidParams(f"there is no tool {params.name[:100]!r}")
+        arguments, shape = _arguments(params), self._shape(method)
         try:
+            # A plain function that reads needs its arguments and nothing else.
             if dispatcher.is_short(method):
-                plain: Any = dispatcher.call_plain(method, arguments, self._shape(method), peer.id)
-                result: bytes = plain if type(plain) is bytes else await plain
+                plain = dispatcher.call_plain(method, arguments, shape, peer.id)
+                result = plain if isinstance(plain, bytes) else await plain
             else:
-                result = await self._call_in_full(peer, method, arguments, marks)
+                # Step 1: the key, which a command may have in five places.
+                key = None
+                if method.is_command:
+                    meta = UNSET if params.meta is UNSET else params.meta.key
+                    header = UNSET if peer.key is None else peer.key
+                    key = agreed_key(meta, params.idempotency_key, params.key, take_key(arguments), header)
+                    if key is None and method.key != "optional":
+                        reason = f"{method.name} needs an idempotency_key: one value per intent, the same on every retry"
+                        raise KeyRequired(reason, ran="no")
+                # Step 2: the call.
+                result = await self._run(peer, method, arguments, shape, record=f"tools/call:{method.name}", key=key)
+                # Step 3: if the ledger holds questions, another call with this key waits for answers. Only a client that can
+                # give them is asked the same.
+                if REPLAYED_META in peer.marks and result.startswith(INPUT_REQUIRED):
+                    if not revision.is_stateless:
+                        reason = "the first call waits for its client"
+                        raise KeyInProgress(reason, ran="no", retry_after_ms=RETRY_AFTER_MS)
+                    for question in msgspec.json.decode(result)["inputRequests"].values():
+                        check_capability(peer.session, question["method"], question["params"])
         except RpcError as error:
             result = encode(_as_result(error, method, revision))
-        if result.startswith(INPUT_REQUIRED) or (revision.value("structured") == "any" and not marks):
+        if result.startswith(INPUT_REQUIRED) or (revision.value("structured") == "any" and not peer.marks):
             return result
         told = project(result, method, revision)
-        if marks:
-            told.meta = {**(told.meta or {}), **marks}
+        if peer.marks:
+            told.meta = {**(told.meta or {}), **peer.marks}
         return told
-
-    async def _call_in_full(self, peer: Peer, method: Method, arguments: Raw, marks: JsonObject) -> bytes:
-        """Return the result of a tool that takes all the steps; `marks` gets what the ledger has to do with it."""
-        # Step 1: the key, which a command may have in five places.
-        key, params = None, peer.params
-        if method.is_command:
-            meta = UNSET if params.meta is UNSET else params.meta.key
-            key = agreed_key(meta, params.idempotency_key, params.key, take_key(arguments), peer.key)
-            if key is None and method.key != "optional":
-                reason = f"{method.name} needs an idempotency_key: one value per intent, the same on every retry"
-                raise KeyRequired(reason, ran="no")
-        # Step 2: the call.
-        record = f"tools/call:{method.name}"
-        call = self._begun(peer, method, arguments, self._shape(method), record=record, key=key)
-        try:
-            result = await self._run(call)
-        finally:
-            if call.replayed:
-                peer.outlet.replayed.append(peer.id)
-                marks[REPLAYED_META] = True
-            if not call.recorded:
-                marks[RECORDED_META] = False
-        # Step 3: if the ledger holds questions, another call with this key waits for answers. Only a client that can give
-        # them is asked the same.
-        if call.replayed and result.startswith(INPUT_REQUIRED):
-            if not peer.session.revision.is_stateless:
-                raise KeyInProgress("the first call waits for its client", ran="no", retry_after_ms=RETRY_AFTER_MS)
-            for question in msgspec.json.decode(result)["inputRequests"].values():
-                check_capability(peer.session, question["method"], question["params"])
-        return result
 
     def at_once(self, id: Any, params: Params) -> "bytes | Coroutine[Any, Any, bytes] | None":
         """Return the answer to a call of a plain function that reads; None if the request is anything else.
@@ -125,7 +116,7 @@ class Calls:
         """
         if not isinstance(params, CallTool):
             return None
-        method, dispatcher = self._catalog.find(params.name), self._dispatcher()
+        method, dispatcher = self._catalog.tools.get(params.name), self._dispatcher()
         if method is None or method.is_async or not dispatcher.is_short(method):
             return None
         revision, arguments = STATELESS[-1], _arguments(params)
@@ -144,19 +135,16 @@ class Calls:
             result = encode(_as_result(error, method, revision))
         return self._answers.to(id, result, revision)
 
-    def is_instant(self, params: Params) -> bool:
-        """Return whether a request calls a plain function that reads: nothing can interrupt it, so it needs no task."""
-        method = self._catalog.find(params.name) if isinstance(params, CallTool) else None
-        return method is not None and method.plain and not method.is_async
-
     # --- prompts, resources and completions --------------------------------------------------------------------------
 
     async def get_prompt(self, peer: Peer) -> object:
         """Return the result of `prompts/get`."""
-        method, revision = self._catalog.prompt(peer.params.name).method, peer.session.revision
-        texts = peer.params.arguments
-        arguments = _from_texts(method, {} if texts is UNSET else texts)
-        result = await self._run(self._begun(peer, method, arguments, prompt_result(method)))
+        name, texts, revision = peer.params.name, peer.params.arguments, peer.session.revision
+        prompt = self._catalog.prompts.get(name)
+        if prompt is None:
+            raise InvalidParams(f"there is no prompt {name[:100]!r}")
+        arguments = _from_texts(prompt.method, {} if texts is UNSET else texts)
+        result = await self._run(peer, prompt.method, arguments, prompt_result(prompt.method))
         if result.startswith(INPUT_REQUIRED) or revision.value("structured") == "any":
             return result
         told = msgspec.json.decode(result)
@@ -171,7 +159,7 @@ class Calls:
             raise RpcError(int(revision.value("resource not found") or 0), "Resource not found", {"uri": uri})
         resource, names = found
         arguments = _from_texts(resource.method, names)
-        result = await self._run(self._begun(peer, resource.method, arguments, read_result(resource, uri)))
+        result = await self._run(peer, resource.method, arguments, read_result(resource, uri))
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
         return result[:-1] + b',"ttlMs":0,"cacheScope":"private"}'
@@ -188,11 +176,11 @@ class Calls:
         if method is None:
             return completed([])
         arguments = [params.argument.value, params.context.arguments][: len(method.signature.parameters)]
-        return await self._run(self._begun(peer, method, Raw(encode(arguments)), completed))
+        return await self._run(peer, method, Raw(encode(arguments)), completed)
 
     # --- any of them -------------------------------------------------------------------------------------------------
 
-    def _begun(
+    async def _run(
         self,
         peer: Peer,
         method: Method,
@@ -201,11 +189,11 @@ class Calls:
         *,
         record: str | None = None,
         key: str | None = None,
-    ) -> Call:
-        """Return a call of a function, ready to run. `shape` makes its result of the function's value."""
-        frame = self._dispatcher().frame(peer.caller)
+    ) -> bytes:
+        """Return the result of a call, or the questions it waits for. `shape` makes the result of the function's value."""
+        dispatcher = self._dispatcher()
         call = Call(
-            *(method, frame),
+            *(method, dispatcher.frame(peer.caller)),
             id=peer.id,
             params=arguments,
             position=peer.position,
@@ -214,18 +202,25 @@ class Calls:
             peer=peer,
             shape=shape,
         )
-        if peer.session.revision.is_stateless and isinstance(peer.params, Resumed):
-            self._questions.resume(call, peer)
-        return call
-
-    async def _run(self, call: Call) -> bytes:
-        """Return the result of a call, or the questions it waits for, as bytes."""
+        # At 2026-07-28 a call may be a further round of one that has asked its client.
+        params = peer.params
+        if peer.session.revision.is_stateless and isinstance(params, Resumed):
+            if params.state is not UNSET or params.responses is not UNSET:
+                self._questions.resume(call, peer)
+            # A further state is about the call. The peer does not keep the call itself: a cycle for every call would keep
+            # the garbage collector busy.
+            peer.about = method, call.record, call.params, call.key
         try:
-            return bytes(await self._dispatcher().call(call))
+            return bytes(await dispatcher.call(call))
         except InputRequired as pause:
             return pause.interim
         finally:
-            call.peer.close()
+            peer.close()
+            if call.replayed:
+                peer.outlet.replayed.append(peer.id)
+                peer.marks[REPLAYED_META] = True
+            if not call.recorded:
+                peer.marks[RECORDED_META] = False
 
 
 def _arguments(params: CallTool) -> Raw:

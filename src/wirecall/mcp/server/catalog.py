@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
-from wirecall.errors import InvalidParams, UsageError
+from wirecall.errors import UsageError
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import KEYS_CAPABILITY, Content, Message, ToolResult
 from wirecall.protocol.messages import encode
@@ -85,7 +85,7 @@ class Catalog:
     """Everything on offer."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+        self.tools = registry.tools
         self.prompts: dict[str, Prompt] = {}
         self.resources: dict[str, Resource] = {}
         self.templates: dict[str, Resource] = {}
@@ -132,21 +132,6 @@ class Catalog:
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
-    def find(self, name: str) -> Method | None:
-        return self._registry.tools.get(name)
-
-    def tool(self, name: str) -> Method:
-        method = self.find(name)
-        if method is None:
-            raise InvalidParams(f"there is no tool {name[:100]!r}")
-        return method
-
-    def prompt(self, name: str) -> Prompt:
-        prompt = self.prompts.get(name)
-        if prompt is None:
-            raise InvalidParams(f"there is no prompt {name[:100]!r}")
-        return prompt
-
     def resource(self, uri: str) -> tuple[Resource, dict[str, str]] | None:
         """The resource at a URI, and what the names of its template stand for."""
         if uri in self.resources:
@@ -176,7 +161,7 @@ class Catalog:
 
     def _entries(self, kind: str) -> Sequence[Any]:
         tables: dict[str, Mapping[str, Any]] = {
-            "tools": self._registry.tools,
+            "tools": self.tools,
             "prompts": self.prompts,
             "resources": self.resources,
             "resourceTemplates": self.templates,
@@ -189,7 +174,7 @@ class Catalog:
     def offers(self, kind: str) -> bool:
         """Whether there is anything of a kind."""
         if kind == "tools":
-            return bool(self._registry.tools)
+            return bool(self.tools)
         if kind == "resources":
             return bool(self.resources or self.templates)
         return bool(self.prompts if kind == "prompts" else self.completions)

@@ -16,7 +16,7 @@ reader that comes back (`streams`); messages that belong to another worker are p
 
 import asyncio
 import json
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache
 from typing import Any
 
@@ -41,8 +41,8 @@ from wirecall.mcp.server.arrays import Incoming, Response
 from wirecall.mcp.server.asking import Session
 from wirecall.mcp.server.catalog import input_schema
 from wirecall.mcp.server.changes import forward, session_listener
-from wirecall.mcp.server.results import failure, success
-from wirecall.mcp.server.server import BadEnvelope, Server, described_params, described_revision, described_session
+from wirecall.mcp.server.results import Room, failure, success
+from wirecall.mcp.server.server import BadEnvelope, Server, described_params, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.server.workers import Workers
@@ -59,6 +59,7 @@ KEY = "idempotency-key"
 REPLAYED = "idempotent-replayed"
 EVENTS = "text/event-stream"
 BOTH = frozenset({JSON, EVENTS})
+_NEWEST = STATELESS[-1].name.encode()
 
 # Requests that change what every worker should know of a session.
 _FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
@@ -120,7 +121,8 @@ class McpEndpoint:
         # Step 2: the body is one message, or an array of them.
         message = arrays.read(await request.body(), self._limits)
         # Step 3: its era. Most requests name the newest revision, so that is asked first.
-        if type(message) is Envelope and headers.names(request.headers, STATELESS[-1].name):
+        fields = request.headers
+        if type(message) is Envelope and not fields.has_doubles and fields.first.get(b"mcp-protocol-version") == _NEWEST:
             await self._post_described(request, message)
             return
         version = _single(request, headers.VERSION)
@@ -152,12 +154,10 @@ class McpEndpoint:
         outlet: Direct | None = None
         try:
             # Step 1: body and headers agree: envelope, headers, version, marked arguments.
-            params = described_params(message)
-            headers.check(request.headers, message.method, params)
-            described_revision(params)
+            params = described_params(message, request.headers)
             if type(params) is CallTool:
                 marked = self._marked.get(params.name)
-                if marked is None and (tool := self._server.catalog.find(params.name)) is not None:
+                if marked is None and (tool := self._server.catalog.tools.get(params.name)) is not None:
                     marked = self._marked[params.name] = headers.marked(input_schema(tool))
                 if marked:
                     arguments = Raw(b"{}") if params.arguments is UNSET else params.arguments
@@ -168,7 +168,7 @@ class McpEndpoint:
             if type(answer) is not bytes:
                 outlet = Direct(request)
                 if answer is None:
-                    session, key = described_session(params), _key_of(request)
+                    session, key = described_session(params), _single(request, KEY)
                     answer = self._server.respond(
                         message, session, outlet, caller=request.caller, key=key, cancellable=False, params=params
                     )
@@ -229,16 +229,16 @@ class McpEndpoint:
         # A request: its answer is JSON, or the last event of its stream.
         if message.method in _FOR_ALL:
             self._workers.pass_on(request.caller, request.headers.get(SESSION), await request.body())
-        channel, caller, key = self._channel(request, known), request.caller, _key_of(request)
+        caller, key = request.caller, _single(request, KEY)
 
-        async def work() -> bytes | None:
+        async def work(channel: Channel) -> bytes | None:
             answer = await self._server.answer(message, session, channel, caller=caller, key=key)
             if answer is None or not channel.is_used:
                 return answer
             channel.put(answer)
             return None
 
-        await self._serve(request, known, channel, work())
+        await self._serve(request, known, work)
 
     async def _post_array(self, request: Request, entries: list[Incoming], version: str | None) -> None:
         """Answer the messages of an array (2025-03-26): as an array, or one by one in the stream if there is one."""
@@ -246,47 +246,45 @@ class McpEndpoint:
         revision = STATELESS[-1] if known is None else known.session.revision
         try:
             entries = arrays.admitted(entries, revision)
-            if _key_of(request) is not UNSET:
+            if _single(request, KEY) is not None:
                 raise InvalidParams("Idempotency-Key is for a single call: use _meta in each entry")
         except RpcError as error:
             await _refuse(request, error, None, revision)
             return
         assert known is not None
-        session, channel, caller = known.session, self._channel(request, known), request.caller
-        room = self._server.answers.room(revision)
+        session, caller, room = known.session, request.caller, Room(self._server.answers, revision)
 
-        async def begin(entry: Incoming, position: int) -> bytes | None:
-            answer = await self._server.answer(entry, session, channel, caller=caller, position=position)
-            if answer is None or not channel.is_used:
-                return await room.kept(entry, answer)
-            await channel.send(answer)  # the stream is open: each answer goes out when it is ready
-            return None
+        async def work(channel: Channel) -> bytes | None:
+            async def begin(entry: Incoming, position: int) -> bytes | None:
+                answer = await self._server.answer(entry, session, channel, caller=caller, position=position)
+                if answer is None or not channel.is_used:
+                    return await room.kept(entry, answer)
+                await channel.send(answer)  # the stream is open: each answer goes out when it is ready
+                return None
 
-        async def work() -> bytes | None:
             is_command, limit = self._server.is_command, self._limits.concurrency
             answers: list[bytes | None] = await run_batch(entries, begin, is_command, concurrency=limit)
-            owed = [answer for answer in answers if answer is not None]
+            owed = list(filter(None, answers))
             if not channel.is_used:
                 return make_batch(owed) if owed else None
             for answer in owed:
                 channel.put(answer)
             return None
 
-        await self._serve(request, known, channel, work())
+        await self._serve(request, known, work)
 
     # --- work of the older revisions ---------------------------------------------------------------------------------
 
-    def _channel(self, request: Request, known: Known) -> Channel:
+    async def _serve(
+        self, request: Request, known: Known, work: Callable[[Channel], Coroutine[Any, Any, bytes | None]]
+    ) -> None:
+        """Answer with the result of the work, or with the events of its channel."""
         request.holder = request.holder or known.id
         has, unread = known.session.revision.has, self._limits.unread_bytes
-        return Channel(request.stopping, self.shelf, unread, numbered=has("http resume"), primed=has("http priming event"))
-
-    async def _serve(
-        self, request: Request, known: Known, channel: Channel, work: Coroutine[Any, Any, bytes | None]
-    ) -> None:
-        """Answer with what the work returns, or with the channel's events. A disconnect does not cancel the work, so it is a
-        task of its own."""
-        task = self._start(work)
+        numbered, primed = has("http resume"), has("http priming event")
+        channel = Channel(request.stopping, self.shelf, unread, numbered=numbered, primed=primed)
+        # A disconnect does not cancel the work ("Sending messages to the server", point 6), so it is a task of its own.
+        task = self._start(work(channel))
 
         def over(_: object) -> None:
             channel.finish()
@@ -403,16 +401,11 @@ def _media(accepted: bytes) -> frozenset[str]:
 
 
 def _single(request: Request, name: str) -> str | None:
-    """A header field that decides something. Of two values a proxy in front may have judged the other one."""
-    if headers.is_doubled(request.headers, name):
+    """Return a header that decides something. Raises if it is there twice: a proxy may have read the other value."""
+    fields = request.headers
+    if fields.has_doubles and len(fields.all(name)) > 1:
         raise HttpError(400, f"more than one {name} header")
-    return request.headers.get(name)
-
-
-def _key_of(request: Request) -> Any:
-    """The idempotency key that came as a header, or UNSET."""
-    key = _single(request, KEY)
-    return UNSET if key is None else key
+    return fields.get(name)
 
 
 def _is_newer(version: str | None) -> bool:

@@ -18,7 +18,7 @@ from wirecall.mcp.server import arrays
 from wirecall.mcp.server.arrays import Incoming, Response
 from wirecall.mcp.server.asking import Id, Session
 from wirecall.mcp.server.changes import forward, session_listener
-from wirecall.mcp.server.results import failure, success
+from wirecall.mcp.server.results import Room, failure, success
 from wirecall.mcp.server.server import Server, described_params, described_session
 from wirecall.protocol import messages as frames
 from wirecall.protocol.limits import Limits
@@ -153,7 +153,7 @@ class Lines:
     async def _answer_array(self, entries: list[Incoming]) -> bytes | None:
         session = self._session
         assert session is not None
-        room = self._server.answers.room(session.revision)
+        room = Room(self._server.answers, session.revision)
 
         async def begin(entry: Incoming, position: int) -> bytes | None:
             answer = await self._server.answer(entry, session, self._wire, caller=ANONYMOUS, position=position)
@@ -161,7 +161,7 @@ class Lines:
 
         is_command, limit = self._server.is_command, self._limits.concurrency
         answers: list[bytes | None] = await run_batch(entries, begin, is_command, concurrency=limit)
-        owed = [answer for answer in answers if answer is not None]
+        owed = list(filter(None, answers))
         return make_batch(owed) if owed else None
 
 

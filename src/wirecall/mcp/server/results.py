@@ -37,7 +37,7 @@ class Answers:
 
     def __init__(self, info: dict[str, str], bytes_out: int) -> None:
         self._info = info
-        self._bytes_out = bytes_out
+        self.bytes_out = bytes_out
         told = encode({f"{PREFIX}serverInfo": info})
         self._stamp = b'"resultType":"complete","_meta":' + told
         self._only_meta = b'"_meta":' + told
@@ -57,25 +57,22 @@ class Answers:
                 meta = {**members.get("_meta", {}), f"{PREFIX}serverInfo": self._info}
                 data = encode({"resultType": "complete", **members, "_meta": meta})
         answer = success(id, data)
-        if len(answer) > self._bytes_out:
+        if len(answer) > self.bytes_out:
             raise self.too_long()
         return answer
 
-    def room(self, revision: Revision) -> "Room":
-        """Return the room for the answers of one array."""
-        return Room(self._bytes_out, self.too_long(), revision)
-
     def too_long(self) -> RpcError:
-        reason = f"the answer is longer than {self._bytes_out} bytes"
-        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self._bytes_out, ran="yes")
+        """Return the error in place of an answer that is too long."""
+        reason = f"the answer is longer than {self.bytes_out} bytes"
+        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self.bytes_out, ran="yes")
 
 
 class Room:
     """The bytes that the answers of one array may still take."""
 
-    def __init__(self, left: int, too_long: RpcError, revision: Revision) -> None:
-        self._left = left
-        self._too_long = too_long
+    def __init__(self, answers: Answers, revision: Revision) -> None:
+        self._answers = answers
+        self._left = answers.bytes_out
         self._revision = revision
 
     async def kept(self, entry: Incoming, answer: bytes | None) -> bytes | None:
@@ -83,8 +80,8 @@ class Room:
         if answer is None:
             return None
         if len(answer) > self._left:
-            answer = failure(entry.id, self._too_long, self._revision)
-            await asyncio.sleep(0)  # to make and to write it took a while: other calls get their turn
+            answer = failure(entry.id, self._answers.too_long(), self._revision)
+            await asyncio.sleep(0)  # making and encoding a long answer blocks the loop: other calls get their turn
         self._left -= len(answer)
         return answer
 

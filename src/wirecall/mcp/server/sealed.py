@@ -45,7 +45,7 @@ class Seals:
     def seal(self, use: str, caller: str, value: Any, lifetime: float) -> str:
         raw, until = msgspec.Raw(msgspec.json.encode(value)), self._clock() + lifetime
         payload = msgspec.json.encode(_Payload(use, _digest(caller), until, os.urandom(12).hex(), raw))
-        return f"{_text(payload)}.{_text(self._sign(payload))}"
+        return f"{_text(payload)}.{_text(hmac.digest(self._key, payload, 'sha256'))}"
 
     def open(self, use: str, caller: str, sealed: str) -> tuple[str, bytes]:
         """Return the random id of a sealed text, and the JSON of its value. BrokenSeal if it is not good for this."""
@@ -54,15 +54,12 @@ class Seals:
             payload, signature = _bytes(head), _bytes(tail)
         except ValueError:
             raise BrokenSeal from None
-        if not hmac.compare_digest(self._sign(payload), signature):
+        if not hmac.compare_digest(hmac.digest(self._key, payload, "sha256"), signature):
             raise BrokenSeal
         told = _decode(payload)
         if told.use != use or told.caller != _digest(caller) or told.until < self._clock():
             raise BrokenSeal
         return told.id, bytes(told.value)
-
-    def _sign(self, payload: bytes) -> bytes:
-        return hmac.digest(self._key, payload, "sha256")
 
 
 def _digest(caller: str) -> bytes:

@@ -23,7 +23,8 @@ from msgspec import UNSET, Raw, Struct
 
 from wirecall.errors import Gone, InternalError, InvalidParams, InvalidRequest, MethodNotFound, RpcError, UnknownVersion
 from wirecall.logs import failed
-from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, Revision, offered
+from wirecall.mcp import headers
+from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, offered
 from wirecall.mcp.server.arrays import Incoming, Response
 from wirecall.mcp.server.asking import Id, Outlet, Peer, Questions, Session
 from wirecall.mcp.server.calls import Calls
@@ -140,7 +141,7 @@ class Server:
         outlet: Outlet,
         *,
         caller: str,
-        key: Any = UNSET,
+        key: str | None = None,
         position: int | None = None,
         cancellable: bool = True,
     ) -> bytes | None:
@@ -159,7 +160,7 @@ class Server:
         outlet: Outlet,
         *,
         caller: str,
-        key: Any = UNSET,
+        key: str | None = None,
         position: int | None = None,
         cancellable: bool = True,
         params: Any = None,
@@ -191,13 +192,29 @@ class Server:
             key=key,
             position=position,
         )
-        # Step 3: its result, from a task of its own if the client may cancel it.
-        handler = self.methods[name]
+        # Step 3: its result. A call that may take long is a task of its own, so that `notifications/cancelled` can end it
+        # (basic/utilities, "Cancellation"). Nothing can interrupt a plain function that reads, so that needs no task.
+        handler, is_long = self.methods[name], cancellable and name in _CANCELLABLE
+        if is_long and isinstance(params, CallTool):
+            tool = self.catalog.tools.get(params.name)
+            is_long = tool is None or not tool.plain or tool.is_async
         try:
-            if not cancellable or name not in _CANCELLABLE or self.calls.is_instant(params):
+            if not is_long:
                 result = await handler(peer)
+            elif id in session.calls:
+                raise InvalidRequest(f"id: {id!r} is in use by a request that is not answered yet")
             else:
-                result = await _cancellable(handler(peer), id, session)
+                task = session.calls[id] = asyncio.get_running_loop().create_task(handler(peer))
+                try:
+                    result = await task
+                except asyncio.CancelledError:
+                    this = asyncio.current_task()
+                    if task.cancelled() and not (this is not None and this.cancelling()):
+                        return None  # only the call is cancelled: its client does not want an answer
+                    task.cancel()
+                    raise
+                finally:
+                    del session.calls[id]
         except (RpcError, Gone):
             raise
         except Exception as error:
@@ -227,7 +244,7 @@ class Server:
         if not isinstance(message, Envelope) or message.method != "tools/call":
             return False
         try:
-            method = self.catalog.find(params_of(message, CallTool).name)
+            method = self.catalog.tools.get(params_of(message, CallTool).name)
         except RpcError:
             return False
         return method is not None and method.is_command
@@ -281,24 +298,6 @@ def _cursor(offset: int) -> str:
     return base64.urlsafe_b64encode(b"from %d" % offset).decode()
 
 
-async def _cancellable(work: Coroutine[Any, Any, object], id: Id, session: Session) -> object:
-    """Return what the work returns, in a task of its own; None if the client has cancelled it."""
-    if id in session.calls:
-        work.close()
-        raise InvalidRequest(f"id: {id!r} is in use by a request that is not answered yet")
-    task = session.calls[id] = asyncio.get_running_loop().create_task(work)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        this = asyncio.current_task()
-        if task.cancelled() and not (this is not None and this.cancelling()):
-            return None  # not we are cancelled, only the work: the client wants no answer any more
-        task.cancel()
-        raise
-    finally:
-        del session.calls[id]
-
-
 # --- params ----------------------------------------------------------------------------------------------------------
 
 
@@ -322,11 +321,13 @@ class BadEnvelope(InvalidParams):
     """The envelope of a request lacks a member that it must have."""
 
 
-def described_params(message: Envelope) -> Params:
-    """Return the params of a request that describes itself (2026-07-28). Raises `BadEnvelope` if the request does not.
+def described_params(message: Envelope, fields: headers.Fields | None = None) -> Params:
+    """Return the params of a request that describes itself (2026-07-28). Raises if envelope, headers or version are wrong.
 
-    They are decoded as those of their method, or, if they do not fit it, as any params: the envelope is judged first.
+    The params are decoded for their method; params that do not fit it are decoded as any params, since the envelope is
+    checked first.
     """
+    # Step 1: the envelope ("Per-request metadata"): version and capabilities are required.
     try:
         params: Params = _DECODE[message.method](message.params)  # type: ignore[arg-type]
     except (KeyError, TypeError, msgspec.ValidationError):
@@ -337,25 +338,22 @@ def described_params(message: Envelope) -> Params:
     meta = params.meta
     if meta is UNSET or meta.version is UNSET or meta.capabilities is UNSET:
         raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
-    return params
-
-
-def described_revision(params: Params) -> Revision:
-    """Return the revision that a request names. Raises if it needs a handshake, or if the log level is not one."""
-    meta = params.meta
-    assert meta is not UNSET and meta.version is not UNSET
+    # Step 2: the HTTP headers agree with the body, if there are any.
+    if fields is not None:
+        headers.check(fields, message.method, params)
+    # Step 3: a version without a handshake, and a log level that exists.
     revision = REVISIONS.get(meta.version)
     if revision is None or not revision.is_stateless:
         supported = [revision.name for revision in STATELESS]
         raise UnknownVersion(f"{meta.version[:40]!r} is not served", supported=supported, requested=meta.version)
     if meta.level is not UNSET and meta.level not in LEVELS:
         raise BadEnvelope(f"{PREFIX}logLevel: expected one of {', '.join(LEVELS)}")
-    return revision
+    return params
 
 
-def described_session(params: Params, calls: dict[Id, Any] | None = None) -> Session:
+def described_session(params: Params, calls: "dict[Id, asyncio.Task[object]] | None" = None) -> Session:
     """Return the session of a request that describes itself: it lives as long as the request."""
-    revision = described_revision(params)
     meta = params.meta
-    assert meta is not UNSET and meta.capabilities is not UNSET
-    return Session(revision, meta.capabilities, level=None if meta.level is UNSET else meta.level, calls=calls)
+    assert meta is not UNSET and meta.version is not UNSET and meta.capabilities is not UNSET  # `described_params`
+    level = None if meta.level is UNSET else meta.level
+    return Session(REVISIONS[meta.version], meta.capabilities, level=level, calls=calls)
