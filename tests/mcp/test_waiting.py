@@ -1,6 +1,7 @@
 """Calls that wait for an answer of their client stop no other caller, have their own limits, and end with their client."""
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -207,6 +208,28 @@ async def test_a_wait_ends_with_its_session() -> None:
         await asks(client, 1)
         await client.exchange("DELETE").started()
         assert await desk.why() == "the client has left without an answer"
+
+
+# Python closes the coroutines of a loop that is closed, and they cannot cancel tasks there any more.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_question_is_not_reported_as_lost_when_the_loop_ends_with_its_session() -> None:
+    """A loop that stops in the same moment never resumes the call, so no code can retrieve an exception of its question."""
+    reports: list[str] = []
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _, context: reports.append(context["message"]))
+
+    async def ask_and_leave() -> None:
+        client = HttpClient(Desk().app.asgi(), R4, CAPABLE, headers={"authorization": "ann"})
+        await client.open()
+        await asks(client, 1)
+        client.exchange("DELETE").task.add_done_callback(lambda _: loop.stop())
+
+    leaving = loop.create_task(ask_and_leave())
+    loop.run_forever()
+    assert leaving.done() and leaving.exception() is None
+    loop.close()
+    gc.collect()
+    assert not [report for report in reports if "never retrieved" in report]
 
 
 async def test_a_wait_ends_with_its_connection() -> None:
