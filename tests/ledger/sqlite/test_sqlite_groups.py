@@ -48,6 +48,7 @@ class ThreadlessWriter(Writer):
         self.order: list[Job] = []
         self._cursor = self.file.db.cursor()
         self._bell: SimpleQueue[None] = SimpleQueue()
+        self._ringing = None
         self._asked, self._waiting, self._owed = deque[Job](), deque[Job](), deque[Job]()
 
     async def ask(self, job: Job) -> Any:

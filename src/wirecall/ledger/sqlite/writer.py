@@ -92,6 +92,7 @@ class Writer:
         # A deque and a SimpleQueue: a job may be sent anywhere, even while garbage is collected.
         self._asked: deque[Job] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
+        self._ringing: asyncio.AbstractEventLoop | None = None  # a loop that will ring at the end of its present turn
         self._waiting: deque[Job] = deque()  # taken from `_asked`, not done yet
         self._owed: deque[Job] = deque()  # claims that could not be taken back; tried again with the next job
         # A daemon, so that a program that forgets to close can end; then, or when it forgets the whole ledger, `_stop` lets
@@ -111,7 +112,9 @@ class Writer:
             return waiting.result()
         job.loop, job.future = loop, loop.create_future()
         # The thread is woken at the end of this turn of the loop: by then, all tasks that are ready have sent their jobs.
-        loop.call_soon(self._ring)
+        if self._ringing is not loop:
+            loop.call_soon(self._ring)
+            self._ringing = loop
         self._put(job)
         try:
             return await job.future
@@ -140,7 +143,8 @@ class Writer:
             self._refuse()
 
     def _ring(self) -> None:
-        if self._asked and self._bell.empty():
+        self._ringing = None
+        if self._bell.empty():
             self._bell.put(None)
 
     def _stop(self) -> None:
