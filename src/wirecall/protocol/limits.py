@@ -17,25 +17,25 @@ class Limits(Struct, frozen=True, kw_only=True):
     bytes_out: int = 10 << 20
     # Nesting of arrays and objects. Decoders recurse; 64 is deeper than documents people write and a tenth of the stack.
     depth: int = frames.MAX_DEPTH
-    # Calls of one app under way at once. Beyond, waiting costs the caller more than being told to come back.
+    # Calls of one app in flight at once. Beyond, a caller loses less time when it is refused and retries.
     in_flight: int = 1024
     # MCP calls of one session that wait for an answer of their client; beyond, `42910`. They are not in flight: a person may
     # take an hour. Twice the entries of one array that run side by side, and more questions than a person keeps in view.
     waiting_per_session: int = 32
     # The same for all sessions of one caller; the anonymous ones count as one caller. Each holds a task and its request.
     waiting_per_caller: int = 256
-    # Seconds that a client may take to answer. It asks a person, who may be at lunch; a call must not wait for ever.
+    # Seconds that a client may take to answer. It asks a person, and a person may be at lunch; no call waits for ever.
     answer_time: float = 3600.0
     # Seconds that a call waits for the answer of a client without any connection. A client that was cut off comes back at
     # once to read the rest (`Last-Event-ID`); one that stays away has left.
     away_time: float = 60.0
-    # Entries of one batch under way side by side. One batch must not take all places of `in_flight`.
+    # Entries of one batch in flight side by side. One batch must not take all places of `in_flight`.
     concurrency: int = 16
-    # Bytes of the header of an HTTP request. Twice what common proxies let through; a header is held before it is judged.
+    # Bytes of the header of an HTTP request. Twice the limit of common proxies; a header is kept until it is judged.
     header_bytes: int = 32 << 10
     # Seconds in which an HTTP request must have arrived, header and body each. A megabyte over a bad telephone line.
     body_time: float = 30.0
-    # Seconds in which a client must take what is written to it. It is cut then: its unread bytes are our memory.
+    # Seconds in which a client must read the bytes that are written to it. Then it is cut: unread bytes take our memory.
     write_time: float = 30.0
     # Streams (SSE) of one process open at once. Each holds a connection and a task, and a process has few thousand files.
     streams: int = 1000

@@ -12,7 +12,7 @@ The rules of the file:
 2. An untyped parameter takes any JSON. `*rest` takes the surplus positions, or a list under its own name.
 3. `_meta` is accepted beside every method's params and `idempotency_key` beside a command's; neither is passed to a
    function that does not declare it.
-4. Every misfit is an `InvalidParams` that says what and where: `params.cents: expected int, got str`.
+4. Every mismatch is an `InvalidParams` that says what and where: `params.cents: expected int, got str`.
 """
 
 import types
@@ -25,12 +25,13 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import InvalidParams, UsageError
+from wirecall.protocol.messages import JsonObject
 
 META = "_meta"
 KEY = "idempotency_key"
-REQUIRED: Any = type("REQUIRED", (), {"__repr__": lambda _: "REQUIRED"})()
+REQUIRED: object = type("REQUIRED", (), {"__repr__": lambda _: "REQUIRED"})()
 
-Binder = Callable[[Raw | UnsetType], Sequence[Any]]
+Binder = Callable[[Raw | UnsetType], Sequence[object]]
 
 _NO_PARAMS = Raw(b"[]")
 _SCALARS = (type(None), bool, int, float, str)
@@ -42,8 +43,8 @@ class Parameter(Struct, frozen=True):
     """One declared parameter that the caller may fill."""
 
     name: str
-    type: Any
-    default: Any = REQUIRED
+    type: object
+    default: object = REQUIRED
     kind: Literal["position", "name", "rest", "others"] = "position"  # normal, keyword-only, *args, **kwargs
 
     @property
@@ -54,7 +55,7 @@ class Parameter(Struct, frozen=True):
 class Signature:
     """How one function takes its params."""
 
-    def __init__(self, function: Callable[..., Any], *, inject: type, keyed: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], *, inject: type, keyed: bool = False) -> None:
         self.function = function
         self.parameters, self.injected, self.returns = _inspect(function, inject)
         names = [p.name for p in self.parameters]
@@ -63,29 +64,80 @@ class Signature:
         self._beside = [name for name in ((META, KEY) if keyed else (META,)) if name not in names]
         self._named = [p for p in self.parameters if p.kind != "others"]
         self._positional = [p for p in self.parameters if p.kind == "position"]
-        self._taken = _names_taken(function, self.injected)
-        self._rest = _only(self.parameters, "rest")
-        self._others = _only(self.parameters, "others")
+        self._rest = next((p for p in self.parameters if p.kind == "rest"), None)
+        self._others = next((p for p in self.parameters if p.kind == "others"), None)
         self.simple = not self.injected and self._named in (self._positional, [self._rest]) and self._others is None
-        self._by_name = self._decoder(self._named_struct())
-        self._by_position = self._decoder(self._positional_type())
+
+        # Names that must not arrive in `**others`: `self` of a method, the arguments of a partial, the context.
+        code = getattr(function, "__code__", None) or getattr(getattr(function, "func", None), "__code__", None)
+        self._taken = {*(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()), *self.injected}
+
+        # The decoders. The fields of the structs have made-up names, because `_meta` or `self` cannot be a field's name.
+        fields = [_field(i, p) for i, p in enumerate(self._named)]
+        beside = [(f"beside{i}", Any, msgspec.field(default=UNSET)) for i in range(len(self._beside))]
+        wire = [p.name for p in self._named] + self._beside
+        self._by_name = self._decoder(
+            msgspec.defstruct(
+                "Params",
+                fields + beside,
+                rename={field[0]: name for field, name in zip(fields + beside, wire, strict=True)},
+                forbid_unknown_fields=self._others is None,
+                kw_only=True,
+                gc=False,
+            )
+        )
+        in_order = [_field(i, p) for i, p in enumerate(self._positional)]
+        self._by_position = self._decoder(
+            msgspec.defstruct("Params", in_order, array_like=True, forbid_unknown_fields=True, gc=False)
+        )
         self._one_by_one = {p.name: self._decoder(p.type) for p in self.parameters} if self._rest or self._others else {}
+        self._named_values = _getter(len(self._named))
+        self._positional_values = _getter(len(self._positional))
         self._has_dataclasses = any(
             hasattr(part, "__dataclass_fields__") for p in self.parameters for part in _parts(p.type, set())
         )
-        self.bind: Binder = self._simple_binder() if self.simple else self._refuse_simple
-        if self.simple and self._has_dataclasses:
-            bind = self.bind
-            self.bind = lambda raw: _completed(bind(raw))
+        self.bind = self._binder()
         self.schema, self.result_schema = self._describe()
 
-    def bind_all(self, raw: Raw | UnsetType, injected: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments of any function; `injected` goes to the parameters annotated with the injected type."""
+    def bind_all(self, raw: Raw | UnsetType, injected: object) -> tuple[Sequence[object], Mapping[str, object]]:
+        """Return the arguments of any function; `injected` goes to the parameters annotated with the injected type."""
         if self.simple:
             return self.bind(raw), {}
         given = _NO_PARAMS if raw is UNSET else raw
+        args: list[object] = []
+        keywords: dict[str, object] = {}
         try:
-            args, keywords = self._from_object(given) if _is_object(given) else self._from_array(given)
+            if bytes(given)[:1] == b"{":
+                for parameter, value in zip(self._named, self._named_values(self._by_name.decode(given)), strict=True):
+                    if parameter.kind == "position":
+                        args.append(value)
+                    elif parameter.kind == "rest":
+                        args += value
+                    else:
+                        keywords[parameter.name] = value
+                if self._others is not None:
+                    known = {p.name for p in self._named} | set(self._beside)
+                    for name, item in _decode_members(given).items():
+                        if name in known:
+                            continue
+                        if name in self._taken:
+                            raise InvalidParams(f"params.{name}: unknown name")
+                        keywords[name] = self._decode_one(self._others, item, f"params.{name}")
+            else:
+                if self._rest is None:
+                    args += self._positional_values(self._by_position.decode(given))
+                else:  # each item by its own type, since a struct has no place for the rest
+                    items = _decode_items(given)
+                    takers, absent = [*self._positional, *[self._rest] * len(items)], self._positional[len(items) :]
+                    args += [self._decode_one(takers[i], item, f"params[{i}]") for i, item in enumerate(items)]
+                    if any(p.required for p in absent):
+                        raise InvalidParams(self._wrong_count(len(items)))
+                    args += [p.default for p in absent]
+                for parameter in self._named:
+                    if parameter.kind == "name":
+                        if parameter.required:
+                            raise InvalidParams(f"params.{parameter.name}: missing; it can only be given by name")
+                        keywords[parameter.name] = parameter.default
         except (msgspec.ValidationError, RecursionError) as error:
             raise self._misfit(given, error) from None
         if self._has_dataclasses:
@@ -97,128 +149,38 @@ class Signature:
                 args.insert(index, injected)
         return args, keywords
 
-    # --- a simple function: one decode to a sequence of arguments --------------------------------------------------
-
-    def _simple_binder(self) -> Binder:
-        """The shortest way from raw params to arguments. Where msgspec can, one decoder takes objects and arrays alike."""
-        if self._rest:
-            return self._bind_either(_wire_type(self._rest))
-        if self._positional and all(p.required for p in self._positional):
-            return self._bind_either(types.GenericAlias(tuple, tuple(p.type for p in self._positional)))
-        return self._bind_by_form()
-
-    def _bind_either(self, array: Any) -> Binder:
-        struct = self._by_name.type
-        decode = self._decoder(struct | array).decode
-        values = self._values(self._named)
-        spread = self._rest is not None
-
-        def bind(raw: Raw | UnsetType) -> Sequence[Any]:
-            try:
-                value = decode(_NO_PARAMS if raw is UNSET else raw)
-            except (msgspec.ValidationError, RecursionError) as error:
-                raise self._misfit(raw, error) from None
-            if type(value) is struct:
-                value = values(value)[0] if spread else values(value)
-            return value  # type: ignore[no-any-return]
-
-        return bind
-
-    def _bind_by_form(self) -> Binder:
-        values = self._values(self._named)
+    def _binder(self) -> Binder:
+        """Return the shortest way from raw params to the arguments of a simple function."""
+        values, spread = self._named_values, self._rest is not None
         by_name, by_position = self._by_name.decode, self._by_position.decode
 
-        def bind(raw: Raw | UnsetType) -> Sequence[Any]:
-            given = _NO_PARAMS if raw is UNSET else raw
-            try:
-                return values(by_name(given) if _is_object(given) else by_position(given))
-            except (msgspec.ValidationError, RecursionError) as error:
-                raise self._misfit(given, error) from None
+        if self._rest or (self._positional and all(p.required for p in self._positional)):
+            # One decoder takes objects and arrays alike.
+            struct: object = self._by_name.type
+            array: Any = types.GenericAlias(tuple, tuple(p.type for p in self._positional))
+            decode = self._decoder(self._by_name.type | (_wire_type(self._rest) if self._rest else array)).decode
 
-        return bind
+            def bind(raw: Raw | UnsetType) -> Sequence[object]:
+                try:
+                    value: Sequence[object] = decode(_NO_PARAMS if raw is UNSET else raw)
+                except (msgspec.ValidationError, RecursionError) as error:
+                    raise self._misfit(raw, error) from None
+                if type(value) is struct:
+                    value = values(value)[0] if spread else values(value)
+                return value
 
-    def _refuse_simple(self, _: Raw | UnsetType) -> Sequence[Any]:
-        raise AssertionError("a function with a context or keyword-only parameters is bound by bind_all")
+        else:
 
-    # --- any function ----------------------------------------------------------------------------------------------
+            def bind(raw: Raw | UnsetType) -> Sequence[object]:
+                given = _NO_PARAMS if raw is UNSET else raw
+                try:
+                    return values(by_name(given) if bytes(given)[:1] == b"{" else by_position(given))
+                except (msgspec.ValidationError, RecursionError) as error:
+                    raise self._misfit(given, error) from None
 
-    def _from_object(self, raw: Raw) -> tuple[list[Any], dict[str, Any]]:
-        values = self._values(self._named)(self._by_name.decode(raw))
-        pairs = list(zip(self._named, values, strict=True))
-        args = [value for p, value in pairs if p.kind == "position"]
-        args += [item for p, value in pairs if p.kind == "rest" for item in value]
-        return args, {p.name: value for p, value in pairs if p.kind == "name"} | self._surplus(raw)
+        return (lambda raw: _completed(bind(raw))) if self._has_dataclasses else bind
 
-    def _surplus(self, raw: Raw) -> dict[str, Any]:
-        if self._others is None:
-            return {}
-        known = {p.name for p in self._named} | set(self._beside)
-        surplus = {name: value for name, value in _decode_members(raw).items() if name not in known}
-        for name in surplus.keys() & self._taken:
-            raise InvalidParams(f"params.{name}: unknown name")
-        return {name: self._decode_one(self._others, value, f"params.{name}") for name, value in surplus.items()}
-
-    def _from_array(self, raw: Raw) -> tuple[list[Any], dict[str, Any]]:
-        args = self._from_items(raw) if self._rest else [*self._values(self._positional)(self._by_position.decode(raw))]
-        missing = [p.name for p in self._named if p.kind == "name" and p.required]
-        if missing:
-            raise InvalidParams(f"params.{missing[0]}: missing; it can only be given by name")
-        return args, {p.name: p.default for p in self._named if p.kind == "name"}
-
-    def _from_items(self, raw: Raw) -> list[Any]:
-        items = _decode_items(raw)
-        lead = self._positional
-        args = [
-            self._decode_one(lead[i] if i < len(lead) else self._rest, item, f"params[{i}]") for i, item in enumerate(items)
-        ]
-        absent = lead[len(items) :]
-        if any(p.required for p in absent):
-            raise InvalidParams(self._wrong_count(len(items)))
-        return args + [p.default for p in absent]
-
-    def _decode_one(self, parameter: Parameter | None, raw: Raw, where: str) -> Any:
-        assert parameter is not None
-        try:
-            return self._one_by_one[parameter.name].decode(raw)
-        except (msgspec.ValidationError, RecursionError) as error:
-            raise InvalidParams(_explain(error, where)) from None
-
-    # --- building --------------------------------------------------------------------------------------------------
-
-    def _named_struct(self) -> type[Struct]:
-        """One struct for params by name. Its fields have made-up names, because `_meta` or `self` cannot be theirs."""
-        fields = [_field(i, p) for i, p in enumerate(self._named)]
-        beside = [(f"beside{i}", Any, msgspec.field(default=UNSET)) for i in range(len(self._beside))]
-        wire = [p.name for p in self._named] + self._beside
-        return msgspec.defstruct(
-            "Params",
-            fields + beside,
-            rename={field[0]: name for field, name in zip(fields + beside, wire, strict=True)},
-            forbid_unknown_fields=self._others is None,
-            kw_only=True,
-            gc=False,
-        )
-
-    def _positional_type(self) -> Any:
-        fields = [_field(i, p) for i, p in enumerate(self._positional)]
-        return msgspec.defstruct("Params", fields, array_like=True, forbid_unknown_fields=True, gc=False)
-
-    def _decoder(self, type: Any) -> msgspec.json.Decoder[Any]:
-        try:
-            return msgspec.json.Decoder(type, dec_hook=_decode_hook)
-        except Exception as error:
-            raise self._unusable(error) from error
-
-    def _values(self, parameters: list[Parameter]) -> Callable[[Any], tuple[Any, ...]]:
-        names = [f"f{self._named.index(p)}" for p in parameters]
-        if len(names) > 1:
-            return attrgetter(*names)
-        if not names:
-            return lambda _: ()
-        get = attrgetter(names[0])
-        return lambda struct: (get(struct),)
-
-    def _describe(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _describe(self) -> tuple[JsonObject, JsonObject]:
         """Return the JSON Schemas of params and result, each with its own definitions.
 
         A result that is undeclared, or that msgspec cannot describe, is any JSON.
@@ -227,9 +189,17 @@ class Signature:
             schemas, definitions = _schemas([_wire_type(p) for p in self._named], "validation")
         except TypeError as error:
             raise self._unusable(error) from error
+        for p, schema in zip(self._named, schemas, strict=True):
+            if p.default is not REQUIRED:
+                try:
+                    default = msgspec.to_builtins(p.default)
+                    if msgspec.json.decode(msgspec.json.encode(default)) == default:  # an infinity is not JSON
+                        schema["default"] = default
+                except (TypeError, ValueError, msgspec.DecodeError):
+                    pass  # the default is not JSON either; the schema does not show it
         params = {
             "type": "object",
-            "properties": {p.name: {**schema, **_default_of(p)} for p, schema in zip(self._named, schemas, strict=True)},
+            "properties": {p.name: schema for p, schema in zip(self._named, schemas, strict=True)},
             "required": [p.name for p in self._named if p.required],
             "additionalProperties": self._others is not None,
             **({"$defs": definitions} if definitions else {}),
@@ -243,6 +213,20 @@ class Signature:
             return params, {}
         return params, {**result, **({"$defs": definitions} if definitions else {})}
 
+    def _decoder(self, type: object) -> msgspec.json.Decoder[Any]:
+        try:
+            return msgspec.json.Decoder(type, dec_hook=_decode_model)
+        except Exception as error:
+            raise self._unusable(error) from error
+
+    def _decode_one(self, parameter: Parameter, raw: Raw, where: str) -> object:
+        try:
+            return self._one_by_one[parameter.name].decode(raw)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise InvalidParams(_explain(error, where)) from None
+
+    # --- errors ----------------------------------------------------------------------------------------------------
+
     def _unusable(self, error: Exception) -> UsageError:
         return UsageError(
             f"The parameters of {_name_of(self.function)} cannot be decoded from JSON.",
@@ -250,36 +234,50 @@ class Signature:
             "annotate with JSON types, dataclasses, TypedDict, msgspec Struct or pydantic models, or leave untyped",
         )
 
-    # --- errors ----------------------------------------------------------------------------------------------------
-
     def _misfit(self, raw: Raw | UnsetType, error: Exception) -> InvalidParams:
+        """Return the error that says why params do not fit; a wrong number of arguments comes first."""
         if raw is UNSET or bytes(raw)[:1] == b"[":
-            items = [] if raw is UNSET else _decode_items(raw)
-            least, most = self._counts()
-            if not least <= len(items) <= most:
-                return InvalidParams(self._wrong_count(len(items)))
+            wrong = self._wrong_count(0 if raw is UNSET else len(_decode_items(raw)))
+            if wrong:
+                return InvalidParams(wrong)
         return InvalidParams(_explain(error, "params", [p.name for p in self._positional]))
 
-    def _counts(self) -> tuple[int, float]:
-        least = sum(p.required for p in self._positional)
-        return least, float("inf") if self._rest else len(self._positional)
-
     def _wrong_count(self, count: int) -> str:
-        least, most = self._counts()
-        expected = f"at least {least}" if most == float("inf") else f"{least}" if least == most else f"{least} to {most}"
+        """Return what is wrong with a number of arguments, or ""."""
+        least, most = sum(p.required for p in self._positional), len(self._positional)
+        if least <= count and (self._rest or count <= most):
+            return ""
+        expected = f"at least {least}" if self._rest else f"{least}" if least == most else f"{least} to {most}"
         names = ", ".join(p.name for p in self._positional)
         return f"params: expected {expected} arguments{names and f' ({names})'}, got {count}"
 
 
-def _inspect(function: Callable[..., Any], inject: type) -> tuple[list[Parameter], dict[str, int | None], Any]:
+def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parameter], dict[str, int | None], object]:
+    """Return the parameters of a function, the positions of those of type `inject` (None: by name), and its result type."""
     import inspect  # late: `import wirecall` stays light
 
+    # Step 1: the signature and the annotations.
     try:
         signature = inspect.signature(function)
     except ValueError as error:
-        raise UsageError(f"{_name_of(function)} has no signature to read.", str(error), "wrap it in a function") from error
-    hints = _hints(function)
-    kinds: dict[Any, Any] = {
+        raise UsageError(
+            f"The signature of {_name_of(function)} cannot be read.", str(error), "wrap it in a function"
+        ) from error
+    is_function = isinstance(function, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type))
+    target = function if is_function else getattr(function, "func", type(function).__call__)
+    try:
+        hints: dict[str, object] = typing.get_type_hints(target, include_extras=True)
+    except TypeError:  # a builtin: nothing is declared
+        hints = {}
+    except NameError as error:
+        raise UsageError(
+            f"An annotation of {_name_of(function)} cannot be resolved: {error}.",
+            "annotations are read when the function is registered, in the namespace of its module",
+            "define the type at module level, before the function",
+        ) from error
+
+    # Step 2: each parameter.
+    kinds: dict[object, Literal["name", "rest", "others"]] = {
         inspect.Parameter.KEYWORD_ONLY: "name",
         inspect.Parameter.VAR_POSITIONAL: "rest",
         inspect.Parameter.VAR_KEYWORD: "others",
@@ -288,7 +286,9 @@ def _inspect(function: Callable[..., Any], inject: type) -> tuple[list[Parameter
     injected: dict[str, int | None] = {}
     for index, (name, declared) in enumerate(signature.parameters.items()):
         hint = hints.get(name, Any)
-        if _injects(hint, inject):
+        bare = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+        choices = typing.get_args(bare) if typing.get_origin(bare) in (typing.Union, types.UnionType) else (bare,)
+        if inject in choices:
             injected[name] = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
             continue
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
@@ -303,8 +303,8 @@ def _inspect(function: Callable[..., Any], inject: type) -> tuple[list[Parameter
     return parameters, injected, hints.get("return", Any)
 
 
-def _parts(hint: Any, seen: set[Any]) -> Iterator[Any]:
-    """Give a type and all types in it: its arguments, and the fields of its classes."""
+def _parts(hint: object, seen: set[object]) -> Iterator[object]:
+    """Yield a type and all types in it: its arguments, and the fields of its classes."""
     yield hint
     for part in typing.get_args(hint):
         yield from _parts(part, seen)
@@ -315,14 +315,14 @@ def _parts(hint: Any, seen: set[Any]) -> Iterator[Any]:
             yield from _parts(part, seen)
 
 
-def _completed(values: Sequence[Any]) -> Sequence[Any]:
+def _completed(values: Sequence[object]) -> Sequence[object]:
     """Give every dataclass among decoded values its defaults. msgspec leaves them to the class, where an encoder and `vars`
     do not find them."""
     from dataclasses import fields  # late: `import wirecall` stays light
 
     left = list(values)
     while left:
-        value = left.pop()
+        value: Any = left.pop()
         if isinstance(value, dict):
             left.extend(value.values())
         elif isinstance(value, (list, tuple, set, frozenset)):
@@ -340,126 +340,81 @@ def _completed(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
-def _names_taken(function: Any, injected: Mapping[str, Any]) -> set[str]:
-    """Names that a caller's surplus must not have: `self` of a method, what a partial has filled, the context."""
-    code = getattr(function, "__code__", None) or getattr(getattr(function, "func", None), "__code__", None)
-    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
-    return {*own, *injected}
-
-
-def _injects(hint: Any, inject: type) -> bool:
-    if typing.get_origin(hint) is typing.Annotated:
-        hint = typing.get_args(hint)[0]
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return hint is inject or (is_union and inject in typing.get_args(hint))
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    is_function = isinstance(function, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type))
-    target = function if is_function else getattr(function, "func", type(function).__call__)
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except TypeError:  # a builtin: nothing is declared
-        return {}
-    except NameError as error:
-        raise UsageError(
-            f"An annotation of {_name_of(function)} cannot be resolved: {error}.",
-            "annotations are read when the function is registered, in the namespace of its module",
-            "define the type at module level, before the function",
-        ) from error
-
-
-def _only(parameters: list[Parameter], kind: str) -> Parameter | None:
-    return next((p for p in parameters if p.kind == kind), None)
-
-
-def _wire_type(parameter: Parameter) -> Any:
+def _wire_type(parameter: Parameter) -> object:
     return types.GenericAlias(list, (parameter.type,)) if parameter.kind == "rest" else parameter.type
 
 
 def _field(index: int, parameter: Parameter) -> tuple[str, Any, Any]:
+    name = f"f{index}"
     if parameter.kind == "rest":
-        return (f"f{index}", _wire_type(parameter), msgspec.field(default_factory=list))
+        return (name, _wire_type(parameter), msgspec.field(default_factory=list))
     if parameter.default is REQUIRED:
-        return (f"f{index}", parameter.type, msgspec.field())
+        return (name, parameter.type, msgspec.field())
     if isinstance(parameter.default, _SCALARS):
-        return (f"f{index}", parameter.type, msgspec.field(default=parameter.default))
+        return (name, parameter.type, msgspec.field(default=parameter.default))
     # As in Python, every call without the argument gets the one default object.
-    return (f"f{index}", parameter.type, msgspec.field(default_factory=lambda: parameter.default))
+    return (name, parameter.type, msgspec.field(default_factory=lambda: parameter.default))
 
 
-def _is_object(raw: Raw) -> bool:
-    return bytes(raw)[:1] == b"{"
+def _getter(count: int) -> Callable[[object], tuple[Any, ...]]:
+    """Return a function that takes the first fields of a struct as a tuple."""
+    if count > 1:
+        return attrgetter(*(f"f{index}" for index in range(count)))
+    if count == 0:
+        return lambda _: ()
+    get = attrgetter("f0")
+    return lambda struct: (get(struct),)
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
 # --- pydantic models, without importing pydantic -----------------------------------------------------------------------
 
 
-def _decode_hook(type: Any, value: Any) -> Any:
+def _decode_model(type: Any, value: object) -> object:
     try:
-        return type.model_validate(value)
+        model: object = type.model_validate(value)
+        return model
     except ValueError as error:
-        problems: list[dict[str, Any]] = getattr(error, "errors", list)()
-        raise ValueError("; ".join(_problem(problem) for problem in problems[:3]) or str(error)) from None
+        problems = []
+        for problem in getattr(error, "errors", list)()[:3]:
+            where = ".".join(map(str, problem["loc"]))
+            problems.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
+        raise ValueError("; ".join(problems) or str(error)) from None
 
 
-def _problem(problem: dict[str, Any]) -> str:
-    where = ".".join(map(str, problem["loc"]))
-    return f"{where}: {problem['msg']}" if where else str(problem["msg"])
+def _schemas(types: list[object], mode: Literal["validation", "serialization"]) -> tuple[list[JsonObject], JsonObject]:
+    """Return the schemas of types, and the definitions that they share. A pydantic model has two schemas, for reading and
+    for writing: they may differ in aliases, computed fields and defaults."""
+    inner: JsonObject = {}
 
-
-# --- schemas -----------------------------------------------------------------------------------------------------------
-
-
-def _schemas(types: list[Any], mode: Literal["validation", "serialization"]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the schemas of types, and the definitions that they share. Of a pydantic model, what it takes and what it gives
-    may differ: aliases, computed fields, defaults."""
-    inner: dict[str, Any] = {}
-
-    def hook(type: Any) -> dict[str, Any]:
+    def hook(type: Any) -> JsonObject:
         if not hasattr(type, "model_json_schema"):
             raise TypeError(f"{_name_of(type)} is not a type that JSON can carry")
-        schema: dict[str, Any] = type.model_json_schema(mode=mode, ref_template="#/$defs/{model}")
+        schema: JsonObject = type.model_json_schema(mode=mode, ref_template="#/$defs/{model}")
         inner.update(schema.pop("$defs", {}))
         return schema
 
     schemas, definitions = msgspec.json.schema_components(types, schema_hook=hook, ref_template="#/$defs/{name}")
-    return list(schemas), definitions | inner
-
-
-def _default_of(parameter: Parameter) -> dict[str, Any]:
-    if parameter.default is REQUIRED:
-        return {}
-    try:
-        default = msgspec.to_builtins(parameter.default)
-        is_json = msgspec.json.decode(msgspec.json.encode(default)) == default  # an infinity is not
-    except (TypeError, ValueError, msgspec.DecodeError):
-        return {}
-    return {"default": default} if is_json else {}
+    return [dict(schema) for schema in schemas], definitions | inner
 
 
 # --- texts -------------------------------------------------------------------------------------------------------------
 
 
 def _explain(error: Exception, root: str, positions: Sequence[str] = ()) -> str:
-    """msgspec's words as ours: where first, no quoting, never more than a line of the caller's own text."""
+    """Return msgspec's message in our form: the place first, no quotes, at most a line of the caller's own text."""
     if isinstance(error, RecursionError):
         return f"{root}: nested too deeply"
     what, _, where = str(error).partition(" - at `$")
-    what = what.replace("`", "")
-    path = _path(root, where.removesuffix("`"), positions)
+    what, where = what.replace("`", ""), where.removesuffix("`")
+    # A place in the array of params is shown by the parameter's name.
+    index = where[1 : where.find("]")] if where.startswith("[") else ""
+    if index.isdigit() and int(index) < len(positions):
+        where = f".{positions[int(index)]}{where[len(index) + 2 :]}"
     for lead, word in (("Object missing required field ", "missing"), ("Object contains unknown field ", "unknown name")):
         if what.startswith(lead):
-            return f"{path}.{what.removeprefix(lead)[:100]}: {word}"
-    return f"{path}: {what[:1].lower()}{what[1:200]}"
-
-
-def _path(root: str, path: str, positions: Sequence[str]) -> str:
-    index = path[1 : path.find("]")] if path.startswith("[") else ""
-    if index.isdigit() and int(index) < len(positions):
-        return f"{root}.{positions[int(index)]}{path[len(index) + 2 :]}"
-    return root + path
+            return f"{root}{where}.{what.removeprefix(lead)[:100]}: {word}"
+    return f"{root}{where}: {what[:1].lower()}{what[1:200]}"

@@ -4,14 +4,14 @@ Reading never raises: a text that is not a message becomes an `Unreadable` with 
 is known.
 """
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall import errors
 from wirecall.errors import FixedError, RpcError, rebuilt
-from wirecall.protocol.messages import ErrorObject, decode_items, opens_array
+from wirecall.protocol.messages import ErrorObject, Json, decode_items, decode_value, opens_array
 
 
 class Arrived(Struct, frozen=True):
@@ -30,20 +30,19 @@ class Arrived(Struct, frozen=True):
 
 
 class Unreadable(Struct, frozen=True):
-    """Something that is not a message, and why."""
+    """A text that is not a message, and the reason."""
 
     reason: str
-    id: Any = UNSET
+    id: Json = UNSET
 
 
 Message: TypeAlias = Arrived | Unreadable
 
-# What a decoder raises for data that it cannot read: not JSON, not the type, not UTF-8, too deep.
+# A decoder raises these for data that it cannot read: not JSON, not the type, not UTF-8, too deep.
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 _decode = msgspec.json.Decoder(Arrived | list[Arrived]).decode
 _decode_one = msgspec.json.Decoder(Arrived).decode
-_decode_value = msgspec.json.Decoder().decode
 
 
 def read_messages(data: bytes) -> tuple[bool, list[Message]]:
@@ -52,11 +51,16 @@ def read_messages(data: bytes) -> tuple[bool, list[Message]]:
         read = _decode(data)
         if not data.isascii():
             data.decode()  # raw slices are not checked by the decoder
+        return (True, [_checked(message) for message in read]) if type(read) is list else (False, [_checked(read)])
     except UNREADABLE:
-        return _salvage(data)
-    if type(read) is list:
-        return True, [_checked(message) for message in read]
-    return False, [_checked(read)]
+        pass  # all of it is broken, or single entries are
+    try:
+        data.decode()
+        if not opens_array(data):
+            return False, [_salvage(data)]
+        return True, [_salvage(bytes(item)) for item in decode_items(data)]
+    except UNREADABLE as error:
+        return False, [Unreadable(f"not JSON: {str(error) or type(error).__name__}")]
 
 
 def _checked(message: Arrived) -> Message:
@@ -68,22 +72,11 @@ def _checked(message: Arrived) -> Message:
     return message
 
 
-def _salvage(data: bytes) -> tuple[bool, list[Message]]:
-    """Return the messages of a text of which something is wrong: all of it, or single entries."""
-    try:
-        data.decode()
-        if not opens_array(data):
-            return False, [_salvage_one(data)]
-        return True, [_salvage_one(bytes(item)) for item in decode_items(data)]
-    except UNREADABLE as error:
-        return False, [Unreadable(f"not JSON: {str(error) or type(error).__name__}")]
-
-
-def _salvage_one(data: bytes) -> Message:
+def _salvage(data: bytes) -> Message:
     try:
         return _checked(_decode_one(data))
     except msgspec.ValidationError as error:
-        value = _decode_value(data)
+        value = decode_value(data)
         return Unreadable(f"not a JSON-RPC message: {error}", value.get("id", UNSET) if isinstance(value, dict) else UNSET)
 
 

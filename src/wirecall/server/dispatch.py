@@ -419,7 +419,7 @@ class Dispatcher:
     def _seal_batch(self, answers: list[Answer]) -> bytes:
         """One encode for all; only if that fails, or is too long, one by one."""
         try:
-            data = frames.write_batch(answers)
+            data = frames.write(answers)
             if len(data) <= self._policy.limits.bytes_out:
                 return data
         except EncodeError:
