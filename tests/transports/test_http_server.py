@@ -295,6 +295,24 @@ async def test_a_star_allows_any() -> None:
     assert (await ask(server_of(origins=["*"]), headers=evil)).status == 200
 
 
+async def test_a_stream_without_a_pause_leaves_the_loop_its_turns() -> None:
+    """A server drops what is written to a client that has left, so writing never waits: the leaving must be noticed."""
+    written = 0
+
+    async def flood(request: Request) -> None:
+        nonlocal written
+        await request.body()
+        await request.open_stream()
+        asyncio.get_running_loop().call_soon(client.left.set)
+        while written < 1000:
+            await request.write(b"x" * 65536)
+            written += 1
+
+    client = Client(piece(b""))
+    await ask(HttpServer({"/flood": flood}), "/flood", client=client)
+    assert written < 1000
+
+
 # --- pages of other origins --------------------------------------------------------------------------------------------
 
 PAGE = ("origin", "https://app.example")
