@@ -1,0 +1,281 @@
+"""Records keep every byte of every name and payload, and are found by those who look for them."""
+
+import asyncio
+import os
+
+import pytest
+from msgspec import structs
+
+from tests.ledger import (
+    ID,
+    LEASE,
+    RETENTION,
+    claim_of,
+    granted,
+    in_state,
+    outcome_of,
+    present,
+    same,
+)
+from tests.ledger.contract.__init__ import CHANGES
+from tests.servers import Store
+from wirecall.ledger.base import (
+    Ledger,
+    LedgerDown,
+    Outcome,
+    Record,
+    RecordId,
+    State,
+    Token,
+)
+
+# --- bytes and names -------------------------------------------------------------------------------------------------
+
+PAYLOADS: dict[str, bytes | None] = {
+    "null": b"null",
+    "false": b"false",
+    "zero": b"0",
+    "empty string": b'""',
+    "empty object": b"{}",
+    "empty array": b"[]",
+    "nothing at all": b"",
+    "too large to keep": None,
+    "the word None": b"None",
+    "all bytes": bytes(range(256)),
+    "line ends": b"\r\n$-1\r\n:0\r\n\n\n",
+    "SQL": b"'); DROP TABLE x; -- %s %(a)s $1 ? \\x00 \\\\",
+    "half a character": b'"\xff\xfe\xed\xa0\x80"',
+    "digits and spaces": b"-1 12 3\n",
+    "a megabyte": os.urandom(1 << 20),
+    "a megabyte of JSON": b'"' + "ä€😀\\u0000".encode() * 80_000 + b'"',
+}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("kind", ["result", "error"])
+async def test_an_outcome_comes_back_byte_for_byte(payload: str, kind: str, ledger: Ledger) -> None:
+    """Outcomes are bytes: nothing looks at whether a result is true, empty or null."""
+    outcome = outcome_of(PAYLOADS[payload], kind)
+    record = await granted(ledger)
+    assert await ledger.complete(record.token, outcome, RETENTION)
+    assert (await present(ledger)).outcome == outcome
+    assert (await ledger.claim(claim_of())).outcome == outcome
+    assert [each.outcome for each in await ledger.list()] == [outcome]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+async def test_an_interim_outcome_and_a_resolved_one_come_back_byte_for_byte(payload: str, ledger: Ledger) -> None:
+    outcome = outcome_of(PAYLOADS[payload])
+    record = await granted(ledger)
+    assert await ledger.suspend(record.token, outcome, RETENTION)
+    assert (await ledger.claim(claim_of())).outcome == outcome
+    record = await granted(ledger, continues=True)
+    assert await ledger.abandon(record.token)
+    assert await ledger.resolve(ID, outcome)
+    assert (await ledger.claim(claim_of())).outcome == outcome
+
+
+@pytest.mark.parametrize("digest", [b"", b"\0", bytes(range(32)), os.urandom(64)], ids=["none", "NUL", "plain", "long"])
+async def test_a_digest_without_a_payload_is_kept_also_in_the_tombstone(digest: bytes, ledger: Ledger, store: Store) -> None:
+    record = await granted(ledger)
+    outcome = Outcome("result", None, digest)
+    assert await ledger.complete(record.token, outcome, RETENTION)
+    assert (await ledger.claim(claim_of())).outcome == outcome
+    store.age(ID, RETENTION + 1)
+    buried = await ledger.claim(claim_of())
+    assert (buried.state, buried.outcome) == (State.TOMBSTONE, outcome)
+
+
+async def test_a_payload_does_not_outlive_what_follows_it(ledger: Ledger) -> None:
+    """A result without a payload after an interim one with it: nothing of the older may show."""
+    record = await granted(ledger)
+    assert await ledger.suspend(record.token, outcome_of(b'"interim"', "error"), RETENTION)
+    record = await granted(ledger, continues=True)
+    assert (await present(ledger)).outcome is None
+    outcome = Outcome("result", None, b"digest")
+    assert await ledger.complete(record.token, outcome, RETENTION)
+    assert (await present(ledger)).outcome == outcome
+
+
+@pytest.mark.parametrize("raw", [b"", b"\0" * 16, bytes(range(240, 256)), b"' OR 1=1 --", b"\n\r:\xff"])
+async def test_fingerprints_and_nonces_are_any_bytes(raw: bytes, ledger: Ledger) -> None:
+    record = await granted(ledger, fingerprint=raw, nonce=raw)
+    assert (await ledger.claim(claim_of(fingerprint=raw + b"\0"))).nonce == raw
+    assert await ledger.complete(structs.replace(record.token, nonce=raw + b"\0"), outcome_of(), RETENTION) is False
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    assert (await ledger.claim(claim_of(fingerprint=raw))).state is State.DONE
+
+
+PRINTABLE = "".join(map(chr, range(33, 127)))
+
+ODD = [
+    RecordId("", "m", "k"),
+    RecordId("", "", "k"),
+    RecordId("a", "b:c", "k"),
+    RecordId("a:b", "c", "k"),
+    RecordId("a:b:c", "", "k"),
+    RecordId("a%3Ab", "c", "k"),
+    RecordId("a/b", "c", "k"),
+    RecordId("a", "b/c", "k"),
+    RecordId("a", "b", "c/k"),
+    RecordId("a", "b", "c:k"),
+    RecordId("a", "b", "c%3Ak"),
+    RecordId("a ", "b", "k"),
+    RecordId("a", " b", "k"),
+    RecordId("A", "b", "k"),
+    RecordId("a", "b", "K"),
+    RecordId("a", "b", "k"),
+    RecordId("a", "tools/call search", "k"),
+    RecordId("line\r\nend\t", "m", "k"),
+    RecordId("{tag}*?[x]\\", "m*", "*"),
+    RecordId("'\"`;--", "$1 %s %(x)s", "?"),
+    RecordId("ünï", "größe", "k"),
+    RecordId("u\u0308ni\u0308", "größe", "k"),
+    RecordId("\uffff", "m", "k"),
+    RecordId("\U00010000", "m", "k"),
+    RecordId("😀", "メソッド", "k"),
+    RecordId("x" * 1000, "y" * 500, "z"),
+    RecordId("null", "None", "0"),
+    RecordId("a", "b", PRINTABLE),
+    RecordId("a", "b", "x" * 255),
+    RecordId("a", "b", "x" * 254 + "y"),
+    RecordId("a", "b", "!"),
+]
+
+
+async def test_callers_methods_and_keys_of_any_shape_are_told_apart(ledger: Ledger) -> None:
+    """P5: what belongs to one caller, method and key is never found under another."""
+    assert len(set(ODD)) == len(ODD)
+    for number, id in enumerate(ODD):
+        record = await granted(ledger, id)
+        assert await ledger.complete(record.token, outcome_of(b"%d" % number), RETENTION)
+    for number, id in enumerate(ODD):
+        record = await ledger.claim(claim_of(id))
+        assert (record.id, record.outcome) == (id, outcome_of(b"%d" % number))
+        assert same(await ledger.get(id), record)
+    assert [record.id for record in await ledger.list()] == sorted(ODD)
+    assert (await ledger.counts())[State.DONE] == len(ODD)
+
+
+@pytest.mark.parametrize("id", ODD, ids=range(len(ODD)))
+async def test_every_transition_finds_a_record_of_any_name(id: RecordId, ledger: Ledger, store: Store) -> None:
+    record = await granted(ledger, id, committed=False)
+    assert await ledger.heartbeat(record.token, LEASE)
+    assert await ledger.commit_point(record.token, LEASE)
+    assert await ledger.suspend(record.token, outcome_of(), RETENTION)
+    record = await granted(ledger, id, continues=True)
+    assert await ledger.lapse(record.token)
+    record = await granted(ledger, id, on_crash="rerun")
+    assert await ledger.abandon(record.token)
+    assert await ledger.resolve(id, None)
+    record = await granted(ledger, id)
+    assert await ledger.release(record.token)
+    record = await granted(ledger, id)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    store.age(id, RETENTION + 1)
+    assert await ledger.sweep() == 1
+    assert (await present(ledger, id)).state is State.TOMBSTONE
+
+
+@pytest.mark.parametrize("caller", ["nul\0", "half \ud83d", "\udcff"], ids=["NUL", "surrogate", "escaped byte"])
+async def test_a_caller_that_a_store_cannot_write_is_refused_without_harm(caller: str, ledger: Ledger) -> None:
+    """Kept exactly or refused with the ledger's own error; never mangled, and nobody else suffers."""
+    strange = structs.replace(ID, caller=caller)
+    others = [structs.replace(ID, key=f"key-{number}") for number in range(5)]
+    results = await asyncio.gather(*(ledger.claim(claim_of(id)) for id in (*others, strange, ID)), return_exceptions=True)
+    *fine, answer, last = results
+    assert all(isinstance(record, Record) and record.state is State.RUNNING for record in (*fine, last))
+    assert isinstance(answer, LedgerDown) or (isinstance(answer, Record) and answer.id == strange)
+    if isinstance(answer, Record):
+        assert same(await ledger.get(strange), answer)
+    else:
+        for change in CHANGES.values():
+            with pytest.raises(LedgerDown):
+                await change(ledger, Token(strange, 1, b"n"))
+        for look in (ledger.get, lambda id: ledger.list(after=id), lambda id: ledger.resolve(id, None)):
+            with pytest.raises(LedgerDown):
+                await look(strange)
+    assert (await present(ledger)).state is State.RUNNING
+
+
+async def test_long_terms_are_kept_and_short_ones_are_over_at_once(ledger: Ledger, store: Store) -> None:
+    century = 100 * 365 * 86_400.0
+    record = await granted(ledger, lease=century, retention=century)
+    assert record.lease_left > century / 2
+    assert await ledger.complete(record.token, outcome_of(), century)
+    store.age(ID, century / 2)
+    assert (await ledger.claim(claim_of())).state is State.DONE
+    other = structs.replace(ID, key="short")
+    record = await granted(ledger, other, lease=1e-6, retention=1e-6, committed=False)
+    store.age(other, 1)
+    assert await ledger.commit_point(record.token, 1.0) is False
+    assert await ledger.complete(record.token, outcome_of(), 0.5)
+    store.age(other, 1)
+    assert (await ledger.claim(claim_of(other))).state is State.TOMBSTONE
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+
+
+async def test_records_are_listed_in_the_order_of_their_ids_a_page_at_a_time(ledger: Ledger) -> None:
+    ids = [RecordId(caller, method, key) for caller in ("", "b", "a") for method in ("y", "x") for key in ("3", "20", "1")]
+    for id in ids:
+        await granted(ledger, id)
+    ordered = sorted(ids)
+    assert [record.id for record in await ledger.list()] == ordered
+    assert [record.id for record in await ledger.list(limit=4)] == ordered[:4]
+    pages: list[RecordId] = []
+    while page := await ledger.list(limit=4, after=pages[-1] if pages else None):
+        assert len(page) <= 4
+        pages += [record.id for record in page]
+    assert pages == ordered
+    between = RecordId("a", "x", "2")
+    assert [record.id for record in await ledger.list(after=between)] == [id for id in ordered if id > between]
+    assert await ledger.list(after=ordered[-1]) == []
+    assert await ledger.list(limit=0) == []
+
+
+async def test_a_listed_record_is_what_get_gives(ledger: Ledger, store: Store) -> None:
+    for state in State:
+        await in_state(state, ledger, store, structs.replace(ID, key=state.value))
+    listed = await ledger.list()
+    assert [record.id.key for record in listed] == sorted(state.value for state in State)
+    for record in listed:
+        assert same(record, await ledger.get(record.id))
+
+
+async def test_records_are_listed_by_state(ledger: Ledger, store: Store) -> None:
+    for number in range(3):
+        for state in State:
+            await in_state(state, ledger, store, RecordId("", state.value, str(number)))
+    for state in State:
+        expected = [RecordId("", state.value, str(number)) for number in range(3)]
+        assert [record.id for record in await ledger.list(state)] == expected
+        assert [record.id for record in await ledger.list(state, limit=2)] == expected[:2]
+        assert [record.id for record in await ledger.list(state, limit=2, after=expected[1])] == expected[2:]
+    assert len(await ledger.list(limit=100)) == 15
+
+
+async def test_more_records_than_a_page_of_any_store(ledger: Ledger) -> None:
+    ids = [RecordId("caller", "method", f"{number:04}") for number in range(1050)]
+    await asyncio.gather(*(ledger.claim(claim_of(id)) for id in ids))
+    assert [record.id for record in await ledger.list(limit=2000)] == ids
+    assert [record.id for record in await ledger.list(limit=300, after=ids[699])] == ids[700:1000]
+    assert len(await ledger.list()) == 100
+    assert (await ledger.counts())[State.RUNNING] == 1050
+    assert await ledger.sweep() == 0
+
+
+async def test_records_are_counted_by_state(ledger: Ledger, store: Store) -> None:
+    assert await ledger.counts() == dict.fromkeys(State, 0)
+    for number, state in enumerate(State):
+        for key in range(number):
+            await in_state(state, ledger, store, RecordId("", state.value, str(key)))
+    assert await ledger.counts() == {state: number for number, state in enumerate(State)}
+
+
+async def test_an_empty_ledger_has_nothing(ledger: Ledger) -> None:
+    assert await ledger.get(ID) is None
+    assert await ledger.list() == []
+    assert await ledger.list(State.UNKNOWN) == []
+    assert await ledger.sweep() == 0
