@@ -216,7 +216,7 @@ def test_discover_answers_an_openrpc_document() -> None:
 
 async def test_a_driver_that_is_missing_is_told_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    for name in [name for name in sys.modules if name == "wirecall.ledger.redis" or name.startswith("redis.")]:
+    for name in [name for name in sys.modules if name.startswith(("wirecall.ledger.redis", "redis."))]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UsageError, match=r'pip install "wirecall\[redis\]"'):
         await App("shop", ledger="redis://localhost").ledger()

@@ -94,8 +94,9 @@ def test_it_closes_itself() -> None:
 
 def test_a_script_that_forgets_to_close_ends(tmp_path: Any) -> None:
     script = f"""
-import sys
+import logging, sys
 from wirecall import connect_sync
+logging.getLogger("asyncio").setLevel("ERROR")  # a slow machine is a warning there
 client = connect_sync([sys.executable, "-c", {CHILD!r}], stderr="keep")
 print(client.rpc.price(sku="tea"))
 """

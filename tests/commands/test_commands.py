@@ -373,13 +373,13 @@ async def test_reconcile(verdict: Any, expected: Any, runs: int, form: str) -> N
 
 def test_a_reconcile_function_that_cannot_be_asked_is_told_at_registration() -> None:
     with pytest.raises(UsageError, match=r"it takes \(order\), the command takes \(order, cents\)"):
-        make_app().command(on_crash="reconcile", reconcile=lambda order: NotDone())(lambda order, cents: 1)
+        make_app().command(name="put", on_crash="reconcile", reconcile=lambda order: NotDone())(lambda order, cents: 1)
     with pytest.raises(UsageError, match="asked only with"):
-        make_app().command(reconcile=lambda: NotDone())(lambda: 1)
-    with pytest.raises(UsageError, match="none of unknown, rerun"):
-        make_app().command(on_crash="unkown")(lambda: 1)  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match="none of sequential"):
-        make_app().query(execution="seq")(lambda: 1)  # type: ignore[call-overload]
+        make_app().command(name="put", reconcile=lambda: NotDone())(lambda: 1)
+    with pytest.raises(UsageError, match="must be one of unknown, rerun"):
+        make_app().command(name="put", on_crash="unkown")(lambda: 1)  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="must be one of sequential"):
+        make_app().query(name="get", execution="seq")(lambda: 1)  # type: ignore[call-overload]
 
 
 async def test_a_run_that_fails_before_its_commit_point_keeps_the_evidence_of_an_earlier_one() -> None:

@@ -28,7 +28,7 @@ from tests.calls import call, make_app
 from tests.transports import ask
 from wirecall import App, Context, Done, NotDone
 
-LEASE = 0.3
+LEASE = 1.0
 PATIENCE = 60.0  # seconds after which a test gives up on something that should have happened
 
 

@@ -21,7 +21,7 @@ from tests.ledger import (
     present,
     same,
 )
-from tests.ledger.contract.__init__ import CHANGES, close_at_once, durable_only
+from tests.ledger.contract import CHANGES, close_at_once, durable_only
 from tests.servers import Server, Store
 from wirecall.ledger.base import (
     Ledger,

@@ -17,7 +17,7 @@ from tests.ledger import (
     present,
     same,
 )
-from tests.ledger.contract.__init__ import CHANGES
+from tests.ledger.contract import CHANGES
 from tests.servers import Store
 from wirecall.ledger.base import (
     Ledger,

@@ -20,7 +20,7 @@ from tests.ledger import (
     present,
     same,
 )
-from tests.ledger.contract.__init__ import CHANGES, REFUSED
+from tests.ledger.contract import CHANGES, REFUSED
 from tests.servers import Store
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
