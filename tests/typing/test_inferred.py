@@ -80,8 +80,6 @@ MISTAKES = ["client.list_tools()", "connect_sync(app, sampel=print)", 'client.ca
 def module() -> str:
     """Return the README's examples and the expressions of the tables as one module."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    # The second `charge` of the README is another thing than its function of that name, which a checker does not allow.
-    blocks = [block.replace("\ncharge = asyncio", "\ncharged = asyncio") for block in blocks]
     reveals = [f"reveal_type({expression})" for expression in README]
     twins = [f"        reveal_type({expression})" for expression in TWINS]
     opened = 'connect(app) as plain, connect(app, protocol="mcp") as mcp'
