@@ -1,4 +1,4 @@
-"""`wirecall.toml`: what an operator may say about a server, without touching its code.
+"""`wirecall.toml`: the settings of a server that an operator changes without touching its code.
 
     [server]                              [limits]
     app = "app.py:app"                    batch = 200             # any field of `Limits`
@@ -8,23 +8,23 @@
     grace = 10                            [ledger]
                                           url = "sqlite:.wirecall/ledger.db"
 
-1. A flag of the command line wins over the environment, that over the file, that over what the app says of itself.
-2. The variable of a value is named after its place: WIRECALL_SERVER_HTTP, WIRECALL_LIMITS_BATCH. WIRECALL_CONFIG names
-   another file; else it is wirecall.toml in the current folder, which need not be there.
-3. A relative path in the file is relative to the file, one in a variable to the current folder.
-4. Every mistake is told with the line it stands on, or its variable, and nothing of a file with a mistake is used.
+1. A flag of the command line wins over the environment, the environment over the file, the file over the app's own settings.
+2. The variable of a setting is named after its place: WIRECALL_SERVER_HTTP, WIRECALL_LIMITS_BATCH. WIRECALL_CONFIG names
+   another file. The default is wirecall.toml in the current folder, which may be missing.
+3. A relative path in the file is relative to the file, a relative path in a variable to the current folder.
+4. Every mistake is reported with its line or its variable. A file with a mistake is not used at all.
 """
 
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from msgspec import Struct
+import msgspec
+from msgspec import Meta, Struct
 
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url
@@ -36,7 +36,7 @@ DEFAULT = "default"
 
 
 class Problem(Struct, frozen=True):
-    """One mistake: where it is, what it is, and what would be right."""
+    """One mistake: where it is, what it is, and how to fix it."""
 
     where: str  # "wirecall.toml:7", or the name of a variable
     what: str
@@ -55,14 +55,14 @@ class ConfigError(UsageError):
 
 
 class Value(Struct, frozen=True):
-    """A value, and who said so: a line of the file, a variable, or nobody."""
+    """A value and its origin: a line of the file, a variable, or "default"."""
 
     value: Any
     origin: str = DEFAULT
 
 
 class Config(Struct, frozen=True):
-    """Every value by its place, such as "server.http". None stands for what the app says of itself."""
+    """Every value by its place, such as "server.http". None means that the app's own setting is used."""
 
     path: Path | None
     values: dict[str, Value]
@@ -71,18 +71,76 @@ class Config(Struct, frozen=True):
         return self.values[place].value
 
     def stated(self) -> dict[str, Any]:
-        """Only what somebody said."""
+        """Return the values that the file or the environment states, without the defaults."""
         return {place: value.value for place, value in self.values.items() if value.origin != DEFAULT}
 
     def limits(self, base: Limits | None = None) -> Limits:
-        """The limits of an app, with those that were stated in their place."""
-        stated = {place: value for place, value in self.stated().items() if place.startswith("limits.")}
-        fields = {name: getattr(base or Limits(), name) for name in Limits.__struct_fields__}
-        return Limits(**fields | {place.removeprefix("limits."): value for place, value in stated.items()})
+        """Return the limits of an app, changed by the stated ones."""
+        stated = {place[7:]: value for place, value in self.stated().items() if place.startswith("limits.")}
+        return msgspec.structs.replace(base or Limits(), **stated)
+
+
+# --- the settings ---------------------------------------------------------------------------------------------------
+
+_Text = Annotated[str, Meta(min_length=1)]
+_Count = Annotated[int, Meta(ge=1)]
+_Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # an upper bound, so that TOML's inf is refused
+_Names = Annotated[list[_Text], Meta(min_length=1)]
+_Port = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"  # 0 to 65535
+_Address = Annotated[str, Meta(pattern=f"^.+:{_Port}$")]
+
+
+class Setting(Struct, frozen=True):
+    """One setting: its type for `msgspec.convert`, the same type in words, an example, and its default."""
+
+    type: Any
+    expected: str
+    example: Any
+    default: Any = None
+    check: Callable[[str], object] | None = None  # raises UsageError; for rules that no type can express
+
+    def read(self, value: object, *, is_text: bool = False) -> Any:
+        """Return the value, converted. From a variable (`is_text`) numbers are texts, and names are separated by commas."""
+        if is_text and self.type is _Names:
+            value = [name.strip() for name in str(value).split(",")]
+        found = msgspec.convert(value, self.type, strict=not is_text)
+        if self.check:
+            self.check(found)
+        return found
+
+
+_COUNT, _SECONDS = "a whole number above 0", "a number of seconds above 0"
+SETTINGS: dict[str, Setting] = {
+    "server.app": Setting(_Text, "a text", "app.py"),
+    "server.http": Setting(_Address, "a host and a port", "127.0.0.1:8420", "127.0.0.1:8420"),
+    "server.workers": Setting(_Count, _COUNT, 4, 1),
+    "server.server": Setting(Literal["granian", "uvicorn"], '"granian" or "uvicorn"', "granian", "granian"),
+    "server.grace": Setting(_Seconds, _SECONDS, 10, 10.0),
+    "server.hosts": Setting(_Names, "an array of names", ["api.example.com"]),
+    "server.origins": Setting(_Names, "an array of names", ["https://app.example.com"]),
+    "ledger.url": Setting(_Text, "the URL of a ledger", "sqlite:.wirecall/ledger.db", check=check_url),
+    **{
+        f"limits.{name}": Setting(
+            _Count if kind is int else _Seconds, _COUNT if kind is int else _SECONDS, getattr(Limits(), name)
+        )
+        for name, kind in get_type_hints(Limits).items()
+        if name in Limits.__struct_fields__
+    },
+    "audit.file": Setting(_Text, "a text", "audit.jsonl"),
+}
+SECTIONS = tuple(dict.fromkeys(place.partition(".")[0] for place in SETTINGS))
+
+
+def variable(place: str) -> str:
+    """Return the name of a setting's environment variable."""
+    return f"WIRECALL_{place.replace('.', '_').upper()}"
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
 def load_config(path: str | Path | None = None, environment: Mapping[str, str] | None = None) -> Config:
-    """The configuration, or a `ConfigError`. A file that was named must be there."""
+    """Return the configuration, or raise `ConfigError`. A file that is named must exist."""
     config, problems = check_config(path, environment)
     if problems:
         raise ConfigError(problems)
@@ -92,186 +150,107 @@ def load_config(path: str | Path | None = None, environment: Mapping[str, str] |
 def check_config(
     path: str | Path | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[Config, list[Problem]]:
-    """The configuration as far as it can be read, and everything that is wrong with it."""
+    """Return the configuration without its wrong values, and every problem in it."""
     environment = os.environ if environment is None else environment
     named = path or environment.get(FILE_VARIABLE) or None
-    problems: list[Problem] = []
+    file, problems = _File(Path(named or FILE)), []
     values = {place: Value(setting.default) for place, setting in SETTINGS.items()}
-    file = _File(Path(named or FILE), is_named=named is not None, problems=problems)
-    values |= file.values()
-    values |= _from_environment(environment, problems)
-    problems += _contradictions(values, file)
+    exists = file.read(is_named=named is not None)
+    values |= file.values
+    problems += file.problems
+
+    # The environment goes over the file. An empty variable counts as not set: supervisors can only empty one.
+    variables = {variable(place): place for place in SETTINGS}
+    prefixes = tuple(f"WIRECALL_{section.upper()}_" for section in SECTIONS)
+    for name in sorted(name for name, text in environment.items() if name.startswith(prefixes) and text):
+        if name not in variables:
+            problems.append(Problem(name, "there is no such variable", _suggestion(name, variables)))
+            continue
+        setting = SETTINGS[variables[name]]
+        try:
+            values[variables[name]] = Value(setting.read(environment[name], is_text=True), name)
+        except (msgspec.ValidationError, UsageError):
+            what = f"it must be {setting.expected}, got {_shown(environment[name])}"
+            problems.append(Problem(name, what, f"{name}={setting.example}"))
+
+    # Settings that contradict each other.
+    workers, ledger = values["server.workers"], values["ledger.url"]
+    if workers.value > 1 and str(ledger.value).startswith("memory:"):
+        fix = 'use a ledger that processes share: "sqlite:PATH", "redis://...", "postgresql://..."'
+        line = file.lines.get("server.workers") if workers.origin == file.where("server.workers") else None
+        problems.append(Problem(workers.origin, f"{workers.value} workers cannot share a ledger in memory", fix, line))
     problems.sort(key=lambda each: each.line or 0)
-    return Config(file.path if file.exists else None, values), problems
-
-
-# --- what there is to set -------------------------------------------------------------------------------------------
-
-
-class Wrong(ValueError):
-    """A value that does not fit; the text says what would."""
-
-
-class Setting(Struct, frozen=True):
-    """One place: how its value is read, what one looks like, what it is without one, and where a path in it leads."""
-
-    read: Callable[[Any], Any]
-    example: Any
-    default: Any = None
-    place: Callable[[str, Path], str] | None = None
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise Wrong("a text")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise Wrong("a whole number above 0")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise Wrong("a number of seconds above 0")
-    return float(value)
-
-
-def _address(value: Any) -> str:
-    host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
-        raise Wrong("a host and a port")
-    return str(value)
-
-
-def _server(value: Any) -> str:
-    if value not in ("granian", "uvicorn"):
-        raise Wrong('"granian" or "uvicorn"')
-    return str(value)
-
-
-def _names(value: Any) -> list[str]:
-    """An array in the file; in a variable the names stand between commas."""
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-        raise Wrong("an array of names")
-    return names
-
-
-def _ledger(value: Any) -> str:
-    try:
-        check_url(_text(value))
-    except (UsageError, Wrong):
-        raise Wrong("the URL of a ledger") from None
-    return str(value)
-
-
-def _beside(path: str, folder: Path) -> str:
-    """A path of the file's, from here."""
-    is_here = folder.resolve() == Path.cwd()
-    return path if is_here or Path(path).is_absolute() else str(folder / path)
-
-
-def _ledger_beside(url: str, folder: Path) -> str:
-    scheme, _, path = url.partition(":")
-    return f"sqlite:{_beside(path, folder)}" if scheme == "sqlite" and path and not path.startswith("//") else url
-
-
-SETTINGS: dict[str, Setting] = {
-    "server.app": Setting(_text, "app.py", place=_beside),
-    "server.http": Setting(_address, "127.0.0.1:8420", "127.0.0.1:8420"),
-    "server.workers": Setting(_whole, 4, 1),
-    "server.server": Setting(_server, "granian", "granian"),
-    "server.grace": Setting(_seconds, 10, 10.0),
-    "server.hosts": Setting(_names, ["api.example.com"]),
-    "server.origins": Setting(_names, ["https://app.example.com"]),
-    "ledger.url": Setting(_ledger, "sqlite:.wirecall/ledger.db", place=_ledger_beside),
-    **{
-        f"limits.{name}": Setting(_whole if kind is int else _seconds, getattr(Limits(), name))
-        for name, kind in get_type_hints(Limits).items()
-        if name in Limits.__struct_fields__
-    },
-    "audit.file": Setting(_text, "audit.jsonl", place=_beside),
-}
-SECTIONS = tuple(dict.fromkeys(place.partition(".")[0] for place in SETTINGS))
-
-
-def variable(place: str) -> str:
-    """The environment variable of a place."""
-    return f"WIRECALL_{place.replace('.', '_').upper()}"
-
-
-# --- the file -------------------------------------------------------------------------------------------------------
+    return Config(file.path if exists else None, values), problems
 
 
 class _File:
-    """The file, read as TOML and once more for its lines, which TOML's reader does not tell."""
+    """The file: the values in it, the lines they are on, and its problems."""
 
-    def __init__(self, path: Path, *, is_named: bool, problems: list[Problem]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._problems = problems
         self.lines: dict[str, int] = {}
-        text = self._text(is_named)
-        self.exists = text is not None
-        self._tree = self._parsed(text or "")
+        self.values: dict[str, Value] = {}
+        self.problems: list[Problem] = []
 
-    def values(self) -> dict[str, Value]:
-        found: dict[str, Value] = {}
-        for section, members in self._tree.items():
-            if section not in SECTIONS:
-                self._unknown(section, SECTIONS, "section")
-            elif not isinstance(members, dict):
-                self._wrong(section, f"{section} must be a section, not {members!r}", f"[{section}] on a line of its own")
-            else:
-                found |= self._section(section, members)
-        return found
-
-    def _section(self, section: str, members: dict[str, Any]) -> dict[str, Value]:
-        found = {}
-        for key, value in members.items():
-            place = f"{section}.{key}"
-            if place not in SETTINGS:
-                self._unknown(place, [known for known in SETTINGS if known.startswith(f"{section}.")], "key")
-                continue
-            setting = SETTINGS[place]
-            try:
-                read = setting.read(value)
-            except Wrong as error:
-                self._wrong(place, f"{place} must be {error}, not {_shown(value)}", f"{key} = {_toml(setting.example)}")
-                continue
-            read = setting.place(read, self.path.parent) if setting.place else read
-            found[place] = Value(read, self.where(place))
-        return found
-
-    def _text(self, is_named: bool) -> str | None:
+    def read(self, *, is_named: bool) -> bool:
+        """Read the file, and return whether it exists. A file that is named must exist."""
         try:
-            return self.path.read_text("utf-8")
+            text = self.path.read_text("utf-8")
         except FileNotFoundError:
             if is_named:
-                fix = f"write it, or name another one, here or in {FILE_VARIABLE}"
-                self._problems.append(Problem(str(self.path), "there is no such file", fix))
+                fix = f"write it, or name another file, here or in {FILE_VARIABLE}"
+                self.problems.append(Problem(str(self.path), "there is no such file", fix))
+            return False
         except UnicodeDecodeError as error:
             line = error.object[: error.start].count(b"\n") + 1
-            self._problems.append(Problem(f"{self.path}:{line}", "it is not UTF-8", "save it as UTF-8", line))
+            self.problems.append(Problem(f"{self.path}:{line}", "it is not UTF-8", "save it as UTF-8", line))
+            return False
         except OSError as error:
-            self._problems.append(Problem(str(self.path), f"it cannot be read: {error.strerror}", "give the path of a file"))
-        return None
-
-    def _parsed(self, text: str) -> dict[str, Any]:
+            self.problems.append(Problem(str(self.path), f"it cannot be read: {error.strerror}", "give the path of a file"))
+            return False
         try:
             tree = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             what, _, position = str(error).rpartition(" (at ")
             found = re.search(r"line (\d+)", position)
             line = int(found[1]) if found else text.count("\n") + 1
-            self._problems.append(Problem(f"{self.path}:{line}", f"it is not TOML: {what}", "see https://toml.io", line))
-            return {}
-        self.lines = dict(_places(text))
-        return tree
+            self.problems.append(Problem(f"{self.path}:{line}", f"it is not TOML: {what}", "see https://toml.io", line))
+            return True
+        self.lines = dict(_lines(text))
+        for section, members in tree.items():
+            if section not in SECTIONS:
+                self._wrong(section, f"there is no section {section}", _suggestion(section, SECTIONS))
+            elif not isinstance(members, dict):
+                self._wrong(section, f"{section} must be a section, got {members!r}", f"[{section}] on a line of its own")
+            else:
+                for key, value in members.items():
+                    self._take(f"{section}.{key}", value)
+        return True
+
+    def _take(self, place: str, value: object) -> None:
+        """Convert one value of the file, or note a problem."""
+        section, _, key = place.partition(".")
+        if place not in SETTINGS:
+            known = [name for name in SETTINGS if name.startswith(f"{section}.")]
+            self._wrong(place, f"there is no key {place}", _suggestion(place, known))
+            return
+        setting = SETTINGS[place]
+        try:
+            found = setting.read(value)
+        except (msgspec.ValidationError, UsageError):
+            example = setting.example
+            shown = f'"{example}"' if isinstance(example, str) else f"{example:g}" if type(example) is float else example
+            self._wrong(place, f"{place} must be {setting.expected}, got {_shown(value)}", f"{key} = {shown}")
+            return
+        # A relative path is relative to the file. If the file is in the current folder, the path stays as it is.
+        is_ledger_file = place == "ledger.url" and found.startswith("sqlite:")
+        if (is_ledger_file or place in ("server.app", "audit.file")) and self.path.parent.resolve() != Path.cwd():
+            scheme, relative = ("sqlite:", found[7:]) if is_ledger_file else ("", found)
+            found = f"{scheme}{self.path.parent / relative}" if relative and relative[0] != "/" else found
+        self.values[place] = Value(found, self.where(place))
 
     def where(self, place: str) -> str:
+        """Return the place of a setting as FILE:LINE."""
         line = self._line(place)
         return f"{self.path}:{line}" if line else str(self.path)
 
@@ -279,30 +258,20 @@ class _File:
         return self.lines.get(place) or self.lines.get(place.partition(".")[0])
 
     def _wrong(self, place: str, what: str, fix: str) -> None:
-        self._problems.append(Problem(self.where(place), what, fix, self._line(place)))
-
-    def _unknown(self, place: str, known: Sequence[str], kind: str) -> None:
-        self._wrong(place, f"there is no {kind} {place}", _suggestion(place, known))
-
-
-def _shown(value: Any) -> str:
-    """A value in an error, without the password that a URL may hold."""
-    return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", repr(value))
-
-
-def _toml(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+        self.problems.append(Problem(self.where(place), what, fix, self._line(place)))
 
 
 _HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
 _KEY = re.compile(r"""\s*((?:[\w.-]|"[^"]*"|'[^']*')+)\s*=""")
 
 
-def _places(text: str) -> Iterator[tuple[str, int]]:
-    """The lines of sections and keys of a file that is sound TOML. Lines inside of long texts are passed over."""
+def _lines(text: str) -> Iterator[tuple[str, int]]:
+    """Yield the sections and keys of a valid TOML text with their line numbers, which tomllib does not report."""
     section, quote = "", ""
     for number, line in enumerate(text.splitlines(), start=1):
-        is_inside, quote = bool(quote), _open_quote(line, quote)
+        is_inside = bool(quote)
+        for mark in re.findall(r'"""|' + "'''", line):  # a text over several lines begins or ends
+            quote = mark if not quote else "" if mark == quote else quote
         if is_inside:
             continue
         if header := _HEADER.match(line):
@@ -312,50 +281,11 @@ def _places(text: str) -> Iterator[tuple[str, int]]:
             yield section + re.sub("[\"']", "", key[1]), number
 
 
-def _open_quote(line: str, quote: str) -> str:
-    """Which triple quote is open at the end of a line."""
-    for mark in re.findall(r'"""|' + "'''", line):
-        quote = mark if not quote else "" if mark == quote else quote
-    return quote
+def _shown(value: object) -> str:
+    """Return a value for an error text, without the password that a URL may hold."""
+    return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", repr(value))
 
 
-# --- the environment, and all of it together ------------------------------------------------------------------------
-
-
-def _from_environment(environment: Mapping[str, str], problems: list[Problem]) -> dict[str, Value]:
-    places = {variable(place): place for place in SETTINGS}
-    found = {}
-    for name in sorted(environment):
-        if not name.startswith(tuple(f"WIRECALL_{section.upper()}_" for section in SECTIONS)) or not environment[name]:
-            continue  # not ours, or empty, which is how a supervisor says: not set
-        if name not in places:
-            problems.append(Problem(name, "there is no such variable", _suggestion(name, tuple(places))))
-            continue
-        try:
-            found[places[name]] = Value(_read_text(SETTINGS[places[name]], environment[name]), name)
-        except Wrong as error:
-            given, example = environment[name], SETTINGS[places[name]].example
-            problems.append(Problem(name, f"it must be {error}, not {_shown(given)}", f"{name}={example}"))
-    return found
-
-
-def _read_text(setting: Setting, text: str) -> Any:
-    """A value from a variable, where numbers are texts too."""
-    if setting.read in (_whole, _seconds):
-        with suppress(ValueError):
-            return setting.read(float(text) if setting.read is _seconds else int(text))
-    return setting.read(text)
-
-
-def _contradictions(values: dict[str, Value], file: _File) -> list[Problem]:
-    workers, ledger = values["server.workers"], values["ledger.url"]
-    if workers.value > 1 and ledger.value is not None and ledger.value.startswith("memory:"):
-        fix = 'use a ledger that processes share: "sqlite:PATH", "redis://...", "postgresql://..."'
-        line = file.lines.get("server.workers") if workers.origin == file.where("server.workers") else None
-        return [Problem(workers.origin, f"{workers.value} workers cannot share a ledger in memory", fix, line)]
-    return []
-
-
-def _suggestion(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, known, 1, 0.6)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"

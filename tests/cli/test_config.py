@@ -96,36 +96,37 @@ def test_paths_in_the_file_are_relative_to_it(here: Path) -> None:
     [
         ("[server]\n\nhtpp = 'x'\n", 3, "there is no key server.htpp", "did you mean server.http?"),
         ("[serv]\n", 1, "there is no section serv", "did you mean server?"),
-        ("[limits]\nbatch = '50'\n", 2, "limits.batch must be a whole number above 0, not '50'", "batch = 50"),
-        ("[limits]\nbatch = 0\n", 2, "limits.batch must be a whole number above 0, not 0", "batch = 50"),
+        ("[limits]\nbatch = '50'\n", 2, "limits.batch must be a whole number above 0, got '50'", "batch = 50"),
+        ("[limits]\nbatch = 0\n", 2, "limits.batch must be a whole number above 0, got 0", "batch = 50"),
         (
             "[limits]\nbody_time = true\n",
             2,
-            "limits.body_time must be a number of seconds above 0, not True",
+            "limits.body_time must be a number of seconds above 0, got True",
             "body_time = 30",
         ),
         (
             "[server]\nhttp = 'x:99999'\n",
             2,
-            "server.http must be a host and a port, not 'x:99999'",
+            "server.http must be a host and a port, got 'x:99999'",
             'http = "127.0.0.1:8420"',
         ),
         (
             "[server]\nserver = 'apache'\n",
             2,
-            'server.server must be "granian" or "uvicorn", not \'apache\'',
+            'server.server must be "granian" or "uvicorn", got \'apache\'',
             'server = "granian"',
         ),
-        ("[ledger]\nurl = 'mysql://x'\n", 2, "ledger.url must be the URL of a ledger, not 'mysql://x'", 'url = "sqlite:'),
-        ("# x\nserver = 3\n", 2, "server must be a section, not 3", "[server] on a line of its own"),
+        ("[server]\nhosts = 3\n", 2, "server.hosts must be an array of names, got 3", "hosts = ['api.example.com']"),
+        ("[ledger]\nurl = 'mysql://x'\n", 2, "ledger.url must be the URL of a ledger, got 'mysql://x'", 'url = "sqlite:'),
+        ("# x\nserver = 3\n", 2, "server must be a section, got 3", "[server] on a line of its own"),
         ("limits.bacth = 3\n", 1, "there is no key limits.bacth", "did you mean limits.batch?"),
         (
             "x = '''\n[server]\n'''\n[audit]\nfile = 3\n",
             1,
             "there is no section x",
-            "there are server, ledger, limits, audit",
+            "use one of server, ledger, limits, audit",
         ),
-        ('[server]\napp = """\nhttp = 3\n"""\nhttp = 3\n', 5, "server.http must be a host and a port, not 3", "http = "),
+        ('[server]\napp = """\nhttp = 3\n"""\nhttp = 3\n', 5, "server.http must be a host and a port, got 3", "http = "),
         (
             "[server]\nworkers = 2\n[ledger]\nurl = 'memory:'\n",
             2,
@@ -150,9 +151,9 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, what: str, fix: s
     ("name", "value", "what"),
     [
         ("WIRECALL_LIMITS_BACTH", "1", "there is no such variable"),
-        ("WIRECALL_LIMITS_BATCH", "many", "it must be a whole number above 0, not 'many'"),
-        ("WIRECALL_SERVER_GRACE", "-1", "it must be a number of seconds above 0, not '-1'"),
-        ("WIRECALL_SERVER_GRACE", "nan", "it must be a number of seconds above 0, not 'nan'"),
+        ("WIRECALL_LIMITS_BATCH", "many", "it must be a whole number above 0, got 'many'"),
+        ("WIRECALL_SERVER_GRACE", "-1", "it must be a number of seconds above 0, got '-1'"),
+        ("WIRECALL_SERVER_GRACE", "nan", "it must be a number of seconds above 0, got 'nan'"),
         ("WIRECALL_CONFIG", "gone.toml", "there is no such file"),
     ],
 )
@@ -165,7 +166,7 @@ def test_a_mistake_in_a_variable_is_told_with_its_name(name: str, value: str, wh
 def test_an_empty_variable_is_none_and_a_password_is_not_repeated() -> None:
     assert load_config(environment={"WIRECALL_SERVER_WORKERS": "", "WIRECALL_CONFIG": ""}).stated() == {}
     _, problems = check_config(environment={"WIRECALL_LEDGER_URL": "mysql://me:secret@db/shop"})
-    assert problems[0].what == "it must be the URL of a ledger, not 'mysql://me:***@db/shop'"
+    assert problems[0].what == "it must be the URL of a ledger, got 'mysql://me:***@db/shop'"
 
 
 def test_a_file_that_is_not_text_is_told() -> None:
