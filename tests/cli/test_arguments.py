@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wirecall.cli.arguments import arguments, described, example, words
-from wirecall.cli.failures import Failure
+from wirecall.cli.failures import CliError
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -112,15 +112,15 @@ def test_members_and_entries_are_collected() -> None:
     ],
 )
 def test_what_does_not_fit_is_told_with_its_name(word: str, what: str, why: str) -> None:
-    with pytest.raises(Failure) as raised:
+    with pytest.raises(CliError) as raised:
         read(word)
     assert what in raised.value.what
     assert why in raised.value.why
-    assert raised.value.exit_code == 2
+    assert raised.value.exit == 2
 
 
 def test_required_arguments() -> None:
-    with pytest.raises(Failure, match="order is missing"):
+    with pytest.raises(CliError, match="order is missing"):
         read(schema={"type": "object", "properties": {"order": {"type": "string"}}, "required": ["order"]})
 
 
@@ -136,7 +136,7 @@ def test_files(tmp_path: Path) -> None:
         "text": "as it is\n",
         "place": {"city": "Rome"},
     }
-    with pytest.raises(Failure, match="is not text"):
+    with pytest.raises(CliError, match="is not text"):
         read(f"text=@{tmp_path / 'binary'}")
 
 
@@ -147,7 +147,7 @@ def test_the_whole_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert read(whole="-") == {"whole": 2}
     assert read(whole="[1, 2]") == [1, 2]
     for text, told in (("5", "not an object"), ("{", "not JSON"), ('{"whole": "x"}', "whole must be")):
-        with pytest.raises(Failure, match=told):
+        with pytest.raises(CliError, match=told):
             read(whole=text)
 
 
@@ -168,7 +168,7 @@ def test_types_that_contain_themselves() -> None:
     assert read('a=["x", ["y"]]', schema=schema) == {"a": ["x", ["y"]]}
     assert words(schema["properties"]["a"], schema) == "text or a list of text or a list of anything"
     schema = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}]}}}
-    with pytest.raises(Failure, match="cannot be followed"):
+    with pytest.raises(CliError, match="cannot be followed"):
         read("a:=1", schema=schema)
 
 

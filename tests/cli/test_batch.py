@@ -175,7 +175,7 @@ def test_what_was_under_way_at_an_interruption_is_told(tmp_path: Path) -> None:
         run.answer()
         code, _, err = run.end(signal.SIGINT)
     assert code == Exit.INTERRUPTED
-    assert "why: 1 line answered, 0 failed; 1 line may have run, or may still" in err
+    assert "why: 1 line answered, 0 failed; 1 line may have run, or may still run" in err
 
 
 def test_send_answers_while_its_input_is_open() -> None:

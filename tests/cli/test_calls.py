@@ -307,7 +307,7 @@ def test_a_server_does_not_write_to_the_terminal(tmp_path: Path) -> None:
 def test_a_list_can_be_narrowed() -> None:
     assert len(invoke("list", SHOP, "--kind", "query").stdout.splitlines()) == 2
     assert len(invoke("list", SHOP, "--filter", "MONEY").stdout.splitlines()) == 3
-    assert invoke("list", SHOP, "--filter", "no such thing").stderr == "Nothing of 6 fits.\n"
+    assert invoke("list", SHOP, "--filter", "no such thing").stderr == "None of 6 entries matches.\n"
 
 
 def test_show_tells_what_to_type() -> None:

@@ -71,7 +71,7 @@ def test_an_app_that_cannot_be_loaded_and_one_that_can() -> None:
 
 def test_a_ledger_that_is_not_there_yet_and_one_with_unknown_outcomes() -> None:
     Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:data/ledger.db"\n')
-    assert diagnosis()[1]["ledger"] == [("ok", "data/ledger.db is not there yet; it can be made")]
+    assert diagnosis()[1]["ledger"] == [("ok", "data/ledger.db does not exist yet; it can be created")]
     app = App("shop", ledger="sqlite:data/ledger.db")
 
     @app.command

@@ -203,7 +203,7 @@ def test_undo_after_the_servers_were_all_removed_by_hand() -> None:
 def test_people_are_told_where_the_file_is_as_it_was() -> None:
     path = existing()
     result = invoke("install", SHOP, "--client", "cursor")
-    assert f"As it was: {path}.before-shop.bak" in result.stderr
+    assert f"The old file: {path}.before-shop.bak" in result.stderr
 
 
 def test_ends_of_lines_and_odd_texts_stay() -> None:
@@ -236,7 +236,7 @@ def test_a_link_stays_a_link(home: Path) -> None:
 def test_the_file_of_a_project() -> None:
     told(SHOP, "--client", "claude-code", "--project")
     assert "shop" in json.loads(Path(".mcp.json").read_text())["mcpServers"]
-    assert "no file of a project" in refused(SHOP, "--client", "windsurf", "--project")["message"]
+    assert "does not read a file of a project" in refused(SHOP, "--client", "windsurf", "--project")["message"]
 
 
 def test_a_person_is_asked_and_may_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,12 +257,12 @@ def test_a_person_is_asked_and_may_say_no(monkeypatch: pytest.MonkeyPatch) -> No
         ('{\n  "a": 1,\n}', "is not JSON.", "line "),  # 3, the bracket; since Python 3.13 it is 2, the comma
         ('{\n  // mine\n  "a": 1}', "is not JSON.", "line 2 has a comment"),
         ('{\n  "a": 1 /* mine */}', "is not JSON.", "line 2 has a comment"),
-        ('{"a": 1, "a": 2}', "is not clear.", "'a' stands in it twice"),
-        ('{"a": NaN}', "is not clear.", "it has NaN, which is not JSON"),
-        ('{"a": 1e999}', "is not clear.", "1e999, which would be lost"),
-        ('{"a": ' + "[" * 99999 + "]" * 99999 + "}", "is not clear.", "nested too deeply"),
-        ("[]", "does not look like a file of Cursor's.", "an object"),
-        ('{"mcpServers": []}', "does not look like a file of Cursor's.", "an object under 'mcpServers'"),
+        ('{"a": 1, "a": 2}', "cannot be rewritten safely.", "'a' is in one object twice"),
+        ('{"a": NaN}', "cannot be rewritten safely.", "it has NaN, which is not JSON"),
+        ('{"a": 1e999}', "cannot be rewritten safely.", "1e999, which would be lost"),
+        ('{"a": ' + "[" * 99999 + "]" * 99999 + "}", "cannot be rewritten safely.", "nested too deeply"),
+        ("[]", "does not look like a file of Cursor.", "an object"),
+        ('{"mcpServers": []}', "does not look like a file of Cursor.", "an object under 'mcpServers'"),
     ],
 )
 def test_a_file_that_cannot_be_understood_is_left_alone(text: str, what: str, why: str) -> None:

@@ -218,7 +218,7 @@ def test_only_unknown_records_are_settled() -> None:
         (("--done", "--not-done"), "What did you find out?"),
         (("--done", "--result", '"\udcff"'), "--result is not JSON."),
         (("--done", "--result", "{"), "--result is not JSON."),
-        (("--not-done", "--result", "1"), "What was not done has no result."),
+        (("--not-done", "--result", "1"), "A command that was not done has no result."),
     ],
 )
 def test_a_verdict_must_be_clear(words: tuple[str, ...], what: str) -> None:

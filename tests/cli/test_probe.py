@@ -136,7 +136,7 @@ def test_a_sound_server_of_one_revision(tmp_path: Path) -> None:
     assert code == 0
     assert [name for name, spoken in found["revisions"].items() if spoken] == ["2025-11-25"]
     assert found["server"] == {"name": "other", "version": "1"}
-    assert "Batches go as single requests, side by side: it takes no arrays." in found["advice"]
+    assert "Batches go as single requests, side by side: the server takes no arrays." in found["advice"]
     assert any("needs a handshake" in line for line in found["advice"])
 
 
@@ -190,7 +190,7 @@ def test_a_tool_without_a_schema_is_told(tmp_path: Path) -> None:
 
 def test_text_on_stdout_is_told_with_its_first_words(tmp_path: Path) -> None:
     code, found = scripted(tmp_path, {}, noise="Loading model...\n")
-    assert (code, problems(found)) == (9, ["it prints what is not JSON-RPC to stdout: 'Loading model...'"])
+    assert (code, problems(found)) == (9, ["it prints text that is not JSON-RPC to stdout: 'Loading model...'"])
 
 
 def test_a_server_of_2025_03_26_has_to_take_arrays(tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ async def test_what_a_server_says_without_end_is_not_kept_without_end(line: str)
 
 def test_an_echo_is_no_server() -> None:
     code, error = probed("--", "cat")
-    assert (code, error["message"]) == (10, "It sends back what it is sent.")
-    assert error["why"] == "what comes for initialize is the request itself"
+    assert (code, error["message"]) == (10, "The server sends every message back.")
+    assert error["why"] == "the answer to initialize is the request itself"
 
 
 async def test_what_is_no_server_of_either_protocol_is_told() -> None:

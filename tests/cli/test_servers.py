@@ -185,7 +185,11 @@ def test_a_server_that_is_not_there(path: str) -> None:
     [
         ("import sys; sys.stderr.write('no licence'); sys.exit(3)", Exit.UNREACHABLE, "no licence"),
         ("import os, sys; sys.stdin.readline(); os._exit(9)", Exit.UNREACHABLE, "ended before it answered"),
-        ("print('Loading model...', flush=True); import time; time.sleep(60)", Exit.PROTOCOL, "prints what is no message"),
+        (
+            "print('Loading model...', flush=True); import time; time.sleep(60)",
+            Exit.PROTOCOL,
+            "prints text that is not a message",
+        ),
         ("import time; time.sleep(60)", Exit.UNREACHABLE, "does not answer"),
     ],
 )

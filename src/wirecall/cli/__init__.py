@@ -1,40 +1,43 @@
 """The `wirecall` command: one module per verb, imported when it is used, so that `--help` answers at once.
 
 A verb is a row of `VERBS` and a module `wirecall.cli.<verb>` with a click command called `command`. It prints through
-`Output`, raises `Failure` (or lets errors of wirecall pass), and returns its exit code, where nothing means 0. All errors
-end in `Verbs.main`, which prints them in three lines or, with `--json`, as the one document.
+`Printer`, raises `CliError` (or lets errors of wirecall pass), and returns its exit code, or None for 0. All errors end in
+`Verbs.main`, which prints them in three lines or, with `--json`, as the one document.
 """
 
 import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from wirecall import __version__
-from wirecall.cli.failures import TEXTS, Exit
+from wirecall.cli.failures import TEXTS, CliError, Exit, failure_of, nearest
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 VERBS = {
     "new": "Write a first project: a server, a test, a wirecall.toml.",
     "dev": "Serve with reload and a readable log.",
     "serve": "Serve an app over HTTP or on stdio.",
-    "list": "What a server offers, with marks for what it says about itself.",
-    "show": "One method, tool, resource or prompt, and what it takes.",
+    "list": "List the methods, tools, resources and prompts of a server.",
+    "show": "Show one method, tool, resource or prompt, and its arguments.",
     "call": "Make one call.",
     "batch": "Make many calls, one JSON object per line.",
     "send": "Send raw messages, untouched, and print the answers.",
     "ledger": "Look at the records of commands, and settle unknown ones.",
     "audit": "Look at the audit trail, and verify it.",
-    "probe": "What a server speaks: revisions, arrays, features.",
+    "probe": "Find out which revisions and features a server supports.",
     "install": "Write a server into an MCP client's configuration.",
     "config": "Check or show wirecall.toml.",
     "doctor": "Check this installation.",
     "completion": "Print the completion script of a shell.",
 }
 
-# A module becomes a name in its package, that is: in this file, where `list` has to stay Python's own.
+# A module becomes a name in its package, which is this file, where `list` must stay Python's own.
 _MODULES = {"list": "listing"}
 
 
@@ -52,11 +55,14 @@ class Verbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            _refuse_verb(args[0])
+            near = nearest(args[0], VERBS)
+            why = f"the nearest is {near}" if near else f"there are {', '.join(VERBS)}"
+            next_step = f"wirecall {near} --help" if near else "wirecall --help"
+            raise CliError(f"There is no verb {args[0]!r}.", why, next_step)
         return super().resolve_command(ctx, args)
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[Any]:
-        """The verbs by their names alone: click's own way would load every one of them for each press of the tab key."""
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem]":
+        """Complete verbs by their names alone: click's own way would load all of them for each press of the tab key."""
         from click.shell_completion import CompletionItem
 
         verbs = [CompletionItem(name, help=text) for name, text in VERBS.items() if name.startswith(incomplete)]
@@ -70,47 +76,30 @@ class Verbs(click.Group):
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(int(code)), text) for code, text in TEXTS.items()])
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **__: Any) -> NoReturn:
-        """The whole command: parse, run, tell what went wrong, exit."""
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **__: object) -> NoReturn:
+        """Run the whole command: parse, run the verb, print its error, exit."""
         words = list(sys.argv[1:] if args is None else args)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode is no reason to fail
-        sys.exit(self._code(words, prog_name or "wirecall"))
-
-    def _code(self, words: list[str], prog_name: str) -> int:
+                stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode must not fail the command
         try:
-            code = super().main(words, prog_name, standalone_mode=False)
+            code = super().main(words, prog_name or "wirecall", standalone_mode=False)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
-            return Exit.USAGE
+            code = Exit.USAGE
         except (click.Abort, KeyboardInterrupt):
-            return Exit.INTERRUPTED
+            code = Exit.INTERRUPTED
         except Exception as error:
-            return _told(error, words)
-        return code if isinstance(code, int) else Exit.DONE
+            from wirecall.cli.output import Unwritten, print_failure
 
-
-def _refuse_verb(name: str) -> NoReturn:
-    from wirecall.cli.failures import Failure, nearest
-
-    near = nearest(name, VERBS)
-    why = f"the nearest is {near}" if near else f"there are {', '.join(VERBS)}"
-    raise Failure(f"There is no verb {name!r}.", why, f"wirecall {near or ''} --help".replace("  ", " "))
-
-
-def _told(error: Exception, words: list[str]) -> int:
-    from wirecall.cli.failures import Failure, failure_of
-    from wirecall.cli.output import Unwritten, print_failure
-
-    failure = failure_of(error)
-    if isinstance(error, Unwritten):
-        failure = Failure(
-            "The output cannot be written.", error.message, "write it elsewhere", exit=Exit.FAULT, type="output"
-        )
-    own = words[: words.index("--")] if "--" in words else words
-    print_failure(failure.document(), failure.text(), "--json" in own)
-    return failure.exit_code
+            failure = failure_of(error)
+            if isinstance(error, Unwritten):
+                what = "The output cannot be written."
+                failure = CliError(what, error.message, "write it elsewhere", exit=Exit.FAULT, type="output")
+            own = words[: words.index("--")] if "--" in words else words
+            print_failure(failure.document(), failure.text(), "--json" in own)
+            code = failure.exit
+        sys.exit(code if isinstance(code, int) else Exit.DONE)
 
 
 @click.group("wirecall", cls=Verbs, help="JSON-RPC 2.0 and MCP: many calls in one message, every command takes effect once.")

@@ -2,11 +2,12 @@
 
     {"method": "price", "params": {"sku": "tea"}}          a method, or a tool of MCP with its arguments
     {"method": "charge", "params": {...}, "key": "k-7"}    with an idempotency key
-    {"line": 1, "ok": true, "result": 450}                 what comes out; with "id" if the line had one, "key", "replayed"
+    {"line": 1, "ok": true, "result": 450}                 an outcome; with "id" if the line had one, "key", "replayed"
     {"line": 2, "ok": false, "error": {...}}
 
-A line that cannot be read fails alone. Lines are sent in arrays, or side by side where the protocol has none, a window of
-them at a time, so that a file of any length takes the memory of one window. Of a pipe nobody waits for a window to be full.
+A line that cannot be read fails alone. Lines are sent in arrays, or side by side where the protocol has no arrays, one
+window at a time, so that a file of any length takes the memory of one window. From a pipe, a window is sent before it is
+full.
 """
 
 import asyncio
@@ -20,20 +21,20 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from wirecall.cli.call import result_of
-from wirecall.cli.connecting import Interrupted, Way, opened, run, way_options
-from wirecall.cli.failures import Exit, Failure, failure_of
-from wirecall.cli.lines import Lines, Numbered
-from wirecall.cli.output import Input, Output, count_of, json_option, print_lines, progress
+from wirecall.cli.connecting import Way, opened, run, way_options
+from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
+from wirecall.cli.lines import InputLines, Numbered
+from wirecall.cli.output import Input, Printer, count_of, json_option, print_lines, progress
 from wirecall.cli.settings import app_of, ledger_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import UsageError
 
-WINDOW = 1000  # lines that are under way together
-TICK = 0.2  # seconds after which those that are answered are told, while others are not
+WINDOW = 1000  # lines in flight together
+TICK = 0.2  # seconds after which finished calls are printed while others are in flight
 
 
 class Line(Struct, frozen=True):
-    """One line of the input. JSON-RPC's own requests are lines too; their other members are let go."""
+    """One line of the input. A JSON-RPC request is a line too; its other members are ignored."""
 
     method: str
     params: dict[str, Any] | list[Any] | None = None
@@ -45,7 +46,7 @@ _decode = msgspec.json.Decoder(Line).decode
 
 
 class Totals:
-    """What became of all lines."""
+    """The counts of all lines."""
 
     def __init__(self) -> None:
         self.sent = self.lines = self.failed = self.replayed = 0
@@ -59,20 +60,20 @@ class Totals:
         self.exits.update(failed)
 
     def answered(self) -> str:
-        """Where it stands if it is left now."""
+        """Return the state of the batch if it ends now."""
         open = self.sent - self.lines
-        left = f"; {count_of(open, 'line')} may have run, or may still" if open else ""
+        left = f"; {count_of(open, 'line')} may have run, or may still run" if open else ""
         return f"{count_of(self.lines, 'line')} answered, {self.failed} failed{left}"
 
     def exit(self) -> int:
-        """Some failed, unless all failed for one reason that no line is to blame for."""
+        """Return the exit code: some failed, unless all failed for one reason that lies outside the lines."""
         if self.failed == self.lines and self.exits in ({Exit.AUTH}, {Exit.UNREACHABLE}, {Exit.PROTOCOL}):
             return self.exits.pop()
         return Exit.SOME_FAILED if self.failed else Exit.DONE
 
 
 @click.command("batch", cls=TargetCommand)
-@target_argument()
+@target_argument
 @click.argument("lines", type=Input(), default="-", metavar="[FILE|-]")
 @ledger_option
 @way_options
@@ -86,7 +87,7 @@ def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, as_js
     {"method": "price", "params": {"sku": "tea"}}
     {"method": "charge", "params": {"order": "7", "cents": 450}, "key": "order-7"}
     """
-    out, totals = Output(as_json), Totals()
+    out, totals = Printer(as_json), Totals()
     try:
         run(_batch(target, lines, ledger, way, totals))
     except Interrupted as stopped:
@@ -105,11 +106,15 @@ async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way,
         check_ledger(app.ledger_url)
         if ledger:
             await ready(app)
-    stdout, lines = sys.stdout, Lines(source)
+    stdout, lines, count = sys.stdout, InputLines(source), None
     is_mcp = way.protocol_to(target) == "mcp"
-    with progress(_count(source), "Calls", hidden=source.isatty()) as advance:
+    if source.seekable():  # the lines of a file can be counted before they are read
+        begin = source.tell()
+        count = sum(1 for line in source if line.strip())
+        source.seek(begin)
+    with progress(count, "Calls", hidden=source.isatty()) as advance:
 
-        def tell(documents: list[dict[str, Any]]) -> None:
+        def report(documents: list[dict[str, Any]]) -> None:
             totals.count(documents)
             print_lines(documents, stdout)
             advance(len(documents))
@@ -117,53 +122,41 @@ async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way,
         async with opened(target, way, app=app) as client:
             while block := await lines.block(WINDOW):
                 totals.sent += len(block)
-                await _made(client, is_mcp, block, tell)
+                await _send(client, is_mcp, block, report)
 
 
-def _count(lines: BinaryIO) -> int | None:
-    """How many there are, if that can be known before they are read."""
-    if not lines.seekable():
-        return None
-    begin = lines.tell()
-    total = sum(1 for line in lines if line.strip())
-    lines.seek(begin)
-    return total
-
-
-async def _made(client: Any, is_mcp: bool, block: list[Numbered], tell: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Make the calls of a block. What is answered is told while others are under way, in the order of the lines."""
-    entries: list[tuple[int, Line | None, Any]] = []
+async def _send(client: Any, is_mcp: bool, block: list[Numbered], report: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Make the calls of a block. Report finished calls while others are in flight, in the order of the lines."""
+    entries: list[tuple[int, Line | None, Any]] = []  # the last is an entry of the batch, or a CliError
 
     async def send() -> None:
         async with client.batch() as batch:
             entries.extend((number, *_added(batch, is_mcp, text)) for number, text in block)
 
-    sending, told = asyncio.create_task(send()), 0
+    def is_final(entry: tuple[int, Line | None, Any]) -> bool:
+        return isinstance(entry[2], CliError) or entry[2].ok  # the client may still retry a call that failed
+
+    sending, reported = asyncio.create_task(send()), 0
     try:
         while not sending.done():
             await asyncio.wait([sending], timeout=TICK)
-            settled = entries if sending.done() else list(takewhile(_is_final, entries))
-            tell([_document(*entry) for entry in settled[told:]])
-            told = len(settled)
+            settled = entries if sending.done() else list(takewhile(is_final, entries))
+            report([_document(*entry) for entry in settled[reported:]])
+            reported = len(settled)
         await sending
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
 
 
-def _is_final(entry: tuple[int, Line | None, Any]) -> bool:
-    """Whether nothing more becomes of it: a call that failed may yet be repeated by the client."""
-    return isinstance(entry[2], Failure) or entry[2].ok
-
-
 def _added(batch: Any, is_mcp: bool, text: bytes) -> tuple[Line | None, Any]:
-    """A line and its entry in the batch, or the failure that it is."""
+    """Add a line to the batch; return it with its entry, or with its error."""
     try:
         line = _decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        return None, Failure("This line is not a call.", str(error), '{"method": "...", "params": {...}}', type="line")
+        return None, CliError("This line is not a call.", str(error), '{"method": "...", "params": {...}}', type="line")
     if is_mcp and isinstance(line.params, list):
-        return line, Failure(f"{line.method}: params by position.", "tools of MCP take an object", "use names", type="line")
+        return line, CliError(f"{line.method}: params by position.", "tools of MCP take an object", "use names", type="line")
     try:
         return line, (batch.call_tool if is_mcp else batch.call)(line.method, line.params, key=line.key)
     except UsageError as error:
@@ -171,19 +164,15 @@ def _added(batch: Any, is_mcp: bool, text: bytes) -> tuple[Line | None, Any]:
 
 
 def _document(number: int, line: Line | None, entry: Any) -> dict[str, Any]:
+    """Return the outcome of a line as it is printed."""
     id = {} if line is None or line.id is UNSET else {"id": line.id}
-    if isinstance(entry, Failure):
+    if isinstance(entry, CliError):
         return {"line": number, **id, "ok": False, "error": entry.document()}
-    key = {"key": entry.key} if entry.key else {}
-    replayed = {"replayed": True} if entry.replayed else {}
-    if entry.error is not None:
-        return {"line": number, **id, "ok": False, "error": _failed(entry).document(), **key, **replayed}
-    return {"line": number, **id, "ok": True, "result": result_of(entry.result()), **key, **replayed}
-
-
-def _failed(entry: Any) -> Failure:
+    more = ({"key": entry.key} if entry.key else {}) | ({"replayed": True} if entry.replayed else {})
+    if entry.error is None:
+        return {"line": number, **id, "ok": True, "result": result_of(entry.result()), **more}
     failure = failure_of(entry.error)
-    if failure.exit_code == Exit.UNKNOWN:
+    if failure.exit == Exit.UNKNOWN:
         safe = f'repeat the line with "key": "{entry.key}": it takes effect once'
         failure.next = safe if entry.key else "repeat the line if it only reads; else find out first whether it took effect"
-    return failure
+    return {"line": number, **id, "ok": False, "error": failure.document(), **more}

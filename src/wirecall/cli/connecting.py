@@ -1,8 +1,8 @@
 """How a verb reaches its target: the options that all of them share, and a client that is opened by `async with`.
 
 Plain JSON-RPC is spoken to files and addresses, MCP to addresses that end in /mcp and to commands, as nearly every server on
-stdio speaks it; `--as` says otherwise, and so does `--revision`, which only MCP has. One name for one protocol matters: a
-key is good for one of them, as the ledger tells `charge` and `tools/call:charge` apart.
+stdio speaks it. `--as` chooses otherwise, and so does `--revision`, which only MCP has. An idempotency key belongs to one
+protocol: the ledger keeps `charge` and `tools/call:charge` apart.
 """
 
 import asyncio
@@ -21,52 +21,45 @@ import click
 from msgspec import Struct
 
 from wirecall import App
-from wirecall.cli.failures import Exit, Failure, failure_of
+from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.targets import Target
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.logs import logger
 from wirecall.protocol.replies import Unreadable
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+GRACE = 10.0  # seconds for the calls in flight of an app in this process when the verb ends
+HURRY = 1.0  # the same after Ctrl-C
+
+T = TypeVar("T")
+Protocol = Literal["jsonrpc", "mcp"]
 
 
 def duration(text: str | float) -> float:
-    """Seconds, above 0: the `type=` of an option."""
+    """Convert a time above 0 to seconds: the `type=` of an option."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|)", str(text).strip())
     if match is None or float(match[1]) == 0:
-        raise Failure(f"{text!r} is not a time.", "it must be above 0, with or without a unit", "30s, 500ms, 2m, 24h")
+        raise CliError(f"{text!r} is not a time.", "it must be above 0, with or without a unit", "30s, 500ms, 2m, 24h")
     return float(match[1]) * _UNITS[match[2]]
 
 
-DURATION = duration
-
-
-T = TypeVar("T")
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
 class _Now:
-    """What Ctrl-C finds."""
+    """The state of the command when Ctrl-C arrives."""
 
     reading = False
     idle = False
-    asked = False  # it was pressed before
-
-
-class Interrupted(Failure):
-    """The user pressed Ctrl-C."""
-
-    def __init__(self, why: str = "", next: str = "") -> None:
-        super().__init__("Interrupted.", why, next, exit=Exit.INTERRUPTED, type="interrupted")
+    asked = False  # Ctrl-C was pressed before
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Around a read that may wait for long, and stops the event loop meanwhile: Ctrl-C ends it at once."""
-    import asyncio
-
+    """Let Ctrl-C end the block at once. For a read that may take long and blocks the event loop."""
     _Now.reading = True
     try:
-        if _Now.asked:  # the loop has not had the time to tell us
+        if _Now.asked:  # the loop has not cancelled this task yet
             raise asyncio.CancelledError
         yield
     finally:
@@ -75,7 +68,7 @@ def reading() -> Iterator[None]:
 
 @contextmanager
 def idle() -> Iterator[None]:
-    """Around a wait for the user's input, where Ctrl-C cuts nothing that a server is at work on."""
+    """Mark a wait for the user's input, where no call is in flight that Ctrl-C could cancel."""
     _Now.idle = True
     try:
         yield
@@ -84,9 +77,7 @@ def idle() -> Iterator[None]:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The outcome of a coroutine, which is cancelled by Ctrl-C: calls under way tell their server so."""
-    import asyncio
-
+    """Run a coroutine. Ctrl-C cancels it, so that calls in flight are cancelled at their server too."""
     from wirecall.transports.child import kill_all
 
     _Now.asked = False
@@ -97,7 +88,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
         def interrupt(*_: object) -> None:
             if _Now.asked:
-                kill_all()  # the servers that were started for this call
+                kill_all()  # the server processes that this command started
                 os._exit(Exit.INTERRUPTED)
             _Now.asked = True
             if _Now.reading:
@@ -118,14 +109,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         raise Interrupted from None
 
 
-Protocol = Literal["jsonrpc", "mcp"]
-
-GRACE = 10.0  # seconds that an app in this process has to finish what is under way
-HURRY = 1.0  # the same after Ctrl-C
+# --- the options ----------------------------------------------------------------------------------------------------
 
 
 class Way(Struct, frozen=True):
-    """What the user said about the way to the server."""
+    """The user's choices about the way to the server."""
 
     protocol: Protocol | None = None
     revision: str | None = None
@@ -135,66 +123,64 @@ class Way(Struct, frozen=True):
     def protocol_to(self, target: Target) -> Protocol:
         if self.protocol or self.revision:
             return self.protocol or "mcp"
-        is_mcp = target.kind == "command" or (
-            target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp")
-        )
-        return "mcp" if is_mcp else "jsonrpc"
+        is_endpoint = target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp")
+        return "mcp" if target.kind == "command" or is_endpoint else "jsonrpc"
 
 
-def way_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--as, --revision, --timeout and --header, as the parameter `way`."""
+_OPTIONS = (
+    click.option("--as", "protocol", type=click.Choice(["rpc", "mcp"]), help="Protocol. [default: the target decides]"),
+    click.option("--revision", metavar="DATE", help="Revision of MCP, such as 2025-03-26. [default: the newest of both]"),
+    click.option("--timeout", type=duration, default=30.0, help="Time for a call, including its retries. [default: 30s]"),
+    click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="HTTP header; may be repeated."),
+)
+
+
+def way_options(function: Callable[..., object]) -> Callable[..., object]:
+    """Add --as, --revision, --timeout and --header, as the parameter `way`."""
 
     @wraps(function)
-    def verb(*, protocol: str | None, revision: str | None, timeout: float, headers: tuple[str, ...], **rest: Any) -> Any:
-        kind: Any = {"rpc": "jsonrpc", "mcp": "mcp", None: None}[protocol]
-        return function(way=Way(kind, revision, timeout, _headers(headers)), **rest)
+    def verb(
+        *, protocol: str | None, revision: str | None, timeout: float, headers: tuple[str, ...], **rest: object
+    ) -> object:
+        found = {}
+        for line in headers:
+            name, colon, value = line.partition(":")
+            if not colon or not name.strip():
+                next_step = "--header 'Authorization: Bearer ...'"
+                raise CliError(f"{line!r} is not a header.", "expected a name, a colon and a value", next_step)
+            found[name.strip()] = value.strip()
+        kind: Protocol | None = "mcp" if protocol == "mcp" else "jsonrpc" if protocol else None
+        return function(way=Way(kind, revision, timeout, found), **rest)
 
-    for option in reversed(
-        (
-            click.option(
-                "--as", "protocol", type=click.Choice(["rpc", "mcp"]), help="Speak JSON-RPC or MCP; else the target decides."
-            ),
-            click.option("--revision", metavar="DATE", help="Revision of MCP, such as 2025-03-26; else the newest of both."),
-            click.option(
-                "--timeout", type=DURATION, default=30.0, help="Time of a call, its retries included. [default: 30s]"
-            ),
-            click.option(
-                "--header",
-                "headers",
-                multiple=True,
-                metavar="'NAME: VALUE'",
-                help="Header of every HTTP request; may be repeated.",
-            ),
-        )
-    ):
+    for option in reversed(_OPTIONS):
         verb = option(verb)
     return verb
 
 
-def _headers(lines: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not name.strip():
-            raise Failure(f"{line!r} is not a header.", "there is no name and colon", "--header 'Authorization: Bearer ...'")
-        found[name.strip()] = value.strip()
-    return found
+# --- the client -----------------------------------------------------------------------------------------------------
+
+
+def address(target: Target, protocol: Protocol) -> str:
+    """Return the URL of an endpoint. An address without a path is a wirecall server."""
+    parts = urlsplit(target.text)
+    if parts.path or not parts.netloc:
+        return target.text
+    return parts._replace(path="/mcp" if protocol == "mcp" else "/rpc").geturl()
 
 
 @asynccontextmanager
-async def opened(target: Target, way: Way, *, app: App | None = None, **more: Any) -> AsyncIterator[Any]:
-    """A client of the target. `app` is the target's own, if the verb has loaded it already."""
+async def opened(target: Target, way: Way, *, app: App | None = None) -> AsyncIterator[Any]:
+    """Open a client of the target. `app` is the target's app, if the verb has loaded it already."""
     from wirecall.client.connect import connect
 
     protocol = way.protocol_to(target)
     where: Any = address(target, protocol) if target.kind == "url" else list(target.command)
     if target.kind == "file":
         where = app or target.app()
-    if protocol == "mcp":
-        more["revision"] = way.revision
+    more: Any = {"revision": way.revision} if protocol == "mcp" else {}
     client = connect(where, protocol=protocol, timeout=way.timeout, headers=way.headers, **more)
     noise = _Noise(target.kind == "command")
-    with redirect_stdout(sys.stderr), noise:  # what handlers print in this process
+    with redirect_stdout(sys.stderr), noise:  # handlers in this process may print
         try:
             await client.__aenter__()
         except CallFailed as error:
@@ -202,7 +188,7 @@ async def opened(target: Target, way: Way, *, app: App | None = None, **more: An
         grace = GRACE
         try:
             yield client
-        except asyncio.CancelledError:  # Ctrl-C: whoever pressed it does not want to wait, nor to read how calls were cut
+        except asyncio.CancelledError:  # Ctrl-C: end soon, and do not log the calls that were cut
             grace, noise.muted = HURRY, True
             raise
         finally:
@@ -211,17 +197,8 @@ async def opened(target: Target, way: Way, *, app: App | None = None, **more: An
                 await where.aclose(grace)
 
 
-def address(target: Target, protocol: Protocol) -> str:
-    """The URL of an endpoint. An address without a path is one of our servers."""
-    parts = urlsplit(target.text)
-    if parts.path or not parts.netloc:
-        return target.text
-    return parts._replace(path="/mcp" if protocol == "mcp" else "/rpc").geturl()
-
-
 class _Noise(logging.Filter):
-    """Remembers that the server said something which is no message: the client tells that to its log. And keeps from the
-    log what the verb itself tells."""
+    """Notes whether the server printed text that is not a message, which the client logs. Hides what the verb reports."""
 
     def __init__(self, listens: bool) -> None:
         super().__init__()
@@ -230,14 +207,14 @@ class _Noise(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         self.seen = self.seen or any(isinstance(each, Unreadable) for each in record.args or ())
-        # That a call was cut is what the verb tells, and where it was cut is nobody's fault.
+        # The verb reports a cancelled call itself, and its traceback shows no mistake.
         is_cut = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
         return record.levelno >= self._level and not self.muted and not is_cut
 
     def __enter__(self) -> None:
         self._level = logger.getEffectiveLevel()
         logger.addFilter(self)
-        if self._listens:  # to an app in this process it would cost a record per call
+        if self._listens:  # for an app in this process it would cost a record per call
             logger.setLevel(logging.DEBUG)
 
     def __exit__(self, *_: object) -> None:
@@ -248,27 +225,25 @@ class _Noise(logging.Filter):
 _ASKED = {"url": "is this its address", "command": "does it serve on stdio", "file": "is this its file"}
 
 
-def _unopened(error: CallFailed, target: Target, noise: _Noise) -> Failure:
-    """What fails before the first call has certainly not run."""
+def _unopened(error: CallFailed, target: Target, noise: _Noise) -> CliError:
+    """Return the error of a client that could not be opened: no call has run."""
     failure = failure_of(error)
     if target.kind == "command" and noise.seen:
-        return Failure(
-            "The server prints what is no message.",
+        failure = CliError(
+            "The server prints text that is not a message.",
             f"on its stdout; {error}",
-            "a server on stdio prints messages only: everything else belongs on stderr",
+            "a server on stdio prints only messages on stdout: print everything else on stderr",
             exit=Exit.PROTOCOL,
             type="noise",
-            ran="no",
         )
-    if target.kind == "command" and isinstance(error, NotSent | ConnectionLost):
-        what = "The server process did not start, or ended before it answered."
-        failure = Failure(
-            what, str(error), "run the command by itself to see more", type="unreachable", exit=Exit.UNREACHABLE
-        )
+    elif target.kind == "command" and isinstance(error, NotSent | ConnectionLost):
+        what, next_step = "The server process did not start, or ended before it answered.", "run the command by itself"
+        failure = CliError(what, str(error), f"{next_step} to see more", type="unreachable", exit=Exit.UNREACHABLE)
     elif isinstance(error, ConnectionLost | TimedOut):
-        failure = Failure("The server does not answer.", str(error), failure.next, type="unreachable", exit=Exit.UNREACHABLE)
-        failure.next = f"{_ASKED[target.kind]}, and does it speak this protocol? (--as rpc|mcp)"
-    elif failure.exit_code == Exit.UNKNOWN:  # what answers is no greeting
+        next_step = f"{_ASKED[target.kind]}, and does it speak this protocol? (--as rpc|mcp)"
+        what = "The server does not answer."
+        failure = CliError(what, str(error), next_step, type="unreachable", exit=Exit.UNREACHABLE)
+    elif failure.exit == Exit.UNKNOWN:  # the answer does not fit the opening of the protocol
         failure = failure_of(BadAnswer(str(error)))
     failure.facts["ran"] = "no"
     return failure

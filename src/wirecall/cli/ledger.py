@@ -1,39 +1,49 @@
-"""`wirecall ledger`: the records of commands, for who operates a server.
+"""`wirecall ledger`: the records of commands, for operators.
 
-A record is named by method and key, and by its caller where callers are known. All verbs only look, but for two: `sweep`
-does the housekeeping that servers do by themselves, and `resolve` writes down what an operator found out.
+A record is named by method and key, and by its caller where callers are known. Only two verbs change something: `sweep`
+does the housekeeping that servers do by themselves, and `resolve` records what an operator found out.
 """
 
 import base64
 import binascii
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import msgspec
 
-from wirecall.cli.connecting import Interrupted, run
-from wirecall.cli.failures import Exit, Failure, nearest
+from wirecall.cli.connecting import run
+from wirecall.cli.failures import CliError, Interrupted, nearest
 from wirecall.cli.ledgers import Found, found, opened_ledger
-from wirecall.cli.output import Output, ask, count_of, json_option, progress
+from wirecall.cli.output import Printer, ask, count_of, json_option, progress
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
 
 PAGE = 500
-STATES = [state.value for state in State]
 _WHERE = click.argument("target", required=False, metavar="[TARGET]")
 _WORDS = click.argument("words", nargs=-1, metavar="[TARGET] METHOD KEY")
-_CALLER = click.option("--caller", default="", help="Whose command; nobody's in particular by default.")
+_CALLER = click.option("--caller", default="", help="Caller of the command. [default: anonymous]")
+T = TypeVar("T")
 
 
 @click.group("ledger")
 def command() -> None:
     """Look at the records of commands, and settle unknown ones.
 
-    TARGET is a ledger's URL (sqlite:PATH, redis://..., postgresql://...), a file with an app, or, if left out, what
-    wirecall.toml names. Of an app in a file it is the ledger that `wirecall serve` would give it here: that of
+    TARGET is a ledger's URL (sqlite:PATH, redis://..., postgresql://...), a file with an app, or by default the ledger
+    that wirecall.toml names. For an app in a file it is the ledger that `wirecall serve` would use here: that of
     wirecall.toml, or else the app's own.
     """
+
+
+def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
+    """Open the ledger, and return the result of the work on it."""
+
+    async def session() -> T:
+        async with opened_ledger(where) as ledger:
+            return await work(ledger)
+
+    return run(session())
 
 
 # --- looking --------------------------------------------------------------------------------------------------------
@@ -41,27 +51,37 @@ def command() -> None:
 
 @command.command("list")
 @_WHERE
-@click.option("--state", type=click.Choice(STATES), help="Only records of this state.")
+@click.option("--state", type=click.Choice([state.value for state in State]), help="Only records of this state.")
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Records at most.")
-@click.option("--after", metavar="CURSOR", help="Go on behind a page: the cursor that it printed.")
+@click.option("--after", metavar="CURSOR", help="Continue after a page: the cursor that it printed.")
 @json_option
 def list_records(target: str | None, state: str | None, limit: int, after: str | None, as_json: bool) -> None:
-    """Records, in the order of their callers, methods and keys.
+    """List records, in the order of their callers, methods and keys.
 
     \b
     wirecall ledger list sqlite:ledger.db --state unknown
     """
-    place = _place(after) if after else None
-
-    async def read(ledger: Ledger) -> list[Record]:
-        return await _page(ledger, State(state) if state else None, limit + 1, place)
-
-    records = _with(found(target), read)
-    more = len(records) > limit
-    records = records[:limit]
-    cursor = _cursor(records[-1].id) if more else None
-    out = Output(as_json)
-    out.result([_document(each) for each in records], lambda: _table(out, records), next=cursor)
+    # A cursor is a record's id as one word: base64 of JSON, because its parts may contain any character.
+    place = None
+    if after:
+        try:
+            data = base64.urlsafe_b64decode(after + "=" * (-len(after) % 4))
+            place = RecordId(*msgspec.json.decode(data, type=tuple[str, str, str]))
+        except (binascii.Error, msgspec.DecodeError, ValueError):
+            raise CliError(f"{after!r} is not a cursor.", "", "give the cursor that the page before printed") from None
+    wanted = State(state) if state else None
+    records = _with(found(target), lambda ledger: _page(ledger, wanted, limit + 1, place))
+    cursor = None
+    if len(records) > limit:
+        records = records[:limit]
+        cursor = base64.urlsafe_b64encode(msgspec.json.encode(msgspec.structs.astuple(records[-1].id))).decode().rstrip("=")
+    out = Printer(as_json)
+    columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES"]
+    rows = [
+        (each.state.value, each.id.method, each.id.key, each.id.caller, _time(each.started_at), str(each.attempts))
+        for each in records
+    ]
+    out.result([_document(each) for each in records], lambda: out.table(columns, rows), next=cursor)
     if cursor and not as_json:
         out.note(f"There are more: --after {cursor}")
 
@@ -71,28 +91,34 @@ def list_records(target: str | None, state: str | None, limit: int, after: str |
 @_CALLER
 @json_option
 def show_record(words: tuple[str, ...], caller: str, as_json: bool) -> None:
-    """All that is known of one command.
+    """Show everything about one command.
 
     \b
     wirecall ledger show sqlite:ledger.db charge order-7
     """
     where, id = _named(words, caller)
-
-    async def read(ledger: Ledger) -> Record:
-        return await _get(ledger, id)
-
-    record = _document(_with(where, read), whole=True)
-    Output(as_json).result(record, "\n".join(f"{name:<12} {_cell(value)}" for name, value in record.items()))
+    record = _with(where, lambda ledger: _get(ledger, id))
+    shown = _document(record)
+    shown |= {"lease_left": round(max(record.lease_left, 0.0), 1), "fence": record.fence, "params": record.fingerprint.hex()}
+    if record.outcome is not None:
+        payload = record.outcome.payload
+        shown[record.outcome.kind] = "not kept" if payload is None else msgspec.json.decode(payload)
+        shown["digest"] = record.outcome.digest.hex()
+    lines = []
+    for name, value in shown.items():
+        text = "-" if value in (None, "") else value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        lines.append(f"{name:<12} {text}")
+    Printer(as_json).result(shown, "\n".join(lines))
 
 
 @command.command("stats")
 @_WHERE
 @json_option
 def count_records(target: str | None, as_json: bool) -> None:
-    """How many records there are in each state."""
+    """Count the records in each state."""
     counts = _with(found(target), lambda ledger: ledger.counts())
     numbers = {state.value: counts.get(state, 0) for state in State}
-    out = Output(as_json)
+    out = Printer(as_json)
     out.result(numbers, lambda: out.table(["STATE", "RECORDS"], [(name, str(count)) for name, count in numbers.items()]))
     if numbers["unknown"] and not as_json:
         out.note("Some outcomes are unknown: wirecall ledger list --state unknown, then wirecall ledger resolve", "unknown")
@@ -105,7 +131,7 @@ def count_records(target: str | None, as_json: bool) -> None:
 @_WHERE
 @json_option
 def sweep_records(target: str | None, as_json: bool) -> None:
-    """Do the housekeeping that is due: drop what is past its time, and say of the lost that they are unknown."""
+    """Do the housekeeping that is due: drop expired records, and mark commands whose lease has ended as unknown."""
 
     async def sweep(ledger: Ledger) -> int:
         with progress(None, "Sweeping") as advance:
@@ -116,7 +142,7 @@ def sweep_records(target: str | None, as_json: bool) -> None:
         return changed
 
     changed = _with(found(target), sweep)
-    Output(as_json).result({"changed": changed}, f"{count_of(changed, 'record')} changed")
+    Printer(as_json).result({"changed": changed}, f"{count_of(changed, 'record')} changed")
 
 
 @command.command("resolve", short_help="Settle a command of unknown outcome.")
@@ -124,7 +150,9 @@ def sweep_records(target: str | None, as_json: bool) -> None:
 @_CALLER
 @click.option("--done", is_flag=True, help="It took effect: retries get --result.")
 @click.option("--not-done", is_flag=True, help="It did not: the next call with this key runs.")
-@click.option("--result", metavar="JSON", help="With --done: what the command would have returned. [default: null]")
+@click.option(
+    "--result", metavar="JSON", help="With --done: the result that the command would have returned. [default: null]"
+)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 def resolve_record(
@@ -139,78 +167,51 @@ def resolve_record(
     where, id = _named(words, caller)
     if done == not_done:
         why = "only you can tell" if not done else "it cannot be both done and not done"
-        raise Failure("What did you find out?", why, "--done --result JSON, or --not-done")
-    outcome = _outcome(where, id, done, result)
-
-    async def read(ledger: Ledger) -> Record:
-        return _check_unknown(await _get(ledger, id))
-
-    _confirm(_with(where, read), outcome, yes)
+        raise CliError("What did you find out?", why, "--done --result JSON, or --not-done")
+    if not done and result is not None:
+        raise CliError("A command that was not done has no result.", "--not-done and --result", "drop one of them")
+    outcome = _outcome(where, id, result) if done else None
+    record = _with(where, lambda ledger: _get(ledger, id))
+    if record.state is not State.UNKNOWN:
+        nexts = {
+            State.RUNNING: "wait until its lease ends, then: wirecall ledger sweep",
+            State.WAITING: "it waits for an answer of its caller, which may still come",
+        }
+        next_step = nexts.get(record.state, "wirecall ledger show prints how it ended")
+        raise CliError(f"{id} is not unknown.", f"it is {record.state.value}", next_step, type="not_unknown")
+    effect = "Retries will get this result" if outcome else "The next call with this key will run"
+    question = f"{id} began {_time(record.started_at)}. {effect}. Is this what you found out?"
+    if not yes and ask(question) is False:
+        raise Interrupted("nothing was changed", "find out, then try again")
     if not _with(where, lambda ledger: ledger.resolve(id, outcome, where.retention(id.method))):
-        raise Failure(f"{id} was settled by somebody else.", "it is not unknown any more", "wirecall ledger show tells how")
+        why = "another process resolved it meanwhile"
+        raise CliError(f"{id} is not unknown any more.", why, "wirecall ledger show prints its outcome")
     state = "done" if outcome else "absent"
     text = "is done: retries get its result" if outcome else "was not done: the next call with this key runs"
-    Output(as_json).result({**_names(id), "state": state}, f"{id} {text}")
+    Printer(as_json).result({**_names(id), "state": state}, f"{id} {text}")
 
 
-def _outcome(where: Found, id: RecordId, done: bool, result: str | None) -> Outcome | None:
+def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:
+    """Return the outcome to record for a result in JSON."""
     from wirecall.commands.outcome import outcome_of
+    from wirecall.mcp.server.results import call_result
 
-    if not done:
-        if result is not None:
-            raise Failure("What was not done has no result.", "--not-done and --result", "drop one of them")
-        return None
     try:
         value = msgspec.json.decode(result or "null")
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise Failure("--result is not JSON.", str(error), """--result '{"paid": 500}', --result '"text"'""") from None
-    return outcome_of("result", _as_kept(where, id.method, value), id)
-
-
-def _as_kept(where: Found, method: str, value: Any) -> Any:
-    """A tool's record holds what MCP clients get (`tools/call`), with the value inside."""
-    if not method.startswith("tools/call:"):
-        return value
-    from wirecall.mcp.server.results import call_result
-
-    declared = where.method(method)
-    if declared is not None:
-        return call_result(declared)(value)
-    if isinstance(value, dict) and isinstance(value.get("content"), list):
-        return value
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return {"resultType": "complete", "content": [{"type": "text", "text": text}], "structuredContent": value}
-
-
-def _check_unknown(record: Record) -> Record:
-    if record.state is State.UNKNOWN:
-        return record
-    nexts = {
-        State.RUNNING: "wait until its lease is over, then: wirecall ledger sweep",
-        State.WAITING: "its caller was asked something, and may still answer",
-    }
-    next = nexts.get(record.state, "wirecall ledger show tells how it ended")
-    raise Failure(f"{record.id} is not unknown.", f"it is {record.state.value}", next, type="not_unknown")
-
-
-def _confirm(record: Record, outcome: Outcome | None, yes: bool) -> None:
-    effect = "Retries will get this result" if outcome else "The next call with this key will run"
-    begun = f"{record.id} began {_time(record.started_at)}"
-    if not yes and ask(f"{begun}. {effect}. Is this what you found out?") is False:
-        raise Interrupted("nothing was changed", "find out, then try again")
+        raise CliError("--result is not JSON.", str(error), """--result '{"paid": 500}', --result '"text"'""") from None
+    is_wrapped = isinstance(value, dict) and isinstance(value.get("content"), list)
+    if id.method.startswith("tools/call:"):
+        # The record of a tool holds the result of `tools/call`, with the value inside.
+        if (declared := where.method(id.method)) is not None:
+            value = call_result(declared)(value)
+        elif not is_wrapped:
+            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            value = {"resultType": "complete", "content": [{"type": "text", "text": text}], "structuredContent": value}
+    return outcome_of("result", value, id)
 
 
 # --- records --------------------------------------------------------------------------------------------------------
-
-
-def _with(where: Found, work: Callable[[Ledger], Awaitable[Any]]) -> Any:
-    """What a piece of work on the ledger gives."""
-
-    async def session() -> Any:
-        async with opened_ledger(where) as ledger:
-            return await work(ledger)
-
-    return run(session())
 
 
 async def _page(ledger: Ledger, state: State | None, limit: int, after: RecordId | None) -> list[Record]:
@@ -232,38 +233,25 @@ async def _get(ledger: Ledger, id: RecordId) -> Record:
     near = nearest(str(id), [str(each) for each in others])
     callers = sorted({each.caller for each in others if (each.method, each.key) == (id.method, id.key)})
     why = f"callers that have one: {', '.join(map(repr, callers))}" if callers else f"the nearest is {near}" if near else ""
-    next = f"--caller {callers[0]}" if callers else "wirecall ledger list shows what there is"
-    raise Failure(f"There is no record {id}.", why, next, exit=Exit.USAGE, type="no_record")
+    next_step = f"--caller {callers[0]}" if callers else "wirecall ledger list shows the records"
+    raise CliError(f"There is no record {id}.", why, next_step, type="no_record")
 
 
 def _named(words: tuple[str, ...], caller: str) -> tuple[Found, RecordId]:
+    """Return the ledger and the record that the words name."""
     if len(words) not in (2, 3):
-        raise Failure(
-            "Which record?", f"{count_of(len(words), 'word')} given", "[TARGET] METHOD KEY, such as: charge order-7"
-        )
+        why = f"expected 2 or 3 words, got {len(words)}"
+        raise CliError("Which record?", why, "[TARGET] METHOD KEY, such as: charge order-7")
     *target, method, key = words
     return found(target[0] if target else None), RecordId(caller, method, key)
-
-
-def _cursor(id: RecordId) -> str:
-    """A record's id as one word; its parts may hold any sign."""
-    return base64.urlsafe_b64encode(msgspec.json.encode(msgspec.structs.astuple(id))).decode().rstrip("=")
-
-
-def _place(cursor: str) -> RecordId:
-    try:
-        parts = msgspec.json.decode(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)), type=tuple[str, str, str])
-    except (binascii.Error, msgspec.DecodeError, ValueError):
-        raise Failure(f"{cursor!r} is not a cursor.", "", "give what the page before printed") from None
-    return RecordId(*parts)
 
 
 def _names(id: RecordId) -> dict[str, str]:
     return {"caller": id.caller, "method": id.method, "key": id.key}
 
 
-def _document(record: Record, *, whole: bool = False) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _document(record: Record) -> dict[str, Any]:
+    return {
         **_names(record.id),
         "state": record.state.value,
         "attempts": record.attempts,
@@ -271,31 +259,7 @@ def _document(record: Record, *, whole: bool = False) -> dict[str, Any]:
         "started": _time(record.started_at),
         "completed": None if record.completed_at is None else _time(record.completed_at),
     }
-    if not whole:
-        return told
-    told |= {"lease_left": round(max(record.lease_left, 0.0), 1), "fence": record.fence, "params": record.fingerprint.hex()}
-    return {**told, **_ended(record.outcome)} if record.outcome is not None else told
-
-
-def _ended(outcome: Outcome) -> dict[str, Any]:
-    kept = "not kept" if outcome.payload is None else msgspec.json.decode(outcome.payload)
-    return {outcome.kind: kept, "digest": outcome.digest.hex()}
-
-
-def _table(out: Output, records: Sequence[Record]) -> None:
-    columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES"]
-    rows = [
-        (each.state.value, each.id.method, each.id.key, each.id.caller, _time(each.started_at), str(each.attempts))
-        for each in records
-    ]
-    out.table(columns, rows)
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
-
-
-def _cell(value: Any) -> str:
-    if value is None or value == "":
-        return "-"
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

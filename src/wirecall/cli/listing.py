@@ -1,27 +1,27 @@
-"""`wirecall list`: what a server offers."""
+"""`wirecall list`: the methods, tools, resources and prompts of a server."""
 
 import click
 
 from wirecall.cli.connecting import Way, opened, run, way_options
-from wirecall.cli.failures import Exit, Failure
+from wirecall.cli.failures import CliError, Exit
 from wirecall.cli.offers import Offer, of_app, offers_of
-from wirecall.cli.output import Output, json_option
+from wirecall.cli.output import Printer, json_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 
 KINDS = ("query", "command", "method", "tool", "resource", "template", "prompt")
 
 
 @click.command("list", cls=TargetCommand)
-@target_argument()
-@click.option("--kind", type=click.Choice(KINDS), help="Only these.")
-@click.option("--filter", "text", help="Only what has this text in its name or description.")
+@target_argument
+@click.option("--kind", type=click.Choice(KINDS), help="Only this kind.")
+@click.option("--filter", "text", help="Only entries with this text in their name or description.")
 @way_options
 @json_option
 def command(target: Target, kind: str | None, text: str | None, way: Way, as_json: bool) -> None:
-    """List what TARGET offers: methods and tools, resources and prompts.
+    """List the methods and tools, resources and prompts of TARGET.
 
-    The marks are what the server says about itself: read-only, destructive, keyed (takes an idempotency key), open-world
-    (reaches beyond the server); unstated where it says nothing.
+    The server states the marks itself: read-only, destructive, keyed (takes an idempotency key), open-world (reaches
+    beyond the server); unstated if it states nothing.
 
     \b
     wirecall list shop.py
@@ -29,35 +29,32 @@ def command(target: Target, kind: str | None, text: str | None, way: Way, as_jso
     wirecall list -- python server.py
     """
     everything = run(listed(target, way))
-    offers = [offer for offer in everything if _wanted(offer, kind, text)]
-    out = Output(as_json)
-    out.result(offers, lambda: out.table(["KIND", "NAME", "HINTS", "SUMMARY"], [_row(offer) for offer in offers]))
+    offers = [
+        each
+        for each in everything
+        if kind in (None, each.kind)
+        and (text is None or text.lower() in f"{each.name} {each.title} {each.description}".lower())
+    ]
+    out = Printer(as_json)
+    rows = [(each.kind, each.name, " · ".join(each.marks), each.summary) for each in offers]
+    out.result(offers, lambda: out.table(["KIND", "NAME", "HINTS", "SUMMARY"], rows))
     if not offers and not as_json:
-        out.note(f"Nothing of {len(everything)} fits." if everything else "It offers nothing.")
+        out.note(f"None of {len(everything)} entries matches." if everything else "The server offers nothing.")
 
 
 async def listed(target: Target, way: Way) -> list[Offer]:
-    """All offers of a target; an app's by both protocols, unless one was asked for."""
+    """Return all offers of a target; for an app, those of both protocols unless one is chosen."""
     if target.kind == "file" and way.protocol is None and way.revision is None:
         return of_app(target.app())
     protocol = way.protocol_to(target)
     async with opened(target, way) as client:
         offers = await offers_of(client, None, protocol)
     if offers is None:
-        raise Failure(
-            "The server does not tell what it offers.",
-            "it has no rpc.discover, which OpenRPC asks for",
+        raise CliError(
+            "The server does not list its methods.",
+            "it has no rpc.discover, the method of OpenRPC for that",
             f"{target.line('call', 'METHOD')} works all the same; for MCP: --as mcp",
             exit=Exit.REMOTE,
             type="no_discovery",
         )
     return offers
-
-
-def _wanted(offer: Offer, kind: str | None, text: str | None) -> bool:
-    words = f"{offer.name} {offer.title} {offer.description}".lower()
-    return kind in (None, offer.kind) and (text is None or text.lower() in words)
-
-
-def _row(offer: Offer) -> list[str]:
-    return [offer.kind, offer.name, " · ".join(offer.marks), offer.summary]

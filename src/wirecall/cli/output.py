@@ -1,39 +1,42 @@
-"""What a verb prints: its payload on stdout, everything else on stderr.
+"""How a verb prints: its payload on stdout, everything else on stderr.
 
 `--json` puts exactly one document on stdout: `{"ok": true, "result": ...}`, or `{"ok": false, "error": ...}`, which the
 command itself prints when a verb raises. Without it the payload is for people: tables by rich where stdout is a terminal,
-the same columns without colour and lines where it is not. No mark means anything by its colour alone.
+the same columns without colour and lines where it is not. Colour alone never carries a meaning.
 """
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any, BinaryIO, TextIO
+from typing import IO, BinaryIO, TextIO
 
 import click
 
 from wirecall.logs import escaped, printable
 from wirecall.protocol.messages import encode
 
-# Marks, and what stands for them where the terminal has no Unicode.
-_MARKS = {"ok": ("✓", "ok"), "failed": ("✗", "x"), "replayed": ("↻", "replay"), "unknown": ("?", "?"), "warning": ("!", "!")}
-_COLOURS = {"ok": "green", "failed": "red", "replayed": "cyan", "unknown": "yellow", "warning": "yellow"}
+# Marks, their replacements on a terminal without Unicode, and their colours.
+_MARKS = {
+    "ok": ("✓", "ok", "green"),
+    "failed": ("✗", "x", "red"),
+    "replayed": ("↻", "replay", "cyan"),
+    "unknown": ("?", "?", "yellow"),
+    "warning": ("!", "!", "yellow"),
+}
+
+# The option `--json`, as the parameter `as_json`.
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, also on failure.")
 
 
-def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The option `--json`, as the parameter `as_json`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document, also on failure.")(function)
-
-
-class Output:
-    """The way of one verb to its user."""
+class Printer:
+    """Prints the result and the notes of one verb."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
 
-    def result(self, value: Any, show: Callable[[], None] | str | None = None, **more: Any) -> None:
-        """The payload: `value` and further members for programs; for people what `show` is or prints, else the value."""
+    def result(self, value: object, show: Callable[[], None] | str | None = None, **more: object) -> None:
+        """Print the payload: for programs `value` and `more`; for people `show` (a text or a function), else the value."""
         if self.as_json:
             print_json({"ok": True, "result": value, **more})
         elif callable(show):
@@ -41,28 +44,37 @@ class Output:
                 show()
         else:
             text = pretty(value) if show is None else show
-            # Bytes where it is no terminal: of a text, click would take away what looks like colour.
+            # Bytes unless stdout is a terminal: click would strip everything from a text that looks like colour.
             with _writing():
                 click.echo(printable(text) if is_terminal(sys.stdout) else text.encode("utf-8", "backslashreplace"))
 
     def note(self, text: str, mark: str = "") -> None:
-        """A line beside the payload."""
+        """Print a line beside the payload."""
         text = escaped(text)
         click.echo(f"{marked(mark)} {text}" if mark else text, err=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Rows for people, on stdout."""
+        """Print rows for people, on stdout."""
         rows = [[escaped(cell) for cell in row] for row in rows]
-        if is_terminal(sys.stdout):
-            _rich_table(columns, rows)
+        if not is_terminal(sys.stdout):
+            widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
+            for row in (columns, *rows):
+                click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
             return
-        widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
-        for row in (columns, *rows):
-            click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))  # never markup: names come from servers
+        Console().print(table)
 
 
 class Unwritten(click.ClickException):
-    """Stdout takes no more: a full disk, say. That nobody reads it any more (EPIPE) is not told: nobody listens."""
+    """Stdout cannot be written, for example because the disk is full. A closed pipe (EPIPE) is not reported."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(error.strerror or str(error))
@@ -78,23 +90,23 @@ def _writing() -> Iterator[None]:
         raise Unwritten(error) from error
 
 
-def print_json(document: Any, stdout: IO[str] | None = None) -> None:
-    """One document on one line, to stdout or to what it was."""
+def print_json(document: object, stdout: IO[str] | None = None) -> None:
+    """Print one document on one line."""
     with _writing():
         click.echo(encode(document), stdout)
 
 
 def print_raw(data: bytes, stdout: IO[str] | None = None, *, err: bool = False) -> None:
-    """Print bytes of a server as they are; for a terminal, escape what would steer it."""
+    """Print bytes of a server unchanged; on a terminal, escape control characters."""
     stream = stdout or (sys.stderr if err else sys.stdout)
     with _writing():
         text = printable(data.decode("utf-8", "backslashreplace")) if is_terminal(stream) else data
         click.echo(text, stdout, nl=False, err=err)
 
 
-def print_lines(documents: Sequence[Any], stdout: TextIO | None) -> None:
-    """Many documents, one per line, in one write: `click.echo` for each took as long as the calls."""
-    if stdout is None:  # closed by who started us
+def print_lines(documents: Sequence[object], stdout: TextIO | None) -> None:
+    """Print many documents, one per line, in one write: `click.echo` for each took as long as the calls."""
+    if stdout is None:  # the parent process closed it
         return
     with _writing():
         stdout.flush()
@@ -102,8 +114,8 @@ def print_lines(documents: Sequence[Any], stdout: TextIO | None) -> None:
         stdout.buffer.flush()
 
 
-def print_failure(document: dict[str, Any], text: str, as_json: bool) -> None:
-    """How the command tells what went wrong; on stderr if stdout takes no more."""
+def print_failure(document: dict[str, object], text: str, as_json: bool) -> None:
+    """Print the error that ends the command; on stderr if stdout cannot be written."""
     if as_json:
         with suppress(Unwritten):
             print_json({"ok": False, "error": document})
@@ -112,12 +124,12 @@ def print_failure(document: dict[str, Any], text: str, as_json: bool) -> None:
 
 
 def count_of(number: int, noun: str) -> str:
-    """A number and what is counted."""
+    """Return a number with its noun, which gets an "s" unless the number is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def pretty(value: Any) -> str:
-    """A value for people: text as it is, anything else as JSON, indented if it does not fit a line."""
+def pretty(value: object) -> str:
+    """Return a value for people: a text unchanged, anything else as JSON, indented if it does not fit on a line."""
     if isinstance(value, str):
         return value
     line = encode(value).decode()
@@ -129,17 +141,19 @@ def pretty(value: Any) -> str:
 
 
 def marked(name: str) -> str:
-    """A mark, in colour where there is some."""
+    """Return a mark, coloured if stderr has colour."""
+    sign, plain, colour = _MARKS[name]
     try:
-        sign = _MARKS[name][0]
-        sign.encode(getattr(sys.stderr, "encoding", None) or "ascii")  # there is no stderr if it was closed
+        sign.encode(getattr(sys.stderr, "encoding", None) or "ascii")  # stderr is None if it was closed
     except UnicodeEncodeError:
-        sign = _MARKS[name][1]
-    return click.style(sign, fg=_COLOURS[name]) if has_colour(sys.stderr) else sign
+        sign = plain
+    # NO_COLOR (no-color.org): present and not empty turns colour off.
+    coloured = is_terminal(sys.stderr) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return click.style(sign, fg=colour) if coloured else sign
 
 
 def stdin() -> BinaryIO:
-    """What comes on standard input, which may have been closed by who started us."""
+    """Return standard input, unless the parent process closed it."""
     if sys.stdin is None:
         raise click.UsageError("There is no standard input: it is closed.")
     return sys.stdin.buffer
@@ -151,21 +165,16 @@ class Input(click.File):
     def __init__(self) -> None:
         super().__init__("rb")
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> IO[bytes]:  # type: ignore[override]
         return stdin() if value == "-" else super().convert(value, param, ctx)
 
 
-def is_terminal(stream: IO[Any] | None) -> bool:
+def is_terminal(stream: IO[str] | IO[bytes] | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def has_colour(stream: IO[Any] | None) -> bool:
-    """NO_COLOR (no-color.org): present and not empty means no."""
-    return is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def ask(question: str) -> bool | None:
-    """A question on the terminal; None where there is nobody to ask. Who leaves (Ctrl-D, Ctrl-C) says no."""
+    """Ask a question on the terminal; return None without a terminal. Ctrl-D and Ctrl-C mean no."""
     if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
         return None
     try:
@@ -177,7 +186,7 @@ def ask(question: str) -> bool | None:
 
 @contextmanager
 def progress(total: int | None, what: str, *, hidden: bool = False) -> "Iterator[Callable[[int], None]]":
-    """A bar on stderr while something long runs; the block calls `advance(n)`. Nothing if stderr is no terminal."""
+    """Show a bar on stderr while the block runs; the block calls `advance(n)`. Show nothing if stderr is not a terminal."""
     if hidden or not is_terminal(sys.stderr):
         yield lambda _count: None
         return
@@ -188,16 +197,3 @@ def progress(total: int | None, what: str, *, hidden: bool = False) -> "Iterator
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
-
-
-def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # never markup: names come from servers
-    Console().print(table)

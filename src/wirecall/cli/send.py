@@ -7,58 +7,59 @@ from typing import BinaryIO
 
 import click
 
-from wirecall import App
 from wirecall.cli.connecting import Way, address, run, way_options
-from wirecall.cli.failures import Exit, Failure, failure_of
-from wirecall.cli.lines import CHUNK, Lines
+from wirecall.cli.failures import CliError, Exit, failure_of
+from wirecall.cli.lines import CHUNK, InputLines
 from wirecall.cli.output import Input, print_raw
 from wirecall.cli.settings import app_of
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import ConnectionLost
 
-LEAVE = 1.0  # seconds that a process has to end by itself, after its stdout has
+LEAVE = 1.0  # seconds for a process to end by itself after it closed its stdout
 
 
 @click.command("send", cls=TargetCommand)
-@target_argument()
+@target_argument
 @click.argument("messages", type=Input(), default="-", metavar="[MESSAGES|-]")
 @way_options
-def command(target: Target, messages: BinaryIO, way: Way) -> int | None:
-    """Send messages to TARGET as they are, one per line of MESSAGES (standard input by default), and print the answers.
+def command(target: Target, messages: BinaryIO, way: Way) -> int:
+    """Send messages to TARGET unchanged, one per line of MESSAGES (standard input by default), and print the answers.
 
-    A message that is owed no answer prints nothing. An app in a file is spoken to in JSON-RPC.
+    A message without an answer prints nothing. An app in a file receives them as JSON-RPC.
 
     \b
     echo '{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}' | wirecall send examples/hello.py
     """
-    if app := app_of(target):
-        run(_to_app(app, messages))
-    elif target.kind == "url":
-        return run(_to_address(address(target, way.protocol_to(target)), messages, way))
-    else:
-        run(_to_process(target, messages, way))
-    return None
+    try:
+        if target.kind == "command":
+            return run(_to_process(target, messages, way))
+        return run(_to_address(target, messages, way) if target.kind == "url" else _to_app(target, messages))
+    except TimeoutError:
+        what, why = "The server has not answered every message.", f"within {way.timeout:g} s"
+        raise CliError(what, why, "--timeout", exit=Exit.UNKNOWN, type="timed_out") from None
 
 
-async def _to_app(app: App, messages: BinaryIO) -> None:
-    stdout = sys.stdout
+async def _to_app(target: Target, messages: BinaryIO) -> int:
+    stdout, app = sys.stdout, app_of(target)
+    assert app is not None  # the target is a file
     async with app:
-        async for line in Lines(messages).each():
+        async for line in InputLines(messages).each():
             with redirect_stdout(sys.stderr):
                 reply = await app.handle(line)
             if reply is not None:
                 print_raw(reply + b"\n", stdout)
+    return Exit.DONE
 
 
-async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
+async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:
     from wirecall.transports.http_client import HttpClient
 
     worst = Exit.DONE
-    http = HttpClient(url, headers=way.headers)
+    http = HttpClient(address(target, way.protocol_to(target)), headers=way.headers)
     await http.open()
     media = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
     try:
-        async for line in Lines(messages).each():
+        async for line in InputLines(messages).each():
             async with asyncio.timeout(way.timeout), http.request("POST", line, media) as answer:
                 body = await answer.read()
             if body.strip():
@@ -66,8 +67,6 @@ async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
             if answer.status >= 400:
                 click.echo(f"HTTP {answer.status}", err=True)
                 worst = Exit.AUTH if answer.status in (401, 403) else Exit.REMOTE
-    except TimeoutError:
-        raise _silent(way) from None
     except ConnectionLost as error:
         failure = failure_of(error)
         failure.next = "find out whether it took effect before you send it again"
@@ -77,82 +76,49 @@ async def _to_address(url: str, messages: BinaryIO, way: Way) -> int:
     return worst
 
 
-async def _to_process(target: Target, messages: BinaryIO, way: Way) -> None:
-    """Lines to its stdin; then its stdin is closed, and what it says until it ends is printed."""
-    process = await _started(target)
-    assert process.stdin is not None and process.stdout is not None
-    said = b""
-
-    async def listen() -> None:
-        nonlocal said
-        assert process.stdout is not None
-        while data := await process.stdout.read(CHUNK):  # no lines: they may be of any length
-            said = data[-1:]
-            print_raw(data)
-        if said not in (b"", b"\n"):
-            click.echo()
-
-    async def hear() -> None:
-        assert process.stderr is not None
-        while data := await process.stderr.read(CHUNK):
-            print_raw(data, err=True)
-
-    listening = asyncio.create_task(listen())
-    hearing = asyncio.create_task(hear())
+async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
+    """Write lines to its stdin, close it, and print its output until it ends."""
+    pipe = asyncio.subprocess.PIPE
     try:
-        with suppress(ConnectionError):  # it has ended, or does not listen; what it said is printed all the same
-            async for line in Lines(messages).each():
+        process = await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, stderr=pipe)
+    except OSError as error:
+        what, why = f"{target.command[0]} cannot be started.", error.strerror or str(error)
+        next_step = "give a command that runs"
+        raise CliError(what, why, next_step, exit=Exit.UNREACHABLE, type="unreachable") from None
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+
+    async def copy(source: asyncio.StreamReader, *, err: bool) -> bytes:
+        last = b""
+        while data := await source.read(CHUNK):  # not by lines: a line may have any length
+            last = data[-1:]
+            print_raw(data, err=err)
+        if not err and last not in (b"", b"\n"):
+            click.echo()
+        return last
+
+    output = asyncio.create_task(copy(process.stdout, err=False))
+    errors = asyncio.create_task(copy(process.stderr, err=True))
+    try:
+        with suppress(ConnectionError):  # it has ended, or closed its stdin; its output is printed all the same
+            async for line in InputLines(messages).each():
                 process.stdin.write(line + b"\n")
                 await process.stdin.drain()
             process.stdin.close()
         async with asyncio.timeout(way.timeout):
-            await listening
+            said = await output
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), LEAVE)
         code = process.returncode
-    except TimeoutError:
-        raise _silent(way) from None
     finally:
-        listening.cancel()
-        await _ended(process)
-        with suppress(TimeoutError):  # a grandchild may keep it open
-            await asyncio.wait_for(hearing, LEAVE)
+        output.cancel()
+        for end in (process.terminate, process.kill):
+            if process.returncode is None:
+                end()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), LEAVE)
+        with suppress(TimeoutError):  # a grandchild may keep stderr open
+            await asyncio.wait_for(errors, LEAVE)
     if code and not said:
-        why = f"it ended with {code}, and said nothing on stdout"
-        next = "run the command by itself to see more"
-        raise Failure("The server left without an answer.", why, next, exit=Exit.UNREACHABLE, type="unreachable")
-
-
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Asked to end, if it has not; made to, if it does not."""
-    if process.returncode is None:
-        process.terminate()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), LEAVE)
-    if process.returncode is None:
-        process.kill()
-        await process.wait()
-
-
-async def _started(target: Target) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    try:
-        return await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, stderr=pipe)
-    except OSError as error:
-        raise Failure(
-            f"{target.command[0]} cannot be started.",
-            error.strerror or str(error),
-            "give a command that runs",
-            exit=Exit.UNREACHABLE,
-            type="unreachable",
-        ) from None
-
-
-def _silent(way: Way) -> Failure:
-    return Failure(
-        "The server has not answered all of it.",
-        f"within {way.timeout:g} s",
-        "--timeout",
-        exit=Exit.UNKNOWN,
-        type="timed_out",
-    )
+        why, next_step = f"it ended with {code}, and printed nothing on stdout", "run the command by itself to see more"
+        raise CliError("The server ended without an answer.", why, next_step, exit=Exit.UNREACHABLE, type="unreachable")
+    return Exit.DONE

@@ -1,4 +1,4 @@
-"""`wirecall serve`: an app from a file, over HTTP or on stdio. Flags go over wirecall.toml, that over the app's own."""
+"""`wirecall serve`: an app from a file, over HTTP or on stdio. Flags win over wirecall.toml, and that over the app's own."""
 
 import logging
 import os
@@ -10,12 +10,11 @@ from typing import Any, Literal
 import click
 from msgspec import Struct
 
-from wirecall import App
-from wirecall.cli.connecting import DURATION
-from wirecall.cli.failures import Failure, failure_of
+from wirecall.cli.connecting import duration
+from wirecall.cli.failures import CliError, failure_of
 from wirecall.cli.ledgers import check_ledger
-from wirecall.cli.settings import configured, ledger_option, limit_option, read_limits
-from wirecall.cli.targets import Target, parse, target_argument
+from wirecall.cli.settings import configured, ledger_option, limit_option, read_limits, serve_settings
+from wirecall.cli.targets import Target, optional_target_argument, parse
 from wirecall.errors import UsageError
 
 ADDRESS = "127.0.0.1:8420"
@@ -24,7 +23,7 @@ Log = Literal["off", "text", "json"]
 
 
 class Serving(Struct, frozen=True, kw_only=True):
-    """How an app is to be served; the defaults are what is meant if nobody says otherwise."""
+    """How an app is served, with the defaults."""
 
     app: str | None = None
     http: str = ADDRESS
@@ -38,18 +37,23 @@ class Serving(Struct, frozen=True, kw_only=True):
     limits: dict[str, float] = {}
 
 
+# Fixes in the words of Python, and the same as flags.
+_FLAGS = {
+    "another port=": "another port: --http HOST:PORT",
+    'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."': "--ledger sqlite:PATH, redis://... or postgresql://...",
+}
+
+
 @click.command("serve")
-@target_argument(required=False)
+@optional_target_argument
 @click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
 @click.option("--stdio", is_flag=True, help="Serve on stdin and stdout instead.")
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes that share the address. [default: 1]")
 @click.option("--server", type=click.Choice(["granian", "uvicorn"]), help="HTTP server. [default: granian]")
-@click.option("--grace", type=DURATION, help=f"Time to finish what is under way when told to stop. [default: {GRACE:g}s]")
+@click.option("--grace", type=duration, help=f"Time for calls in flight when the server stops. [default: {GRACE:g}s]")
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")
-@click.option(
-    "--allow-host", "hosts", multiple=True, metavar="NAME", help="A name the server is called by: api.example.com."
-)
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A name of this server: api.example.com.")
 @click.option(
     "--allow-origin", "origins", multiple=True, metavar="URL", help="A web page that may call: https://app.example.com."
 )
@@ -65,50 +69,31 @@ def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...
     wirecall serve shop.py --stdio
     """
     if stdio and (given["http"] or given["workers"]):
-        raise Failure("--stdio serves one client.", "--http and --workers are for HTTP", "drop them, or --stdio")
+        raise CliError("--stdio serves one client.", "--http and --workers are for HTTP", "drop them, or --stdio")
     how = serving({**given, "limits": read_limits(limits)})
     app = configured((target or named(how)).app(), ledger=how.ledger, audit=how.audit, limits=how.limits)
     app.configure(hosts=how.hosts, origins=how.origins)
+
+    # Problems that would otherwise show only at the first command.
     check_ledger(app.ledger_url)
     if how.audit:
-        _check_audit(how.audit.removeprefix("file:"))
+        text = how.audit.removeprefix("file:")
+        path = Path(text).absolute()
+        place = next(each for each in (path, *path.parents) if each.exists())
+        if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
+            why = "it is a folder" if path.is_dir() else f"{place} cannot be written to"
+            raise CliError(f"The audit trail {text} cannot be written.", why, "--audit file:audit.jsonl", type="audit")
+
     log_calls(log)
     if stdio:
         app.run("stdio", grace=how.grace)
-    else:
-        _serve_http(app, how)
-
-
-def serving(given: dict[str, Any]) -> Serving:
-    """Flags over wirecall.toml over defaults."""
-    from wirecall.cli.settings import serve_settings
-
-    settings = serve_settings()
-    limits = {**settings.get("limits", {}), **given.pop("limits", {})}
-    return Serving(
-        **{**settings, **{name: value for name, value in given.items() if value not in (None, ())}, "limits": limits}
-    )
-
-
-def named(how: Serving) -> Target:
-    """The target that wirecall.toml names."""
-    if how.app is None:
-        next = "name its file: app.py; or write [server] app = ... into wirecall.toml"
-        raise Failure("Which app?", "no TARGET was given, and no wirecall.toml names one", next)
-    return parse(how.app)
-
-
-# What is said to who writes Python, as flags.
-_FLAGS = {
-    "another port=": "another port: --http HOST:PORT",
-    'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."': "--ledger sqlite:PATH, redis://... or postgresql://...",
-}
-
-
-def _serve_http(app: App, how: Serving) -> None:
-    host, port = host_and_port(how.http)
+        return
+    host, colon, port = how.http.rpartition(":")
+    if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise CliError(f"{how.http!r} is not an address.", "expected HOST:PORT", f"--http {ADDRESS}")
+    host = host.strip("[]") or "127.0.0.1"
     try:
-        app.run("http", host=host, port=port, server=how.server, workers=how.workers, grace=how.grace)
+        app.run("http", host=host, port=int(port), server=how.server, workers=how.workers, grace=how.grace)
     except UsageError as error:
         failure = failure_of(error)
         for python, flag in _FLAGS.items():
@@ -116,44 +101,37 @@ def _serve_http(app: App, how: Serving) -> None:
         raise failure from None
 
 
-def _check_audit(text: str) -> None:
-    """A trail that cannot be written would be missed only when somebody looks for it."""
-    path = Path(text).absolute()
-    place = next(each for each in (path, *path.parents) if each.exists())
-    if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
-        why = "it is a folder" if path.is_dir() else f"{place} cannot be written to"
-        raise Failure(f"There can be no audit trail {text}.", why, "--audit file:audit.jsonl", type="audit")
+def serving(given: dict[str, Any]) -> Serving:
+    """Merge flags, wirecall.toml and defaults, in this order."""
+    settings = serve_settings()
+    limits = {**settings.get("limits", {}), **given.pop("limits", {})}
+    stated = {name: value for name, value in given.items() if value not in (None, ())}
+    return Serving(**{**settings, **stated, "limits": limits})
 
 
-def host_and_port(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise Failure(f"{text!r} is not an address.", "it is HOST:PORT", f"--http {ADDRESS}")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-# --- the log of calls -----------------------------------------------------------------------------------------------
-
-
-_SIGNS = {"ok": "✓", "replayed": "↻"}
+def named(how: Serving) -> Target:
+    """Return the target that wirecall.toml names."""
+    if how.app is None:
+        next_step = "name its file: app.py; or write [server] app = ... into wirecall.toml"
+        raise CliError("Which app?", "the command line and wirecall.toml name none", next_step)
+    return parse(how.app)
 
 
 class _Readable(logging.Formatter):
-    """A line for people: when, how it ended, what, how long."""
+    """A line for people: time, outcome, method, duration."""
 
     def format(self, record: logging.LogRecord) -> str:
         if not hasattr(record, "duration_ms"):
             return super().format(record)
-        outcome = str(getattr(record, "outcome", ""))
-        code = getattr(record, "code", None)
-        sign = _SIGNS.get(outcome, "✗")
-        told = f"{outcome} {code}" if code is not None else outcome
+        outcome, code = str(getattr(record, "outcome", "")), getattr(record, "code", None)
+        sign = {"ok": "✓", "replayed": "↻"}.get(outcome, "✗")
+        shown = f"{outcome} {code}" if code is not None else outcome
         time = self.formatTime(record, "%H:%M:%S")
-        return f"{time}  {sign} {record.method:<24} {told:<16} {record.duration_ms:>9.1f} ms"  # type: ignore[attr-defined]
+        return f"{time}  {sign} {record.method:<24} {shown:<16} {record.duration_ms:>9.1f} ms"  # type: ignore[attr-defined]
 
 
 def log_calls(kind: Log) -> None:
-    """One record per call on stderr."""
+    """Log one record per call on stderr."""
     if kind == "off":
         return
     from wirecall.logs import JsonFormatter, logger

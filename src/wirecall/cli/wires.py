@@ -1,7 +1,7 @@
-"""Raw messages to a server, and whatever comes back: for verbs that look at how a server behaves.
+"""Raw messages to a server, and everything that comes back: for `wirecall probe`.
 
-A wire sends one message and gives a `Reply`: every JSON document that came for it, in order, and what came that is not JSON.
-Nothing is judged here. A wire to a process or an app is a new conversation; one to an address is stateless.
+A wire sends one message and returns a `Reply`: every JSON document that came for it, in order, and every text that is not
+JSON. It does not judge them. A wire to a process or an app is a new conversation; one to an address is stateless.
 """
 
 import asyncio
@@ -16,32 +16,32 @@ from wirecall.cli.targets import Target
 from wirecall.errors import CallFailed
 from wirecall.protocol.messages import encode
 from wirecall.transports.child import Child
-from wirecall.transports.http_client import HttpAnswer, HttpClient
+from wirecall.transports.http_client import HttpClient
 from wirecall.transports.memory import MemoryPipe
 
 JSON, EVENTS = "application/json", "text/event-stream"
 SHOWN = 80  # characters of noise that are quoted
-NOISE = 5  # lines of it that are kept
-ROOM = 16 << 20  # bytes of lines for one message; what a server says beyond them is dropped
+NOISE = 5  # lines of noise that are kept
+ROOM = 16 << 20  # bytes of lines for one message; everything beyond them is dropped
 COST = 200  # bytes that a line takes besides its own
 
 
 class Reply(Struct):
-    """What came for a message."""
+    """Everything that came for one message."""
 
     documents: list[Any] = []
     noise: list[str] = []
     status: int | None = None  # of HTTP
     media: str = ""
     headers: Mapping[str, str] = {}
-    is_silent: bool = False  # an answer was owed, and none came in time
+    is_silent: bool = False  # an answer was due and did not come in time
 
-    def is_echo(self, message: Any) -> bool:
-        """Whether what came is the message itself. One that is owed no answer may be told to others, and to us."""
+    def is_echo(self, message: object) -> bool:
+        """Return whether the message itself came back. A notification may: a server can pass it on to all clients."""
         return bool(ids_of(message)) and message in self.documents
 
-    def take(self, text: bytes) -> Any:
-        """One document more, or noise."""
+    def take(self, text: bytes) -> object:
+        """Add a document, or noise."""
         try:
             document = msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -52,26 +52,26 @@ class Reply(Struct):
         return document
 
 
-class Wire(Protocol):
+class RawWire(Protocol):
     """A way to a server."""
 
     is_http: bool
 
     @property
     def said(self) -> str:
-        """What it told people, as far as that can be known."""
+        """The last text that the server printed on stderr, if it is known."""
         ...
 
     async def open(self) -> None: ...
-    async def send(self, message: Any, headers: Mapping[str, str], patience: float) -> Reply:
-        """A message (bytes go as they are) and what comes for it. Who cannot be reached raises `CallFailed`."""
+    async def send(self, message: object, headers: Mapping[str, str], patience: float) -> Reply:
+        """Send a message (bytes unchanged) and return its reply. A server that cannot be reached raises `CallFailed`."""
         ...
 
     async def aclose(self) -> None: ...
 
 
-def wire_to(target: Target, path: str, headers: Mapping[str, str], app: App | None) -> Wire:
-    """A new wire. `path` is for addresses that have none."""
+def wire_to(target: Target, path: str, headers: Mapping[str, str], app: App | None) -> RawWire:
+    """Return a new wire. `path` is for addresses that have none."""
     if target.kind == "url":
         has_path = "/" in target.text.partition("://")[2].rstrip("/")
         return HttpWire(target.text if has_path else f"{target.text.rstrip('/')}{path}", headers)
@@ -81,22 +81,22 @@ def wire_to(target: Target, path: str, headers: Mapping[str, str], app: App | No
     return LineWire(lambda: MemoryPipe(app._connect))
 
 
-def ids_of(message: Any) -> list[Any]:
-    """The ids that answers are owed for. Of bytes that are not JSON it is null."""
+def ids_of(message: object) -> list[Any]:
+    """Return the ids that answers are due for; [None] for bytes that are not JSON."""
     if isinstance(message, bytes):
         return [None]
     entries = message if isinstance(message, list) else [message]
-    owed = [entry["id"] for entry in entries if "id" in entry]
+    owed = [entry["id"] for entry in entries if isinstance(entry, dict) and "id" in entry]
     return owed or ([None] if message == [] else [])
 
 
-def answers(document: Any) -> list[dict[str, Any]]:
-    """The answers in a document, which is one itself, or an array of them."""
+def answers(document: object) -> list[dict[str, Any]]:
+    """Return the answers in a document, which is an answer itself, or an array of them."""
     entries = document if isinstance(document, list) else [document]
     return [entry for entry in entries if isinstance(entry, dict) and "method" not in entry]
 
 
-def _is_answer(document: Any, ids: list[Any]) -> bool:
+def _is_answer(document: object, ids: list[Any]) -> bool:
     return any(entry.get("id") in ids or entry.get("id") is None for entry in answers(document))
 
 
@@ -115,27 +115,22 @@ class HttpWire:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def send(self, message: Any, headers: Mapping[str, str], patience: float) -> Reply:
+    async def send(self, message: object, headers: Mapping[str, str], patience: float) -> Reply:
         body = message if isinstance(message, bytes) else encode(message)
-        told = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}", **headers}
-        reply = Reply()
+        headers = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}", **headers}
+        reply, ids = Reply(), ids_of(message)
         try:
-            async with asyncio.timeout(patience), self._http.request("POST", body, told) as answer:
+            async with asyncio.timeout(patience), self._http.request("POST", body, headers) as answer:
                 reply.status, reply.media, reply.headers = answer.status, answer.media, dict(answer.headers)
-                await self._read(answer, reply, ids_of(message))
+                if answer.media == EVENTS:
+                    async for event in answer.events():
+                        if event.data and _is_answer(reply.take(event.data.encode()), ids):
+                            break
+                elif (text := await answer.read()).strip():
+                    reply.take(text)
         except TimeoutError:
             reply.is_silent = True
         return reply
-
-    async def _read(self, answer: HttpAnswer, reply: Reply, ids: list[Any]) -> None:
-        if answer.media != EVENTS:
-            body = await answer.read()
-            if body.strip():
-                reply.take(body)
-            return
-        async for event in answer.events():
-            if event.data and _is_answer(reply.take(event.data.encode()), ids):
-                return
 
 
 class LineWire:
@@ -149,12 +144,12 @@ class LineWire:
         self._room = ROOM
 
     async def open(self) -> None:
-        await self._pipe.open(self._hear, self._lines.put_nowait)
+        def hear(line: bytes) -> None:
+            if self._room > 0:
+                self._room -= len(line) + COST
+                self._lines.put_nowait(line)
 
-    def _hear(self, line: bytes) -> None:
-        if self._room > 0:
-            self._room -= len(line) + COST
-            self._lines.put_nowait(line)
+        await self._pipe.open(hear, self._lines.put_nowait)
 
     @property
     def said(self) -> str:
@@ -163,7 +158,7 @@ class LineWire:
     async def aclose(self) -> None:
         await self._pipe.aclose()
 
-    async def send(self, message: Any, headers: Mapping[str, str], patience: float) -> Reply:
+    async def send(self, message: object, headers: Mapping[str, str], patience: float) -> Reply:
         reply, ids = Reply(), ids_of(message)
         self._room = ROOM
         await self._pipe.write(message if isinstance(message, bytes) else encode(message))
@@ -172,10 +167,10 @@ class LineWire:
                 while ids:
                     line = await self._lines.get()
                     if isinstance(line, CallFailed):
-                        self._lines.put_nowait(line)  # it will say no more, whoever asks
+                        self._lines.put_nowait(line)  # the pipe is closed: the next message fails the same way
                         raise line
                     document = reply.take(line) if line.strip() else None
-                    if _is_answer(document, ids) or document == message:  # what is sent back answers nothing, and ends it
+                    if _is_answer(document, ids) or document == message:  # an echo is not an answer, but ends the wait
                         break
         except TimeoutError:
             reply.is_silent = True
