@@ -35,7 +35,7 @@ from msgspec import Struct
 
 from wirecall.files import real_path
 from wirecall.logs import logger
-from wirecall.server.events import Ended
+from wirecall.server.events import CallEnded
 
 FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have
@@ -76,7 +76,7 @@ class Audit:
         self._seen = -1  # size of the file after our own last line
         self._queue = _Queue(self._add_in_time)
 
-    def note(self, ended: Ended) -> None:
+    def note(self, ended: CallEnded) -> None:
         """Add a line about a call of a command that has just ended; a call whose params did not fit has none."""
         if ended.fingerprint is None:
             return

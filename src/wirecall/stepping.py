@@ -10,7 +10,7 @@ import asyncio
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from wirecall.errors import CannotWait
 
@@ -79,10 +79,10 @@ def _rest(steps: Iterator[Any], awaited: Any) -> Generator[Any, Any, Any]:
     return (yield from steps)
 
 
-async def settled(result: Any) -> Any:
-    """Return the result of a function, once nothing in it has to be awaited any more."""
+async def settled(result: object) -> object:
+    """Return the result of a function, awaited as long as it is an awaitable."""
     while hasattr(result, "__await__"):
-        result = await result
+        result = await cast(Awaitable[object], result)
     return result
 
 
@@ -115,15 +115,24 @@ def start(
 
 
 def needs_loop(error: BaseException) -> bool:
-    """Whether a handler failed because it needs an event loop and none is running."""
+    """Return whether a handler failed because it needs an event loop and none is running."""
     return isinstance(error, RuntimeError) and str(error) == "no running event loop"
 
 
 def is_closing(error: BaseException) -> bool:
-    """Whether the coroutine that caught an exception is being closed, in contrast to a handler that raised GeneratorExit.
+    """Return whether the coroutine that caught an exception is being closed; a handler may also raise GeneratorExit itself.
 
     Python closes the coroutine that is awaited first, and then raises a new GeneratorExit in the one that awaits it. So that
-    exception comes from no frame below; a handler's own does.
+    exception has no traceback from a frame below; a handler's own has.
     """
     trace = error.__traceback__
     return isinstance(error, GeneratorExit) and (trace is None or trace.tb_next is None)
+
+
+def cancels() -> int:
+    """Return how often the running task was cancelled; 0 without an event loop."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop
+        return 0
+    return task.cancelling() if task else 0

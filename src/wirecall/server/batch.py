@@ -6,7 +6,7 @@ it; so every handler lives in one task from its first line to its last, as `asyn
 require, and tasks are made only for what really runs side by side.
 
 Entries in the lane (commands, by default) run one at a time and in array order: while one of them waits, the next ones are
-put aside, and whoever ends the waiting one takes them up.
+put aside, and the worker of the waiting one takes them up.
 """
 
 import asyncio
@@ -16,11 +16,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from wirecall.stepping import beside, start
+from wirecall.stepping import beside, cancels, start
 
 T = TypeVar("T")
 E = TypeVar("E")
-Coro = Coroutine[Any, Any, Any]
 
 
 async def run_batch(
@@ -30,13 +29,13 @@ async def run_batch(
     *,
     concurrency: int,
 ) -> list[T]:
-    """The outcome of every entry, in input order. `begin` gives the outcome, or a coroutine that will."""
+    """Return the outcome of every entry, in input order. `begin` returns the outcome, or a coroutine of it."""
     run = _Batch(entries, begin, in_lane, concurrency)
     try:
         await run.work()
         while run.workers:
             await asyncio.wait(run.workers)
-    except GeneratorExit:  # closed from outside: nothing can be waited for any more
+    except GeneratorExit:  # closed from outside: it cannot wait any more
         run.cut()
         raise
     except BaseException:
@@ -45,7 +44,7 @@ async def run_batch(
     if run.aside:
         await run.stop()
     for worker in run.ended:
-        worker.result()  # an outcome is never an exception: what is raised here ends the whole batch
+        worker.result()  # an outcome is never an exception: one that is raised here ends the whole batch
     return run.outcomes
 
 
@@ -60,14 +59,14 @@ class _Batch(Generic[E, T]):
         self.outcomes: list[Any] = [None] * len(entries)
         self.workers: set[asyncio.Task[None]] = set()
         self.ended: list[asyncio.Task[None]] = []
-        self.aside: deque[tuple[int, Coro]] = deque()
+        self.aside: deque[tuple[int, Coroutine[Any, Any, T]]] = deque()
         self._rest: Iterator[tuple[int, E]] = enumerate(entries)
         self._begin = begin
         self._in_lane = in_lane
         self._free = concurrency - 1  # workers that may still join the first one
         self._lane_taken = False
-        self._calm = _cancels()  # a batch may be sent by somebody who is cancelled already
-        self._context = contextvars.copy_context()  # what the batch began with, for every worker that joins
+        self._calm = cancels()  # the task of the sender may be cancelled already
+        self._context = contextvars.copy_context()  # of the sender, for every worker that joins
 
     async def work(self) -> None:
         """Take entries until none are left."""
@@ -82,25 +81,22 @@ class _Batch(Generic[E, T]):
             elif self._lane_taken:
                 self.aside.append((position, outcome))
             else:
-                await self._take_lane(position, outcome)
-
-    async def _take_lane(self, position: int, coroutine: Coro) -> None:
-        self._lane_taken = True
-        self.outcomes[position] = await beside(coroutine, self._join)
-        self._check()
-        while self.aside:
-            position, coroutine = self.aside.popleft()
-            self.outcomes[position] = await coroutine
-            self._check()
-        self._lane_taken = False
+                self._lane_taken = True
+                outcomes[position] = await beside(outcome, self._join)
+                self._check()
+                while self.aside:
+                    position, outcome = self.aside.popleft()
+                    outcomes[position] = await outcome
+                    self._check()
+                self._lane_taken = False
 
     def _check(self) -> None:
-        """A handler may turn its cancellation into an answer; the entries behind it are cancelled all the same."""
-        if _cancels() > self._calm:
+        """Cancel the entries behind a handler that turned its cancellation into an answer."""
+        if cancels() > self._calm:
             raise asyncio.CancelledError
 
     def _join(self) -> None:
-        """The entry at hand waits: let another worker go on with the rest."""
+        """Let another worker go on with the rest, while the entry at hand waits."""
         if self._free > 0:
             self._free -= 1
             worker = start(asyncio.get_running_loop(), self.work(), self._context.copy())
@@ -113,7 +109,7 @@ class _Batch(Generic[E, T]):
         self.ended.append(worker)
 
     def cut(self) -> None:
-        """Begin nothing more, and tell what is under way to end."""
+        """Begin no further entry, and cancel those in flight."""
         self._free = 0
         deque(self._rest, maxlen=0)
         while self.aside:
@@ -123,16 +119,7 @@ class _Batch(Generic[E, T]):
                 worker.cancel()
 
     async def stop(self) -> None:
-        """The batch is cancelled: leave no task and no coroutine behind."""
+        """End a batch that is cancelled, without leaving a task or a coroutine behind."""
         self.cut()
         while self.workers:
             await asyncio.wait(self.workers)
-
-
-def _cancels() -> int:
-    """How often the running task was cancelled."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop
-        return 0
-    return task.cancelling() if task else 0

@@ -1,25 +1,29 @@
-"""One call on its way through the server: everything that the steps know of it and its handler does not see.
+"""One call on its way through the server: all that the steps know of it. A `Context` shows a handler a part of that.
 
-A `Context` shows a handler the part that is its business. The call refers to no context, and a run to no call: a cycle for
-every call would keep the garbage collector busy.
+The call does not refer to its context, nor a run to its call: a cycle for every call would keep the garbage collector busy.
 """
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from msgspec import UNSET, Raw, UnsetType
 
-from wirecall.protocol.messages import Id
+from wirecall.protocol.messages import Id, Json, JsonObject
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Sequence
 
+    from wirecall.mcp.types import Elicited, Message, Root, Sampled
     from wirecall.server.method import Method
 
 
+CorrelationId: TypeAlias = int | str | float | None
+Shape: TypeAlias = Callable[[Json], object]  # makes the result of a call from the value of its function
+
+
 class Frame:
-    """What the calls of one message share."""
+    """The facts that all calls of one message share."""
 
     __slots__ = ("alone", "caller", "in_full", "key", "logged", "replayed", "room")
 
@@ -35,7 +39,7 @@ class Frame:
         room: int | None = None,
     ) -> None:
         self.caller = caller
-        self.alone = alone  # there is no event loop: nothing may wait
+        self.alone = alone  # without an event loop, so nothing may wait
         self.in_full = in_full  # even a plain query takes all the steps, since middleware or the log sees every call
         self.logged = logged
         self.key = key  # an idempotency key that came beside the message
@@ -48,7 +52,7 @@ class Running(Protocol):
 
     attempt: int
     fence: int
-    db: Any
+    db: object
 
     @property
     def downstream_key(self) -> str: ...
@@ -56,12 +60,37 @@ class Running(Protocol):
     def commit_point(self) -> "Awaitable[None]": ...
 
 
+class Remote(Protocol):
+    """The MCP client behind a call."""
+
+    continues: bool  # this is a further round of a call
+    is_committed: bool
+
+    @property
+    def revision(self) -> str: ...
+    @property
+    def capabilities(self) -> JsonObject: ...
+    @property
+    def meta(self) -> JsonObject: ...
+    def progress(self, progress: float, total: float | None, message: str | None) -> "Awaitable[None]": ...
+    def log(self, level: str, data: object, logger: str | None) -> "Awaitable[None]": ...
+    def hang_up(self, retry: float) -> "Awaitable[None]": ...
+    def elicit(self, message: str, schema: object, key: str | None) -> "Awaitable[Elicited]": ...
+    def elicit_url(self, message: str, url: str, key: str | None) -> "Awaitable[Elicited]": ...
+    def sample(
+        self, messages: "str | Sequence[Message]", max_tokens: int, system: str | None, key: str | None, more: JsonObject
+    ) -> "Awaitable[Sampled]": ...
+    def roots(self, key: str | None) -> "Awaitable[list[Root]]": ...
+    def ask(self, questions: "Sequence[Awaitable[object]]") -> "Awaitable[list[Json]]": ...
+
+
 class Call:
-    """One call: what was asked, by whom, and how far it has come."""
+    """One call: its method and params, its caller, and its progress so far."""
 
     __slots__ = (
         "_correlation",
         "caller",
+        "canonical",
         "fingerprint",
         "frame",
         "id",
@@ -91,8 +120,9 @@ class Call:
         position: int | None = None,
         key: str | None = None,
         record: str | None = None,
-        peer: Any = None,
-        shape: Callable[[Any], Any] | None = None,
+        canonical: bytes | None = None,
+        peer: Remote | None = None,
+        shape: Shape | None = None,
     ) -> None:
         self.method = method
         self.frame = frame
@@ -101,28 +131,29 @@ class Call:
         self.caller = frame.caller
         self.position = position  # in a batch, from 0
         self.key = key
+        self.canonical = canonical  # the params as the fingerprint takes them, where the key was found among them
         self.record = record or method.name  # the ledger's name for the method
         self.peer = peer  # the MCP client, if the call came that way
         self.shape = shape  # makes the call's result of the function's value, where that is not the value itself
-        self.state: dict[str, Any] = {}  # for middleware and handlers
+        self.state: dict[str, Json] = {}  # for middleware and handlers
         self.run: Running | None = None  # of a command with a key
         self.fingerprint: bytes | None = None  # of a command's params
         self.reached = False  # the middleware has let the call through
-        self.result: Any = None
+        self.result: object = None
         self.replayed = False  # the answer comes from the ledger
         self.recorded = True  # the ledger knows of the answer
         self.started = time.perf_counter()
-        self._correlation: Any = None
+        self._correlation: CorrelationId | None = None
 
     @property
-    def correlation_id(self) -> Any:
+    def correlation_id(self) -> CorrelationId:
         """The request's id, in every log record of the call; for a notification one is made, for logs only (P8)."""
         if self._correlation is None:
             self._correlation = correlation_of(self.id)
         return self._correlation
 
 
-def correlation_of(id: Any) -> Any:
+def correlation_of(id: Id | UnsetType) -> CorrelationId:
     """Return the id itself where it is plain, its text where only the bytes are exact, a made-up one for a notification."""
     if id is UNSET:
         import secrets  # late: `import wirecall` stays light

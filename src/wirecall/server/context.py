@@ -1,7 +1,7 @@
-"""The context of a call: what a handler, or a middleware, may know about it, and what it may tell and ask its caller.
+"""The context of a call: a handler or a middleware reads the facts of the call here, and talks to its caller.
 
-It works the same in every call: without a command or an MCP client its members have plain defaults, and what it would send
-goes nowhere (`Passed`). A member that cannot work at all raises an error that says why.
+It works the same in every call: without a command or an MCP client its members have plain defaults, and it sends nothing
+(`Passed`). A member that cannot work at all raises an error that says why.
 """
 
 from collections.abc import Awaitable, Generator, Sequence
@@ -11,14 +11,15 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from wirecall.errors import NotCapable, UsageError
-from wirecall.server.call import Call
+from wirecall.protocol.messages import Json, JsonObject
+from wirecall.server.call import Call, CorrelationId, Remote
 
 if TYPE_CHECKING:
     from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
 
 
 class Context:
-    """What a handler, or a middleware, may know about the call it serves."""
+    """The call, as its handler and the middleware see it."""
 
     __slots__ = ("_call", "caller", "id", "idempotency_key", "kind", "method", "params", "position", "record")
 
@@ -38,8 +39,8 @@ class Context:
         return self._call.id is UNSET
 
     @property
-    def correlation_id(self) -> Any:
-        """The request's id, in every log record of the call; for a notification one is made, for logs only (P8)."""
+    def correlation_id(self) -> CorrelationId:
+        """The request's id, as in every log record of the call; a notification gets a made-up one, for logs only (P8)."""
         return self._call.correlation_id
 
     @property
@@ -53,16 +54,15 @@ class Context:
         return self._call.recorded
 
     @property
-    def state(self) -> dict[str, Any]:
-        """A place for middleware to leave values for the handler."""
+    def state(self) -> dict[str, Json]:
+        """Values that middleware leaves for the handler."""
         return self._call.state
 
     @property
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> JsonObject:
         """The `_meta` object beside the params, or an empty one."""
         if self._call.peer is not None:
-            told: dict[str, Any] = self._call.peer.meta
-            return told
+            return self._call.peer.meta
         try:
             meta = UNSET if self.params is UNSET else _decode_meta(self.params).meta
         except msgspec.ValidationError:  # params by position, or `_meta` that is not an object
@@ -77,7 +77,7 @@ class Context:
 
     @property
     def attempt(self) -> int:
-        """Which run of this command this is, counted from 1."""
+        """The number of this run of the command, counted from 1."""
         return self._call.run.attempt if self._call.run else 1
 
     @property
@@ -95,7 +95,7 @@ class Context:
         """The open transaction of a `transactional` command."""
         if self._call.run is None or self._call.run.db is None:
             raise UsageError(
-                "ctx.db is there for transactional commands only.",
+                "ctx.db exists in transactional commands only.",
                 "the record and the handler's writes share one transaction",
                 'declare the command with on_crash="transactional", and use a ledger that has transactions',
             )
@@ -108,10 +108,9 @@ class Context:
         """
         if self._call.peer is not None:
             self._call.peer.is_committed = True
-        passed: Awaitable[None] = self._call.run.commit_point() if self._call.run else Passed()
-        return passed
+        return self._call.run.commit_point() if self._call.run else Passed()
 
-    # --- what an MCP client can be told and asked --------------------------------------------------------------------
+    # --- messages and questions to an MCP client ---------------------------------------------------------------------
 
     @property
     def revision(self) -> str | None:
@@ -119,36 +118,32 @@ class Context:
         return self._call.peer.revision if self._call.peer else None
 
     @property
-    def client_capabilities(self) -> dict[str, Any]:
-        """What the client has declared that it can do, `{}` for plain JSON-RPC."""
+    def client_capabilities(self) -> JsonObject:
+        """The capabilities that the client has declared, `{}` for plain JSON-RPC."""
         return self._call.peer.capabilities if self._call.peer else {}
 
     def progress(self, progress: float, total: float | None = None, message: str | None = None) -> Awaitable[None]:
-        """Tell how far the call has come, if its caller wants to know. The number must grow."""
-        told: Awaitable[None] = self._call.peer.progress(progress, total, message) if self._call.peer else Passed()
-        return told
+        """Send the progress of the call, if its caller asked for it. The number must grow."""
+        return self._call.peer.progress(progress, total, message) if self._call.peer else Passed()
 
-    def log(self, level: "Level", data: Any, logger: str | None = None) -> Awaitable[None]:
+    def log(self, level: "Level", data: object, logger: str | None = None) -> Awaitable[None]:
         """Send a log message to the client, if it wants to see this level."""
-        told: Awaitable[None] = self._call.peer.log(level, data, logger) if self._call.peer else Passed()
-        return told
+        return self._call.peer.log(level, data, logger) if self._call.peer else Passed()
 
-    def elicit(self, message: str, schema: Any, *, key: str | None = None) -> "Awaitable[Elicited]":
+    def elicit(self, message: str, schema: object, *, key: str | None = None) -> "Awaitable[Elicited]":
         """Ask the person at the client with a form.
 
         `schema` is a flat type (Struct, dataclass, TypedDict, pydantic model, or a single `bool`, `Literal`, ...), and the
         answer's content is one; or it is the JSON Schema of a flat object. Answers that do not fit are refused.
 
         At 2026-07-28 the client asks and then calls again: the function starts from the top, with the answer at hand. So
-        nothing may be done before the last question. `key` names the question; by default questions are numbered.
+        it must not have an effect before the last question. `key` names the question; by default questions are numbered.
         """
-        asked: Awaitable[Elicited] = self._asked().elicit(message, schema, key)
-        return asked
+        return self._asked().elicit(message, schema, key)
 
     def elicit_url(self, message: str, url: str, *, key: str | None = None) -> "Awaitable[Elicited]":
         """Ask the person at the client to open a page, from 2025-11-25 on."""
-        asked: Awaitable[Elicited] = self._asked().elicit_url(message, url, key)
-        return asked
+        return self._asked().elicit_url(message, url, key)
 
     def sample(
         self,
@@ -157,28 +152,24 @@ class Context:
         max_tokens: int = 1000,
         system: str | None = None,
         key: str | None = None,
-        **more: Any,
+        **more: Json,
     ) -> "Awaitable[Sampled]":
-        """Ask the client's model. Further members of the request are given as they stand: `temperature=0.2`."""
-        asked: Awaitable[Sampled] = self._asked().sample(messages, max_tokens, system, key, more)
-        return asked
+        """Ask the client's model. Further members of the request are passed on unchanged: `temperature=0.2`."""
+        return self._asked().sample(messages, max_tokens, system, key, more)
 
     def roots(self, *, key: str | None = None) -> "Awaitable[list[Root]]":
-        """The places of its file system that the client shows."""
-        asked: Awaitable[list[Root]] = self._asked().roots(key)
-        return asked
+        """Ask the client for its roots: the places of its file system that it shows."""
+        return self._asked().roots(key)
 
-    def ask(self, *questions: Awaitable[Any]) -> Awaitable[list[Any]]:
-        """Several of the above at once: `name, places = await ctx.ask(ctx.elicit(...), ctx.roots())`."""
-        answers: Awaitable[list[Any]] = self._asked().ask(questions)
-        return answers
+    def ask(self, *questions: Awaitable[object]) -> Awaitable[list[Json]]:
+        """Ask several of the above at once: `name, places = await ctx.ask(ctx.elicit(...), ctx.roots())`."""
+        return self._asked().ask(questions)
 
     def hang_up(self, retry: float) -> Awaitable[None]:
         """End the HTTP connection and go on: the client collects the answer after `retry` seconds (2025-11-25)."""
-        done: Awaitable[None] = self._call.peer.hang_up(retry) if self._call.peer else Passed()
-        return done
+        return self._call.peer.hang_up(retry) if self._call.peer else Passed()
 
-    def _asked(self) -> Any:
+    def _asked(self) -> Remote:
         if self._call.peer is None:
             raise NotCapable("the call came over plain JSON-RPC, where a client cannot be asked", ran="no")
         return self._call.peer
@@ -192,16 +183,16 @@ def call_of(context: Context) -> Call:
 class InputRequired(BaseException):
     """A handler cannot go on before its caller has answered: the call ends here and begins anew with the answer.
 
-    No `Exception`, so that a handler's own `except Exception` lets it pass.
+    It is not an `Exception`, so that a handler's own `except Exception` does not catch it.
     """
 
     def __init__(self, interim: bytes) -> None:
         super().__init__("the call needs input from its caller")
-        self.interim = interim  # what the caller is answered meanwhile
+        self.interim = interim  # the answer to the caller meanwhile
 
 
 class Passed:
-    """Awaited or not, it does nothing."""
+    """An awaitable that does nothing."""
 
     def __await__(self) -> Generator[None, None, None]:
         return
@@ -209,7 +200,7 @@ class Passed:
 
 
 class _Meta(Struct):
-    meta: dict[str, Any] | UnsetType = msgspec.field(default=UNSET, name="_meta")
+    meta: JsonObject | UnsetType = msgspec.field(default=UNSET, name="_meta")
 
 
 _decode_meta = msgspec.json.Decoder(_Meta).decode

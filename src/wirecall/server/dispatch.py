@@ -11,8 +11,8 @@
 `Dispatcher.handle` is the whole line for JSON-RPC. `Dispatcher.run` is steps 3 to 6 for JSON-RPC and MCP alike. A plain
 query that no middleware and no log sees takes a short path: `_begin` for JSON-RPC, `call_plain` for MCP.
 
-No step calls an earlier one. An `RpcError` at any step becomes the answer of its entry. Anything else is logged with the
-call's correlation id and becomes -32603 with no detail on the wire (J15).
+No step calls an earlier one. An `RpcError` at any step becomes the answer of its entry. Any other exception is logged with
+the call's correlation id and becomes -32603, without details on the wire (J15).
 """
 
 import asyncio
@@ -41,32 +41,32 @@ from wirecall.errors import (
 )
 from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
-from wirecall.protocol.messages import Answer, Data, Id, Invalid, Message, Success, failure, make_batch, make_reply
+from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure, make_batch, make_reply
 from wirecall.server.batch import run_batch
-from wirecall.server.call import Call, Frame, correlation_of
+from wirecall.server.call import Call, CorrelationId, Frame, Shape, correlation_of
 from wirecall.server.context import Context, InputRequired, call_of
-from wirecall.server.events import Ended, Events, log
+from wirecall.server.events import CallEnded, Events, log
 from wirecall.server.method import Execution, Method, Registry
 from wirecall.server.policy import ANONYMOUS, Policy, fingerprint
-from wirecall.stepping import in_thread, is_closing, needs_loop, resume, settled
+from wirecall.stepping import cancels, in_thread, is_closing, needs_loop, resume, settled
 
-Reply: TypeAlias = Answer | None  # None: a notification gets none
+Reply: TypeAlias = Answer | None  # None for a notification
 Pending: TypeAlias = Coroutine[Any, Any, Reply]
-Handler: TypeAlias = Callable[[], Any]
+Handler: TypeAlias = Callable[[], object]
 Next: TypeAlias = Callable[[Context], Awaitable[Any]]
 Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
 
 # Results that cannot change between the end of their call and the writing of the reply, so that one encode serves all.
 _CONSTANT = frozenset({int, str, float, bool, types.NoneType})
 
-# A shorter result is not counted against `Limits.bytes_out` before the reply is written: 50 of them are nothing to keep.
+# A shorter result is not counted against `Limits.bytes_out` before the reply is written: 50 of them take little memory.
 COUNTED = 1024
 
 BUSY_RETRY_MS = 100
 
 
-class Commands(Protocol):
-    """What the dispatcher needs of the commands: `commands.execute.Commands` is one."""
+class Executor(Protocol):
+    """Runs commands that have a key; `commands.execute.Commands` is one."""
 
     left: int  # commands that go on although their callers have left
 
@@ -82,7 +82,7 @@ class Dispatcher:
         self,
         registry: Registry,
         policy: Policy,
-        commands: Commands,
+        commands: Executor,
         events: Events,
         *,
         middleware: Sequence[Middleware] = (),
@@ -111,25 +111,25 @@ class Dispatcher:
         replayed: list[Id] | None = None,
         key: str | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
-        """Bytes in, bytes or nothing out: at once where nothing waits, else as a coroutine, which costs a quarter of a call.
+        """Return the reply to a message: at once where nothing waits, else as a coroutine, which costs a quarter of a call.
 
         `alone` says that there is no event loop, so that nothing may wait. `key` is that of a single call.
         """
         limits = self._policy.limits
-        read: Any = frames.read(data, self._strict, limits.bytes_in, limits.depth, limits.batch)
-        is_batch = type(read) is list
+        read = frames.read(data, self._strict, limits.bytes_in, limits.depth, limits.batch)
+        is_batch = isinstance(read, list)
         if key is not None and is_batch:
             raise UsageError(
-                "handle(array, key=...): a key beside a message is that of a single call.",
-                "with one key for all, every entry would be taken for a repetition of the first, or refused",
+                "handle(array, key=...): a key beside a message belongs to a single call.",
+                "with one key for all, every entry would be a repetition of the first, or refused",
                 "give each entry its own: params.idempotency_key",
             )
         busy = self._in_flight + self._commands.left
-        if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
+        if busy and busy + (len(read) if isinstance(read, list) else 1) > limits.in_flight:
             refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
             answers = [
                 frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else refusal))
-                for entry in (read if is_batch else [read])
+                for entry in (read if isinstance(read, list) else [read])
                 if entry.id is not UNSET
             ]
             return make_reply(answers, is_batch)
@@ -139,36 +139,34 @@ class Dispatcher:
             frame = Frame(caller, alone=alone, in_full=in_full, logged=logged, key=key, replayed=replayed, room=room)
         else:
             frame = self._quiet[alone]
-        if is_batch:
-            return self._batch(read, frame)
-        reply: Any = self._begin(frame, read, None)
-        if type(reply) is types.CoroutineType:
-            return self._single(reply)
-        return None if reply is None else self._seal(reply)
+        if isinstance(read, list):
+            return self._reply_later(frame, read)
+        reply = self._begin(frame, read, None)
+        if isinstance(reply, (Success, Failure)):
+            return self._seal(reply)
+        return None if reply is None else self._reply_later(frame, reply)
 
-    async def _single(self, pending: Pending) -> bytes | None:
-        self._in_flight += 1
+    async def _reply_later(self, frame: Frame, begun: "Pending | list[Message | Invalid]") -> bytes | None:
+        """Return the reply to a batch, or to a call that waits."""
+        count = len(begun) if isinstance(begun, list) else 1
+        self._in_flight += count
         try:
-            reply = await pending
-            return None if reply is None else self._seal(reply)
-        finally:
-            self._in_flight -= 1
+            if not isinstance(begun, list):
+                reply = await begun
+                return None if reply is None else self._seal(reply)
 
-    async def _batch(self, entries: list[Message | Invalid], frame: Frame) -> bytes | None:
-        concurrency = 1 if frame.alone else self._policy.limits.concurrency
-        self._in_flight += len(entries)
-        try:
-            replies = await run_batch(entries, partial(self._begin, frame), self._is_in_lane, concurrency=concurrency)
+            def in_lane(message: Message | Invalid) -> bool:
+                assert not isinstance(message, Invalid)  # those are answered on the spot
+                method = self._methods[message.method]
+                execution = method.execution or self._execution
+                return method.is_command if execution is None else execution == "sequential"
+
+            concurrency = 1 if frame.alone else self._policy.limits.concurrency
+            replies = await run_batch(begun, partial(self._begin, frame), in_lane, concurrency=concurrency)
             owed = [reply for reply in replies if reply is not None]
-            return self._seal_batch(owed) if owed else None
+            return self._seal(owed) if owed else None
         finally:
-            self._in_flight -= len(entries)
-
-    def _is_in_lane(self, message: Message | Invalid) -> bool:
-        assert not isinstance(message, Invalid)  # those are answered on the spot
-        method = self._methods[message.method]
-        execution = method.execution or self._execution
-        return method.is_command if execution is None else execution == "sequential"
+            self._in_flight -= count
 
     async def aclose(self, grace: float) -> None:
         """Finish or release the commands that are in flight."""
@@ -188,7 +186,7 @@ class Dispatcher:
             except RpcError as shape:
                 return self._refused(frame, message, position, shape)
             refused = self._refused(frame, message, position, error)
-            return None if message.id is UNSET else refused  # P6: a notification to an unknown method is met with silence
+            return None if message.id is UNSET else refused  # P6: a notification to an unknown method gets no answer
         id = message.id
         if not method.plain or id is UNSET or frame.in_full:
             return self._serve(frame, message, method, position)
@@ -209,18 +207,17 @@ class Dispatcher:
         except BaseException as error:
             return self._failure(frame, message, method, error)
 
-    async def _finish(self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[Any]) -> Reply:
+    async def _finish(self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[object]) -> Reply:
         try:
-            answer: Any = self._answer(frame, _sealed(await awaitable), id)
-            reply: Reply = await answer if type(answer) is types.CoroutineType else answer
-            return reply
+            answer = self._answer(frame, _sealed(await awaitable), id)
+            return answer if isinstance(answer, (Success, Failure)) else await answer
         except BaseException as error:
             return self._failure(frame, message, method, error)
 
     def _failure(self, frame: Frame, message: Message, method: Method, error: BaseException) -> Reply:
         """Return the answer to a plain query that failed."""
         if isinstance(error, InvalidParams):
-            try:  # params that are neither array nor object make the request invalid, whatever the binding said about them
+            try:  # params that are neither array nor object make the request invalid, so that error takes precedence
                 frames.check_params_shape(message.params)
             except RpcError as shape:
                 error = shape
@@ -239,9 +236,8 @@ class Dispatcher:
             return None if call.id is UNSET else failure(call.id, error)
         if call.id is UNSET:
             return None
-        answer: Any = self._answer(frame, result, call.id)
-        reply: Reply = await answer if type(answer) is types.CoroutineType else answer
-        return reply
+        answer = self._answer(frame, result, call.id)
+        return answer if isinstance(answer, (Success, Failure)) else await answer
 
     def _refused(self, frame: Frame, message: Message | Invalid, position: int | None, error: RpcError) -> Reply:
         """Return the answer to a message that was not admitted."""
@@ -249,7 +245,7 @@ class Dispatcher:
             name = "" if type(message) is Invalid else message.method
             method = self._methods.get(name)
             log(
-                Ended(
+                CallEnded(
                     correlation_id=correlation_of(message.id),
                     method=name[:100],
                     kind=method.kind.value if method else None,
@@ -262,16 +258,15 @@ class Dispatcher:
 
     # --- steps 3 to 6, for JSON-RPC and MCP --------------------------------------------------------------------------
 
-    async def run(self, call: Call) -> Any:
-        """Return the result of a call that was admitted, as bytes where it is not a constant; or raise the `RpcError` that
-        answers it."""
+    async def run(self, call: Call) -> object:
+        """Return the result of an admitted call, as `Raw` or a constant; or raise the `RpcError` that answers it."""
         error: BaseException | None = None
         if call.key is None and call.method.is_command and call.method.terms.on_crash == "transactional":
             # Its transaction is that of its record, and a record needs a key. Without one, each call is a new intent.
             call.key = os.urandom(16).hex()
         try:
             result = await self._guarded(Context(call))
-            if result is not call.result:  # a middleware returned another one
+            if result is not call.result:  # the middleware has replaced it
                 result = Raw(frames.encode(call.shape(result) if call.shape else result))
             return result
         except InputRequired as pause:
@@ -280,8 +275,8 @@ class Dispatcher:
         except BaseException as raised:
             error = raised
             if isinstance(raised, RpcError) and not call.reached and raised.ran != "no":
-                # The middleware refused the call: it has not run, whatever the code of the error says. A copy, since the
-                # middleware may raise the same object for another call, after that has run.
+                # The middleware refused the call, so it has not run, whatever the code of the error says. A copy, since the
+                # middleware may raise the same object for another call that has run.
                 told = raised.data if isinstance(raised.data, dict) else {} if raised.data is None else {"data": raised.data}
                 error = rebuilt(type(raised), raised.code, raised.message, {**told, "ran": "no"})
                 error.is_remote = raised.is_remote
@@ -293,13 +288,13 @@ class Dispatcher:
             if call.replayed and call.frame.replayed is not None:
                 call.frame.replayed.append(None if call.id is UNSET else call.id)
 
-    async def _invoke(self, context: Context) -> Any:
-        """Steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
+    async def _invoke(self, context: Context) -> object:
+        """Take steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
         call = call_of(context)
         call.reached = True
         method, frame = call.method, call.frame
         # A command's params are decoded twice: here into the types of the function, by the decoder that is made for them,
-        # and once without types for the fingerprint, which depends on the JSON and not on the types.
+        # and once without types, at admission, for the key and the fingerprint, which depend on the JSON alone.
         args, keywords = method.signature.bind_all(call.params, context)
         handler: Handler = partial(method.function, *args, **keywords)
         if method.blocking and not frame.alone:
@@ -308,7 +303,7 @@ class Dispatcher:
             handler = partial(_shaped, call.shape, handler)
         if method.is_command:
             if call.key is not None or self._events.observed:
-                call.fingerprint = fingerprint(call.params)
+                call.fingerprint = fingerprint(call.params, call.canonical)
             if call.key is not None:
                 call.result = await self._commands.execute(call, handler)
                 return call.result
@@ -328,15 +323,18 @@ class Dispatcher:
         call.result = result if is_constant else Raw(frames.encode(result))
         return call.result
 
-    def _as_error(self, name: str, correlation_id: Any, error: BaseException, alone: bool = False) -> RpcError:
-        """Return the answer to a call that failed. An exception that is not the call's own goes on up."""
+    def _as_error(self, name: str, id: CorrelationId, error: BaseException, alone: bool = False) -> RpcError:
+        """Return the answer to a call that failed. An exception that ends more than the call is raised again."""
         if isinstance(error, RpcError):
             return error
         if alone and needs_loop(error):
             raise CannotWait from error
-        if isinstance(error, (KeyboardInterrupt, CannotWait, OtherLoop)) or is_closing(error) or _is_cancelled(error):
+        if isinstance(error, (KeyboardInterrupt, CannotWait, OtherLoop)) or is_closing(error):
             raise error
-        failed(name, correlation_id, error)
+        # A handler may let the cancellation of another task escape; that is a failure of the handler.
+        if isinstance(error, asyncio.CancelledError) and cancels() > 0:
+            raise error
+        failed(name, id, error)
         return InternalError()
 
     # --- MCP's way in ------------------------------------------------------------------------------------------------
@@ -347,7 +345,8 @@ class Dispatcher:
             raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
         self._in_flight += 1
         try:
-            result: Raw = await self.run(call)
+            result = await self.run(call)
+            assert isinstance(result, Raw)
             return result
         finally:
             self._in_flight -= 1
@@ -366,13 +365,13 @@ class Dispatcher:
             self._in_flight += 1
 
     def is_short(self, method: Method) -> bool:
-        """Whether a method's path is short: a plain query that is not watched needs its arguments and nothing else."""
+        """Return whether a method takes the short path: a plain query that neither middleware nor the log sees."""
         return method.plain and not self._in_full and not logger.isEnabledFor(logging.INFO)
 
     def call_plain(
-        self, method: Method, params: Raw, shape: Callable[[Any], Any], id: Id
+        self, method: Method, params: Raw, shape: Shape, id: CorrelationId
     ) -> "bytes | Coroutine[Any, Any, bytes]":
-        """The short path: return the result as bytes at once, or a coroutine of it."""
+        """Take the short path: return the result as bytes at once, or a coroutine of it."""
         try:
             if self._in_flight + self._commands.left >= self._policy.limits.in_flight:
                 raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
@@ -383,7 +382,7 @@ class Dispatcher:
         except BaseException as error:
             raise self._as_error(method.name, id, error) from None
 
-    async def _finish_plain(self, method: Method, result: Any, shape: Callable[[Any], Any], id: Id) -> bytes:
+    async def _finish_plain(self, method: Method, result: object, shape: Shape, id: CorrelationId) -> bytes:
         self._in_flight += 1
         try:
             return frames.encode(shape(await settled(result)))
@@ -394,42 +393,38 @@ class Dispatcher:
 
     # --- the reply ---------------------------------------------------------------------------------------------------
 
-    def _answer(self, frame: Frame, result: Any, id: Id) -> "Answer | Pending":
+    def _answer(self, frame: Frame, result: object, id: Id) -> "Answer | Pending":
         """Return the answer with a result; or an error, if the results of the batch are too long with this one.
 
         That is found out here and not when the reply is written, so that no batch keeps more than one reply may hold.
         """
-        if frame.room is not None and type(result) in (str, Raw):
-            size = memoryview(result).nbytes if type(result) is Raw else len(result)
+        if frame.room is not None and isinstance(result, (str, Raw)):
+            size = len(result) if isinstance(result, str) else memoryview(result).nbytes
             if size > frame.room:
                 refusal = failure(id, self._too_long())
                 return refusal if frame.alone else _after_a_turn(refusal)
             frame.room -= size if size >= COUNTED else 0
         return Success(result, id)
 
-    def _seal(self, answer: Answer) -> bytes:
-        """Encode one answer. A result that cannot be sent costs its own entry, and no other."""
-        try:
-            data = frames.write(answer)
-        except EncodeError as error:
-            failed("a reply", correlation_of(answer.id), error)
-            return frames.encode(failure(answer.id, InternalError()))
-        return data if len(data) <= self._policy.limits.bytes_out else frames.encode(failure(answer.id, self._too_long()))
-
-    def _seal_batch(self, answers: list[Answer]) -> bytes:
-        """One encode for all; only if that fails, or is too long, one by one."""
+    def _seal(self, answers: Answer | list[Answer]) -> bytes:
+        """Encode a reply. A result that cannot be sent costs its own entry, and no other."""
+        limit = self._policy.limits.bytes_out
         try:
             data = frames.write(answers)
-            if len(data) <= self._policy.limits.bytes_out:
+            if len(data) <= limit:
                 return data
-        except EncodeError:
-            pass
-        room = self._policy.limits.bytes_out
-        sealed = []
+            error: RpcError = self._too_long()
+        except EncodeError as reason:
+            if not isinstance(answers, list):
+                failed("a reply", correlation_of(answers.id), reason)
+            error = InternalError()
+        if not isinstance(answers, list):
+            return frames.encode(failure(answers.id, error))
+        sealed = []  # one by one
         for answer in answers:
             data = self._seal(answer)
-            data = data if len(data) <= room else frames.encode(failure(answer.id, self._too_long()))
-            room -= len(data)
+            data = data if len(data) <= limit else frames.encode(failure(answer.id, self._too_long()))
+            limit -= len(data)
             sealed.append(data)
         return make_batch(sealed)
 
@@ -443,7 +438,7 @@ def _around(layer: Middleware, inner: Next, context: Context) -> Awaitable[Any]:
     return layer(context, inner)
 
 
-def _sealed(result: Any) -> Any:
+def _sealed(result: object) -> object:
     """Return a result that can no longer be changed: it is encoded when its entry ends, not when the reply is written."""
     return result if type(result) in _CONSTANT else Raw(frames.encode(result))
 
@@ -454,16 +449,16 @@ async def _after_a_turn(refusal: Answer) -> Answer:
     return refusal
 
 
-def _shaped(shape: Callable[[Any], Any], handler: Handler) -> Any:
+def _shaped(shape: Shape, handler: Handler) -> object:
     """Call the handler and shape its result into the call's, before it is recorded."""
 
-    def shaped(value: Any) -> Any:
+    def shaped(value: object) -> object:
         try:
             return shape(value)
         except EncodeError as error:  # the handler has not failed: its effect is done, and recorded as that
             return _Unwritable(error)
 
-    async def later(result: Any) -> Any:
+    async def later(result: object) -> object:
         return shaped(await settled(result))
 
     result = handler()
@@ -476,16 +471,5 @@ class _Unwritable:
     def __init__(self, error: EncodeError) -> None:
         self._error = error
 
-    def model_dump(self, mode: str) -> Any:
+    def model_dump(self, mode: str) -> object:
         raise self._error
-
-
-def _is_cancelled(error: BaseException) -> bool:
-    """Whether this call is being cancelled, in contrast to a handler that lets another cancellation escape."""
-    if not isinstance(error, asyncio.CancelledError):
-        return False
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop
-        return False
-    return task is not None and task.cancelling() > 0

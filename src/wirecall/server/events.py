@@ -1,4 +1,4 @@
-"""What observers hear of a call: one `Ended`, when its work is over. The log is one observer, the audit trail another.
+"""Observers of calls get one `CallEnded` per call, when its work is over. The log is one, the audit trail another.
 
 A command that goes on after its caller has left ends when its handler does, and is reported then.
 """
@@ -6,24 +6,24 @@ A command that goes on after its caller has left ends when its handler does, and
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
 from wirecall.errors import InternalError, RpcError
 from wirecall.logs import called
-from wirecall.server.call import Call
+from wirecall.server.call import Call, CorrelationId
 from wirecall.server.context import InputRequired
 
 Word: TypeAlias = Literal["ok", "error", "cancelled", "input required"]
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class CallEnded(Struct, frozen=True, kw_only=True):
     """One call that has ended, served or refused."""
 
-    correlation_id: Any
+    correlation_id: CorrelationId
     method: str  # as in the ledger: a tool's is tools/call:NAME
-    kind: str | None = None  # None: there is no such method
+    kind: str | None = None  # None for an unknown method
     position: int | None = None  # in a batch, from 0
     caller: str = ""
     key: str | None = None
@@ -34,11 +34,11 @@ class Ended(Struct, frozen=True, kw_only=True):
     duration_ms: float = 0.0
 
 
-Observer: TypeAlias = Callable[[Ended], None]
+Observer: TypeAlias = Callable[[CallEnded], None]
 
 
 class Events:
-    """Tells the observers of an app, and the log, of every call."""
+    """Reports every call to the observers of an app, and to the log."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = observers
@@ -48,8 +48,15 @@ class Events:
         """Report a call that was admitted."""
         if not self.observed and not call.frame.logged:
             return
-        outcome, code = _word(error)
-        ended = Ended(
+        outcome: Word = "ok"
+        code = None
+        if isinstance(error, InputRequired):
+            outcome = "input required"
+        elif isinstance(error, asyncio.CancelledError):
+            outcome = "cancelled"
+        elif error is not None:
+            outcome, code = "error", error.code if isinstance(error, RpcError) else InternalError.CODE
+        ended = CallEnded(
             correlation_id=call.correlation_id,
             method=call.record,
             kind=call.method.kind.value,
@@ -68,7 +75,7 @@ class Events:
             observer(ended)
 
 
-def log(ended: Ended) -> None:
+def log(ended: CallEnded) -> None:
     """Write the log record of a call."""
     called(
         correlation_id=ended.correlation_id,
@@ -81,14 +88,3 @@ def log(ended: Ended) -> None:
         caller=ended.caller or None,
         idempotency_key=ended.key,
     )
-
-
-def _word(error: BaseException | None) -> tuple[Word, int | None]:
-    """Return how a call ended, in a word, and with which code."""
-    if error is None:
-        return "ok", None
-    if isinstance(error, InputRequired):
-        return "input required", None
-    if isinstance(error, asyncio.CancelledError):
-        return "cancelled", None
-    return "error", error.code if isinstance(error, RpcError) else InternalError.CODE

@@ -1,19 +1,19 @@
 """Methods, and the registry that holds them.
 
-A method is one function and what was declared about it: its kind (P1), its parameters, and, for a command, its terms. All of
-it is read and checked when it is registered, so that the first caller finds nothing out. A contradiction is an error that
-says why, and what to write instead.
+A method is one function and its declaration: its kind (P1), its parameters, and, for a command, its terms. All of it is read
+and checked at registration, before the first call. A contradiction is an error that says why, and what to write instead.
 """
 
 import enum
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Struct
 
 from wirecall.errors import UsageError
+from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import Signature
 from wirecall.server.context import Context
 
@@ -46,28 +46,28 @@ _NAME_MARKS = str.maketrans("_-.", "aaa")
 
 
 class Kind(enum.Enum):
-    """What a method does to the world: a query reads, a command changes something. There is no third kind and no default."""
+    """The two kinds of methods: a query reads, a command changes something. There is no default."""
 
     QUERY = "query"
     COMMAND = "command"
 
 
 class Terms(Struct, frozen=True, kw_only=True):
-    """What a command declares about its own retries; docs/commands.md explains each field."""
+    """The rules of a command about its retries; docs/commands.md explains each field."""
 
     on_crash: OnCrash = "unknown"
     retention: float = 86_400
     lease: float = 30
     wait: float = 25
     max_stored_result: int = 262_144
-    reconcile: Callable[..., Any] | None = None
+    reconcile: Callable[..., object] | None = None
     commit_point: bool = False  # the handler calls ctx.commit_point() itself
 
 
 class Done(Struct, frozen=True):
     """A reconcile function's answer: the command took effect, with this result."""
 
-    result: Any = None
+    result: object = None
 
 
 class NotDone(Struct, frozen=True):
@@ -89,11 +89,11 @@ class ToolAnnotations(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Method:
-    """One registered function and what was declared about it."""
+    """One registered function and its declaration."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         kind: Kind,
         *,
         name: str | None = None,
@@ -109,8 +109,8 @@ class Method:
         expose: Sequence[Exposed] = EVERYWHERE,
         key: KeyRule = "optional",
         description: str | None = None,
-        input_schema: dict[str, Any] | None = None,
-        output_schema: dict[str, Any] | None = None,
+        input_schema: JsonObject | None = None,
+        output_schema: JsonObject | None = None,
         reserved: bool = False,
     ) -> None:
         import inspect  # late: `import wirecall` stays light
@@ -145,16 +145,25 @@ class Method:
         # In a plain function ctx.commit_point() blocks, so it must not run on the loop.
         self.blocking = blocking or (self.is_command and self.terms.commit_point and not self.is_async)
         self.can_wait = self.blocking or self.terms.on_crash in ("reconcile", "transactional") or self.is_async
+        self._reconciler: Signature | None = None
+        if self.terms.reconcile is not None:  # it is asked with the params of its command
+            self._reconciler = Signature(self.terms.reconcile, inject=Context, keyed=True)
+            theirs, ours = ([p.name for p in s.parameters] for s in (self._reconciler, self.signature))
+            if theirs != ours:
+                raise UsageError(
+                    f"The reconcile function of {self.name} cannot be asked.",
+                    f"it takes ({', '.join(theirs)}), the command takes ({', '.join(ours)})",
+                    "give it the command's own parameters",
+                )
         for why, fix in _faults(self, reserved):
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
-        self._reconciler = _reconciler(self) if self.terms.reconcile else None
         self.bind = self.signature.bind
-        # The dispatcher runs a plain method without building a context; what makes a method plain never changes.
+        # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
         self.plain = (
             not self.is_command and self.signature.simple and not blocking and timeout is None and execution != "sequential"
         )
 
-    def reconcile(self, context: Context) -> Any:
+    def reconcile(self, context: Context) -> object:
         """Ask the declared reconcile function about an earlier run of the same command; may return an awaitable."""
         assert self._reconciler is not None
         args, keywords = self._reconciler.bind_all(context.params, context)
@@ -195,23 +204,9 @@ class Registry:
 
 
 def _mentions(code: types.CodeType, name: str) -> bool:
-    """Whether a name is read in the code, or in a function inside it."""
+    """Return whether a name is read in the code, or in a function inside it."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return name in code.co_names or any(_mentions(const, name) for const in inner)
-
-
-def _reconciler(method: Method) -> Signature:
-    """Return the signature of the reconcile function; it is asked with the params of its command."""
-    assert method.terms.reconcile is not None
-    signature = Signature(method.terms.reconcile, inject=Context, keyed=True)
-    theirs, ours = ([p.name for p in s.parameters] for s in (signature, method.signature))
-    if theirs != ours:
-        raise UsageError(
-            f"The reconcile function of {method.name} cannot be asked.",
-            f"it takes ({', '.join(theirs)}), the command takes ({', '.join(ours)})",
-            "give it the command's own parameters",
-        )
-    return signature
 
 
 def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
@@ -283,6 +278,6 @@ def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
             yield why, 'choose another name, or serve it over JSON-RPC alone: expose=("rpc",)'
 
 
-def _is_amount(value: Any) -> bool:
-    """Whether a value is a number above 0 that every store can hold."""
+def _is_amount(value: object) -> bool:
+    """Return whether a value is a number above 0 that every store can hold."""
     return (type(value) is int and 0 < value < 2**63) or (type(value) is float and value > 0)

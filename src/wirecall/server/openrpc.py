@@ -1,9 +1,8 @@
 """The registered methods as an OpenRPC document, which `rpc.discover` answers (J16)."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
+from wirecall.protocol.messages import Json, JsonObject
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Method, Registry
 
@@ -16,10 +15,16 @@ KEY_PARAM = {
 }
 
 
-def document(name: str, version: str, registry: Registry, mode: str) -> dict[str, Any]:
-    """An OpenRPC document; what the format has no word for stands under names that begin with `x-`."""
+def document(name: str, version: str, registry: Registry, mode: str) -> JsonObject:
+    """Return an OpenRPC document; members that the format does not know have names that begin with `x-`."""
     methods = [method for method in registry if not method.name.startswith("rpc.")]
-    schemas = {key: schema for method in methods for key, schema in _components(method).items()}
+    schemas: JsonObject = {}
+    for method in methods:
+        # Two methods may mean two types by one name, so the method's name goes in front. So may the params and the result
+        # of one method, and then the types of the result have names of their own.
+        taken, given = (schema.get("$defs", {}) for schema in (method.signature.schema, method.signature.result_schema))
+        schemas |= {_component(method, each): _placed(schema, method) for each, schema in taken.items()}
+        schemas |= {_component(method, each, given): _placed(schema, method, given) for each, schema in given.items()}
     return {
         "openrpc": VERSION,
         "info": {"title": name, "version": version},
@@ -28,57 +33,38 @@ def document(name: str, version: str, registry: Registry, mode: str) -> dict[str
     }
 
 
-def _describe(method: Method, mode: str) -> dict[str, Any]:
-    texts = {"summary": method.title, "description": method.description}
-    result = method.signature.result_schema
-    return {
-        "name": method.name,
-        **{name: text for name, text in texts.items() if text},
-        "params": _params(method, mode),
-        "paramStructure": "by-name" if any(p.kind == "name" for p in method.signature.parameters) else "either",
-        "result": {"name": "result", "schema": _placed(result, method, result.get("$defs", {}))},
-        "x-kind": method.kind.value,
-        "x-notification-allowed": method.notification_allowed,
-        **_hints(method),
-    }
-
-
-def _hints(method: Method) -> dict[str, bool]:
-    """What a method says about its effects, where it says something."""
-    stated = {"x-destructive": method.destructive, "x-idempotent": method.idempotent, "x-open-world": method.open_world}
-    return {name: value for name, value in stated.items() if value is not None}
-
-
-def _params(method: Method, mode: str) -> list[dict[str, Any]]:
-    schema = method.signature.schema
-    params: list[dict[str, Any]] = [
+def _describe(method: Method, mode: str) -> JsonObject:
+    schema, result = method.signature.schema, method.signature.result_schema
+    params: list[JsonObject] = [
         {"name": name, "required": name in schema["required"], "schema": _placed(described, method)}
         for name, described in schema["properties"].items()
     ]
     if method.is_command and not method.signature.takes_key:
         params.append({**KEY_PARAM, "required": mode == "production" or method.key != "optional"})
-    return params
+    texts = {"summary": method.title, "description": method.description}
+    hints = {"x-destructive": method.destructive, "x-idempotent": method.idempotent, "x-open-world": method.open_world}
+    return {
+        "name": method.name,
+        **{name: text for name, text in texts.items() if text},
+        "params": params,
+        "paramStructure": "by-name" if any(p.kind == "name" for p in method.signature.parameters) else "either",
+        "result": {"name": "result", "schema": _placed(result, method, result.get("$defs", {}))},
+        "x-kind": method.kind.value,
+        "x-notification-allowed": method.notification_allowed,
+        **{name: hint for name, hint in hints.items() if hint is not None},
+    }
 
 
-def _components(method: Method) -> dict[str, Any]:
-    """The types a method names. Two methods may mean two types by one name, so the method's name goes in front; so may the
-    params and the result of one method, and then those of the result have names of their own."""
-    signature = method.signature
-    taken = {_component(method, name): _placed(s, method) for name, s in signature.schema.get("$defs", {}).items()}
-    given = signature.result_schema.get("$defs", {})
-    return taken | {_component(method, name, given): _placed(s, method, given) for name, s in given.items()}
-
-
-def _component(method: Method, name: str, given: Mapping[str, Any] | None = None) -> str:
-    """The name of a component; OpenRPC allows few characters in it. `given` are the definitions of the result, if it is one
-    of theirs."""
+def _component(method: Method, name: str, given: JsonObject | None = None) -> str:
+    """Return the name of a component, in the few characters that OpenRPC allows. For a definition of the result, `given` are
+    all of the result's definitions."""
     taken = method.signature.schema.get("$defs", {})
     is_other = given is not None and any(taken[name] != given[name] for name in taken.keys() & given.keys())
     return re.sub(r"[^A-Za-z0-9._-]", "_", f"{method.name}.{'result.' if is_other else ''}{name}")
 
 
-def _placed(schema: Any, method: Method, given: Mapping[str, Any] | None = None) -> Any:
-    """A schema with its references pointing into the document's components."""
+def _placed(schema: Json, method: Method, given: JsonObject | None = None) -> Json:
+    """Return a schema whose references point into the document's components."""
     if isinstance(schema, list):
         return [_placed(item, method, given) for item in schema]
     if not isinstance(schema, dict):

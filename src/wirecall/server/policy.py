@@ -1,15 +1,16 @@
-"""What may be called, how, and by which key: the rules between parsing a message and running a method.
+"""The rules between parsing a message and running a method: may it be called, and by which key.
 
-`Policy.admit` takes a parsed message and its method and returns a `Call`, or the error that answers the message. An
+`Policy.admit` takes a parsed message and its method and returns a `Call`, or raises the error that answers the message. An
 error raised here is always answered, under id null where the message has none (P2, P6). After admission a notification is
 silent, whatever happens to it.
 
-`fingerprint` is the identity of a command's params: two calls with one key must agree on it.
+`identify` is the one rule about keys, for JSON-RPC and MCP. `fingerprint` is the identity of a command's params: two calls
+with one key must agree on it.
 """
 
 import gc
 import hashlib
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -17,7 +18,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall.errors import InvalidParams, InvalidRequest, KeyInvalid, KeyRequired
 from wirecall.protocol import messages as frames
 from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import Message
+from wirecall.protocol.messages import Json, Message
 from wirecall.protocol.params import KEY, META
 from wirecall.server.call import Call, Frame
 from wirecall.server.method import Method
@@ -40,56 +41,52 @@ class Policy(Struct, frozen=True):
             raise InvalidRequest(f"{method.name} is a command: it is executed only with an id", method=method.name)
         if message.id is UNSET and not method.notification_allowed:  # P6
             raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
-        beside = UNSET if frame.key is None else frame.key
-        key = self._key(message.params, method, beside) if method.is_command else None
-        return Call(method, frame, id=message.id, params=message.params, position=position, key=key)
-
-    def _key(self, params: Raw | UnsetType, method: Method, beside: Any) -> str | None:
-        given = UNSET if params is UNSET else take_key(params, method.signature.key_position)
-        key = check_key(given) if beside is UNSET and given is not UNSET else agreed_key(given, beside)
-        if key is None and (self.mode == "production" or method.key != "optional"):
-            raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
-        return key
+        key, canonical = None, None
+        if method.is_command:
+            beside = UNSET if frame.key is None else frame.key
+            key, canonical = identify(message.params, beside, position=method.signature.key_position)
+            if key is None and (self.mode == "production" or method.key != "optional"):
+                raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
+        return Call(method, frame, id=message.id, params=message.params, position=position, key=key, canonical=canonical)
 
 
-def take_key(params: Raw, position: int | None = None) -> Any:
-    """The key among the params, or UNSET. Given twice with two values it is refused: each would be a command.
+def identify(params: Raw | UnsetType, *beside: object, position: int | None = None) -> tuple[str | None, bytes | None]:
+    """Return the key of a command's call and, if it has one, the canonical form of its params: one decode gives both.
 
-    Params by position have one only where the function itself declares it, at `position`.
+    The key may be among the params and at other places `beside` them; UNSET says that a place has none. All places must
+    agree: two values would be two commands. Params by position have a key only where the function declares it, at
+    `position`.
     """
-    text = bytes(params)
-    if text.startswith(b"["):
-        items = [] if position is None else frames.decode_any(params)
-        return items[position] if position is not None and position < len(items) else UNSET
-    try:
-        key = _decode_keyed(params).idempotency_key
-    except msgspec.ValidationError as error:  # the key, or a number behind it, is one that Python cannot hold
-        raise KeyInvalid(f"params.{KEY}: {str(error).lower()}", ran="no") from None
-    if key is not UNSET and (text.count(_QUOTED_KEY) > 1 or b"\\u" in text):
-        import json  # late: the one decoder that shows duplicate members
+    text = b"{}" if params is UNSET else bytes(params)
+    keys = [key for key in beside if key is not UNSET]
+    may_hold_key = position is not None if text.startswith(b"[") else _QUOTED_KEY in text or b"\\u" in text
+    if not keys and not may_hold_key:
+        return None, None
+    value = _decode_exact(text)
+    if type(value) is dict and KEY in value:
+        keys.append(value[KEY])
+        if text.count(_QUOTED_KEY) > 1 or b"\\u" in text:
+            import json  # late: the one decoder that shows duplicate members
 
-        # Integers stay texts: Python refuses to read long ones, and what is wrong with those is told by the binding.
-        members = json.loads(text, object_pairs_hook=list, parse_int=lambda digits: [digits])
-        values = {json.dumps(value) for name, value in members if name == KEY}
-        if len(values) > 1:
-            raise KeyInvalid(f"params.{KEY}: given twice with different values", ran="no")
-    return key
-
-
-def agreed_key(*given: Any) -> str | None:
-    """The one key of a call that may carry it in several places; UNSET says: not here."""
-    keys = [key for key in given if key is not UNSET]
-    for key in keys:
-        check_key(key)
-        if key != keys[0]:
-            raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
-    return keys[0] if keys else None
+            # Integers stay texts: Python refuses to read long ones.
+            members = json.loads(text, object_pairs_hook=list, parse_int=lambda digits: [digits])
+            if len({json.dumps(each) for name, each in members if name == KEY}) > 1:
+                raise KeyInvalid(f"params.{KEY}: given twice with different values", ran="no")
+    elif type(value) is list and position is not None and position < len(value):
+        keys.append(value[position])
+    if not keys:
+        return None, None
+    key, *others = map(check_key, keys)
+    if any(other != key for other in others):
+        raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
+    return key, _canonical(value)
 
 
-def check_key(key: Any) -> str:
-    """1 to 255 printable ASCII characters without spaces."""
+def check_key(key: object) -> str:
+    """Return a key that has 1 to 255 printable ASCII characters without spaces; raise `KeyInvalid` for any other."""
     if not isinstance(key, str):
-        raise KeyInvalid(f"params.{KEY}: expected str, got {type(key).__name__}", ran="no")
+        got = "float" if isinstance(key, Raw) else type(key).__name__  # `Raw` is a float with many digits
+        raise KeyInvalid(f"params.{KEY}: expected str, got {got}", ran="no")
     if not 1 <= len(key) <= 255:
         raise KeyInvalid(f"params.{KEY}: expected 1 to 255 characters, got {len(key)}", ran="no")
     if not (key.isascii() and key.isprintable()) or " " in key:
@@ -97,14 +94,9 @@ def check_key(key: Any) -> str:
     return key
 
 
-class _Keyed(Struct):
-    idempotency_key: Any = UNSET
+# --- the identity of params -------------------------------------------------------------------------------------------
 
-
-_decode_keyed = msgspec.json.Decoder(_Keyed).decode
 _QUOTED_KEY = f'"{KEY}"'.encode()
-
-_NO_PARAMS = Raw(b"{}")
 
 LARGE = 1 << 16  # bytes of params that may hold many objects
 
@@ -113,41 +105,44 @@ MOST_ZEROS = 20
 _MANY_ZEROS = b"0" * (MOST_ZEROS + 1)
 _LONG_INTEGER = rb'("[^"\\]*+(?:\\.[^"\\]*+)*+")|(-?[0-9]{%d,}+)(?![.eE])' % (MOST_ZEROS + 2)
 
-_canonical = msgspec.json.Encoder(order="deterministic").encode
 
-
-def fingerprint(params: Raw | UnsetType) -> bytes:
+def fingerprint(params: Raw | UnsetType, canonical: bytes | None = None) -> bytes:
     """Return SHA-256 of the params in canonical form: members sorted, numbers by their exact value (1 equals 1.0 and 1e0).
 
     The key and `_meta` may differ from one attempt to the next, so they do not count.
     """
-    given = bytes(_NO_PARAMS if params is UNSET else params)
-    if _MANY_ZEROS in given:
-        import re  # late: few params come here
-
-        # The decoder shows `_exact` only numbers with a fraction or an exponent, so long integers get an exponent.
-        given = re.sub(_LONG_INTEGER, lambda found: found[1] or found[2] + b"e0", given, flags=re.DOTALL)
-    if len(given) < LARGE or not gc.isenabled():
-        return _digest(given)
-    # A megabyte can hold half a million arrays. While they are made, the garbage collector would look through them and
-    # through the arguments of the call several times, and find nothing: five times the work.
-    gc.disable()
-    try:
-        return _digest(given)
-    finally:
-        gc.enable()
+    if canonical is None:
+        canonical = _canonical(_decode_exact(b"{}" if params is UNSET else bytes(params)))
+    return hashlib.sha256(canonical).digest()
 
 
-def _digest(given: bytes) -> bytes:
-    try:
-        value = _decode_exact(given)
-    except (msgspec.ValidationError, RecursionError):
-        frames.decode_any(Raw(given))  # which says what is wrong
-        raise InvalidParams("params: number out of range") from None
+def _canonical(value: Json) -> bytes:
     if type(value) is dict:
         value.pop(KEY, None)
         value.pop(META, None)
-    return hashlib.sha256(_canonical(value)).digest()
+    return _encode_sorted(value)
+
+
+def _decode_exact(text: bytes) -> Json:
+    """Return params as plain values, in which every number has its exact value."""
+    if _MANY_ZEROS in text:
+        import re  # late: few params come here
+
+        # The decoder shows `_exact` only numbers with a fraction or an exponent, so long integers get an exponent.
+        text = re.sub(_LONG_INTEGER, lambda found: found[1] or found[2] + b"e0", text, flags=re.DOTALL)
+    # While many objects are made, the garbage collector would look through all of them several times and find nothing:
+    # five times the work.
+    pauses = len(text) >= LARGE and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        return _decode_numbers(text)
+    except (msgspec.ValidationError, RecursionError):
+        frames.decode_any(Raw(text))  # raises the error that says what is wrong
+        raise InvalidParams("params: number out of range") from None
+    finally:
+        if pauses:
+            gc.enable()
 
 
 def _exact(text: str) -> "int | float | Raw":
@@ -173,4 +168,5 @@ def _exact(text: str) -> "int | float | Raw":
     return Raw(f"{sign}{significant}e{exponent}".encode())
 
 
-_decode_exact = msgspec.json.Decoder(float_hook=_exact).decode
+_decode_numbers = msgspec.json.Decoder(float_hook=_exact).decode
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
