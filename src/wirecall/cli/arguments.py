@@ -17,9 +17,9 @@ from typing import Any
 
 from wirecall.cli.failures import CliError, Exit, nearest
 from wirecall.cli.output import stdin
-from wirecall.protocol.messages import decode_value, encode
+from wirecall.protocol.messages import JsonObject, decode_value, encode
 
-Schema = dict[str, Any]
+Schema = JsonObject
 DEPTH = 40  # references that lead to references
 SHOWN = 4  # levels of a schema that are put into words
 QUOTED = 60  # characters of a value that an error quotes
@@ -37,7 +37,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 
 
 class Misfit(Exception):
-    """A value that its schema does not admit: where it is, what is expected, what came."""
+    """A value that its schema does not admit: its place, the expected type, the value that came."""
 
     def __init__(self, where: str, expected: str, got: str) -> None:
         super().__init__(f"{where} must be {expected}; got {got}")

@@ -5,7 +5,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import click
 import msgspec
@@ -14,6 +14,7 @@ from wirecall.audit import Report, verify
 from wirecall.cli.failures import CliError, Exit
 from wirecall.cli.output import Printer, count_of, json_option, print_json, progress
 from wirecall.logs import escaped
+from wirecall.protocol.messages import JsonObject
 
 POLL = 0.2  # seconds between two looks at a file that is followed or verified
 BLOCK = 65_536
@@ -118,7 +119,7 @@ def tail_file(file: str | None, count: int, follow: bool, as_json: bool) -> None
                     opened = path.open("rb")
 
 
-def _entry(line: bytes) -> dict[str, Any]:
+def _entry(line: bytes) -> JsonObject:
     try:
         entry = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

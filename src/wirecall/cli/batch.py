@@ -28,6 +28,7 @@ from wirecall.cli.output import Input, Printer, count_of, json_option, print_lin
 from wirecall.cli.settings import app_of, ledger_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import UsageError
+from wirecall.protocol.messages import JsonObject
 
 WINDOW = 1000  # lines in flight together
 TICK = 0.2  # seconds after which finished calls are printed while others are in flight
@@ -37,7 +38,7 @@ class Line(Struct, frozen=True):
     """One line of the input. A JSON-RPC request is a line too; its other members are ignored."""
 
     method: str
-    params: dict[str, Any] | list[Any] | None = None
+    params: JsonObject | list[Any] | None = None
     key: str | None = None
     id: str | int | UnsetType | None = UNSET
 
@@ -52,7 +53,7 @@ class Totals:
         self.sent = self.lines = self.failed = self.replayed = 0
         self.exits: set[int] = set()
 
-    def count(self, documents: list[dict[str, Any]]) -> None:
+    def count(self, documents: list[JsonObject]) -> None:
         failed = [document["error"]["exit"] for document in documents if not document["ok"]]
         self.lines += len(documents)
         self.failed += len(failed)
@@ -114,7 +115,7 @@ async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way,
         source.seek(begin)
     with progress(count, "Calls", hidden=source.isatty()) as advance:
 
-        def report(documents: list[dict[str, Any]]) -> None:
+        def report(documents: list[JsonObject]) -> None:
             totals.count(documents)
             print_lines(documents, stdout)
             advance(len(documents))
@@ -125,7 +126,7 @@ async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way,
                 await _send(client, is_mcp, block, report)
 
 
-async def _send(client: Any, is_mcp: bool, block: list[Numbered], report: Callable[[list[dict[str, Any]]], None]) -> None:
+async def _send(client: Any, is_mcp: bool, block: list[Numbered], report: Callable[[list[JsonObject]], None]) -> None:
     """Make the calls of a block. Report finished calls while others are in flight, in the order of the lines."""
     entries: list[tuple[int, Line | None, Any]] = []  # the last is an entry of the batch, or a CliError
 
@@ -163,7 +164,7 @@ def _added(batch: Any, is_mcp: bool, text: bytes) -> tuple[Line | None, Any]:
         return line, failure_of(error)
 
 
-def _document(number: int, line: Line | None, entry: Any) -> dict[str, Any]:
+def _document(number: int, line: Line | None, entry: Any) -> JsonObject:
     """Return the outcome of a line as it is printed."""
     id = {} if line is None or line.id is UNSET else {"id": line.id}
     if isinstance(entry, CliError):

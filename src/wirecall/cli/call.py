@@ -70,7 +70,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
         way = Way("mcp", way.revision, way.timeout, way.headers)
     protocol = way.protocol_to(target)
     async with opened(target, way, app=app) as client:
-        # 2. The method or tool, if the server lists what it offers.
+        # 2. The method or tool, if the server lists them.
         offer = Offer("method", name)
         offers = None if name.startswith("rpc.") else await offers_of(client, app, protocol, callable_only=True)
         if offers is not None:
@@ -103,10 +103,16 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
             await ready(app)
 
         # 4. The call, as the only entry of a batch: an entry knows its key and whether it was replayed.
-        wanted.is_sent, begun = True, time.perf_counter()
+        def progress(done: float, total: float | None, message: str | None) -> None:
+            out.note(f"  {done:g}{f' of {total:g}' if total else ''}{f'  {message}' if message else ''}")
+
+        wanted.is_sent, begun, key = True, time.perf_counter(), wanted.key or False
         async with client.batch() as batch:
             try:
-                entry = _added(batch, protocol, wanted, params, out)
+                if protocol == "mcp":
+                    entry = batch.call_tool(name, params, key=key, progress=progress)
+                else:
+                    entry = batch.call(name, params or None, key=key)
             except UsageError as error:  # only the key can still be wrong
                 failure = failure_of(error)
                 failure.next = failure.next or "use 1 to 255 printable ASCII characters without spaces, or --key auto"
@@ -116,21 +122,12 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
     if entry.error is not None:
         raise _failed(entry, offer, wanted, target)
     if not out.as_json:
-        key = f"   key {entry.key}" if entry.key else ""
+        shown = f"   key {entry.key}" if entry.key else ""
         replayed = "   replayed: it ran before and was not executed again" if entry.replayed else ""
-        out.note(f"{name}  {took * 1000:.0f} ms{key}{replayed}", "replayed" if entry.replayed else "ok")
+        out.note(f"{name}  {took * 1000:.0f} ms{shown}{replayed}", "replayed" if entry.replayed else "ok")
     more = ({"key": entry.key} if entry.key else {}) | revision
     value = entry.result()
     out.result(result_of(value), readable(value), method=name, replayed=entry.replayed, **more)
-
-
-def _added(batch: Any, protocol: str, wanted: Wanted, params: Any, out: Printer) -> Any:
-    def progress(done: float, total: float | None, message: str | None) -> None:
-        out.note(f"  {done:g}{f' of {total:g}' if total else ''}{f'  {message}' if message else ''}")
-
-    if protocol == "mcp":
-        return batch.call_tool(wanted.name, params, key=wanted.key or False, progress=progress)
-    return batch.call(wanted.name, params or None, key=wanted.key or False)
 
 
 # --- the outcome ----------------------------------------------------------------------------------------------------

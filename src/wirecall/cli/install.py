@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import click
 from msgspec import Struct
@@ -25,6 +26,7 @@ from wirecall.cli.failures import CliError, Interrupted
 from wirecall.cli.output import Printer, ask, json_option
 from wirecall.cli.targets import Target, TargetCommand, optional_target_argument
 from wirecall.config import FILE, FILE_VARIABLE
+from wirecall.protocol.messages import JsonObject
 
 MOST = 100  # copies of old files, for one server
 _PASTE = "--print, and paste it"
@@ -58,7 +60,7 @@ class ClientProgram(Struct, frozen=True):
             data = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
         return data / self.home[2:]
 
-    def entry(self, target: Target, variables: tuple[str, ...]) -> dict[str, Any]:
+    def entry(self, target: Target, variables: tuple[str, ...]) -> JsonObject:
         """Return the entry for a server."""
         env: dict[str, str] = {}
         for word in variables:
@@ -81,7 +83,7 @@ class ClientProgram(Struct, frozen=True):
             args = ["-m", "wirecall", "serve", f"{path}:{target.name}" if target.name else str(path), "--stdio"]
             if path.with_name(FILE).is_file():  # the wirecall.toml beside the app applies there too
                 env = {FILE_VARIABLE: str(path.with_name(FILE)), **env}
-        entry: dict[str, Any] = {"type": "stdio"} if self.is_typed else {}
+        entry: JsonObject = {"type": "stdio"} if self.is_typed else {}
         entry |= {"command": shutil.which(command) or command, "args": args}
         return {**entry, "env": env} if env else entry
 
@@ -135,22 +137,30 @@ def command(
     wirecall install --client vscode --name files -- npx -y some-server
     wirecall install shop.py --client claude-code --undo
     """
-    out, whose = Printer(as_json), CLIENTS[client]
+    out, program = Printer(as_json), CLIENTS[client]
 
     # 1. The server and its name. An address without a path is a wirecall server.
     if target is None and not (undo and name and not only_print):
         raise CliError("Which server?", "no target was given", "name a file, an address, or -- a command")
     if target is not None and target.kind == "url" and "/" not in target.text.partition("://")[2].rstrip("/"):
         target = Target("url", f"{target.text.rstrip('/')}/mcp")
-    name = name or _name_of(target)
+    if target is not None and not name:
+        if target.kind == "file":
+            name = target.app().name  # an app that cannot be served fails here, not in the client
+        elif target.kind == "url":
+            name = urlsplit(target.text).hostname or "server"
+        else:
+            name = Path(target.command[0]).stem
+        name = _plain(name)
+    assert name is not None
 
     # 2. The new text of the file.
-    entry = whose.entry(target, variables) if target is not None and (only_print or not undo) else {}
+    entry = program.entry(target, variables) if target is not None and (only_print or not undo) else {}
     if only_print:
-        document = {whose.member: {name: entry}}
+        document = {program.member: {name: entry}}
         out.result(document, json.dumps(document, indent=2, ensure_ascii=False))
         return
-    file = _File(whose.path(in_project=project), whose, name)
+    file = _File(program.path(in_project=project), program, name)
     after = file.restored() if undo else file.with_entry(entry)
 
     # 3. The change, if the user agrees.
@@ -167,25 +177,13 @@ def command(
 
     # 4. The report.
     backup = str(file.backup) if file.backup else None
-    names = {"client": whose.title, "file": str(file.path), "name": name}
+    names = {"client": program.title, "file": str(file.path), "name": name}
     verb = ("took back" if undo else "wrote") if write else "would change" if dry_run else "unchanged,"
     out.result({**names, "changed": write, "backup": backup, "diff": diff}, f"{file.path}: {verb} {name}")
     if write and not as_json:
         if not undo:
             out.note(f"The old file: {file.backup}")
-        out.note(f"Now in {whose.title}: {whose.restart}.", "ok")
-
-
-def _name_of(target: Target | None) -> str:
-    """Return the default name of a server."""
-    assert target is not None
-    if target.kind == "file":
-        return _plain(target.app().name)  # an app that cannot be served fails here, not in the client
-    if target.kind == "url":
-        from urllib.parse import urlsplit
-
-        return _plain(urlsplit(target.text).hostname or "server")
-    return _plain(Path(target.command[0]).stem)
+        out.note(f"Now in {program.title}: {program.restart}.", "ok")
 
 
 def _plain(name: str) -> str:
@@ -219,7 +217,7 @@ class _File:
         nth = f".{number}" if number > 1 else ""
         return self.path.with_name(f"{self.path.name}.before-{_plain(self.name)}{nth}.bak")
 
-    def with_entry(self, entry: dict[str, Any]) -> str:
+    def with_entry(self, entry: JsonObject) -> str:
         """Return the text with the server in it."""
         try:
             tree = self._tree(self.text, self.path)
@@ -281,10 +279,10 @@ class _File:
         names = str(self.path), f"{self.path} (new)"
         return "".join(line if line.endswith("\n") else f"{line}\n" for line in difflib.unified_diff(*lines, *names))
 
-    def _tree(self, text: str, path: Path) -> dict[str, Any]:
+    def _tree(self, text: str, path: Path) -> JsonObject:
         """Parse the file. Everything that writing it again would lose is an error."""
 
-        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        def unique(pairs: list[tuple[str, Any]]) -> JsonObject:
             names = [name for name, _ in pairs]
             if doubled := next((name for name in names if names.count(name) > 1), None):
                 raise ValueError(f"{doubled!r} is in one object twice")
@@ -316,7 +314,7 @@ class _File:
             raise CliError(what, f"expected {expected}", "is it the right file? Then correct it")
         return tree
 
-    def _written(self, tree: dict[str, Any]) -> str:
+    def _written(self, tree: JsonObject) -> str:
         """Return the file as text, with its own indentation and line ends."""
         match = re.search(r"^([ \t]+)\S", self.text, re.MULTILINE)
         indent = match[1] if match else 2

@@ -8,7 +8,7 @@ import base64
 import binascii
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import click
 import msgspec
@@ -18,6 +18,7 @@ from wirecall.cli.failures import CliError, Interrupted, nearest
 from wirecall.cli.ledgers import Found, found, opened_ledger
 from wirecall.cli.output import Printer, ask, count_of, json_option, progress
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
+from wirecall.protocol.messages import JsonObject
 
 PAGE = 500
 _WHERE = click.argument("target", required=False, metavar="[TARGET]")
@@ -250,7 +251,7 @@ def _names(id: RecordId) -> dict[str, str]:
     return {"caller": id.caller, "method": id.method, "key": id.key}
 
 
-def _document(record: Record) -> dict[str, Any]:
+def _document(record: Record) -> JsonObject:
     return {
         **_names(record.id),
         "state": record.state.value,

@@ -12,6 +12,7 @@ from msgspec import Struct
 from wirecall import App
 from wirecall.cli.failures import CliError, Exit, nearest
 from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
+from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import KEY
 
 Kind = Literal["query", "command", "method", "tool", "resource", "template", "prompt"]
@@ -46,8 +47,8 @@ class Offer(Struct, frozen=True, omit_defaults=True):
     title: str = ""
     description: str = ""
     hints: Effects | None = None
-    schema: dict[str, Any] | None = None  # of the arguments; None if the server does not state it
-    output: dict[str, Any] | None = None
+    schema: JsonObject | None = None  # of the arguments; None if the server does not state it
+    output: JsonObject | None = None
 
     @property
     def summary(self) -> str:
@@ -157,20 +158,20 @@ async def _of_mcp(client: Any, callable_only: bool) -> list[Offer]:
     return offers
 
 
-def _without_key(schema: dict[str, Any]) -> dict[str, Any]:
+def _without_key(schema: JsonObject) -> JsonObject:
     """Return the schema without the key, which `--key` gives."""
     properties = {name: member for name, member in (schema.get("properties") or {}).items() if name != KEY}
     return {**schema, "properties": properties, "required": [name for name in schema.get("required") or () if name != KEY]}
 
 
-def _resource(entry: dict[str, Any]) -> Offer:
+def _resource(entry: JsonObject) -> Offer:
     kind: Kind = "template" if "uriTemplate" in entry else "resource"
     name = entry.get("uriTemplate") or entry["uri"]
     output = {"contentMediaType": entry["mimeType"]} if entry.get("mimeType") else None
     return Offer(kind, name, entry.get("title") or "", entry.get("description") or "", None, None, output)
 
 
-def _prompt(entry: dict[str, Any]) -> Offer:
+def _prompt(entry: JsonObject) -> Offer:
     arguments = entry.get("arguments") or []
     schema = {
         "type": "object",

@@ -21,6 +21,7 @@ from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refu
 from wirecall.mcp.headers import VERSION, repeated
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.types import KEYS_CAPABILITY, PREFIX
+from wirecall.protocol.messages import JsonObject
 
 SESSION = "mcp-session-id"
 QUICK = 3.0  # seconds for the answer of a server that has answered, or was silent, before
@@ -49,11 +50,11 @@ class Plain(Struct):
 class Seen(Struct):
     """All findings."""
 
-    server: dict[str, Any] = {}
+    server: JsonObject = {}
     revisions: dict[str, bool] = {}
     arrays: bool | None = None  # at 2025-03-26
     jsonrpc: Plain = field(default_factory=Plain)
-    features: dict[str, Any] = {}
+    features: JsonObject = {}
     keys: bool = False  # it honours idempotency keys
     unannotated: int = 0  # tools that do not state their effects
     latency_ms: float | None = None
@@ -152,7 +153,7 @@ class Prober:
             self.seen.arrays = await talk.array("ping")
             talk.must(self.seen.arrays, "an array of requests is not answered: 2025-03-26 obliges a server to take it")
 
-    async def _initialized(self, talk: "Talk", revision: Revision) -> dict[str, Any] | None:
+    async def _initialized(self, talk: "Talk", revision: Revision) -> JsonObject | None:
         """Open a session; return the capabilities if the server agrees to the revision."""
         params = {"protocolVersion": revision.name, "capabilities": {}, "clientInfo": self._me}
         answer = await talk.ask("initialize", params)
@@ -169,7 +170,7 @@ class Prober:
         await talk.tell("notifications/initialized")
         return _dict(result.get("capabilities"))
 
-    async def _discovered(self, talk: "Talk", revision: Revision) -> dict[str, Any] | None:
+    async def _discovered(self, talk: "Talk", revision: Revision) -> JsonObject | None:
         """Ask without a session; return the capabilities if the server supports the revision."""
         talk.envelope = {
             f"{PREFIX}protocolVersion": revision.name,
@@ -187,9 +188,9 @@ class Prober:
         self.seen.server = self.seen.server or _dict(meta.get(f"{PREFIX}serverInfo") or result.get("serverInfo"))
         return _dict(result.get("capabilities")) if isinstance(listed, list) and revision.name in listed else None
 
-    async def _features(self, talk: "Talk", capabilities: dict[str, Any]) -> dict[str, Any]:
+    async def _features(self, talk: "Talk", capabilities: JsonObject) -> JsonObject:
         """Return the declared features; for tools, prompts and resources, how many are listed."""
-        found: dict[str, Any] = {name: True for name in capabilities if name != "experimental"}
+        found: JsonObject = {name: True for name in capabilities if name != "experimental"}
         self.seen.keys = KEYS_CAPABILITY in _dict(capabilities.get("experimental"))
         for name, method in _LISTS.items():
             if name not in capabilities:
@@ -239,7 +240,7 @@ class Answered(Struct):
 
     reply: Reply
     result: Any = None
-    error: dict[str, Any] | None = None
+    error: JsonObject | None = None
 
 
 class Talk:
@@ -247,7 +248,7 @@ class Talk:
 
     def __init__(self, wire: RawWire, where: str, problems: list[BrokenRule], patience: float) -> None:
         self.headers: dict[str, str] = {}
-        self.envelope: dict[str, Any] = {}  # `_meta` of every request
+        self.envelope: JsonObject = {}  # `_meta` of every request
         self.repeats = ""  # the revision whose headers repeat the body
         self.is_judged = True
         self.first: float | None = None  # seconds to the first answer
@@ -273,7 +274,7 @@ class Talk:
                 known.where.append(self._where)
         return fact
 
-    async def ask(self, method: str, params: dict[str, Any] | None = None) -> Answered:
+    async def ask(self, method: str, params: JsonObject | None = None) -> Answered:
         """Send a request, check its answer against the rules, and return it."""
         message = self._request(method, params)
         reply, found = await self._send(message)
@@ -315,13 +316,13 @@ class Talk:
         _, found = await self._send(message)
         return _dict(found[0].get("error")).get("code") if found else "nothing"
 
-    def _request(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _request(self, method: str, params: JsonObject | None = None) -> JsonObject:
         self._number += 1
-        told = {**(params or {}), **({"_meta": self.envelope} if self.envelope else {})}
-        message: dict[str, Any] = {"jsonrpc": "2.0", "id": self._number, "method": method}
-        return {**message, "params": told} if told or params is not None else message
+        whole = {**(params or {}), **({"_meta": self.envelope} if self.envelope else {})}
+        message: JsonObject = {"jsonrpc": "2.0", "id": self._number, "method": method}
+        return {**message, "params": whole} if whole or params is not None else message
 
-    async def _send(self, message: object) -> tuple[Reply, list[dict[str, Any]]]:
+    async def _send(self, message: object) -> tuple[Reply, list[JsonObject]]:
         """Send a message; return the reply, and the answers in it."""
         headers = self.headers
         if self.repeats and isinstance(message, dict):
@@ -344,7 +345,7 @@ class Talk:
         return reply, [entry for document in reply.documents for entry in answers(document)]
 
 
-def _dict(value: object) -> dict[str, Any]:
+def _dict(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 

@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import click
 
+from wirecall import App
 from wirecall.cli.connecting import Way, address, run, way_options
 from wirecall.cli.failures import CliError, Exit, failure_of
 from wirecall.cli.lines import CHUNK, InputLines
@@ -30,25 +31,24 @@ def command(target: Target, messages: BinaryIO, way: Way) -> int:
     \b
     echo '{"jsonrpc":"2.0","method":"sum","params":[1,2,3],"id":1}' | wirecall send examples/hello.py
     """
+    stdout, app = sys.stdout, app_of(target)
+
+    async def to_app(app: App) -> int:
+        async with app:
+            async for line in InputLines(messages).each():
+                with redirect_stdout(sys.stderr):
+                    reply = await app.handle(line)
+                if reply is not None:
+                    print_raw(reply + b"\n", stdout)
+        return Exit.DONE
+
     try:
-        if target.kind == "command":
-            return run(_to_process(target, messages, way))
-        return run(_to_address(target, messages, way) if target.kind == "url" else _to_app(target, messages))
+        if app is not None:
+            return run(to_app(app))
+        return run((_to_address if target.kind == "url" else _to_process)(target, messages, way))
     except TimeoutError:
         what, why = "The server has not answered every message.", f"within {way.timeout:g} s"
         raise CliError(what, why, "--timeout", exit=Exit.UNKNOWN, type="timed_out") from None
-
-
-async def _to_app(target: Target, messages: BinaryIO) -> int:
-    stdout, app = sys.stdout, app_of(target)
-    assert app is not None  # the target is a file
-    async with app:
-        async for line in InputLines(messages).each():
-            with redirect_stdout(sys.stderr):
-                reply = await app.handle(line)
-            if reply is not None:
-                print_raw(reply + b"\n", stdout)
-    return Exit.DONE
 
 
 async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:

@@ -5,7 +5,7 @@ import click
 from wirecall.cli.arguments import described, example, words
 from wirecall.cli.connecting import Way, run, way_options
 from wirecall.cli.listing import listed
-from wirecall.cli.offers import CALLABLE, Offer, find
+from wirecall.cli.offers import CALLABLE, find
 from wirecall.cli.output import Printer, json_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.logs import escaped
@@ -23,10 +23,6 @@ def command(target: Target, name: str, way: Way, as_json: bool) -> None:
     wirecall show shop.py charge
     """
     offer = find(run(listed(target, way)), name, target.line("list"))
-    Printer(as_json).result(offer, _text(offer, target))
-
-
-def _text(offer: Offer, target: Target) -> str:
     marks = " · ".join(offer.marks)
     lines = [f"{offer.name}  ({offer.kind}{', ' if marks else ''}{marks})"]
     lines += [f"  {line}" for text in (offer.title, offer.description) for line in text.strip().splitlines()]
@@ -40,4 +36,4 @@ def _text(offer: Offer, target: Target) -> str:
     if offer.kind in CALLABLE:
         key = "--key auto" if offer.hints and offer.hints.keyed else ""
         lines += ["", target.line("call", offer.name, example(offer.schema or {}), key)]
-    return "\n".join(map(escaped, lines))
+    Printer(as_json).result(offer, "\n".join(map(escaped, lines)))

@@ -14,7 +14,7 @@ from msgspec import Struct
 from wirecall import App
 from wirecall.cli.targets import Target
 from wirecall.errors import CallFailed
-from wirecall.protocol.messages import encode
+from wirecall.protocol.messages import JsonObject, encode
 from wirecall.transports.child import Child
 from wirecall.transports.http_client import HttpClient
 from wirecall.transports.memory import MemoryPipe
@@ -90,7 +90,7 @@ def ids_of(message: object) -> list[Any]:
     return owed or ([None] if message == [] else [])
 
 
-def answers(document: object) -> list[dict[str, Any]]:
+def answers(document: object) -> list[JsonObject]:
     """Return the answers in a document, which is an answer itself, or an array of them."""
     entries = document if isinstance(document, list) else [document]
     return [entry for entry in entries if isinstance(entry, dict) and "method" not in entry]
