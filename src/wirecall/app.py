@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from wirecall.audit import Audit
     from wirecall.ledger.base import Ledger
     from wirecall.mcp.server.catalog import Catalog
-    from wirecall.mcp.server.lines import Lines
+    from wirecall.mcp.server.lines import StdioConnection
     from wirecall.mcp.server.server import Server
     from wirecall.server.dispatch import Dispatcher, Middleware
     from wirecall.transports.asgi import HttpServer
@@ -228,11 +228,13 @@ class App(Declarations):
             self._is_shared = self._is_shared or workers > 1
             run_http.serve(self.asgi, host, port, server=server, workers=workers, grace=grace)
 
-    def _connect(self, send: Callable[[bytes], Awaitable[None]]) -> "Lines":
+    def _connect(self, send: Callable[[bytes], Awaitable[None]]) -> "StdioConnection":
         """Return a connection of lines, as on stdio; `client.connect` and the command line open one in memory."""
-        from wirecall.mcp.server.lines import Lines
+        from wirecall.mcp.server.lines import StdioConnection
 
-        return Lines(send, self.mcp(), lambda line: self._serving().handle(line), self.registry.methods, self.limits)
+        return StdioConnection(
+            send, self.mcp(), lambda line: self._serving().handle(line), self.registry.methods, self.limits
+        )
 
     async def _not_ready(self) -> str | None:
         """Return the reason why commands would be refused now, or None. Probes that come together share one check."""

@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import json
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from tests.calls import make_app
 from tests.mcp.asgi import (
@@ -26,8 +28,10 @@ from tests.mcp.asgi import (
 )
 from tests.mcp.lab import FORM, READS
 from wirecall import App, Context, Limits
-from wirecall.mcp.headers import _is_same
+from wirecall.errors import HeaderMismatch
+from wirecall.mcp.headers import check_marked
 from wirecall.mcp.server import changes, sessions, streams
+from wirecall.transports.request import Headers
 from wirecall.transports.request import Request as HttpRequest
 
 
@@ -350,7 +354,18 @@ async def test_an_array_keeps_no_more_than_one_reply_may_hold(way: str) -> None:
         assert again["error"]["code"] == 41010 and len(effects) == 50
 
 
-def test_a_number_in_a_header_is_compared_exactly() -> None:
-    big = 2**53
-    assert _is_same(str(big + 1), big + 1) and not _is_same(str(big + 1), big) and not _is_same(str(big), big + 1)
-    assert _is_same("1.50", 1.5) and _is_same("1", 1.0) and not _is_same("9" * 10_000, 9)
+@pytest.mark.parametrize(
+    ("header", "value", "is_same"),
+    [
+        (str(2**53 + 1), 2**53 + 1, True),
+        (str(2**53 + 1), 2**53, False),
+        (str(2**53), 2**53 + 1, False),
+        ("1.50", 1.5, True),
+        ("1", 1.0, True),
+        ("9" * 10_000, 9, False),
+    ],
+)
+def test_a_number_in_a_header_is_compared_exactly(header: str, value: float, is_same: bool) -> None:
+    fields = Headers([(b"mcp-param-n", header.encode())])
+    with nullcontext() if is_same else pytest.raises(HeaderMismatch):
+        check_marked(fields, Raw(json.dumps({"n": value}).encode()), {("n",): "N"})

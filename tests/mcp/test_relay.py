@@ -1,4 +1,4 @@
-"""Workers of one server tell each other what each of their clients must hear."""
+"""Relay of one server tell each other what each of their clients must hear."""
 
 import asyncio
 import os
@@ -25,15 +25,15 @@ from wirecall.mcp.server import sessions
 from wirecall.mcp.server import workers as others
 from wirecall.mcp.server.changes import Hub
 from wirecall.mcp.server.sealed import Seals
-from wirecall.mcp.server.sessions import Ended
-from wirecall.mcp.server.workers import Workers
+from wirecall.mcp.server.sessions import EndedSession
+from wirecall.mcp.server.workers import Relay
 
 
-def worker(folder: Path | None, secret: str, heard: list[Any]) -> Workers:
+def worker(folder: Path | None, secret: str, heard: list[Any]) -> Relay:
     def take(*told: Any) -> None:
         heard.append(told)
 
-    return Workers(Hub(), Seals(secret), shared=True, on_end=take, on_message=take, folder=folder)
+    return Relay(Hub(), Seals(secret), shared=True, on_end=take, on_message=take, folder=folder)
 
 
 async def test_a_folder_that_is_not_ours_is_not_used(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ async def test_a_folder_that_is_not_ours_is_not_used(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def workers(folder: Path, *secrets: str) -> AsyncIterator[list[tuple[Workers, list[Any]]]]:
+async def workers(folder: Path, *secrets: str) -> AsyncIterator[list[tuple[Relay, list[Any]]]]:
     heard: list[list[Any]] = [[] for _ in secrets]
     made = [worker(folder, secret, told) for secret, told in zip(secrets, heard, strict=True)]
     for each in made:
@@ -108,28 +108,31 @@ async def test_marks_are_bounded_and_what_has_ended_stays_ended(tmp_path: Path, 
     monkeypatch.setattr(others, "MAX_MARKS", 20)
     monkeypatch.setattr(others, "MARKS_ADDED", 10)
     now = int(time.time() * 1000)
-    ended = [Ended("bob", "of-bob", now - 1000), *(Ended("ann", f"{number:03}", now + number) for number in range(100))]
+    ended = [
+        EndedSession("bob", "of-bob", now - 1000),
+        *(EndedSession("ann", f"{number:03}", now + number) for number in range(100)),
+    ]
     async with workers(tmp_path / "relay", "one", "one") as [(one, _), (other, _)]:
         for each in ended:
             one.tell_ended(each)
         assert len(list((tmp_path / "relay" / others.MARKS).iterdir())) <= 30
         assert all(other.know_ended(each) for each in ended)
-        assert other.know_ended(Ended("ann", "open", now + 50))  # the price is paid by the caller that ends so many
-        assert not other.know_ended(Ended("ann", "newer", now + 1000))
-        assert not other.know_ended(Ended("bob", "open", now - 2000))
+        assert other.know_ended(EndedSession("ann", "open", now + 50))  # the price is paid by the caller that ends so many
+        assert not other.know_ended(EndedSession("ann", "newer", now + 1000))
+        assert not other.know_ended(EndedSession("bob", "open", now - 2000))
 
 
 async def test_marks_of_many_callers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "MAX_MARKS", 20)
     monkeypatch.setattr(others, "MARKS_ADDED", 10)
     now = int(time.time() * 1000)
-    ended = [Ended(f"caller{number}", "id", now + number) for number in range(100)]
+    ended = [EndedSession(f"caller{number}", "id", now + number) for number in range(100)]
     async with workers(tmp_path / "relay", "one") as [(one, _)]:
         for each in ended:
             one.tell_ended(each)
         assert len(list((tmp_path / "relay" / others.MARKS).iterdir())) <= 30
         assert all(one.know_ended(each) for each in ended)
-        assert not one.know_ended(Ended("caller1", "id", now + 1000))
+        assert not one.know_ended(EndedSession("caller1", "id", now + 1000))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -173,14 +176,14 @@ async def test_folders_of_workers_that_were_killed_are_removed(tmp_path: Path, m
 import asyncio, os, signal, sys, time
 from wirecall.mcp.server.changes import Hub
 from wirecall.mcp.server.sealed import Seals
-from wirecall.mcp.server.sessions import Ended
-from wirecall.mcp.server.workers import Workers
+from wirecall.mcp.server.sessions import EndedSession
+from wirecall.mcp.server.workers import Relay
 
 async def main():
-    one = Workers(Hub(), Seals(sys.argv[1]), shared=True, on_end=print, on_message=print)
+    one = Relay(Hub(), Seals(sys.argv[1]), shared=True, on_end=print, on_message=print)
     await one.open()
     if sys.argv[2] != "none":
-        one.tell_ended(Ended("ann", "id", int((time.time() - float(sys.argv[2])) * 1000)))
+        one.tell_ended(EndedSession("ann", "id", int((time.time() - float(sys.argv[2])) * 1000)))
     print(one._folder, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

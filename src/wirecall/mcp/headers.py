@@ -5,7 +5,7 @@
     Mcp-Name                `params.name` or `params.uri`, of the methods that have one
     Mcp-Param-{name}        an argument of a tool whose schema marks it with `x-mcp-header`
 
-A server refuses a header that is missing, doubled or says something else with -32020 before anything runs (`check`); a
+A server refuses a header that is missing, doubled or different from the body with -32020 before anything runs (`check`); a
 client writes them (`repeated`). Names are compared without case, values with it. A value that a header cannot carry as it is
 travels as `=?base64?...?=`: anything but printable ASCII, blanks at its ends, and what looks like that form itself.
 """
@@ -13,13 +13,13 @@ travels as `=?base64?...?=`: anything but printable ASCII, blanks at its ends, a
 import base64
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from msgspec import UNSET, Raw
 
 from wirecall.errors import HeaderMismatch
 from wirecall.mcp.types import Params
-from wirecall.protocol.messages import decode_any
+from wirecall.protocol.messages import JsonObject, decode_any
 
 VERSION = "mcp-protocol-version"
 METHOD = "mcp-method"
@@ -53,11 +53,11 @@ class Fields(Protocol):
 
 
 def check(fields: Fields, method: str, params: Params) -> None:
-    """The headers that every request has."""
+    """Raise `HeaderMismatch` unless the headers of a request repeat its body."""
     assert params.meta is not UNSET and params.meta.version is not UNSET
     named: str | None = getattr(params, _NAMED.get(method, ""), None)
     first = fields.first
-    # Nearly always the bytes are the same; only if they are not, blanks and base64 have to be looked through.
+    # Nearly always the bytes are the same. Only if they differ, blanks and base64 are decoded and compared.
     if (
         fields.has_doubles
         or first.get(b"mcp-protocol-version") != params.meta.version.encode()
@@ -71,26 +71,35 @@ def check(fields: Fields, method: str, params: Params) -> None:
 
 
 def check_notification(fields: Fields, method: str) -> None:
-    """A notification needs no headers; those it has must be right."""
+    """Raise `HeaderMismatch` if a notification has a method header that differs from its body."""
     if fields.get(METHOD) is not None:
         _agree(_only(fields, METHOD), method, METHOD)
 
 
 def check_marked(fields: Fields, arguments: Raw, marked: Marks) -> None:
-    """The arguments that a tool's schema wants repeated."""
+    """Raise `HeaderMismatch` unless the headers repeat the marked arguments of a tool."""
     given = decode_any(arguments)
     for path, name in marked.items():
         value = _at(given, path)
         header = f"{PARAM}{name.lower()}"
         if value is None:
             if fields.get(header) is not None:
-                raise HeaderMismatch(f"{header}: there is no such argument in the body", header=header)
-        elif not _is_same(_decoded(_only(fields, header), header), value):
-            raise HeaderMismatch(f"{header}: it differs from the argument in the body", header=header)
+                raise HeaderMismatch(f"{header}: the body does not have this argument", header=header)
+            continue
+        text = _decoded(_only(fields, header), header)
+        if isinstance(value, bool):
+            is_same = text == ("true" if value else "false")
+        elif isinstance(value, (int, float)):
+            # As an integer if it is one: as floats 2**53 and 2**53 + 1 are the same.
+            is_same = _NUMBER.fullmatch(text) is not None and (float(text) if "." in text else int(text)) == value
+        else:
+            is_same = text == value
+        if not is_same:
+            raise HeaderMismatch(f"{header}: the header differs from the argument in the body", header=header)
 
 
-def marked(schema: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
-    """The properties of a schema that are marked, by the way to them. Only plain `properties` are followed."""
+def marked(schema: JsonObject) -> dict[tuple[str, ...], str]:
+    """Return the marked properties of a schema, by the path to them. Only plain `properties` are followed."""
     found: dict[tuple[str, ...], str] = {}
     for name, inner in schema.get("properties", {}).items():
         if isinstance(inner, dict):
@@ -118,28 +127,19 @@ def _decoded(value: str, name: str) -> str:
     try:
         return base64.b64decode(value[len(_OPEN) : -len(_CLOSE)], validate=True).decode()
     except ValueError:
-        raise HeaderMismatch(f"{name}: its base64 cannot be read", header=name) from None
+        raise HeaderMismatch(f"{name}: the base64 of its value is not valid", header=name) from None
 
 
-def _at(value: Any, path: tuple[str, ...]) -> Any:
+def _at(value: object, path: tuple[str, ...]) -> object:
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _is_same(text: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return text == ("true" if value else "false")
-    if isinstance(value, (int, float)):
-        # As an integer if it is one: as floats 2**53 and 2**53 + 1 are the same.
-        return _NUMBER.fullmatch(text) is not None and (float(text) if "." in text else int(text)) == value
-    return bool(text == value)
-
-
 # --- the client's side -----------------------------------------------------------------------------------------------
 
 
-def repeated(version: str, method: str, params: Any, marks: Marks) -> dict[str, str]:
+def repeated(version: str, method: str, params: object, marks: Marks) -> dict[str, str]:
     """Return the headers of one message."""
     told = {VERSION: version, METHOD: method}
     name = named(method, params)
@@ -147,15 +147,15 @@ def repeated(version: str, method: str, params: Any, marks: Marks) -> dict[str, 
         told[NAME] = rendered(name)
     if method == "tools/call":
         for path, header in marks.items():
-            value = _at(params.get("arguments"), path)
-            # Null and what is left out have no header, nor has what the schema does not allow there.
+            value = _at(params, ("arguments", *path))
+            # A value that is null, missing or of a type that the schema does not allow has no header.
             if isinstance(value, (str, int)) or (isinstance(value, float) and value.is_integer()):
                 told[f"{PARAM}{header}"] = rendered(value)
     return told
 
 
-def named(method: str, params: Any) -> str | None:
-    """Return what a call is about: the name of a tool or a prompt, the URI of a resource."""
+def named(method: str, params: object) -> str | None:
+    """Return the name of the tool or prompt, or the URI of the resource, that a call is for."""
     member = _NAMED.get(method)
     name = params.get(member) if member is not None and isinstance(params, dict) else None
     return name if isinstance(name, str) else None
@@ -173,25 +173,25 @@ def rendered(value: object) -> str:
     return f"{_OPEN}{base64.b64encode(text.encode()).decode()}{_CLOSE}"
 
 
-def fault_of(schema: Any) -> str | None:
-    """Return what is wrong with the marks of a tool's schema, if anything is: such a tool is not to be called over HTTP."""
+def fault_of(schema: object) -> str | None:
+    """Return the reason why the marks of a tool's schema are invalid, or None. Such a tool must not be called over HTTP."""
     plain = list(_plain_marks(schema))
     if len(list(_all_marks(schema))) > len(plain):
-        return f"{MARK} stands where it cannot be followed: only plain properties may have it"
+        return f"{MARK} is allowed on plain properties only"
     seen: set[str] = set()
     for declared in plain:
         name = declared[MARK]
         if not (isinstance(name, str) and _TOKEN.fullmatch(name)):
-            return f"{MARK}: {name!r} is not a name that a header can have"
+            return f"{MARK}: {name!r} is not a valid header name"
         if name.lower() in seen:
-            return f"{MARK}: {name!r} is there twice"
+            return f"{MARK}: {name!r} occurs twice"
         if declared.get("type") not in _MARKED_TYPES:
             return f"{MARK}: {name!r} marks a {declared.get('type')!r}; only {', '.join(_MARKED_TYPES)} may be marked"
         seen.add(name.lower())
     return None
 
 
-def _plain_marks(schema: Any) -> Iterable[dict[str, Any]]:
+def _plain_marks(schema: object) -> Iterable[JsonObject]:
     """Find the marked properties that can be followed from the top."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     for inner in properties.values() if isinstance(properties, dict) else ():
@@ -201,7 +201,7 @@ def _plain_marks(schema: Any) -> Iterable[dict[str, Any]]:
             yield from _plain_marks(inner)
 
 
-def _all_marks(schema: Any, is_schema: bool = True) -> Iterable[Any]:
+def _all_marks(schema: object, is_schema: bool = True) -> Iterable[object]:
     """Find every mark, wherever a schema may stand. A property may have the name of the mark, and is not a mark then."""
     if isinstance(schema, list):
         for item in schema:

@@ -2,7 +2,7 @@
 
 A difference between revisions is a row of `_TABLE`, not a branch in the code: a `+` says that the revision has the thing, a
 `-` that it has not, any other word is its value. Code asks `revision.has("request ping")` or `revision.value("structured")`;
-nobody compares dates. A version that is not in the table is unknown, whatever it looks like (V5).
+no code compares dates. A version that is not in the table is unknown, whatever it looks like (V5).
 
 The first word of a row says what it is about:
 
@@ -13,7 +13,9 @@ The first word of a row says what it is about:
     http                     rules of Streamable HTTP
 """
 
-from typing import Any, Final
+from typing import Final
+
+from wirecall.protocol.messages import JsonObject
 
 # fmt: off
 _TABLE: Final = {
@@ -110,7 +112,7 @@ class Revision:
         self.name = name
         self._cells = {row: cells.split()[column] for row, cells in _TABLE.items()}
         self._has = frozenset(row for row, cell in self._cells.items() if cell != "-")
-        # What every message asks for:
+        # Rows that every message asks for:
         self.has_arrays = self.has("array")
         self.is_stateless = self.has("envelope")
         self.has_result_type = self.has("result type")
@@ -122,12 +124,12 @@ class Revision:
         return row in self._has
 
     def value(self, row: str) -> str | None:
-        """The word in the cell, or None for a `-`."""
+        """Return the word in the cell, or None for a `-`."""
         cell = self._cells[row]
         return None if cell == "-" else cell
 
-    def known(self, content: dict[str, Any]) -> dict[str, Any]:
-        """A piece of content as the revision can carry it: what it has no kind for becomes a text that says so."""
+    def known(self, content: JsonObject) -> JsonObject:
+        """Return content as the revision can carry it: content of an unknown kind becomes a text that names it."""
         if self.has(f"content {content['type']}"):
             return content
         if content["type"] == "resource_link":
@@ -140,19 +142,19 @@ class Revision:
 
 REVISIONS: Final = {name: Revision(name) for name in NAMES}
 
-# The newest revision of each era: what an unknown offer is answered with, and what an envelope must name.
+# The revisions of each era, the newest last: `initialize` with an unknown version gets the newest of its era.
 HANDSHAKE: Final = [revision for revision in REVISIONS.values() if revision.has("handshake")]
 STATELESS: Final = [revision for revision in REVISIONS.values() if revision.is_stateless]
 
 # A message over HTTP that has no session, no version header and no envelope comes from a client of this revision.
 UNSTATED: Final = REVISIONS["2025-03-26"]
 
-# Every method that any revision knows: how MCP and plain JSON-RPC are told apart on one line.
+# Every method of any revision: on a pipe they tell MCP from plain JSON-RPC.
 REQUESTS: Final = frozenset().union(*(revision.requests for revision in REVISIONS.values()))
 NOTIFICATIONS: Final = frozenset(row.removeprefix("notification ") for row in _TABLE if row.startswith("notification "))
 
 
 def offered(version: str) -> Revision:
-    """What `initialize` is answered with: the version the client offers, or our newest one of its era."""
+    """Return the revision that answers `initialize`: the one that the client offers, or the newest with a handshake."""
     revision = REVISIONS.get(version)
     return revision if revision is not None and revision.has("handshake") else HANDSHAKE[-1]

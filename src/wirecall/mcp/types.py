@@ -1,4 +1,4 @@
-"""What travels in MCP: the kinds of content, results, and the params of its methods.
+"""The types of MCP's messages: kinds of content, results, and the params of its methods.
 
 The classes that users meet (`Text`, `Image`, `ToolResult`, `Message`, ...) are written as people write Python; `on_wire`
 gives the JSON members that the specification names. Params are decoded by msgspec straight into the structs below; members
@@ -16,7 +16,7 @@ from wirecall.protocol.messages import JsonObject
 Role: TypeAlias = Literal["user", "assistant"]
 
 
-def _compact(**members: Any) -> JsonObject:
+def _compact(**members: object) -> JsonObject:
     return {name: value for name, value in members.items() if value is not None}
 
 
@@ -29,7 +29,7 @@ class Content(Struct, frozen=True, kw_only=True):
     def on_wire(self) -> JsonObject:
         raise NotImplementedError
 
-    def _wire(self, kind: str, **members: Any) -> JsonObject:
+    def _wire(self, kind: str, **members: object) -> JsonObject:
         return {"type": kind, **_compact(**members, annotations=self.annotations, _meta=self.meta)}
 
 
@@ -127,7 +127,7 @@ class Elicited(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True, rename="camel"):
-    """What the client's model said."""
+    """An answer of the client's model."""
 
     role: Role
     content: Any
@@ -136,7 +136,7 @@ class Sampled(Struct, frozen=True, rename="camel"):
 
     @property
     def text(self) -> str:
-        """All the text in it."""
+        """Return all the text of the answer."""
         blocks = self.content if isinstance(self.content, list) else [self.content]
         return "".join(block.get("text", "") for block in blocks if isinstance(block, dict))
 
@@ -157,7 +157,7 @@ class Roots(Struct, frozen=True):
 PREFIX = "io.modelcontextprotocol/"
 KEY_META = "io.wirecall/idempotency-key"
 REPLAYED_META = "io.wirecall/replayed"
-RECORDED_META = "io.wirecall/recorded"  # false: it was done, and the ledger will hear of it later
+RECORDED_META = "io.wirecall/recorded"  # false: the command has run, and the ledger records it later
 ERROR_META = "io.wirecall/error"
 
 # Under `capabilities.experimental`: the server honours KEY_META. Of the calls of a tool with one key, one runs.
@@ -225,7 +225,7 @@ class Initialize(Params, frozen=True, gc=False, kw_only=True):
 
 
 class Filter(Struct, frozen=True, rename="camel"):
-    """What a listener of 2026-07-28 wants to hear."""
+    """The changes that a listener of 2026-07-28 asks for."""
 
     tools_list_changed: bool = False
     prompts_list_changed: bool = False
@@ -262,6 +262,6 @@ class Cancelled(Struct, frozen=True):
     id: Any = msgspec.field(default=UNSET, name="requestId")
 
 
-# RFC 5424's words, from the quietest reader's point of view.
+# The levels of RFC 5424, the least severe first.
 LEVELS = ("debug", "info", "notice", "warning", "error", "critical", "alert", "emergency")
 Level: TypeAlias = Literal["debug", "info", "notice", "warning", "error", "critical", "alert", "emergency"]

@@ -1,4 +1,4 @@
-"""What one body or one line may hold: a message, or the array of messages that 2025-03-26 has.
+"""The messages of one body or one line: a single message, or an array as 2025-03-26 has it.
 
 `read` gives one message or the messages of an array, as JSON-RPC has them; one that is not a message is `Invalid` and knows
 its error. `admitted` decides whether an array may pass: only at 2025-03-26, and only in the shapes that revision has. An
@@ -6,7 +6,7 @@ array that may not pass is refused whole, before anything of it runs (V2, V3).
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -19,7 +19,7 @@ from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid
 
 
-class Response(Struct, frozen=True):
+class ClientAnswer(Struct, frozen=True):
     """A client's answer to a question of the server."""
 
     jsonrpc: str
@@ -32,9 +32,9 @@ class _Keys(Struct):
     meta: dict[str, Raw] = msgspec.field(default_factory=dict, name="_meta")
 
 
-Incoming: TypeAlias = Envelope | Response | Invalid
+Incoming: TypeAlias = Envelope | ClientAnswer | Invalid
 
-_decode_response = msgspec.json.Decoder(Response).decode
+_decode_response = msgspec.json.Decoder(ClientAnswer).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode_keys = msgspec.json.Decoder(_Keys).decode
 _VERSION = b"protocolVersion"
@@ -72,7 +72,7 @@ def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
 
 
 def has_envelope(message: Envelope) -> bool:
-    """Return whether a message describes itself, as those of 2026-07-28 do: rightly or wrongly, the key is there."""
+    """Return whether a message has the version of an envelope, valid or not, as the messages of 2026-07-28 do."""
     if message.params is UNSET or _VERSION not in bytes(message.params):
         return False
     try:
@@ -83,7 +83,7 @@ def has_envelope(message: Envelope) -> bool:
 
 def admitted(entries: "Sequence[Incoming]", revision: Revision | None) -> "list[Incoming]":
     """Return the entries of an array that may pass; InvalidRequest if it may not. No revision: none was negotiated yet."""
-    # Step 1: nothing in it that arrays must not hold.
+    # Step 1: an array must not hold `initialize` (2025-03-26, lifecycle, "Initialization"), nor an envelope.
     has_requests = has_responses = describes_itself = False
     for entry in entries:
         if isinstance(entry, Envelope):
@@ -91,7 +91,7 @@ def admitted(entries: "Sequence[Incoming]", revision: Revision | None) -> "list[
                 raise InvalidRequest("initialize may not be part of an array: send it alone, and nothing before its answer")
             has_requests = True
             describes_itself = describes_itself or has_envelope(entry)
-        elif isinstance(entry, Response):
+        elif isinstance(entry, ClientAnswer):
             has_responses = True
     if describes_itself:
         raise InvalidRequest("MCP 2026-07-28 has no arrays: send each message alone")
@@ -103,7 +103,7 @@ def admitted(entries: "Sequence[Incoming]", revision: Revision | None) -> "list[
     if has_requests and has_responses:
         raise InvalidRequest("an array holds requests and notifications, or responses, not both")
     # Step 3: ids. The second entry with an id is refused: its answer could be taken for that of the first.
-    seen: set[Any] = set()
+    seen: set[object] = set()
     kept: list[Incoming] = []
     for entry in entries:
         id = entry.id if isinstance(entry, Envelope) else UNSET

@@ -1,4 +1,4 @@
-"""The client of a call: what is known of it, what it is told, and what it is asked while the call runs.
+"""The client of a call: its session, and the notifications and questions it gets while the call runs.
 
 A `Session` is the negotiated state of a client: of a connection or a session token in the revisions with a handshake, of a
 single request where every request describes itself. A `Peer` is one request and the client at its other end; the handler
@@ -16,8 +16,8 @@ answers, and the handler starts from the top (`Questions.resume`, `pause`):
 4. A state of a command leads to one outcome, however often it is sent. From the second round on the command has a record in
    the ledger: under its key, or, if it came without one, under a key that its first question made and the state carries. So
    the ledger answers a state that comes again with the outcome that it had. A state does not outlive the record.
-5. A command takes answers only to the questions that its state asked. What only reads has no effect to protect: it ignores
-   answers that it did not ask for, as the specification recommends.
+5. A command takes answers only to the questions that its state asked. A call that only reads has no effect to protect: it
+   ignores answers that it did not ask for, as the specification recommends.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from wirecall.commands.outcome import RETRY_AFTER_MS
 from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.server.forms import Form, form_of
+from wirecall.mcp.server.forms import RequestedForm, form_of
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.types import LEVELS, Elicited, Message, Resumed, Roots, Sampled, block
 from wirecall.protocol.limits import Limits
@@ -79,8 +79,8 @@ class Outlet(Protocol):
 async def sent(sending: Awaitable[None]) -> bool:
     """Await what an outlet does for a running call; False if it failed.
 
-    A handler meets its transport here and nowhere else. A fault of the transport does not reach the handler: the handler may
-    have made its effect already, and has to finish so that the outcome is recorded.
+    A fault of the transport does not reach the handler: the handler may have made its effect already, and has to finish so
+    that the outcome is recorded.
     """
     try:
         await sending
@@ -92,13 +92,13 @@ async def sent(sending: Awaitable[None]) -> bool:
             raise
         return False  # the transport has cancelled its own future; the call itself goes on
     except Exception as error:
-        logger.warning("a message before an answer could not be sent: %r", error)
+        logger.warning("sending a message before an answer failed: %r", error)
         return False
     return True
 
 
 class Session:
-    """A client, as far as it has told about itself."""
+    """The negotiated state of a client: its revision, its capabilities and its calls."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Session:
         capabilities: JsonObject | None = None,
         *,
         level: str | None = None,
-        calls: "dict[Id, asyncio.Task[Any]] | None" = None,
+        calls: "dict[Id, asyncio.Task[object]] | None" = None,
     ) -> None:
         self.revision = revision
         self.capabilities = capabilities or {}
@@ -156,7 +156,7 @@ class Session:
                 answer.set_result(NotCapable("the client has left without an answer", ran="unknown"))
 
     def answered(self, id: Id, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
-        """Take an answer of the client; False if there is no such question."""
+        """Take an answer of the client; False if no question has this id."""
         _, answer = self.asked.get(id, (None, None))
         if answer is None or answer.done():
             return False
@@ -172,7 +172,7 @@ class Session:
 
 
 class _State(Struct):
-    """What a client keeps between two rounds."""
+    """The state that a client keeps between two rounds."""
 
     digest: str  # of the call: its method and its arguments
     key: str | None
@@ -181,10 +181,10 @@ class _State(Struct):
 
 
 class Questions:
-    """What the questions of all calls share: the seal of their states, and the number of calls that wait.
+    """The questions of all calls: seals their states, and counts the calls that wait.
 
-    A person may take an hour, so calls that wait take no place of `Limits.in_flight`: a client that leaves many questions
-    open would stop all other callers. They have limits of their own, which stop that client and no other.
+    A person may take an hour, so calls that wait do not count towards `Limits.in_flight`: a client that leaves many
+    questions open would stop all other callers. They have limits of their own, which stop only that client.
     """
 
     def __init__(self, seals: Seals, limits: Limits, dispatcher: Callable[[], Dispatcher]) -> None:
@@ -199,7 +199,7 @@ class Questions:
         for limit, count in (("waiting_per_session", session.waiting), ("waiting_per_caller", self._waiting[caller])):
             most = getattr(self.limits, limit)
             if count >= most:
-                reason = f"{count} calls wait for answers of this client already: answer or cancel one of them"
+                reason = f"{count} calls already wait for answers of this client: answer or cancel one of them"
                 raise Busy(reason, ran="no", limit=limit, max=most, retry_after_ms=RETRY_AFTER_MS)
         session.waiting += 1
         self._waiting[caller] += 1
@@ -221,7 +221,7 @@ class Questions:
             try:
                 _, value = self._seals.open("state", call.caller, params.state)
             except BrokenSeal:
-                raise BadInput("requestState: not the one that was given for this call, or too old") from None
+                raise BadInput("requestState: it was not issued for this call, or has expired") from None
             state = msgspec.json.decode(value, type=_State)
             if state.digest != _digest(call.record, call.params):
                 raise BadInput("requestState: it belongs to another call")
@@ -235,7 +235,7 @@ class Questions:
             peer.continues, peer.answers = True, {**state.answers, **given}
         elif given:
             if is_command:
-                raise BadInput("inputResponses: this call has asked nothing; send the requestState of the call that asked")
+                raise BadInput("inputResponses: this call has not asked; send the requestState of the call that asked")
             peer.answers = given
 
     def pause(self, peer: "Peer", questions: JsonObject) -> bytes:
@@ -325,7 +325,7 @@ class Peer:
         meta = params.get("_meta") if isinstance(params, dict) else None
         return meta if isinstance(meta, dict) else {}
 
-    # --- telling -----------------------------------------------------------------------------------------------------
+    # --- notifications -----------------------------------------------------------------------------------------------------
 
     async def progress(self, progress: float, total: float | None, message: str | None) -> None:
         """Send a progress notification. A number that is not above the last one is dropped: MCP wants numbers to grow."""
@@ -357,7 +357,7 @@ class Peer:
         if not self._closed:
             await sent(self.outlet.hang_up(retry))
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- questions ------------------------------------------------------------------------------------------------------
 
     def elicit(self, message: str, schema: Any, key: str | None) -> Question:
         form, revision = form_of(schema), self.session.revision
@@ -389,7 +389,7 @@ class Peer:
     async def ask(self, questions: Sequence[Any]) -> list[Any]:
         """Return the answers to some questions; raise `InputRequired` if they have to be asked in a round of their own."""
         if self._closed:
-            raise NotCapable("the call is over: its client cannot be asked any more")
+            raise NotCapable("the call has ended: ask the client before the handler returns")
         for question in questions:
             check_capability(self.session, question.method, question.params)
         if self.session.revision.is_stateless:
@@ -432,7 +432,7 @@ def check_capability(session: Session, method: str, params: JsonObject) -> None:
         modes = [*modes, "context"]
 
     if not exists:
-        reason = f"MCP {revision.name} does not have that"
+        reason = f"MCP {revision.name} does not have this request"
     elif not isinstance(declared, dict):
         reason = f"the client has not declared {name}"
     elif lacking := [mode for mode in modes if mode not in declared]:
@@ -453,7 +453,7 @@ def _as(answer: object, wanted: type[T]) -> T:
         raise BadInput(f"the client's answer: {str(error).lower()}") from None
 
 
-def _elicited(answer: object, form: Form | None) -> Elicited:
+def _elicited(answer: object, form: RequestedForm | None) -> Elicited:
     told = _as(answer, Elicited)
     if told.action != "accept":
         return Elicited(told.action)

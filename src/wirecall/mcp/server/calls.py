@@ -1,16 +1,16 @@
 """Calls of an app's functions by MCP's methods: tools, prompts, resources and completions.
 
-1. A request becomes a `Call` and takes the dispatcher's steps like any other call: middleware, binding, ledger. What differs
-   is the shape of the result. A call that asks its client returns its questions instead of a result, in any of the shapes.
+1. A request becomes a `Call` and takes the dispatcher's steps like any other call: middleware, binding, ledger. Only the
+   shape of the result differs. A call that asks its client returns its questions instead of a result, in any of the shapes.
 2. A tool that changes something has one idempotency key, in whichever place the client put it: `_meta`, params, arguments or
-   header. A result from the ledger is marked as such.
+   header. A result from the ledger is marked in its `_meta`.
 3. A plain function that reads takes the short way: no call, no task and, at 2026-07-28, no coroutine (`at_once`).
-4. A tool's refusal is a result with `isError`, for the model to read; the protocol's is an error. Which is which differs by
-   revision (`_as_result`).
+4. A tool reports a failure as a result with `isError`, which the model reads; the protocol reports one as an error. The
+   revision decides which of the two a failure is (`_as_result`).
 5. Results are made in the fullest form; `results.project` takes away what older revisions do not know.
 """
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -54,7 +54,7 @@ _NO_ARGUMENTS = Raw(b"{}")
 
 
 class Calls:
-    """Calls what a catalog offers."""
+    """Calls the functions of a catalog."""
 
     def __init__(
         self, catalog: Catalog, dispatcher: Callable[[], Dispatcher], questions: Questions, answers: Answers
@@ -109,10 +109,10 @@ class Calls:
             told.meta = {**(told.meta or {}), **peer.marks}
         return told
 
-    def at_once(self, id: Any, params: Params) -> "bytes | Coroutine[Any, Any, bytes] | None":
+    def at_once(self, id: Id, params: Params) -> "bytes | Coroutine[Any, Any, bytes] | None":
         """Return the answer to a call of a plain function that reads; None if the request is anything else.
 
-        Nothing is sent before such an answer, and the function takes no context. So there is no session, no stream and no
+        Nothing is sent before such an answer, and the function takes no context. So the call needs no session, stream or
         coroutine: at 2026-07-28 that makes 0.6 instead of 0.47 of a bare ASGI application.
         """
         if not isinstance(params, CallTool):
@@ -125,16 +125,17 @@ class Calls:
             result = dispatcher.call_plain(method, arguments, self._shape(method), id)
         except RpcError as error:
             result = encode(_as_result(error, method, revision))
-        if type(result) is bytes:
+        if isinstance(result, bytes):
             return self._answers.to(id, result, revision)
-        return self._answer_later(id, result, method, revision)  # a plain function that returned an awaitable
 
-    async def _answer_later(self, id: Id, coming: Any, method: Method, revision: Revision) -> bytes:
-        try:
-            result: bytes = await coming
-        except RpcError as error:
-            result = encode(_as_result(error, method, revision))
-        return self._answers.to(id, result, revision)
+        async def later(coming: Awaitable[bytes]) -> bytes:
+            try:
+                result = await coming
+            except RpcError as error:
+                result = encode(_as_result(error, method, revision))
+            return self._answers.to(id, result, revision)
+
+        return later(result)  # a plain function that returned an awaitable
 
     # --- prompts, resources and completions --------------------------------------------------------------------------
 
@@ -250,9 +251,9 @@ def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
 
 
 def _as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:
-    """Return the result that tells a model of an error. Raises the errors that belong to the protocol.
+    """Return the result that reports an error to a model. Raises the errors that belong to the protocol.
 
-    The text is all that a model sees; code and data stay in `_meta`, from which our client restores the error and its `ran`.
+    A model sees only the text; code and data stay in `_meta`, from which our client restores the error and its `ran`.
     """
     data = error.data
     text = str(data.get("reason", error.message)) if isinstance(data, dict) else error.message

@@ -1,14 +1,14 @@
-"""What a server offers: tools, prompts, resources and their templates, and completions.
+"""The catalog of a server: tools, prompts, resources and their templates, and completions.
 
 The definitions are `Method`s of the core, so that their calls take the core's steps: middleware, binding, time limits,
 threads, and for tools the ledger. This file finds them by name or URI, and describes them to clients, each revision in its
-own words. `calls` calls them, and `results` shapes what their functions return.
+own words. `calls` calls them, and `results` shapes the values of their functions.
 """
 
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 from wirecall.errors import UsageError
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import KEYS_CAPABILITY, Content, Message, ToolResult
-from wirecall.protocol.messages import encode
+from wirecall.protocol.messages import JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Method, Registry
 
@@ -33,7 +33,7 @@ KEY_SCHEMA = {
 
 _NO_ARGUMENTS = Raw(b"{}")
 
-_CAPABILITIES: dict[str, dict[str, Any]] = {
+_CAPABILITIES: dict[str, JsonObject] = {
     "tools": {"listChanged": True},
     "prompts": {"listChanged": True},
     "resources": {"subscribe": True, "listChanged": True},
@@ -41,19 +41,22 @@ _CAPABILITIES: dict[str, dict[str, Any]] = {
     "logging": {},
     "experimental": {KEYS_CAPABILITY: {}},  # a client may repeat a call that has a key
 }
-_WITH = {"experimental": "tools"}  # what is declared for the sake of something else
+_WITH = {"experimental": "tools"}  # a capability that is declared together with another
 
 
-class Prompt(Struct, frozen=True):
+class PromptEntry(Struct, frozen=True):
     name: str
     method: Method
 
-    def described(self, revision: Revision) -> dict[str, Any]:
+    def described(self, revision: Revision) -> JsonObject:
         signature = self.method.signature
         schema = signature.schema["properties"]
-        arguments = [
-            _argument(p.name, p.required, schema[p.name]) for p in signature.parameters if p.kind in ("position", "name")
-        ]
+        arguments: list[JsonObject] = []
+        for parameter in signature.parameters:
+            if parameter.kind in ("position", "name"):
+                given = schema[parameter.name]
+                described = {"description": given["description"]} if "description" in given else {}
+                arguments.append({"name": parameter.name, **described, "required": parameter.required})
         return {
             "name": self.name,
             **_titled(self.method, revision),
@@ -62,16 +65,16 @@ class Prompt(Struct, frozen=True):
         }
 
 
-class Resource(Struct, frozen=True):
+class ResourceEntry(Struct, frozen=True):
     """A resource, or a template of resources if its URI has `{names}` in it."""
 
     uri: str
     name: str
     mime_type: str | None
     method: Method
-    pattern: Any = None
+    pattern: re.Pattern[str] | None = None
 
-    def described(self, revision: Revision) -> dict[str, Any]:
+    def described(self, revision: Revision) -> JsonObject:
         return {
             "uriTemplate" if self.pattern else "uri": self.uri,
             "name": self.name,
@@ -82,13 +85,13 @@ class Resource(Struct, frozen=True):
 
 
 class Catalog:
-    """Everything on offer."""
+    """Finds and describes everything that a server offers."""
 
     def __init__(self, registry: Registry) -> None:
         self.tools = registry.tools
-        self.prompts: dict[str, Prompt] = {}
-        self.resources: dict[str, Resource] = {}
-        self.templates: dict[str, Resource] = {}
+        self.prompts: dict[str, PromptEntry] = {}
+        self.resources: dict[str, ResourceEntry] = {}
+        self.templates: dict[str, ResourceEntry] = {}
         self.completions: dict[tuple[str, str], Method] = {}
         self._described: dict[tuple[str, str], list[Raw]] = {}
 
@@ -96,7 +99,7 @@ class Catalog:
 
     def add_prompt(self, method: Method, name: str) -> None:
         _refuse_second(self.prompts, name, "prompt")
-        self.prompts[name] = Prompt(name, method)
+        self.prompts[name] = PromptEntry(name, method)
 
     def add_resource(self, method: Method, uri: str, name: str, mime_type: str | None) -> None:
         pattern, names = _template(uri)
@@ -109,15 +112,15 @@ class Catalog:
                 f"it takes ({', '.join(theirs)}), the URI names ({', '.join(names)})",
                 "give it one parameter for every {name} of the URI, of the same name",
             )
-        kind[uri] = Resource(uri, name, mime_type, method, pattern if names else None)
+        kind[uri] = ResourceEntry(uri, name, mime_type, method, pattern if names else None)
 
     def add_completion(self, method: Method, of: str, argument: str) -> None:
         if (of, argument) in self.completions:
             raise UsageError(f"There is already a completion for {argument!r} of {of}.", "", "keep one of them")
-        known: dict[str, Prompt | Resource] = {**self.prompts, **self.templates}
+        known: dict[str, PromptEntry | ResourceEntry] = {**self.prompts, **self.templates}
         if of not in known:
             raise UsageError(
-                f"There is no prompt and no resource template {of!r} to complete.",
+                f"{of!r} is neither a prompt nor a resource template.",
                 f"these are registered so far: {', '.join(known) or 'none'}",
                 "register it before its completion, under the same name or URI",
             )
@@ -132,12 +135,12 @@ class Catalog:
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
-    def resource(self, uri: str) -> tuple[Resource, dict[str, str]] | None:
-        """The resource at a URI, and what the names of its template stand for."""
+    def resource(self, uri: str) -> tuple[ResourceEntry, dict[str, str]] | None:
+        """Return the resource at a URI, and the values of the names in its template; None if no resource matches."""
         if uri in self.resources:
             return self.resources[uri], {}
         for template in self.templates.values():
-            match = template.pattern.fullmatch(uri)
+            match = None if template.pattern is None else template.pattern.fullmatch(uri)
             names = None if match is None else _filled_in(match.groupdict())
             if names is not None:
                 return template, names
@@ -146,69 +149,71 @@ class Catalog:
     # --- describing --------------------------------------------------------------------------------------------------
 
     def list(self, kind: str, revision: Revision) -> list[Raw]:
-        """The entries of a list as JSON, made once for each revision and count."""
-        entries = self._entries(kind)
-        known = self._described.get((kind, revision.name))
-        if known is None or len(known) != len(entries):
-            known = self._described[kind, revision.name] = [
-                Raw(encode(self._describe(entry, revision))) for entry in entries
-            ]
-        return known
-
-    def forget(self) -> None:
-        """The definitions have changed."""
-        self._described.clear()
-
-    def _entries(self, kind: str) -> Sequence[Any]:
-        tables: dict[str, Mapping[str, Any]] = {
+        """Return the entries of a list as JSON, made once for each revision and count."""
+        tables: dict[str, Mapping[str, Method | PromptEntry | ResourceEntry]] = {
             "tools": self.tools,
             "prompts": self.prompts,
             "resources": self.resources,
             "resourceTemplates": self.templates,
         }
-        return list(tables[kind].values())
+        entries = tables[kind].values()
+        known = self._described.get((kind, revision.name))
+        if known is None or len(known) != len(entries):
+            known = self._described[kind, revision.name] = [
+                Raw(encode(describe_tool(entry, revision) if isinstance(entry, Method) else entry.described(revision)))
+                for entry in entries
+            ]
+        return known
 
-    def _describe(self, entry: Any, revision: Revision) -> dict[str, Any]:
-        return describe_tool(entry, revision) if isinstance(entry, Method) else entry.described(revision)
+    def forget(self) -> None:
+        """Describe everything anew: the definitions have changed."""
+        self._described.clear()
 
     def offers(self, kind: str) -> bool:
-        """Whether there is anything of a kind."""
+        """Return whether the server has anything of a kind."""
         if kind == "tools":
             return bool(self.tools)
         if kind == "resources":
             return bool(self.resources or self.templates)
         return bool(self.prompts if kind == "prompts" else self.completions)
 
-    def capabilities(self, revision: Revision) -> dict[str, Any]:
-        """What the server declares: only what it has something of."""
+    def capabilities(self, revision: Revision) -> JsonObject:
+        """Return the capabilities to declare: logging, and those that the server has something of."""
         known = {name: value for name, value in _CAPABILITIES.items() if revision.has(f"capability {name}")}
         return {name: value for name, value in known.items() if name == "logging" or self.offers(_WITH.get(name, name))}
 
 
-def _refuse_second(table: Mapping[str, Any], name: str, kind: str) -> None:
+def _refuse_second(table: Mapping[str, object], name: str, kind: str) -> None:
     if name in table:
-        raise UsageError(f"There is already a {kind} {name!r}.", "each is found by its name", "give one of them another")
+        raise UsageError(f"The {kind} {name!r} exists already.", "a client finds it by its name", "give one of them another")
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
 
 
-def describe_tool(method: Method, revision: Revision) -> dict[str, Any]:
-    """One definition in the words of a revision."""
-    described: dict[str, Any] = {"name": method.name, **_titled(method, revision)}
+def describe_tool(method: Method, revision: Revision) -> JsonObject:
+    """Return the definition of a tool in the words of a revision."""
+    described: JsonObject = {"name": method.name, **_titled(method, revision)}
     if method.description:
         described["description"] = method.description
     described["inputSchema"] = input_schema(method)
     output = output_schema(method)
     if output is not None and revision.has("tool outputSchema"):
-        described["outputSchema"] = output if revision.value("structured") == "any" else _object_schema(output)
+        if revision.value("structured") != "any":
+            # Until 2025-11-25 structured content is an object: any other value is put under `result`.
+            output = _resolved(output)
+            if not is_object_schema(output):
+                shared = {"$defs": output["$defs"]} if "$defs" in output else {}
+                own = {name: value for name, value in output.items() if name != "$defs"}
+                output = {"type": "object", "properties": {"result": own}, "required": ["result"], **shared}
+        described["outputSchema"] = output
     if revision.has("tool annotations"):
         described["annotations"] = annotations(method)
     return described
 
 
-def annotations(method: Method) -> dict[str, Any]:
-    """All five hints, so that nobody has to know the defaults. They follow from what the method is (T2)."""
+def annotations(method: Method) -> JsonObject:
+    """Return all five hints, so that a client needs no defaults. They follow from the kind of the method (T2)."""
     reads = not method.is_command
     return {
         **({"title": method.title} if method.title else {}),
@@ -219,7 +224,7 @@ def annotations(method: Method) -> dict[str, Any]:
     }
 
 
-def input_schema(method: Method) -> dict[str, Any]:
+def input_schema(method: Method) -> JsonObject:
     if method.input_schema is not None:
         return method.input_schema
     schema = dict(method.signature.schema)
@@ -231,15 +236,15 @@ def input_schema(method: Method) -> dict[str, Any]:
     return {**schema, "properties": properties, "required": required}
 
 
-def output_schema(method: Method) -> dict[str, Any] | None:
-    """The schema of what the tool returns; None where that is text or content, or where nobody said."""
+def output_schema(method: Method) -> JsonObject | None:
+    """Return the schema of a tool's value; None if that is text or content, or if its type is not declared."""
     if method.output_schema is not None:
         return method.output_schema
     return method.signature.result_schema if is_structured(method) else None
 
 
 def is_structured(method: Method) -> bool:
-    """Whether a declared return type is data: anything but text, content or nothing."""
+    """Return whether a declared return type is data: anything but text, content or None."""
     if method.output_schema is not None:
         return True
     parts = list(_parts(method.signature.returns))
@@ -249,7 +254,7 @@ def is_structured(method: Method) -> bool:
 
 
 def _parts(hint: Any) -> Iterable[Any]:
-    """The members of a union, and of a list of content."""
+    """Yield the members of a union, and of a list of content."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType, list, typing.Annotated):
         for part in typing.get_args(hint)[: 1 if origin is typing.Annotated else None]:
@@ -263,22 +268,12 @@ def _is_content(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, (Content, ToolResult, Message))
 
 
-def _object_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Until 2025-11-25 structured content is an object: any other value is put under `result`."""
-    schema = _resolved(schema)
-    if is_object_schema(schema):
-        return schema
-    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    own = {name: value for name, value in schema.items() if name != "$defs"}
-    return {"type": "object", "properties": {"result": own}, "required": ["result"], **shared}
-
-
-def is_object_schema(schema: dict[str, Any]) -> bool:
+def is_object_schema(schema: JsonObject) -> bool:
     return _resolved(schema).get("type") == "object"
 
 
-def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema that is only a reference into itself, as what it refers to: older revisions want to see the type."""
+def _resolved(schema: JsonObject) -> JsonObject:
+    """Return a schema in place of a reference to its own `$defs`: older revisions need the type at the top."""
     reference = schema.get("$ref", "")
     if not reference.startswith("#/$defs/"):
         return schema
@@ -286,23 +281,18 @@ def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
     return {**found, "$defs": schema["$defs"]} if "$ref" not in found else schema
 
 
-def _titled(method: Method, revision: Revision) -> dict[str, Any]:
+def _titled(method: Method, revision: Revision) -> JsonObject:
     return {"title": method.title} if method.title and revision.has("title") else {}
 
 
 # --- prompts and resources -------------------------------------------------------------------------------------------
 
 
-def _argument(name: str, required: bool, schema: dict[str, Any]) -> dict[str, Any]:
-    described = {"description": schema["description"]} if "description" in schema else {}
-    return {"name": name, **described, "required": required}
-
-
 _NAME = re.compile(r"\{(\+?)([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
 
 
 def _template(uri: str) -> tuple[re.Pattern[str], list[str]]:
-    """A URI template as a pattern: `{name}` is one segment, `{name*}` (or RFC 6570's `{+name}`) is one or more."""
+    """Return a URI template as a pattern: `{name}` is one segment, `{name*}` (or RFC 6570's `{+name}`) is one or more."""
     pattern, end, names = "", 0, []
     for match in _NAME.finditer(uri):
         plus, name, star = match.groups()
@@ -313,7 +303,7 @@ def _template(uri: str) -> tuple[re.Pattern[str], list[str]]:
 
 
 def _filled_in(values: Mapping[str, str]) -> dict[str, str] | None:
-    """The decoded values of a template's names; None if one of them is not made of plain segments.
+    """Return the decoded values of a template's names; None if one of them is not made of plain segments.
 
     Handlers build paths from these values. So a segment is never empty, `.` or `..`, and the decoded text of a segment has
     no separator in it: `/` ends a segment only where the URI itself says so, and `%2F` never does.

@@ -1,23 +1,22 @@
 """Changes of lists and resources: listeners, and how a client becomes one.
 
-1. A change is told to every listener that asked for its kind. What a listener has not taken yet is kept once: five changes
-   of one list are one message. So the memory of a slow listener is bounded by what there is to change.
+1. Every listener that asked for its kind gets a change. A listener keeps each message that it has not sent once: five
+   changes of one list are one message. So the memory of a slow listener is bounded by the number of lists and resources.
 2. With a handshake a session hears of every list that changes, and of the resources it subscribed to.
-3. At 2026-07-28 a client asks for a stream (`subscriptions/listen`) and names what it wants to hear. It is told first which
-   of its wishes can happen here, then of changes, until it leaves or the server stops.
-4. What a client may ask for is bounded: in number, and in characters of all URIs.
+3. At 2026-07-28 a client asks for a stream (`subscriptions/listen`) and names the changes it wants. The server first sends
+   those that it honours, then changes, until the client leaves or the server stops.
+4. Subscriptions are bounded: in number, and in characters of all URIs.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from wirecall.errors import InvalidRequest
 from wirecall.mcp.revisions import STATELESS
 from wirecall.mcp.server.asking import Outlet, Peer, Session
 from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.types import PREFIX
-from wirecall.protocol.messages import encode
+from wirecall.protocol.messages import JsonObject, encode
 
 MAX_PENDING = 1000  # messages that a listener has not taken
 MAX_SUBSCRIPTIONS = 1000
@@ -27,7 +26,7 @@ MAX_SUBSCRIBED = 128 << 10  # characters of all URIs of a session
 class Listener:
     """A client that wants to hear of changes. `wants` takes a kind ("tools", ..., "updated") and a URI."""
 
-    def __init__(self, wants: Callable[[str, str | None], bool], meta: dict[str, Any] | None = None) -> None:
+    def __init__(self, wants: Callable[[str, str | None], bool], meta: JsonObject | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self._wants = wants
         self._meta = meta
@@ -46,7 +45,7 @@ class Listener:
         self._news.set()
 
     def close(self) -> None:
-        """End `next`."""
+        """Make `next` return None."""
         self._closed = True
         self._news.set()
 
@@ -88,7 +87,7 @@ class Hub:
 
 
 async def forward(listener: Listener, outlet: Outlet) -> None:
-    """Send what a listener hears, until it is closed or the server stops."""
+    """Send the messages of a listener, until it is closed or the server stops."""
     stopped = asyncio.get_running_loop().create_task(outlet.stopping.wait())
     stopped.add_done_callback(lambda _: listener.close())
     try:
@@ -102,25 +101,27 @@ async def forward(listener: Listener, outlet: Outlet) -> None:
 
 
 def session_listener(session: Session) -> Listener:
-    """Return a listener for what a session with a handshake is told."""
+    """Return a listener for all lists, and for the resources that a session with a handshake subscribes to."""
     return Listener(lambda kind, uri: kind != "updated" or uri in session.subscriptions)
 
 
-async def subscribe(peer: Peer) -> Any:
+async def subscribe(peer: Peer) -> object:
     """Answer `resources/subscribe`."""
     subscriptions = peer.session.subscriptions
     if peer.params.uri in subscriptions:
         return b"{}"
     if len(subscriptions) >= MAX_SUBSCRIPTIONS:
-        raise InvalidRequest(f"a session may subscribe to {MAX_SUBSCRIPTIONS} resources", limit="subscriptions")
+        raise InvalidRequest(
+            f"a session may subscribe to at most {MAX_SUBSCRIPTIONS} resources: unsubscribe from one", limit="subscriptions"
+        )
     if len(peer.params.uri) + sum(map(len, subscriptions)) > MAX_SUBSCRIBED:
-        reason = f"the URIs that a session subscribes to may have {MAX_SUBSCRIBED} characters in all"
+        reason = f"the URIs of all subscriptions of a session may have at most {MAX_SUBSCRIBED} characters"
         raise InvalidRequest(reason, limit="subscriptions")
     subscriptions.add(peer.params.uri)
     return b"{}"
 
 
-async def unsubscribe(peer: Peer) -> Any:
+async def unsubscribe(peer: Peer) -> object:
     """Answer `resources/unsubscribe`."""
     peer.session.subscriptions.discard(peer.params.uri)
     return b"{}"
@@ -129,8 +130,8 @@ async def unsubscribe(peer: Peer) -> Any:
 # --- without one (2026-07-28) ----------------------------------------------------------------------------------------
 
 
-async def listen(hub: Hub, catalog: Catalog, peer: Peer) -> Any:
-    """Answer `subscriptions/listen`: tell of changes until the client leaves or the server stops."""
+async def listen(hub: Hub, catalog: Catalog, peer: Peer) -> object:
+    """Answer `subscriptions/listen`: send changes until the client leaves or the server stops."""
     # Of what the client asks for, only what can happen here is honoured.
     asked, has = peer.params.notifications, catalog.capabilities(STATELESS[-1])
     kinds = {
@@ -138,14 +139,14 @@ async def listen(hub: Hub, catalog: Catalog, peer: Peer) -> Any:
         "prompts": asked.prompts_list_changed,
         "resources": asked.resources_list_changed,
     }
-    honoured: dict[str, Any] = {f"{kind}ListChanged": True for kind, wanted in kinds.items() if wanted and kind in has}
+    honoured: JsonObject = {f"{kind}ListChanged": True for kind, wanted in kinds.items() if wanted and kind in has}
     if asked.resource_subscriptions and "resources" in has:
         honoured["resourceSubscriptions"] = asked.resource_subscriptions[:MAX_SUBSCRIPTIONS]
     uris = frozenset(honoured.get("resourceSubscriptions", ()))
     meta = {f"{PREFIX}subscriptionId": peer.id}
     listener = Listener(lambda kind, uri: uri in uris if kind == "updated" else f"{kind}ListChanged" in honoured, meta)
 
-    async def send(method: str, params: dict[str, Any]) -> None:
+    async def send(method: str, params: JsonObject) -> None:
         await peer.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": {"_meta": meta, **params}}))
 
     hub.add(listener)

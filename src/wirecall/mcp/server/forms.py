@@ -1,9 +1,9 @@
-"""Forms: what `ctx.elicit` may ask a person for, and the check of what the person has filled in.
+"""Forms: the fields that `ctx.elicit` asks a person for, and the check of the answer.
 
 1. A form is a flat object of texts, numbers, booleans and choices; MCP allows nothing else. `form_of` makes it of a type or
    of a JSON Schema. A field that a form cannot have is a `UsageError` that names the field.
-2. 2025-06-18 has fewer words for a field than its successors (`Form.schema`).
-3. An answer is checked against the form, whatever the client has promised, and then converted to the type. An answer that
+2. 2025-06-18 has fewer words for a field than its successors (`RequestedForm.schema`).
+3. An answer is checked against the form, even if the client has checked it, and then converted to the type. An answer that
    does not fit is `BadInput`: the client knew the form. The call has done nothing yet, and may be sent again.
 """
 
@@ -36,8 +36,8 @@ _FORMATS = {  # what MCP has, and how an answer is checked
 _KINDS: JsonObject = {"string": str, "boolean": bool, "number": (int, float), "integer": int, "array": list}
 
 
-class Form(Struct, frozen=True):
-    """The fields of a form, in the words of the newest revision, and what makes an answer the wanted value."""
+class RequestedForm(Struct, frozen=True):
+    """The fields of a form, in the words of the newest revision, and the function that converts an answer."""
 
     fields: dict[str, Schema]
     required: list[str] | None  # None: the schema says nothing about it
@@ -63,8 +63,8 @@ class Form(Struct, frozen=True):
         required = {} if self.required is None else {"required": self.required}
         return {"type": "object", "properties": fields, **required}
 
-    def read(self, content: Any) -> Any:
-        """Return what the person filled in, as the wanted type. Raises `BadInput` if it does not fit the form."""
+    def read(self, content: object) -> Any:
+        """Return the person's answer as the wanted type. Raises `BadInput` if it does not fit the form."""
         if not isinstance(content, dict):
             raise BadInput("the client's answer: content: expected an object")
         filled_in = {}
@@ -88,7 +88,7 @@ class Form(Struct, frozen=True):
             raise BadInput(f"the client's answer: {told}") from None
 
 
-def form_of(wanted: Any) -> Form:
+def form_of(wanted: Any) -> RequestedForm:
     """Return the form that asks for a type, or that a JSON Schema describes. Raises `UsageError` if there is none."""
     if isinstance(wanted, dict):
         return _of_schema(wanted)
@@ -98,8 +98,8 @@ def form_of(wanted: Any) -> Form:
         raise _no_form(wanted, str(error)) from error
 
 
-def _of_schema(schema: Schema) -> Form:
-    """A form that was written by hand: it is checked, and what a form cannot have in it is an error."""
+def _of_schema(schema: Schema) -> RequestedForm:
+    """Return the form of a schema that was written by hand. Raises `UsageError` for a member that a form cannot have."""
     properties, required = schema.get("properties"), schema.get("required")
     if schema.get("type") != "object" or not isinstance(properties, dict):
         raise _no_form("The schema", 'it must be {"type": "object", "properties": {...}}')
@@ -122,12 +122,12 @@ def _of_schema(schema: Schema) -> Form:
             raise _no_form("The schema", f"field {name!r}: {lost[0]} is not part of a form")
         if "default" in field and (problem := _problem(field["default"], field)):
             raise _no_form("The schema", f"field {name!r}: default: {problem}")
-    return Form(fields, None if required is None else list(required), lambda content: content)
+    return RequestedForm(fields, None if required is None else list(required), lambda content: content)
 
 
 @lru_cache(maxsize=1000)
-def _of_type(wanted: Any) -> Form:
-    """The form of a type: pydantic describes its models and what has a `Field` in it, msgspec describes everything else."""
+def _of_type(wanted: Any) -> RequestedForm:
+    """Return the form of a type: pydantic describes its models and types with a `Field`, msgspec describes the others."""
     convert: Callable[[Any], Any]
     hints = typing.get_type_hints(wanted, include_extras=True).values() if isinstance(wanted, type) else ()
     marks = [mark for hint in (wanted, *hints) for mark in _marks(hint)]
@@ -144,7 +144,7 @@ def _of_type(wanted: Any) -> Form:
     schema = _resolved(described, defs)
     if schema.get("type") != "object":
         field, nullable = _field(VALUE, schema, defs, wanted)
-        return Form({VALUE: field}, [] if nullable else [VALUE], lambda content: convert(content.get(VALUE)))
+        return RequestedForm({VALUE: field}, [] if nullable else [VALUE], lambda content: convert(content.get(VALUE)))
 
     fields: dict[str, Schema] = {}
     required: list[str] = []
@@ -156,19 +156,19 @@ def _of_type(wanted: Any) -> Form:
         if name in schema.get("required", ()):
             (empty if nullable else required).append(name)
     # A field that must be given but may be null is one that the person may leave empty.
-    return Form(fields, required, lambda content: convert({**dict.fromkeys(empty), **content}))
+    return RequestedForm(fields, required, lambda content: convert({**dict.fromkeys(empty), **content}))
 
 
 def _marks(hint: Any) -> Iterator[Any]:
-    """What `Annotated` adds to a type, at any depth."""
+    """Yield the metadata of `Annotated` in a type, at any depth."""
     yield from getattr(hint, "__metadata__", ())
     for part in typing.get_args(hint):
         yield from _marks(part)
 
 
 def _field(name: str, given: Any, defs: Mapping[str, Schema], wanted: Any) -> tuple[Schema, bool]:
-    """A field in the words of MCP, and whether it may be null. Words that only narrow a field further are left out: the
-    answer is checked by the type itself."""
+    """Return a field in the words of MCP, and whether it may be null. Words that only narrow a field are left out: the type
+    itself checks the answer."""
     schema = _resolved(given, defs) if isinstance(given, dict) else {}
     labels = {key: schema[key] for key in _LABELS if schema.get(key) is not None}
     nullable = False
@@ -224,7 +224,7 @@ def _field(name: str, given: Any, defs: Mapping[str, Schema], wanted: Any) -> tu
 
 
 def _resolved(schema: Schema, defs: Mapping[str, Schema]) -> Schema:
-    """A schema in place of a reference to it. Title and description are those of the field, not those of its class."""
+    """Return a schema in place of a reference to it, with the title and description of the field, not of its class."""
     reference = schema.get("$ref", "").removeprefix("#/$defs/")
     found = {key: value for key, value in defs.get(reference, {}).items() if key not in ("title", "description")}
     return {**found, **{key: value for key, value in schema.items() if key != "$ref"}} if reference in defs else schema
@@ -239,7 +239,7 @@ def _kept(schema: Schema, *words: str) -> Schema:
 
 
 def _problem(value: Any, field: Schema) -> str | None:
-    """What is wrong with the value of a field; None if it fits."""
+    """Return the reason why a value does not fit a field; None if it fits."""
     kind = field["type"]
     if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
         return f"expected {kind}, got {type(value).__name__}"
@@ -266,7 +266,7 @@ def _problem(value: Any, field: Schema) -> str | None:
     return None
 
 
-def _no_form(wanted: Any, why: str) -> UsageError:
+def _no_form(wanted: object, why: str) -> UsageError:
     name = wanted if isinstance(wanted, str) else getattr(wanted, "__name__", repr(wanted))
     fix = (
         "a form is flat: str, int, float, bool, date, Literal or Enum of strings, a list of those choices, each with | None"

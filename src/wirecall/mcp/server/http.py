@@ -9,16 +9,16 @@ A POST is judged in this order; the first check that fails answers (section 2.5 
     4 an array             the rules of `arrays`, for the revision of its session
     4 older                `initialize`, or a session, or neither: then the version header counts, or else 2025-03-26
 
-An answer is plain JSON until something is sent before it: then it is a stream. What differs between the eras is the client
-that leaves. At 2026-07-28 that is its cancellation. In the older revisions the call goes on, and its events are kept for a
-reader that comes back (`streams`); messages that belong to another worker are passed on (`workers`).
+An answer is plain JSON until something is sent before it: then it is a stream. The eras differ in a client that leaves. At
+2026-07-28 leaving cancels the call. In the older revisions the call goes on, and its events are kept for a reader that comes
+back (`streams`); messages that belong to another worker are passed on (`workers`).
 """
 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import UNSET, Raw
 
@@ -37,7 +37,7 @@ from wirecall.jsonrpc import make_batch
 from wirecall.mcp import headers
 from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.server import arrays
-from wirecall.mcp.server.arrays import Incoming, Response
+from wirecall.mcp.server.arrays import ClientAnswer, Incoming
 from wirecall.mcp.server.asking import Session
 from wirecall.mcp.server.catalog import input_schema
 from wirecall.mcp.server.changes import forward, session_listener
@@ -45,13 +45,15 @@ from wirecall.mcp.server.results import Room, failure, success
 from wirecall.mcp.server.server import BadEnvelope, Server, described_params, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
-from wirecall.mcp.server.workers import Workers
+from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool
 from wirecall.protocol.limits import Limits
 from wirecall.protocol.messages import Envelope, Invalid
 from wirecall.server.batch import run_batch
 from wirecall.stepping import resume
 from wirecall.transports.request import JSON, HttpError, Pairs, Request
+
+T = TypeVar("T")
 
 SESSION = "mcp-session-id"
 LAST_EVENT = "last-event-id"
@@ -61,10 +63,10 @@ EVENTS = "text/event-stream"
 BOTH = frozenset({JSON, EVENTS})
 _NEWEST = STATELESS[-1].name.encode()
 
-# Requests that change what every worker should know of a session.
+# Requests that change the state of a session in every worker.
 _FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
 
-# Refusals at 2026-07-28 that the status tells as well, as long as no stream has begun.
+# Errors at 2026-07-28 that have a status of their own, as long as no stream has begun (Streamable HTTP).
 _STATUS: dict[type[RpcError], int] = {
     ParseError: 400,
     InvalidRequest: 400,
@@ -83,16 +85,16 @@ class McpEndpoint:
         self._server = server
         self._limits = limits
         self._marked: dict[str, dict[tuple[str, ...], str]] = {}  # arguments of each tool that a header repeats
-        self._workers = Workers(
+        self._relay = Relay(
             server.hub, server.seals, shared=shared, on_end=lambda ended: self.sessions.end(ended), on_message=self._heard
         )
-        self.sessions = Sessions(server.seals, self._workers.know_ended)
+        self.sessions = Sessions(server.seals, self._relay.know_ended)
         self.shelf = Shelf()
-        self._work: set[asyncio.Task[Any]] = set()
+        self._work: set[asyncio.Task[bytes | None]] = set()
 
     async def open(self) -> None:
         """Listen to the other workers, if there may be any. Called before the first request."""
-        await self._workers.open()
+        await self._relay.open()
 
     async def aclose(self, grace: float) -> None:
         """End the calls that still run for clients that have left; the ledger's commands end by themselves."""
@@ -100,7 +102,7 @@ class McpEndpoint:
             task.cancel()
         if self._work:
             await asyncio.wait(self._work, timeout=grace)
-        await self._workers.aclose()
+        await self._relay.aclose()
 
     def __call__(self, request: Request) -> Awaitable[None]:
         if request.method == "POST":
@@ -109,7 +111,7 @@ class McpEndpoint:
             return self._get(request)
         if request.method == "DELETE":
             return self._delete(request)
-        raise HttpError(405, "MCP is spoken with POST, GET and DELETE", [("allow", "POST, GET, DELETE")])
+        raise HttpError(405, "expected POST, GET or DELETE", [("allow", "POST, GET, DELETE")])
 
     # --- POST --------------------------------------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class McpEndpoint:
         # Step 1: media types. A client takes both, since an answer may be either.
         request.check_json()
         if not _accepts(request, BOTH):
-            raise HttpError(406, f"Accept: it must list {JSON} and {EVENTS}, an answer may be either")
+            raise HttpError(406, f"Accept: expected both {JSON} and {EVENTS}, since an answer may be either")
         # Step 2: the body is one message, or an array of them.
         message = arrays.read(await request.body(), self._limits)
         # Step 3: its era. Most requests name the newest revision, so that is asked first.
@@ -139,8 +141,8 @@ class McpEndpoint:
             await self._post_older(request, message, version)
 
     async def _post_described(self, request: Request, message: Envelope) -> None:
-        """Answer a message of 2026-07-28, which describes itself. The client's leaving is its cancellation."""
-        # The core of the revision sends no notifications over HTTP: one that comes is checked, and that is all.
+        """Answer a message of 2026-07-28, which describes itself. A client that leaves cancels its call."""
+        # The revision has no notifications of clients over HTTP: one that comes is checked and has no effect.
         if message.id is UNSET:
             try:
                 if message.method in REQUESTS:
@@ -151,6 +153,7 @@ class McpEndpoint:
                 return
             await request.respond(202)
             return
+        assert isinstance(message.id, (int, str))  # `arrays.read` has checked it
         outlet: Direct | None = None
         try:
             # Step 1: body and headers agree: envelope, headers, version, marked arguments.
@@ -164,18 +167,22 @@ class McpEndpoint:
                     headers.check_marked(request.headers, arguments, marked)
             # Step 2: the answer. A plain function that reads gives it at once; anything else may wait, and may have
             # something to send before its answer.
-            answer: Any = self._server.calls.at_once(message.id, params)
-            if type(answer) is not bytes:
+            answer: bytes | None
+            ready = self._server.calls.at_once(message.id, params)
+            if isinstance(ready, bytes):
+                answer = ready
+            else:
                 outlet = Direct(request)
-                if answer is None:
+                work: Coroutine[Any, Any, bytes | None] | None = ready
+                if work is None:
                     session, key = described_session(params), _single(request, KEY)
-                    answer = self._server.respond(
+                    work = self._server.respond(
                         message, session, outlet, caller=request.caller, key=key, cancellable=False, params=params
                     )
-                answer = await _while_there(request, answer, outlet)
+                answer = await _while_there(request, work, outlet)
         except Gone:
             if outlet is not None and outlet.refusal is not None and not outlet.is_cut:
-                raise outlet.refusal from None  # `subscriptions/listen` needs a stream, and there is none
+                raise outlet.refusal from None  # `subscriptions/listen` needs a stream, and none is free
             raise
         except RpcError as error:
             if outlet is None or not outlet.is_open:
@@ -194,41 +201,42 @@ class McpEndpoint:
             replayed = outlet is not None and outlet.replayed
             await request.respond(200, answer, headers=[(REPLAYED, "true")] if replayed else ())
 
-    async def _post_older(self, request: Request, message: "Envelope | Response", version: str | None) -> None:
+    async def _post_older(self, request: Request, message: "Envelope | ClientAnswer", version: str | None) -> None:
         """Answer a message of a revision with a handshake."""
         # `initialize` opens a session. Its id comes with every further request.
         if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
-            id: Any = message.id
             try:
                 session, result = self._server.opened(message)
             except RpcError as error:
-                await _refuse(request, error, id, UNSTATED)
+                await _refuse(request, error, message.id, UNSTATED)
                 return
+            assert isinstance(message.id, (int, str))  # `arrays.read` has checked it
             token: Pairs = ()
             if session.revision.has("http session"):
                 token = [(SESSION, self.sessions.token(request.caller, session))]
-            await request.respond(200, success(id, result), headers=token)
+            await request.respond(200, success(message.id, result), headers=token)
             return
-        if isinstance(message, Response) and _is_newer(version):
-            refused = InvalidRequest(f"MCP {version} asks clients nothing, so there is nothing to answer")
+        if isinstance(message, ClientAnswer) and _is_newer(version):
+            refused = InvalidRequest(f"MCP {version} does not send requests to clients, so this answers no request")
             await _refuse(request, refused, None, STATELESS[-1])
             return
         known = self._session(request, version)
         session = known.session
-        # A notification or an answer to a question is owed no answer: 202, or 400 with the reason.
-        if isinstance(message, Response) or message.id is UNSET:
+        # A notification and an answer to a question get 202, or 400 with the reason (2025-11-25, transports, "Sending
+        # Messages to the Server").
+        if isinstance(message, ClientAnswer) or message.id is UNSET:
             try:
                 is_useful = self._server.take(message, session)
             except RpcError as error:
                 await _refuse(request, error, None, session.revision)
                 return
             if not is_useful:
-                self._workers.pass_on(request.caller, request.headers.get(SESSION), await request.body())
+                self._relay.pass_on(request.caller, request.headers.get(SESSION), await request.body())
             await request.respond(202)
             return
         # A request: its answer is JSON, or the last event of its stream.
         if message.method in _FOR_ALL:
-            self._workers.pass_on(request.caller, request.headers.get(SESSION), await request.body())
+            self._relay.pass_on(request.caller, request.headers.get(SESSION), await request.body())
         caller, key = request.caller, _single(request, KEY)
 
         async def work(channel: Channel) -> bytes | None:
@@ -283,7 +291,8 @@ class McpEndpoint:
         has, unread = known.session.revision.has, self._limits.unread_bytes
         numbered, primed = has("http resume"), has("http priming event")
         channel = Channel(request.stopping, self.shelf, unread, numbered=numbered, primed=primed)
-        # A disconnect does not cancel the work ("Sending messages to the server", point 6), so it is a task of its own.
+        # A disconnect does not cancel the work (2025-11-25, transports, "Sending Messages to the Server"), so the work is a
+        # task of its own.
         task = self._start(work(channel))
 
         def over(_: object) -> None:
@@ -307,29 +316,29 @@ class McpEndpoint:
             else:
                 await request.respond(202)
 
-    def _start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    def _start(self, work: Coroutine[Any, Any, bytes | None]) -> "asyncio.Task[bytes | None]":
         task = asyncio.get_running_loop().create_task(work)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
 
     def _heard(self, caller: str, token: str, data: bytes) -> None:
-        """Take what a session has sent to another worker."""
+        """Take a message that a session has sent to another worker."""
         try:
             known = self.sessions.find(caller, token)
         except HttpError:
             return
         message = arrays.read(data, self._limits)
-        if isinstance(message, (Envelope, Response)):
+        if isinstance(message, (Envelope, ClientAnswer)):
             self._start(self._server.answer(message, known.session, Nowhere(), caller=caller, cancellable=False))
 
     # --- GET and DELETE ----------------------------------------------------------------------------------------------
 
     async def _get(self, request: Request) -> None:
-        """The standing stream of a session, or the rest of one that was cut."""
+        """Send the standing stream of a session, or the rest of a stream that was cut."""
         known = self._standing_session(request)
         if not _accepts(request, frozenset({EVENTS})):
-            raise HttpError(406, f"Accept: a stream is {EVENTS}")
+            raise HttpError(406, f"Accept: expected {EVENTS}")
         last = request.headers.get(LAST_EVENT)
         if last is not None:
             name, _, number = last.partition(".")
@@ -359,24 +368,24 @@ class McpEndpoint:
         ended = self._standing_session(request).ended
         assert ended is not None
         self.sessions.end(ended)
-        self._workers.tell_ended(ended)
+        self._relay.tell_ended(ended)
         await request.respond(204)
 
     def _standing_session(self, request: Request) -> Known:
-        """The session of a GET or a DELETE, which need one."""
+        """Return the session of a GET or a DELETE, which need one."""
         version = _single(request, headers.VERSION)
         if version is not None and version not in REVISIONS:
             raise HttpError(400, f"{headers.VERSION}: {version[:40]!r} is not served")
         if request.headers.get(SESSION) is None:
             if version in REVISIONS and not _is_newer(version):
                 raise HttpError(400, f"{SESSION}: missing")
-            raise HttpError(405, "without a session there is only POST", [("allow", "POST")])
+            raise HttpError(405, "expected POST: GET and DELETE need a session", [("allow", "POST")])
         if _is_newer(version):
-            raise HttpError(405, f"MCP {version} has only POST", [("allow", "POST")])
+            raise HttpError(405, f"expected POST: MCP {version} has no other method", [("allow", "POST")])
         return self._session(request, version)
 
     def _session(self, request: Request, version: str | None) -> Known:
-        """The session a request belongs to; without one, what its version header says, for this request alone."""
+        """Return the session of a request; without a token, a session for this request alone, by its version header."""
         token = _single(request, SESSION)
         if token is not None:
             return self.sessions.find(request.caller, token)
@@ -387,7 +396,7 @@ class McpEndpoint:
 
 
 def _accepts(request: Request, media: frozenset[str]) -> bool:
-    """Return whether a client takes these media types. No Accept header is as good as `*/*`."""
+    """Return whether a client takes these media types. A request without an Accept header takes all (RFC 9110, 12.5.1)."""
     fields = request.headers
     accepted = ",".join(fields.all("accept")).encode() if fields.has_doubles else fields.first.get(b"accept")
     return not accepted or media <= _media(accepted)
@@ -395,7 +404,7 @@ def _accepts(request: Request, media: frozenset[str]) -> bool:
 
 @lru_cache(maxsize=256)  # clients send few different ones
 def _media(accepted: bytes) -> frozenset[str]:
-    """Those of our two media types that an Accept header lists."""
+    """Return those of MCP's two media types that an Accept header lists."""
     kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.decode("latin-1").split(",")}
     return frozenset(media for media in BOTH if kinds & {media, "*/*", media.partition("/")[0] + "/*"})
 
@@ -413,24 +422,25 @@ def _is_newer(version: str | None) -> bool:
     return version is not None and (version not in REVISIONS or REVISIONS[version].is_stateless)
 
 
-async def _refuse(request: Request, error: RpcError, id: Any, revision: Revision, status: int = 400) -> None:
-    """Answer with an error, and tell it by the status as well."""
+async def _refuse(request: Request, error: RpcError, id: object, revision: Revision, status: int = 400) -> None:
+    """Answer with an error and its status."""
     await request.respond(status, failure(None if id is UNSET else id, error, revision))
 
 
-async def _while_there(request: Request, work: Coroutine[Any, Any, Any], outlet: Direct) -> Any:
-    """Await work whose client's leaving is its cancellation. The client is watched only if the work has to wait."""
+async def _while_there(request: Request, work: Coroutine[Any, Any, T], outlet: Direct) -> T:
+    """Await work that ends when its client leaves. The client is watched only if the work has to wait."""
     try:
         awaited = work.send(None)
     except StopIteration as finished:
-        return finished.value
+        result: T = finished.value
+        return result
     this = asyncio.current_task()
     assert this is not None
     watcher = asyncio.get_running_loop().create_task(request.gone())
 
     def left(_: object) -> None:
         if not watcher.cancelled():
-            watcher.exception()  # a transport that fails is as good as a client that has left
+            watcher.exception()  # retrieved: a transport that fails counts as a client that has left
             outlet.cut()
 
     watcher.add_done_callback(left)

@@ -1,4 +1,4 @@
-"""MCP and plain JSON-RPC on one connection of lines: what `app.run("stdio")` serves.
+"""MCP and plain JSON-RPC on one connection of lines: `app.run("stdio")` serves it.
 
 The message tells which of the two it is. One that names a method of MCP, or carries its envelope, is MCP's; any other is
 plain JSON-RPC. An array is plain until a revision is negotiated, unless something of MCP is in it; after that it is MCP's,
@@ -6,7 +6,7 @@ and the revision decides. So both kinds of client are served with no option, and
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Container, Coroutine
 from typing import Any, TypeAlias
 
 from msgspec import UNSET
@@ -15,7 +15,7 @@ from wirecall.errors import InvalidRequest, RpcError
 from wirecall.jsonrpc import make_batch
 from wirecall.mcp.revisions import HANDSHAKE, NOTIFICATIONS, REQUESTS, STATELESS
 from wirecall.mcp.server import arrays
-from wirecall.mcp.server.arrays import Incoming, Response
+from wirecall.mcp.server.arrays import ClientAnswer, Incoming
 from wirecall.mcp.server.asking import Id, Session
 from wirecall.mcp.server.changes import forward, session_listener
 from wirecall.mcp.server.results import Room, failure, success
@@ -32,8 +32,8 @@ Plain: TypeAlias = Callable[[bytes], Answer]
 _MODERN_ONLY = STATELESS[-1].requests - HANDSHAKE[-1].requests
 
 
-class Wire:
-    """The way back to the client, the same for all that it is told."""
+class PipeOutlet:
+    """Sends all messages to the client, on one pipe."""
 
     is_shared = True
 
@@ -46,25 +46,25 @@ class Wire:
         await self._send(message)
 
     async def hang_up(self, retry: float) -> None:
-        """There is nothing to come back to."""
+        """Do nothing: a pipe cannot be opened again."""
 
     async def until_left(self, patience: float) -> None:
         await self.stopping.wait()
 
 
-class Lines:
+class StdioConnection:
     """One client at the other end of a pipe."""
 
     def __init__(
-        self, send: Callable[[bytes], Awaitable[None]], server: Server, plain: Plain, methods: Any, limits: Limits
+        self, send: Callable[[bytes], Awaitable[None]], server: Server, plain: Plain, methods: Container[str], limits: Limits
     ) -> None:
         self._server = server
         self._plain = plain
         self._methods = methods  # what plain JSON-RPC serves
         self._limits = limits
-        self._wire = Wire(send)
+        self._outlet = PipeOutlet(send)
         self._session: Session | None = None
-        self._calls: dict[Id, asyncio.Task[Any]] = {}  # of both eras: an id is in use once
+        self._calls: dict[Id, asyncio.Task[object]] = {}  # of both eras: an id is in use once
         self._told: asyncio.Task[None] | None = None
 
     def handle(self, line: bytes) -> Answer:
@@ -78,12 +78,12 @@ class Lines:
                 return self._answer_array(arrays.admitted(message, revision))
             except RpcError as error:
                 return failure(None, error, revision)
-        if isinstance(message, Response):
+        if isinstance(message, ClientAnswer):
             if self._session is not None:
                 self._session.answered(message.id, message.result, message.error)
             return None
         # What MCP refuses may be plain JSON-RPC, which has params by position and ids of other kinds.
-        read: Any = message
+        read: object = message
         if isinstance(message, Invalid):
             read = frames.read(line, True, self._limits.bytes_in, self._limits.depth, self._limits.batch)
         is_plain = self._session is None
@@ -96,13 +96,13 @@ class Lines:
         return self._answer(message)
 
     def ending(self) -> None:
-        """End streams and leave questions unanswered: the client will send nothing more."""
-        self._wire.stopping.set()
+        """End streams and open questions: the client will not send anything more."""
+        self._outlet.stopping.set()
         if self._session is not None:
             self._session.abandon()
 
     async def aclose(self) -> None:
-        """Stop telling the client of changes: it is gone, or the server stops."""
+        """Stop sending changes: the client has left, or the server stops."""
         if self._told is not None:
             self._told.cancel()
 
@@ -117,14 +117,14 @@ class Lines:
             # Any other belongs to the session of the connection, which `initialize` opens.
             elif message.method == "initialize":
                 if self._session is not None:
-                    raise InvalidRequest("initialize was sent before, and is sent once")
+                    raise InvalidRequest("initialize was sent before: send it once")
                 if message.id is UNSET:
                     return failure(None, InvalidRequest("initialize is a request: it needs an id"), None)
                 opened, result = self._server.opened(message)
                 opened.calls = self._calls
                 self._session = opened
-                id: Any = message.id
-                return success(id, result)
+                assert isinstance(message.id, (int, str))  # `arrays.read` has checked it
+                return success(message.id, result)
             elif self._session is not None:
                 session = self._session
             elif message.method in ("ping", "notifications/cancelled"):
@@ -135,20 +135,17 @@ class Lines:
             revision = None if self._session is None else self._session.revision
             return None if message.id is UNSET else failure(message.id, error, revision)
         if message.method == "notifications/initialized" and session is self._session and self._told is None:
-            self._tell_changes(session)
-        return await self._server.answer(message, session, self._wire, caller=ANONYMOUS)
+            listener = session_listener(session)
+            self._server.hub.add(listener)  # at once: the client hears of a change in the same moment
 
-    def _tell_changes(self, session: Session) -> None:
-        listener = session_listener(session)
-        self._server.hub.add(listener)  # at once: a change in the same moment is one that it hears
+            async def tell() -> None:
+                try:
+                    await forward(listener, self._outlet)
+                finally:
+                    self._server.hub.remove(listener)
 
-        async def tell() -> None:
-            try:
-                await forward(listener, self._wire)
-            finally:
-                self._server.hub.remove(listener)
-
-        self._told = asyncio.get_running_loop().create_task(tell())
+            self._told = asyncio.get_running_loop().create_task(tell())
+        return await self._server.answer(message, session, self._outlet, caller=ANONYMOUS)
 
     async def _answer_array(self, entries: list[Incoming]) -> bytes | None:
         session = self._session
@@ -156,7 +153,7 @@ class Lines:
         room = Room(self._server.answers, session.revision)
 
         async def begin(entry: Incoming, position: int) -> bytes | None:
-            answer = await self._server.answer(entry, session, self._wire, caller=ANONYMOUS, position=position)
+            answer = await self._server.answer(entry, session, self._outlet, caller=ANONYMOUS, position=position)
             return await room.kept(entry, answer)
 
         is_command, limit = self._server.is_command, self._limits.concurrency

@@ -1,4 +1,4 @@
-"""Results: what a function returned as MCP's result, and any result or error as the bytes of an answer.
+"""Results: the value of a function as MCP's result, and any result or error as the bytes of an answer.
 
     a tool       `call_result`      str, content, Struct, dict, ToolResult, ...  ->  content and structuredContent
     a prompt     `prompt_result`    str, Message, or several                     ->  messages
@@ -14,7 +14,7 @@
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from wirecall.errors import FixedError, InternalError, RpcError
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.arrays import Incoming
 from wirecall.mcp.server.asking import Id
-from wirecall.mcp.server.catalog import Resource, is_object_schema, is_structured, output_schema
+from wirecall.mcp.server.catalog import ResourceEntry, is_object_schema, is_structured, output_schema
 from wirecall.mcp.types import PREFIX, Content, Embedded, Message, ToolResult, block
 from wirecall.protocol.messages import ErrorObject, JsonObject, encode
 from wirecall.server.method import Method
@@ -42,9 +42,9 @@ class Answers:
         self._stamp = b'"resultType":"complete","_meta":' + told
         self._only_meta = b'"_meta":' + told
 
-    def to(self, id: Id, result: Any, revision: Revision) -> bytes:
-        """Return the answer to a request, with what the revision wants in every one. Raises if it is too long."""
-        data = result if type(result) is bytes else encode(result)
+    def to(self, id: Id, result: object, revision: Revision) -> bytes:
+        """Return the answer to a request, with the members that the revision requires. Raises if it is too long."""
+        data = result if isinstance(result, bytes) else encode(result)
         if revision.has_result_type:
             if data == b"{}":
                 data = b"{" + self._stamp + b"}"
@@ -92,7 +92,7 @@ def success(id: Id, result: bytes) -> bytes:
     return b'{"jsonrpc":"2.0","id":' + told + b',"result":' + result + b"}"
 
 
-def failure(id: Any, error: RpcError, revision: Revision | None) -> bytes:
+def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
     """Return the answer that reports an error. Without a revision, none was negotiated yet."""
     reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
     words = f"{error.message}: {reason}" if reason and not error.is_remote else error.message
@@ -104,7 +104,7 @@ def failure(id: Any, error: RpcError, revision: Revision | None) -> bytes:
     return b'{"jsonrpc":"2.0","error":' + body + b"}"
 
 
-# --- what a function returned ----------------------------------------------------------------------------------------
+# --- values of functions ----------------------------------------------------------------------------------------
 
 
 class CallResult(Struct, omit_defaults=True):
@@ -147,7 +147,7 @@ def call_result(method: Method) -> Callable[[Any], CallResult]:
 
 
 def _text(value: object, sealed: Raw | None) -> JsonObject:
-    """The text beside structured content, for clients that read only that."""
+    """Return the text beside structured content, for clients that read only text (server/tools, "Structured Content")."""
     text = value if isinstance(value, str) else bytes(sealed if sealed is not None else encode(value)).decode()
     return {"type": "text", "text": text}
 
@@ -178,7 +178,7 @@ def prompt_result(method: Method) -> Callable[[Any], JsonObject]:
     return shape
 
 
-def read_result(resource: Resource, uri: str) -> Callable[[Any], JsonObject]:
+def read_result(resource: ResourceEntry, uri: str) -> Callable[[Any], JsonObject]:
     """Return the function that makes a result of a resource's value: text, bytes, or anything else as JSON."""
 
     def shape(value: Any) -> JsonObject:
@@ -198,7 +198,7 @@ def read_result(resource: Resource, uri: str) -> Callable[[Any], JsonObject]:
     return shape
 
 
-def completed(value: Any) -> JsonObject:
+def completed(value: Iterable[object]) -> JsonObject:
     """Return the result of a completion: at most 100 values travel, the rest is only counted."""
     values = [str(item) for item in value]
     return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}

@@ -1,10 +1,10 @@
 """Texts that a client keeps for us and brings back: session ids and the state of calls that take several rounds.
 
-A sealed text is `payload.signature`, both in base64url. What comes back is from an attacker until the signature says
-otherwise, so `open` checks the signature first, then the use and the caller that the text was made for, and its age.
-The payload is not secret: nothing goes in that the caller may not see.
+A sealed text is `payload.signature`, both in base64url. An attacker may have written a text that comes back, so `open`
+checks the signature first, then the use and the caller that the text was made for, and its age.
+The payload is not secret: it holds only values that the caller may see.
 
-Every process that shares the secret can open what another sealed: that is what lets any worker serve any request.
+Every process that shares the secret can open the texts of the others, so any worker serves any request.
 """
 
 import base64
@@ -13,7 +13,6 @@ import hmac
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -25,7 +24,7 @@ class BrokenSeal(Exception):
 
 class _Payload(Struct, array_like=True):
     use: str
-    caller: bytes  # a digest: the text does not tell the caller's name
+    caller: bytes  # a digest: the text does not reveal the caller's name
     until: float
     id: str
     value: msgspec.Raw
@@ -39,10 +38,11 @@ class Seals:
 
     def __init__(self, secret: str | bytes, clock: Callable[[], float] = time.time) -> None:
         self._key = hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
-        self.name = hashlib.sha256(b"name" + self._key).hexdigest()[:12]  # tells nothing about the secret
+        self.name = hashlib.sha256(b"name" + self._key).hexdigest()[:12]  # does not reveal the secret
         self._clock = clock
 
-    def seal(self, use: str, caller: str, value: Any, lifetime: float) -> str:
+    def seal(self, use: str, caller: str, value: object, lifetime: float) -> str:
+        """Return a text that `open` accepts for this use and this caller, for `lifetime` seconds."""
         raw, until = msgspec.Raw(msgspec.json.encode(value)), self._clock() + lifetime
         payload = msgspec.json.encode(_Payload(use, _digest(caller), until, os.urandom(12).hex(), raw))
         return f"{_text(payload)}.{_text(hmac.digest(self._key, payload, 'sha256'))}"

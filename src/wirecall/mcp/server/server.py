@@ -1,12 +1,12 @@
-"""The methods of MCP: what a server answers, in each revision.
+"""The methods of MCP, and their answers in each revision.
 
 `Server.answer` takes one message of a client and returns the bytes of its answer, or None. The table of revisions says which
-methods there are; `Server.methods` says what answers them, and is the index of the files beside this one.
+methods there are; `Server.methods` maps them to their handlers, and is the index of the files beside this one.
 
-1. Params are decoded once. What is wrong with them is reported with its place: `params.name: expected str, got int`.
+1. Params are decoded once. An error in them names its place: `params.name: expected str, got int`.
 2. A method that the revision does not have, or that serves something which this server does not offer, is not found.
 3. A call that may take long is a task of its own, so that `notifications/cancelled` ends it and nothing else.
-4. A refusal is sent as it is; any other exception is an internal error, and its text stays in the log.
+4. An `RpcError` is sent as it is; any other exception is an internal error, and its text stays in the log.
 5. A notification is owed no answer, not even an unknown one.
 6. At 2026-07-28 there is no handshake. Every request carries an envelope in `params._meta`: its revision and what its client
    can do. A request without it is a `BadEnvelope`, refused before anything runs.
@@ -25,7 +25,7 @@ from wirecall.errors import Gone, InternalError, InvalidParams, InvalidRequest, 
 from wirecall.logs import failed
 from wirecall.mcp import headers
 from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, offered
-from wirecall.mcp.server.arrays import Incoming, Response
+from wirecall.mcp.server.arrays import ClientAnswer, Incoming
 from wirecall.mcp.server.asking import Id, Outlet, Peer, Questions, Session
 from wirecall.mcp.server.calls import Calls
 from wirecall.mcp.server.catalog import Catalog
@@ -71,12 +71,13 @@ PARAMS: dict[str, type[Params]] = {
 }
 
 PAGE = 200  # entries of a list in one answer
-TTL_MS = 60_000  # how long a client may keep a list; a client that listens is told of a change before that
+TTL_MS = 60_000  # how long a client may keep a list; a client that listens hears of a change before that
 
-# What a method serves; without it the method is not there either (the rule of unadvertised capabilities).
+# The capability of a method. A server that does not declare it does not have the method (basic/lifecycle, "Capability
+# Negotiation").
 _NEEDS = {"tools": "tools", "prompts": "prompts", "resources": "resources", "completion": "completions"}
 
-# What can take long enough to be cancelled.
+# Methods that may take long enough for a client to cancel them.
 _CANCELLABLE = frozenset({"tools/call", "prompts/get", "resources/read", "completion/complete", "subscriptions/listen"})
 
 _EMPTY = Raw(b"{}")
@@ -85,7 +86,7 @@ _DECODE = {name: _DECODERS[wanted].decode for name, wanted in PARAMS.items()}
 
 
 class Identity(Struct, frozen=True):
-    """What the server tells about itself."""
+    """The name, version and instructions of a server."""
 
     name: str
     version: str
@@ -165,10 +166,10 @@ class Server:
         cancellable: bool = True,
         params: Any = None,
     ) -> bytes | None:
-        """Do the same, but raise refusals. `params` are the message's, if they are decoded already."""
+        """Return the same as `answer`, but raise errors. `params` are those of the message, if they are decoded already."""
         if isinstance(message, Invalid):
             raise message.error
-        if isinstance(message, Response) or message.id is UNSET:
+        if isinstance(message, ClientAnswer) or message.id is UNSET:
             self.take(message, session)
             return None
         # Step 1: the method, if the revision has it and the server has something to serve with it.
@@ -222,9 +223,9 @@ class Server:
             raise InternalError from error
         return None if result is None else self.answers.to(id, result, revision)
 
-    def take(self, message: "Envelope | Response", session: Session) -> bool:
-        """Take an answer of the client or a notification. False: it is about something that is not known here."""
-        if isinstance(message, Response):
+    def take(self, message: "Envelope | ClientAnswer", session: Session) -> bool:
+        """Take an answer of the client or a notification; False if this process does not know the call or the question."""
+        if isinstance(message, ClientAnswer):
             return session.answered(message.id, message.result, message.error)
         if message.method in REQUESTS:
             raise InvalidRequest(f"{message.method} is a request: it needs an id")
@@ -252,7 +253,7 @@ class Server:
     # --- methods -----------------------------------------------------------------------------------------------------
 
     def opened(self, message: Envelope) -> tuple[Session, bytes]:
-        """Return the session that `initialize` opens, and its result. Raises what is wrong with the message."""
+        """Return the session that `initialize` opens, and its result. Raises `InvalidParams` if the params do not fit."""
         params = params_of(message, Initialize)
         revision = offered(params.version)
         capabilities = self.catalog.capabilities(revision)
@@ -260,7 +261,7 @@ class Server:
         return Session(revision, params.capabilities), encode({**introduction, **self._instructions})
 
     async def _discover(self, peer: Peer) -> object:
-        """2026-07-28: what `initialize` tells, without opening anything."""
+        """Answer `server/discover` (2026-07-28): the members of `initialize`, without a session."""
         supported = [revision.name for revision in STATELESS]
         capabilities = self.catalog.capabilities(peer.session.revision)
         return {"supportedVersions": supported, "capabilities": capabilities, **self._instructions, **self._kept}
@@ -277,7 +278,7 @@ class Server:
     async def _list(self, kind: str, peer: Peer) -> object:
         """Return one page of a list, with a cursor for the next one while there is more.
 
-        Only a cursor that this server gave is taken. The empty text is not one of them.
+        A cursor must be one that this server gave: the empty text is not (server/utilities, "Pagination").
         """
         revision, cursor, start = peer.session.revision, peer.params.cursor, 0
         entries = self.catalog.list(kind, revision)
@@ -287,7 +288,7 @@ class Server:
             except ValueError:
                 start = -1
             if not 0 < start < len(entries) or cursor != _cursor(start):
-                raise InvalidParams("cursor: not one that this server gave, or of a list that has changed since")
+                raise InvalidParams("cursor: expected the nextCursor of an earlier page; the list may have changed since")
         page: JsonObject = {kind: entries[start : start + PAGE]}
         if start + PAGE < len(entries):
             page["nextCursor"] = _cursor(start + PAGE)
@@ -312,7 +313,7 @@ def params_of(message: Envelope, wanted: type[Params]) -> Any:
 
 
 def _explained(error: Exception) -> str:
-    """msgspec's words, with the place first: `params.name: expected str, got int`."""
+    """Return the text of msgspec's error, with the place first: `params.name: expected str, got int`."""
     what, _, where = str(error).partition(" - at `$")
     return f"params{where.rstrip('`')}: {what[:1].lower()}{what[1:]}".replace("`", "")
 
@@ -327,7 +328,7 @@ def described_params(message: Envelope, fields: headers.Fields | None = None) ->
     The params are decoded for their method; params that do not fit it are decoded as any params, since the envelope is
     checked first.
     """
-    # Step 1: the envelope ("Per-request metadata"): version and capabilities are required.
+    # Step 1: the envelope in `_meta` (2026-07-28): version and capabilities are required.
     try:
         params: Params = _DECODE[message.method](message.params)  # type: ignore[arg-type]
     except (KeyError, TypeError, msgspec.ValidationError):

@@ -1,8 +1,8 @@
 """Sessions of the revisions with a handshake over HTTP.
 
 A session's id is a sealed text (`sealed`) that carries what was negotiated, so any process with the same secret serves it.
-What is only here is what cannot travel: calls under way, streams, questions to the client. So a session that is forgotten
-because there are too many is read from its token again, and one that has ended has to be remembered.
+Only calls in flight, streams and questions to the client stay in this process. So a session that is forgotten because there
+are too many is read from its token again, and a session that has ended has to be remembered.
 
 A session that has ended stays ended, however many others a caller ends after it. `within` is the rule: where too many have
 ended, the sessions of the caller with the most are forgotten one by one and replaced by the opening of the newest of them;
@@ -14,7 +14,6 @@ import hashlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +23,7 @@ from wirecall.mcp.server.asking import Session
 from wirecall.mcp.server.changes import Listener
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.server.streams import Channel
+from wirecall.protocol.messages import JsonObject
 from wirecall.transports.request import HttpError
 
 LIFETIME = 86_400.0
@@ -36,14 +36,14 @@ _USED = {"sampling": ("context", "tools"), "elicitation": ("form", "url"), "root
 
 
 class _Negotiated(Struct):
-    """What a session's token carries."""
+    """The negotiated state in a session's token."""
 
     revision: str
-    capabilities: dict[str, Any]
+    capabilities: JsonObject
     opened: int = 0  # Unix time in milliseconds
 
 
-class Ended(Struct, frozen=True):
+class EndedSession(Struct, frozen=True):
     """A session that has ended."""
 
     caller: str  # a digest
@@ -84,29 +84,29 @@ _decode = msgspec.json.Decoder(_Negotiated).decode
 
 
 class Known:
-    """A session, and what this process keeps for it."""
+    """A session, and the streams that this process keeps for it."""
 
-    def __init__(self, session: Session, ended: Ended | None = None) -> None:
-        self.ended = ended  # what to remember of it after its end
+    def __init__(self, session: Session, ended: EndedSession | None = None) -> None:
+        self.ended = ended  # its entry in the list of ended sessions
         self.id = "" if ended is None else ended.id
         self.session = session
         self.channels: OrderedDict[str, Channel] = OrderedDict()
         self._standing: Listener | None = None
 
     def stand(self, listener: Listener | None) -> None:
-        """A message goes to one stream: the newest standing one. The one before ends."""
+        """Make a listener the standing stream, and end the one before: a message goes to one stream only."""
         if self._standing is not None:
             self._standing.close()
         self._standing = listener
 
     def leave(self, listener: Listener) -> None:
-        """A standing stream has ended."""
+        """Forget a standing stream that has ended."""
         if self._standing is listener:
             self._standing = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether something goes on here that its token does not know of: a call, a question, a stream."""
+        """Return whether the session has a call, a question or a stream in this process."""
         return bool(self.session.calls) or self._standing is not None
 
     def keep(self, channel: Channel) -> None:
@@ -118,7 +118,7 @@ class Known:
 class Sessions:
     """The sessions that this process knows. `is_ended` says whether another process has seen the end of one."""
 
-    def __init__(self, seals: Seals, is_ended: Callable[[Ended], bool]) -> None:
+    def __init__(self, seals: Seals, is_ended: Callable[[EndedSession], bool]) -> None:
         self._seals = seals
         self._is_ended = is_ended
         self._known: OrderedDict[str, Known] = OrderedDict()
@@ -129,7 +129,7 @@ class Sessions:
 
     def token(self, caller: str, session: Session) -> str:
         """Return a new session's id, good for its caller alone."""
-        capabilities: dict[str, Any] = {
+        capabilities: JsonObject = {
             name: {mode: {} for mode in modes if mode in declared}
             for name, modes in _USED.items()
             if isinstance(declared := session.capabilities.get(name), dict)
@@ -146,7 +146,7 @@ class Sessions:
         known = self._known.get(id)
         if known is None:
             told = _decode(value)
-            ended = Ended(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
+            ended = EndedSession(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
             if ended.is_among(self._ended.get) or self._is_ended(ended):
                 raise HttpError(404, "the session has ended: send initialize")
             known = self._known[id] = Known(Session(REVISIONS[told.revision], told.capabilities), ended)
@@ -162,7 +162,7 @@ class Sessions:
         self._known.move_to_end(id)
         return known
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: EndedSession) -> None:
         """End a session, and remember that it has ended."""
         known = self._known.pop(ended.id, None)
         if known is not None:

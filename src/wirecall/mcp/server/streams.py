@@ -1,4 +1,4 @@
-"""Server-sent events: what goes out before an answer, and the answer after it.
+"""Server-sent events: messages before an answer, and the answer after them.
 
 `Direct` serves 2026-07-28: events go straight to the client; when it leaves, the call is over. `Channel` serves the older
 revisions, where a client may lose its connection and come back: events are numbered and kept for a while, the call goes on,
@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from wirecall.errors import Gone
 from wirecall.transports.request import HttpError, Request
 
-KEEP_ALIVE = 15.0  # seconds; proxies cut what is silent for longer
+KEEP_ALIVE = 15.0  # seconds; proxies close connections that are silent for longer
 MAX_BYTES = 4 << 20  # of one channel's events that a reader has seen, or that have no reader
 MAX_KEPT = 64 << 20  # bytes of all channels
 EVENT = 200  # bytes that an event takes besides its text
@@ -45,10 +45,10 @@ class Nowhere:
         raise Gone("no client waits for an answer")
 
     async def hang_up(self, retry: float) -> None:
-        """There is no connection."""
+        """Do nothing: the message has no connection."""
 
     async def until_left(self, patience: float) -> None:
-        """Return at once: there is no connection."""
+        """Return at once: the message has no connection."""
 
 
 class Direct:
@@ -62,23 +62,23 @@ class Direct:
         self.is_open = False
         self.is_cut = False
         self.on_cut: Callable[[], object] | None = None
-        self.refusal: HttpError | None = None  # why there is no stream
+        self.refusal: HttpError | None = None  # the reason why no stream was opened
         self._request = request
         self._beat: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
         self._lock: asyncio.Lock | None = None
 
     async def open(self) -> None:
-        """Begin the stream before there is something to send."""
+        """Begin the stream before the first event."""
         self.is_open = True
         await self._request.open_stream()
-        await self._write(_COMMENT)  # so that the client sees that it stands
+        await self._write(_COMMENT)  # so that the client sees that the stream is open
 
     async def send(self, message: bytes) -> None:
         await self._write(event(message))
 
     async def hang_up(self, retry: float) -> None:
-        """There is nothing to come back to."""
+        """Do nothing: a stream of 2026-07-28 cannot be resumed."""
 
     async def until_left(self, patience: float) -> None:
         """Wait for the end of the server: a client that leaves has cancelled, and its call is over anyway."""
@@ -144,8 +144,8 @@ class Channel:
         self.finished = False
         self.is_used = False  # something was sent before the answer
         self.size = 0  # bytes of the events that are kept
-        self._enter: Callable[[], None] | None = None  # takes the place of a stream; HttpError if there is none
-        self._is_refused = False  # there is no place for a stream, so the answer comes alone
+        self._enter: Callable[[], None] | None = None  # takes the place of a stream; HttpError if none is free
+        self._is_refused = False  # the stream limit is reached, so the answer comes alone
         self._shelf = shelf
         self._max_unread = unread
         self._numbered = numbered
@@ -162,7 +162,7 @@ class Channel:
         self._hung_up = False
 
     async def send(self, message: bytes) -> None:
-        """Keep an event for the reader, and wait while the reader is too far behind. Gone if there is no stream."""
+        """Keep an event for the reader, and wait while the reader is too far behind. Raises `Gone` if no stream is free."""
         self._begin()
         self.put(message)
         while self._readers and self._unread > self._max_unread:

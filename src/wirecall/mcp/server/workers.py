@@ -1,19 +1,19 @@
 """The other workers: processes of one host with the same secret, of which any serves any request.
 
 An answer to a question belongs to the worker whose handler asked, a cancellation to the one that runs the call, a change to
-those that have streams open; and a client with two connections meets two workers. So a worker passes on what it has no use
-for, and every other worker looks whether it has. It tells:
+those that have streams open; and a client with two connections meets two workers. So a worker passes on each message that it
+cannot use itself, and every other worker checks whether it can. It sends:
 
-    kind, uri                  a list or a resource has changed: listeners there are told
+    kind, uri                  a list or a resource has changed: listeners there hear of it
     ended                      a session has ended
-    caller, session, message   a session has sent something that is of no use here, or of use everywhere
+    caller, session, message   a message of a session that belongs to another worker, or to all of them
 
 1. Each worker listens on a socket in a folder that only its user can enter. The folder's name follows from the secret, so
    workers with the same secret find each other. Messages are sealed with the secret as well.
 2. A worker does not wait for the others. It forgets one that is gone; one that does not take a message in time misses it;
    while too much waits for the others, further messages are dropped.
 3. A worker that starts later has to know the sessions that have ended. They are marks: files in a folder of their own, named
-   as `sessions.Ended` says, with the time of the session's opening as their own.
+   as `sessions.EndedSession` says, with the time of the session's opening as their own.
 4. A worker holds a lock on the folder while it lives. A folder without a lock and without marks is left from workers that
    were killed: the next worker that starts removes it.
 """
@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -35,7 +34,8 @@ from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.mcp.server.changes import Hub
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
-from wirecall.mcp.server.sessions import Ended, within
+from wirecall.mcp.server.sessions import EndedSession, within
+from wirecall.protocol.messages import JsonObject
 
 PATIENCE = 5.0  # seconds for a worker to take a message
 LIFETIME = 60.0
@@ -49,10 +49,10 @@ SOCKET, MARKS = ".socket", "ended"
 _FOLDER = re.compile(r"wirecall-[0-9]+-[0-9a-f]{12}")
 
 
-class Workers:
-    """One worker among those with the same secret; if none is `shared`, it is alone and tells nothing.
+class Relay:
+    """One worker among those with the same secret; if none is `shared`, it is alone and sends nothing.
 
-    `on_end` and `on_message` take what the others tell of sessions.
+    `on_end` and `on_message` take the messages of the others about sessions.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Workers:
         seals: Seals,
         *,
         shared: bool,
-        on_end: Callable[[Ended], None],
+        on_end: Callable[[EndedSession], None],
         on_message: Callable[[str, str, bytes], None],
         folder: Path | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class Workers:
         self._marked = 0
 
     async def open(self) -> None:
-        """Listen to the others, if there may be any. UsageError if the folder is not ours alone."""
+        """Listen to the others, if there may be any. Raises `UsageError` if another user may enter the folder."""
         if not self._shared:
             return
         with suppress(OSError):  # a folder of temporary files need not be readable
@@ -95,7 +95,7 @@ class Workers:
                 if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
                     why = "another user could pretend to be a worker"
                     fix = "remove it, or set TMPDIR to a folder of your own"
-                    raise UsageError(f"{self._folder} is not ours alone.", why, fix)
+                    raise UsageError(f"{self._folder} belongs to another user, or other users may enter it.", why, fix)
                 lock = _locked(self._folder, exclusive=False)
                 if self._folder.exists() and os.fstat(lock).st_ino == self._folder.lstat().st_ino:
                     self._lock = lock
@@ -136,14 +136,14 @@ class Workers:
             finally:
                 os.close(lock)
 
-    # --- what this worker tells --------------------------------------------------------------------------------------
+    # --- messages to the others --------------------------------------------------------------------------------------
 
     def pass_on(self, caller: str, token: str | None, data: bytes) -> None:
         """Give the others what a session has sent."""
         if token is not None:
             self._tell({"caller": caller, "session": token, "message": data.decode()})
 
-    def tell_ended(self, session: Ended) -> None:
+    def tell_ended(self, session: EndedSession) -> None:
         """Tell the others that a session has ended, also those that start later."""
         if self._server is None:
             return
@@ -154,9 +154,9 @@ class Workers:
         try:
             self._mark(session.name, session.opened)
         except OSError as error:  # the disk is full, or the folder was removed
-            logger.warning("workers that start later do not know of a session that has ended: %s", error)
+            logger.warning("the end of a session was not recorded for workers that start later: %s", error)
 
-    def know_ended(self, session: Ended) -> bool:
+    def know_ended(self, session: EndedSession) -> bool:
         """Return whether a worker has seen the end of a session."""
 
         def opened(name: str) -> int | None:
@@ -167,7 +167,7 @@ class Workers:
 
         return self._server is not None and session.is_among(opened)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: JsonObject) -> None:
         if self._server is None:
             return
         sealed = self._seals.seal("relay", "", message, LIFETIME).encode()
@@ -189,7 +189,7 @@ class Workers:
         except (ConnectionRefusedError, FileNotFoundError):  # it died, and left its socket behind
             path.unlink(missing_ok=True)  # noqa: ASYNC240  # as quick as the connection itself
         except (OSError, TimeoutError) as error:
-            logger.warning("another worker could not be told: %s", str(error) or "it takes too long")
+            logger.warning("sending a message to another worker failed: %s", str(error) or "timed out")
         finally:
             self._waiting -= len(data)
 
@@ -211,7 +211,7 @@ class Workers:
             for name in marks.keys() - kept.keys():
                 (self._marks / name).unlink(missing_ok=True)
 
-    # --- what the others tell ----------------------------------------------------------------------------------------
+    # --- messages of the others ----------------------------------------------------------------------------------------
 
     async def _received(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -226,11 +226,11 @@ class Workers:
             if "kind" in told:
                 self._hub.tell_here(told["kind"], told["uri"])
             elif "ended" in told:
-                self._on_end(msgspec.convert(told["ended"], Ended))
+                self._on_end(msgspec.convert(told["ended"], EndedSession))
             else:
                 self._on_message(told["caller"], told["session"], told["message"].encode())
         except (BrokenSeal, UnicodeError, OSError, TimeoutError, LookupError) as error:
-            logger.warning("a message from another worker is of no use: %r", error)
+            logger.warning("a message from another worker is not readable: %r", error)
         finally:
             writer.close()
 
