@@ -3,7 +3,7 @@ compares."""
 
 from pathlib import Path
 
-from wirecall.commands.run import NOTHING_DONE, STOPS, TABLE, Event, State
+from wirecall.commands.run import NOTHING_DONE, STOPS, TABLE, RunEvent, RunState
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 START, END = "<!-- made by tests/docs_run.py -->\n", "<!-- end -->\n"
@@ -11,22 +11,24 @@ START, END = "<!-- made by tests/docs_run.py -->\n", "<!-- end -->\n"
 
 def section() -> str:
     """Return the diagram and the table of states as they should be."""
-    arrows: dict[tuple[State, State], list[Event]] = {}
+    arrows: dict[tuple[RunState, RunState], list[RunEvent]] = {}
     for (state, event), to in TABLE.items():
         if to is not state:
             arrows.setdefault((state, to), []).append(event)
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {State.CLAIMING.name}"]
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {RunState.CLAIMING.name}"]
     lines += [f"    {a.name} --> {b.name}: {', '.join(each.name.lower() for each in by)}" for (a, b), by in arrows.items()]
     lines += [
-        f"    {state.name} --> [*]" for state in State if not any(a is state for a, b in arrows if b is not State.FOLLOWING)
+        f"    {state.name} --> [*]"
+        for state in RunState
+        if not any(a is state for a, b in arrows if b is not RunState.FOLLOWING)
     ]
     lines += ["```", "", "| State | Meaning | Cancelled here | The caller hears |", "| --- | --- | --- | --- |"]
-    for state in State:
+    for state in RunState:
         stops = "stops" if state in STOPS else "finishes"
         ran = "no" if state in NOTHING_DONE else "unknown"
         lines.append(f'| {state.name} | {state.value} | {stops} | `ran: "{ran}"` |')
     lines += ["", "| Event | When |", "| --- | --- |"]
-    lines += [f"| {event.name.lower()} | {event.value} |" for event in Event]
+    lines += [f"| {event.name.lower()} | {event.value} |" for event in RunEvent]
     return "\n".join(lines) + "\n"
 
 

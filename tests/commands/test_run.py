@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wirecall.commands.run import INTERRUPTIBLE, NOTHING_DONE, STOPS, TABLE, Event, State
+from wirecall.commands.run import INTERRUPTIBLE, NOTHING_DONE, STOPS, TABLE, RunEvent, RunState
 
-LAST = {State.RECORDING, State.UNDONE, State.DOUBTFUL}
+LAST = {RunState.RECORDING, RunState.UNDONE, RunState.DOUBTFUL}
 
 
-def reached(start: State) -> set[State]:
+def reached(start: RunState) -> set[RunState]:
     """Return every state that a run can come to from another one."""
     found, left = {start}, [start]
     while left:
@@ -20,50 +20,50 @@ def reached(start: State) -> set[State]:
 
 
 def test_every_state_is_reached_and_every_run_can_end() -> None:
-    assert reached(State.CLAIMING) == set(State)
-    assert all(reached(state) & LAST for state in State)
-    assert {event for _, event in TABLE} == set(Event)
+    assert reached(RunState.CLAIMING) == set(RunState)
+    assert all(reached(state) & LAST for state in RunState)
+    assert {event for _, event in TABLE} == set(RunEvent)
 
 
 def test_a_cancel_stops_only_what_has_done_nothing_or_waits_for_another_run() -> None:
     for (state, event), to in TABLE.items():
-        if event is Event.CANCEL:
-            assert state in NOTHING_DONE | {State.FOLLOWING}
-            assert to in (State.CANCELLED, State.STOPPING, State.LEAVING)
+        if event is RunEvent.CANCEL:
+            assert state in NOTHING_DONE | {RunState.FOLLOWING}
+            assert to in (RunState.CANCELLED, RunState.STOPPING, RunState.LEAVING)
     assert INTERRUPTIBLE < STOPS
 
 
 def test_a_handler_that_fails_past_its_commit_point_is_never_called_undone() -> None:
-    for event in (Event.RAISE, Event.REFUSE):
-        assert TABLE[State.COMMITTED, event] is State.DOUBTFUL
-        assert TABLE[State.MARKING, event] is State.DOUBTFUL
-    assert TABLE[State.ENTERED, Event.RAISE] is State.DOUBTFUL
+    for event in (RunEvent.RAISE, RunEvent.REFUSE):
+        assert TABLE[RunState.COMMITTED, event] is RunState.DOUBTFUL
+        assert TABLE[RunState.MARKING, event] is RunState.DOUBTFUL
+    assert TABLE[RunState.ENTERED, RunEvent.RAISE] is RunState.DOUBTFUL
     # A caller that leaves hears "no" only where nothing can have happened.
     assert not NOTHING_DONE & {
-        State.MARKING,
-        State.COMMITTED,
-        State.ENTERED,
-        State.SPILLED,
-        State.ASKING,
-        *LAST - {State.UNDONE},
+        RunState.MARKING,
+        RunState.COMMITTED,
+        RunState.ENTERED,
+        RunState.SPILLED,
+        RunState.ASKING,
+        *LAST - {RunState.UNDONE},
     }
 
 
-@given(st.lists(st.sampled_from(Event), max_size=40))
-def test_once_the_ledger_has_the_commit_point_no_order_of_events_leads_back(events: list[Event]) -> None:
-    state = State.COMMITTED
+@given(st.lists(st.sampled_from(RunEvent), max_size=40))
+def test_once_the_ledger_has_the_commit_point_no_order_of_events_leads_back(events: list[RunEvent]) -> None:
+    state = RunState.COMMITTED
     for event in events:
         state = TABLE.get((state, event), state)
-        if event is Event.UNDO:
+        if event is RunEvent.UNDO:
             break  # only a store undoes a transaction, and its run is never COMMITTED
         assert state not in NOTHING_DONE
 
 
-@given(st.lists(st.sampled_from(Event), max_size=40))
-def test_a_handler_begins_only_with_a_granted_record(events: list[Event]) -> None:
-    state, granted = State.CLAIMING, False
+@given(st.lists(st.sampled_from(RunEvent), max_size=40))
+def test_a_handler_begins_only_with_a_granted_record(events: list[RunEvent]) -> None:
+    state, granted = RunState.CLAIMING, False
     for event in events:
         to = TABLE.get((state, event), state)
-        granted = granted or to is State.GRANTED
-        assert granted or to in {State.CLAIMING, State.FOLLOWING, State.LEAVING, State.UNDONE, State.DOUBTFUL}
+        granted = granted or to is RunState.GRANTED
+        assert granted or to in {RunState.CLAIMING, RunState.FOLLOWING, RunState.LEAVING, RunState.UNDONE, RunState.DOUBTFUL}
         state = to

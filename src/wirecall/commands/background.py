@@ -2,8 +2,7 @@
 
 1. A background task is known until it ends; `aclose` waits for it. Without an event loop there is none.
 2. A write is retried for up to a week. A pause between two attempts ends when the app stops.
-3. A claim is taken back only by the run that made it, and that run has done nothing. What an earlier run may have done stays
-   on record.
+3. A claim is taken back only by the run that made it, and that run has done nothing. The evidence of an earlier run stays.
 4. Leases are renewed after a third of their time. One timer serves all runs, since few live that long.
 5. Records that are due are swept about once a minute, in small batches.
 """
@@ -11,13 +10,13 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from wirecall.commands.run import Run
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, State, Token
 from wirecall.logs import logger
 
-# Seconds until a ledger that is away is asked again: at once at first, and never rarely.
+# Seconds until a ledger that is down is asked again: soon at first, and often enough later.
 FIRST_PAUSE = 0.025
 LAST_PAUSE = 5.0
 
@@ -33,11 +32,14 @@ SWEEP_EVERY = 60.0
 SWEEP_BATCH = 500
 
 
+T = TypeVar("T")
+
+
 class Background:
     """The background work of an app in one event loop."""
 
     def __init__(self) -> None:
-        self.closing = False  # the app stops: nothing new is begun
+        self.closing = False  # the app stops, and begins nothing new
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pauses: set[asyncio.Future[None]] = set()
         self._renewals: dict[Run, float | None] = {}  # when a lease is due by the loop's clock; None: being renewed
@@ -64,15 +66,13 @@ class Background:
         for timer in filter(None, (self._sweep, None if self._renewals else self._beat)):
             timer.cancel()
         for pause in self._pauses:
-            _end(pause)
+            wake(pause, None)
 
     # --- writes that failed ------------------------------------------------------------------------------------------
 
     def unclaim(self, ledger: Ledger, claim: Claim) -> None:
-        """Take back a claim whose reply was lost: it may stand in the ledger, and nothing ran."""
-        self.start(self._unclaim(ledger, claim))
+        """Take back a claim whose reply was lost: the ledger may have it, although its run did nothing."""
 
-    async def _unclaim(self, ledger: Ledger, claim: Claim) -> None:
         async def take_back() -> None:
             record = await ledger.get(claim.id)
             if record is None or record.nonce != claim.nonce:
@@ -82,11 +82,14 @@ class Background:
             else:
                 await give_back(ledger, record.token, record.attempts)
 
-        await self.persist(take_back)
-        await self._pause(UNCLAIM_AGAIN)
-        await self.persist(take_back)
+        async def twice() -> None:
+            await self.persist(take_back)
+            await self._pause(UNCLAIM_AGAIN)
+            await self.persist(take_back)
 
-    async def persist(self, write: Callable[[], Awaitable[Any]]) -> None:
+        self.start(twice())
+
+    async def persist(self, write: Callable[[], Awaitable[object]]) -> None:
         """Retry a write until it succeeds, for up to a week; when the app stops, for as long as its grace allows."""
         patience, delay = GIVE_UP, FIRST_PAUSE
         while patience > 0:
@@ -99,12 +102,12 @@ class Background:
             delay = min(2 * delay, LAST_PAUSE)
 
     async def _pause(self, delay: float) -> None:
-        """Sleep, but not while the app stops."""
+        """Sleep, at most until the app stops."""
         if self.closing:
             return
         loop = asyncio.get_running_loop()
-        pause = loop.create_future()
-        timer = loop.call_later(delay, _end, pause)
+        pause: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(delay, wake, pause, None)
         self._pauses.add(pause)
         try:
             await pause
@@ -157,26 +160,28 @@ class Background:
 
     def plan_sweep(self, ledger: Ledger) -> None:
         """Sweep about once a minute, at a random moment, so that many processes do not sweep together."""
-        if self._sweep is None and not self.closing:
-            delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
-            loop = asyncio.get_running_loop()
-            self._sweep = loop.call_later(delay, lambda: self.start(self._swept(ledger)))
+        if self._sweep is not None or self.closing:
+            return
 
-    async def _swept(self, ledger: Ledger) -> None:
-        try:
-            while not self.closing and await ledger.sweep(SWEEP_BATCH) == SWEEP_BATCH:
-                continue
-        except LedgerDown as error:
-            logger.warning("the ledger was not swept: %s", error)
-        self._sweep = None
-        self.plan_sweep(ledger)
+        async def sweep() -> None:
+            try:
+                while not self.closing and await ledger.sweep(SWEEP_BATCH) == SWEEP_BATCH:
+                    continue
+            except LedgerDown as error:
+                logger.warning("the ledger was not swept: %s", error)
+            self._sweep = None
+            self.plan_sweep(ledger)
+
+        delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
+        self._sweep = asyncio.get_running_loop().call_later(delay, lambda: self.start(sweep()))
 
 
-def _end(pause: "asyncio.Future[None]") -> None:
-    if not pause.done():
-        pause.set_result(None)
+def wake(future: "asyncio.Future[T]", result: T) -> None:
+    """Give a future its result, unless it has one or was cancelled."""
+    if not future.done():
+        future.set_result(result)
 
 
 def give_back(ledger: Ledger, token: Token, attempt: int) -> Awaitable[bool]:
-    """Release a record that this run did nothing with. If an earlier run may have acted, the record stays as evidence."""
+    """Release a record whose run did nothing. If an earlier run may have acted, the record stays as evidence."""
     return ledger.release(token) if attempt == 1 else ledger.lapse(token)

@@ -7,8 +7,8 @@
 2. A handler that can wait runs in a task of its own. Its caller may leave or run out of time: before the commit point that
    cancels the handler and releases the record; after it the handler finishes, and its outcome is recorded.
 3. A handler that cannot wait runs in its caller's task: nothing can interrupt it.
-4. A ledger that is lost before the run refuses the command. One that is lost after it costs the caller nothing: the true
-   outcome is answered, and recording it is retried.
+4. If the ledger is down before the run, the command is refused. If it goes down after it, the caller still gets the true
+   outcome, and recording it is retried.
 5. An app that stops claims nothing more, and gives handlers past their commit point time to finish.
 6. An app belongs to one event loop at a time. When that loop is closed, the next one takes over.
 """
@@ -24,10 +24,11 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Raw
 
-from wirecall.commands.background import Background, give_back
+from wirecall.commands.background import Background, give_back, wake
 from wirecall.commands.outcome import (
     RETRY_AFTER_MS,
     answer,
+    failure_in_transaction,
     failure_of,
     in_progress,
     is_refusal,
@@ -38,35 +39,29 @@ from wirecall.commands.outcome import (
     unavailable,
     unknown,
 )
-from wirecall.commands.run import Event, Handler, Run, State
+from wirecall.commands.run import Run, RunEvent, RunState
 from wirecall.errors import (
     DeadlineExceeded,
     FixedError,
-    InternalError,
     KeyConflict,
     KeyInProgress,
     LedgerUnavailable,
     OtherLoop,
-    OutcomeUnknown,
     RpcError,
     UsageError,
 )
 from wirecall.ledger.base import (
     Claim,
-    CommitUnknown,
     Ledger,
     LedgerDown,
-    Locked,
-    NotCommitted,
     Outcome,
     Record,
     RecordId,
-    Transaction,
+    State,
     TryAgain,
 )
-from wirecall.ledger.base import State as RecordState
 from wirecall.logs import logger
-from wirecall.server.call import Call
+from wirecall.server.call import Call, Handler
 from wirecall.server.context import Context, InputRequired
 from wirecall.server.method import CannotTell, Done, NotDone
 from wirecall.stepping import in_thread, settled, start
@@ -81,7 +76,6 @@ LAST_POLL = 0.5
 # How often a transaction that the store undid is tried again; nothing of it has escaped.
 TRIES = 5
 
-Ended: TypeAlias = tuple[Outcome, bool]  # an outcome, and whether another run left it
 Report: TypeAlias = Callable[[Call, BaseException | None], None]
 
 
@@ -98,7 +92,7 @@ class Commands:
         self._background = Background()
 
     def _bind(self) -> None:
-        """Belong to the running loop; what a loop that is closed has left behind is forgotten, since it never ends."""
+        """Belong to the running loop. The runs of a loop that is closed never end, so they are forgotten."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -111,7 +105,7 @@ class Commands:
         self._loop = loop
 
     async def execute(self, call: Call, handler: Handler) -> Raw:
-        """Run the command, or answer from the run there was."""
+        """Run the command, or answer with the outcome of an earlier run."""
         method, alone = call.method, call.frame.alone
         if not alone:
             self._bind()
@@ -142,7 +136,7 @@ class Commands:
     async def _serve(self, call: Call, run: Run, handler: Handler) -> Raw:
         # Whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
-            found = await self._found(run)
+            found = await self._claim(run)
             if found is not None:
                 call.replayed = True
                 result = answer(found, replayed=True)
@@ -156,12 +150,20 @@ class Commands:
         waits = call.method.can_wait
         if not waits:
             run.begin()
+            value: object = None
+            raised: BaseException | None = None
             try:
-                result = handler()
-                waits = hasattr(result, "__await__")
-                handler = partial(_give, result)
+                value = handler()
+                waits = hasattr(value, "__await__")
             except BaseException as error:
-                handler = partial(_raise, error)
+                raised = error
+
+            def called() -> object:
+                if raised is not None:
+                    raise raised
+                return value
+
+            handler = called
         if run.loop is None or not waits:
             return await self._lead(call, run, handler)
 
@@ -176,14 +178,15 @@ class Commands:
                 await asyncio.wait([task], timeout=LAST_WORDS)
             if not task.done():
                 self.left += 1
-                task.add_done_callback(self._back)
+
+                def back(_: "asyncio.Task[None]") -> None:
+                    self.left -= 1
+
+                task.add_done_callback(back)
             raise
 
-    def _back(self, _: "asyncio.Task[None]") -> None:
-        self.left -= 1
-
     async def _apart(self, call: Call, run: Run, handler: Handler) -> None:
-        """The task of a command. It tells its caller from within: to await the task costs a turn of the loop more."""
+        """Run a command in its own task, and wake its caller from there: awaiting the task costs a turn of the loop more."""
         try:
             result = await self._lead(call, run, handler)
         except asyncio.CancelledError:
@@ -208,7 +211,7 @@ class Commands:
             run.ended.set_result(ending)
 
     async def _lead(self, call: Call, run: Run, handler: Handler) -> Raw:
-        """Lead the run to its end, and tell the duplicates that wait for it."""
+        """Lead the run to its end, and wake the duplicates that wait for it."""
         outcome: Outcome | None = None
         try:
             lead = self._transact if run.claim.on_crash == "transactional" else self._hold
@@ -224,23 +227,54 @@ class Commands:
 
     # --- whose run it is ---------------------------------------------------------------------------------------------
 
-    async def _found(self, run: Run) -> Outcome | None:
-        """Return the outcome of another run of this command; None if the command is granted to this run."""
+    async def _claim(self, run: Run) -> Outcome | None:
+        """Return the outcome of another run of this command; None if the ledger grants the command to this run."""
+        # Step 1: duplicates in this process wait for the first.
         mine = Flight(run.claim.fingerprint)
         # `setdefault` is one step: threads without an event loop may come at the same moment.
         while (first := self._flights.setdefault(run.claim.id, mine)) is not mine:
-            run.to(Event.FOLLOW)
+            run.to(RunEvent.FOLLOW)
             if run.alone:
                 raise in_progress()
             outcome = await first.join(run.claim.fingerprint, run.method.terms.wait)
             if outcome is not None:
                 return outcome
-        run.hear(Event.LEAD)
+        run.hear(RunEvent.LEAD)
         try:
             ledger = await self._open(run)
             if run.claim.on_crash == "transactional":
                 return None  # the transaction claims
-            record = await self._claimed(ledger, run, mine)
+
+            # Step 2: claim the record. While a run in another process has it, claim again.
+            patience, delay = run.method.terms.wait, FIRST_POLL
+            while True:
+                try:
+                    if ledger.is_tidy or run.alone:
+                        record = await ledger.claim(run.claim)
+                    else:
+                        # In a task of its own: a claim on its way to a server cannot be called back, only undone.
+                        claiming = asyncio.get_running_loop().create_task(ledger.claim(run.claim))
+                        try:
+                            record = await asyncio.shield(claiming)
+                        except asyncio.CancelledError:
+                            mine.is_forsaken = True
+                            self._background.start(self._forsake(ledger, run, claiming))
+                            raise
+                except LedgerDown as error:
+                    self._background.unclaim(ledger, run.claim)
+                    raise unavailable(error) from error
+                if record.fingerprint != run.claim.fingerprint:
+                    raise KeyConflict(ran="no")
+                if record.state is not State.RUNNING or run.holds(record):
+                    break
+                run.to(RunEvent.FOLLOW)
+                if patience <= 0 or run.alone or self._background.closing:
+                    raise in_progress()
+                await asyncio.sleep(min(delay, patience))
+                patience -= delay
+                delay = min(2 * delay, LAST_POLL)
+
+            # Step 3: the record has an outcome, or this run holds it. An app that stops gives it back.
             found = None if run.holds(record) else recorded(record)
             if found is None and self._background.closing:
                 with suppress(LedgerDown):
@@ -258,47 +292,6 @@ class Commands:
             run.grant(ledger, record)
         return found
 
-    async def _open(self, run: Run) -> Ledger:
-        if self._background.closing:
-            raise stopping(run)
-        try:
-            ledger = await self._ledger()
-        except (LedgerDown, UsageError) as error:
-            raise unavailable(error) from error
-        if run.loop is not None:  # without an event loop, records are swept by hand
-            self._background.plan_sweep(ledger)
-        return ledger
-
-    async def _claimed(self, ledger: Ledger, run: Run, flight: "Flight") -> Record:
-        """Return this run's own record, or one that answers the call; wait for a run in another process."""
-        patience, delay = run.method.terms.wait, FIRST_POLL
-        while True:
-            try:
-                if ledger.is_tidy or run.alone:
-                    record = await ledger.claim(run.claim)
-                else:
-                    # In a task of its own: a claim on its way to a server cannot be called back, only undone.
-                    claiming = asyncio.get_running_loop().create_task(ledger.claim(run.claim))
-                    try:
-                        record = await asyncio.shield(claiming)
-                    except asyncio.CancelledError:
-                        flight.is_forsaken = True
-                        self._background.start(self._forsake(ledger, run, claiming))
-                        raise
-            except LedgerDown as error:
-                self._background.unclaim(ledger, run.claim)
-                raise unavailable(error) from error
-            if record.fingerprint != run.claim.fingerprint:
-                raise KeyConflict(ran="no")
-            if record.state is not RecordState.RUNNING or run.holds(record):
-                return record
-            run.to(Event.FOLLOW)
-            if patience <= 0 or run.alone or self._background.closing:
-                raise in_progress()
-            await asyncio.sleep(min(delay, patience))
-            patience -= delay
-            delay = min(2 * delay, LAST_POLL)
-
     async def _forsake(self, ledger: Ledger, run: Run, claiming: "asyncio.Task[Record]") -> None:
         """Give back a record whose caller left while it was being claimed, before a duplicate here asks for it."""
         try:
@@ -310,6 +303,17 @@ class Commands:
         finally:
             self._land(run, None)
 
+    async def _open(self, run: Run) -> Ledger:
+        if self._background.closing:
+            raise stopping(run)
+        try:
+            ledger = await self._ledger()
+        except (LedgerDown, UsageError) as error:
+            raise unavailable(error) from error
+        if run.loop is not None:  # without an event loop, records are swept by hand
+            self._background.plan_sweep(ledger)
+        return ledger
+
     def _land(self, run: Run, outcome: Outcome | None) -> None:
         flight = self._flights.pop(run.claim.id, None)
         if flight is not None:
@@ -317,7 +321,7 @@ class Commands:
 
     # --- under a lease -----------------------------------------------------------------------------------------------
 
-    async def _hold(self, call: Call, run: Run, handler: Handler) -> Ended:
+    async def _hold(self, call: Call, run: Run, handler: Handler) -> tuple[Outcome, bool]:
         """Run the handler while the lease is renewed, and record its outcome."""
         assert run.ledger is not None and run.token is not None
         if run.ended is not None:  # else the handler is over already
@@ -326,7 +330,19 @@ class Commands:
             outcome = await _reconciled(call, run) if run.attempt > 1 and run.method.terms.reconcile else None
             outcome = outcome or await _handled(run, handler)
         except InputRequired as pause:
-            raise await self._suspended(call, run, pause) from pause
+            # The handler asks its caller: the record waits for the round that brings the answer.
+            if not run.hear(RunEvent.PAUSE):
+                late = UsageError(
+                    "The handler asked its caller after its commit point.", "it would be run again from the top"
+                )
+                raise await self._failed(call, run, late) from pause
+            try:
+                interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
+                await run.ledger.suspend(run.token, interim, run.method.terms.retention)
+            except LedgerDown as error:
+                self._background.unclaim(run.ledger, run.claim)
+                raise unavailable(error) from pause
+            raise
         except BaseException as error:
             raise await self._failed(call, run, error) from error
         finally:
@@ -341,7 +357,7 @@ class Commands:
             # Another holder has the record. Its outcome counts; where it has none, this one is the truth about this run.
             logger.warning("lost lease: %s was taken over while it ran", run.claim.id)
             record = await run.ledger.get(run.claim.id)
-            if record is not None and record.state is RecordState.DONE:
+            if record is not None and record.state is State.DONE:
                 return recorded(record), True
         except LedgerDown as error:
             logger.error("%s is done but not recorded yet: %s", run.claim.id, error)
@@ -354,28 +370,14 @@ class Commands:
             # In a task of its own, and not cancelled by us: the handler's own timeout came in its last moment.
         return outcome, False
 
-    async def _suspended(self, call: Call, run: Run, pause: InputRequired) -> BaseException:
-        """The handler asks its caller: the record waits for the leg that brings the answer."""
-        assert run.ledger is not None and run.token is not None
-        if not run.hear(Event.PAUSE):
-            late = UsageError("The handler asked its caller after its commit point.", "it would be run again from the top")
-            return await self._failed(call, run, late)
-        interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
-        try:
-            await run.ledger.suspend(run.token, interim, run.method.terms.retention)
-        except LedgerDown as error:
-            self._background.unclaim(run.ledger, run.claim)
-            return unavailable(error)
-        return pause
-
     async def _failed(self, call: Call, run: Run, error: BaseException) -> BaseException:
-        """The handler ended without an outcome: tell the ledger, and return the error for the caller."""
+        """Report to the ledger that the handler ended without an outcome, and return the error for the caller."""
         assert run.ledger is not None and run.token is not None
-        stopped = run.state in (State.CANCELLED, State.STOPPING)
-        run.to(Event.REFUSE if is_refusal(error) else Event.RAISE)
+        stopped = run.state in (RunState.CANCELLED, RunState.STOPPING)
+        run.to(RunEvent.REFUSE if is_refusal(error) else RunEvent.RAISE)
         undecided, record = isinstance(error, Undecided), None
         try:
-            if run.state is State.UNDONE:
+            if run.state is RunState.UNDONE:
                 await give_back(run.ledger, run.token, run.attempt)
             elif run.claim.on_crash == "unknown" or undecided:
                 await run.ledger.abandon(run.token)
@@ -384,13 +386,13 @@ class Commands:
             record = await run.ledger.get(run.claim.id) if undecided else None
         except LedgerDown as down:
             logger.error("%s: the ledger could not be told how the run ended: %s", run.claim.id, down)
-            if run.state is State.UNDONE:
+            if run.state is RunState.UNDONE:
                 self._background.unclaim(run.ledger, run.claim)
         return unknown(run.claim.id, record) if undecided else failure_of(call, run, error, stopped=stopped)
 
     # --- in a transaction --------------------------------------------------------------------------------------------
 
-    async def _transact(self, call: Call, run: Run, handler: Handler) -> Ended:
+    async def _transact(self, call: Call, run: Run, handler: Handler) -> tuple[Outcome, bool]:
         """Claim, run and record in one transaction of the store: all of it is committed together, or nothing is.
 
         A duplicate waits, in the store, for the transaction that holds the record. A transaction that the store undid is
@@ -398,39 +400,51 @@ class Commands:
         unknown.
         """
         ledger: Any = await self._open(run)
+        terms = run.method.terms
         for _ in range(TRIES):
             try:
-                if run.state in (State.STOPPING, State.LEAVING):  # cancelled while the store undid the last try
-                    raise asyncio.CancelledError
-                run.to(Event.FOLLOW)  # another run may have to be waited for
-                async with ledger.transaction(run.claim, run.method.terms.wait) as transaction:
-                    return await _in_transaction(ledger, transaction, run, handler)
+                _check_cancelled(run)  # while the store undid the last try
+                run.to(RunEvent.FOLLOW)  # another run may have to be waited for
+                async with ledger.transaction(run.claim, terms.wait) as transaction:
+                    record = transaction.record
+                    if record.fingerprint != run.claim.fingerprint:
+                        raise KeyConflict(ran="no")
+                    if not run.holds(record):
+                        if record.state is not State.RUNNING:
+                            return recorded(record), True
+                        raise _Orphaned if record.lease_left == 0 else in_progress()
+                    _check_cancelled(run)  # in the moment in which the transaction began
+                    run.grant(ledger, record)
+                    run.db = transaction.db
+                    run.to(RunEvent.TRANSACT)
+                    outcome = await _handled(run, handler)
+                    # From here on only the store knows. A recorded error undoes the handler's writes, and is kept.
+                    kept = stored(outcome, terms.max_stored_result)
+                    await transaction.complete(kept, terms.retention, undo=outcome.kind == "error")
+                    return outcome, False
             except TryAgain:
-                run.hear(Event.UNDO)
+                run.hear(RunEvent.UNDO)
                 run.claim = msgspec.structs.replace(run.claim, nonce=os.urandom(16))
             except _Orphaned:
-                run.hear(Event.UNDO)
-                await self._bury_holder(ledger, run)
+                run.hear(RunEvent.UNDO)
+                # No transaction holds the record: it was begun when the method was declared otherwise, and its holder has
+                # vanished. Its outcome becomes unknown; a run that had not begun makes way.
+                claim = msgspec.structs.replace(run.claim, on_crash="unknown", nonce=os.urandom(16))
+                try:
+                    record = await ledger.claim(claim)
+                    if record.state is State.RUNNING and record.nonce == claim.nonce:
+                        await ledger.release(record.token)
+                except LedgerDown as error:
+                    self._background.unclaim(ledger, claim)
+                    raise unavailable(error) from error
             except BaseException as error:
-                raise _undone(call, run, error) from error
+                raise failure_in_transaction(call, run, error) from error
         raise KeyInProgress("the database kept undoing the transaction", ran="no", retry_after_ms=RETRY_AFTER_MS)
-
-    async def _bury_holder(self, ledger: Ledger, run: Run) -> None:
-        """Settle a record that no transaction holds: it was begun when the method was declared otherwise, and its holder has
-        vanished. What may have happened is unknown; a run that had not begun makes way."""
-        claim = msgspec.structs.replace(run.claim, on_crash="unknown", nonce=os.urandom(16))
-        try:
-            record = await ledger.claim(claim)
-            if record.state is RecordState.RUNNING and record.nonce == claim.nonce:
-                await ledger.release(record.token)
-        except LedgerDown as error:
-            self._background.unclaim(ledger, claim)
-            raise unavailable(error) from error
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def aclose(self, grace: float) -> None:
-        """Stop claiming, release what has done nothing yet, let handlers past their commit point finish within `grace`."""
+        """Stop claiming, end runs that have done nothing yet, let handlers past their commit point finish within `grace`."""
         self._bind()
         self._background.stop()
         for run, task in list(self._tasks.items()):
@@ -446,7 +460,7 @@ class Commands:
         if left:
             await asyncio.wait(left, timeout=LAST_WORDS)
         for run, task in runs.items():
-            if task.done():  # a task that was cancelled before it began could not tell its caller
+            if task.done():  # a task that was cancelled before it began could not wake its caller
                 self._tell(run, stopping(run))
 
 
@@ -458,7 +472,7 @@ class Flight:
     def __init__(self, fingerprint: bytes) -> None:
         self._fingerprint = fingerprint
         self.is_granted = False
-        self.is_refused = False  # the ledger is away: the duplicates need not find out one after another
+        self.is_refused = False  # the ledger is down: the duplicates need not find out one after another
         self.is_forsaken = False  # its caller left while the claim was on its way: the record is being given back
         self._waiting: list[asyncio.Future[Outcome | None]] = []
         self._landed: tuple[Outcome | None] | None = None
@@ -475,7 +489,7 @@ class Flight:
             raise in_progress() from None
         if self.is_refused:
             raise LedgerUnavailable(ran="no")
-        # Until the ledger has granted the record, it is open whose params are the right ones: the duplicate asks itself.
+        # Until the ledger has granted the record, either params may be the right ones: the duplicate claims for itself.
         return outcome if fingerprint == self._fingerprint else None
 
     def ended(self) -> "asyncio.Future[Outcome | None]":
@@ -490,12 +504,7 @@ class Flight:
         self._landed = (outcome,)  # before the list is read: a duplicate that comes later sees it
         for future in self._waiting:
             with suppress(RuntimeError):  # its loop is closed
-                future.get_loop().call_soon_threadsafe(_wake, future, outcome)
-
-
-def _wake(future: "asyncio.Future[Outcome | None]", outcome: Outcome | None) -> None:
-    if not future.done():
-        future.set_result(outcome)
+                future.get_loop().call_soon_threadsafe(wake, future, outcome)
 
 
 class Undecided(Exception):
@@ -506,17 +515,15 @@ class _Orphaned(Exception):
     """A transaction found a record whose holder, in another mode, has vanished."""
 
 
-def _give(result: Any) -> Any:
-    return result
-
-
-def _raise(error: BaseException) -> None:
-    raise error
+def _check_cancelled(run: Run) -> None:
+    """Raise `CancelledError` in a run that was cancelled while it could not be interrupted."""
+    if run.state in (RunState.STOPPING, RunState.LEAVING):
+        raise asyncio.CancelledError
 
 
 async def _handled(run: Run, handler: Handler) -> Outcome:
-    """Run the handler. Its result and its own errors are outcomes; anything else it raises is not."""
-    if run.state in (State.GRANTED, State.CANCELLED, State.ASKING):  # else it was called before it got here
+    """Run the handler and return its outcome: its result, or an error of its own. Other exceptions are not outcomes."""
+    if run.state in (RunState.GRANTED, RunState.CANCELLED, RunState.ASKING):  # else it was called before it got here
         run.begin()
     try:
         result = handler()
@@ -525,63 +532,25 @@ async def _handled(run: Run, handler: Handler) -> Outcome:
     except FixedError:
         raise
     except RpcError as error:
-        run.to(Event.RETURN)
+        run.to(RunEvent.RETURN)
         return outcome_of("error", error, run.claim.id)
-    run.to(Event.RETURN)
+    run.to(RunEvent.RETURN)
     return outcome_of("result", result, run.claim.id)
 
 
 async def _reconciled(call: Call, run: Run) -> Outcome | None:
     """Ask the method's reconcile function about the run of a holder that vanished; None: that run did nothing."""
     method = run.method
-    if run.state is State.CANCELLED:
+    if run.state is RunState.CANCELLED:
         raise asyncio.CancelledError
-    run.to(Event.ASK)
+    run.to(RunEvent.ASK)
     ask = partial(method.reconcile, Context(call))
     verdict = await settled(in_thread(ask) if method.blocking and not run.alone else ask())
     if isinstance(verdict, Done):
-        run.to(Event.RETURN)
+        run.to(RunEvent.RETURN)
         return outcome_of("result", verdict.result, run.claim.id)
     if isinstance(verdict, NotDone):
         return None
     if not isinstance(verdict, CannotTell):
         logger.error("%s: reconcile returned %r, expected Done, NotDone or CannotTell", method.name, verdict)
     raise Undecided
-
-
-async def _in_transaction(ledger: Ledger, transaction: Transaction, run: Run, handler: Handler) -> Ended:
-    record = transaction.record
-    if record.fingerprint != run.claim.fingerprint:
-        raise KeyConflict(ran="no")
-    if not run.holds(record):
-        if record.state is not RecordState.RUNNING:
-            return recorded(record), True
-        raise _Orphaned if record.lease_left == 0 else in_progress()
-    if run.state is State.LEAVING:  # cancelled in the moment in which the transaction began
-        raise asyncio.CancelledError
-    run.grant(ledger, record)
-    run.db = transaction.db
-    run.to(Event.TRANSACT)
-    outcome = await _handled(run, handler)
-    # From here on only the store knows. A recorded error undoes the handler's writes, and is kept.
-    terms = run.method.terms
-    await transaction.complete(stored(outcome, terms.max_stored_result), terms.retention, undo=outcome.kind == "error")
-    return outcome, False
-
-
-def _undone(call: Call, run: Run, error: BaseException) -> BaseException:
-    """Return the error for the caller of a transaction that was not committed, as far as is known."""
-    if isinstance(error, InputRequired):
-        return error
-    if isinstance(error, RpcError) and not isinstance(error, InternalError) and not error.is_remote:
-        return error
-    if isinstance(error, Locked):
-        return in_progress()
-    if isinstance(error, CommitUnknown):
-        run.hear(Event.DOUBT)  # a caller that has left must not hear "no"
-        return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
-    if isinstance(error, LedgerDown):
-        return unavailable(error)
-    stopped = run.state in (State.STOPPING, State.LEAVING)
-    run.hear(Event.UNDO if isinstance(error, NotCommitted) else Event.RAISE)
-    return failure_of(call, run, error, stopped=stopped)

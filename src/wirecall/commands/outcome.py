@@ -1,20 +1,20 @@
-"""How a command ended: as the ledger keeps it, and as its caller hears it.
+"""How a command ended: the form that the ledger keeps, and the answer to its caller.
 
-With an outcome: values become bytes once (`outcome_of`); the ledger may keep less of them (`stored`); a record gives them
-back, or the reason why it cannot (`recorded`); and an outcome becomes an answer (`answer`), marked when it is a replay.
+With an outcome: values become bytes once (`outcome_of`); the ledger may keep less of them (`stored`); a record returns them,
+or raises the reason why it cannot (`recorded`); and an outcome becomes an answer (`answer`), marked when it is a replay.
 
-Without one (`failure_of`): `ran` is "no" only where nothing can have happened. A handler's own refusal is passed on as it
-is, unless the handler had passed its commit point. The cause of a failure goes to the log, not to the caller.
+Without one (`failure_of`): `ran` is "no" only if the command cannot have had an effect. A handler's own refusal is passed on
+unchanged, unless the handler had passed its commit point. The cause of a failure goes to the log, not to the caller.
 """
 
 import asyncio
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Raw
 
-from wirecall.commands.run import LostLease, Run
+from wirecall.commands.run import LostLease, Run, RunEvent, RunState
 from wirecall.errors import (
     Busy,
     CannotWait,
@@ -31,37 +31,38 @@ from wirecall.errors import (
     RpcError,
     UsageError,
 )
-from wirecall.ledger.base import LedgerDown, Outcome, Record, RecordId, State
+from wirecall.ledger.base import CommitUnknown, LedgerDown, Locked, NotCommitted, Outcome, Record, RecordId, State
 from wirecall.logs import failed, logger
 from wirecall.protocol.messages import ErrorObject, encode, failure
 from wirecall.server.call import Call
+from wirecall.server.context import InputRequired
 from wirecall.stepping import is_closing, needs_loop
 
 # Milliseconds after which a caller may ask again for a command that is in progress.
 RETRY_AFTER_MS = 1000
 
-# Errors of ours that a handler raises to say: not now, not like this. They are not outcomes, and nothing was done.
+# Errors of ours with which a handler refuses a call. They are not outcomes: the handler has done nothing.
 REFUSALS = (Busy, InvalidParams, InvalidRequest, KeyInProgress, LedgerUnavailable, MethodNotFound, NotCapable)
 
 
 # --- with an outcome -------------------------------------------------------------------------------------------------
 
 
-def outcome_of(kind: Literal["result", "error"], value: Any, id: RecordId) -> Outcome:
-    """Encode an outcome. Of a result that JSON cannot carry only the fact remains, since the effect has happened; of such an
-    error its code and message, so that it stays an error, and a transaction is undone."""
+def outcome_of(kind: Literal["result", "error"], value: object, id: RecordId) -> Outcome:
+    """Encode an outcome. If JSON cannot carry a result, only the fact is kept, since the effect has happened; if it cannot
+    carry an error, its code and message are kept, so that it stays an error, and a transaction is undone."""
     try:
-        payload = encode(failure(None, value).error if kind == "error" else value)
+        payload = encode(failure(None, value).error if isinstance(value, RpcError) else value)
     except EncodeError as error:
         failed(id.method, None, error, caller=id.caller, key=id.key)
-        if kind == "result":
+        if not isinstance(value, RpcError):
             return Outcome("result", None, b"")
         payload = encode(ErrorObject(value.code, value.message.encode(errors="replace").decode()))
     return Outcome(kind, payload, sha256(payload).digest())
 
 
 def stored(outcome: Outcome, limit: int) -> Outcome:
-    """Return what the ledger keeps: of a large result the digest, of a large error its code and the start of its message."""
+    """Return the part that the ledger keeps: of a large result the digest, of a large error its code and a short message."""
     if outcome.payload is None or len(outcome.payload) <= limit:
         return outcome
     if outcome.kind == "result":
@@ -101,7 +102,7 @@ _decode_error = msgspec.json.Decoder(ErrorObject).decode
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether a handler says that it did nothing. An error of a server that it called says so about that server alone."""
+    """Return whether a handler refuses the call. The error of a server that the handler called is not its own refusal."""
     return isinstance(error, REFUSALS) and not error.is_remote
 
 
@@ -123,15 +124,34 @@ def failure_of(call: Call, run: Run, error: BaseException, *, stopped: bool) -> 
     return InternalError(ran=run.ran)
 
 
+def failure_in_transaction(call: Call, run: Run, error: BaseException) -> BaseException:
+    """Return the error for the caller of a transaction that was not committed, as far as is known."""
+    if isinstance(error, InputRequired):
+        return error
+    if isinstance(error, RpcError) and not isinstance(error, InternalError) and not error.is_remote:
+        return error
+    if isinstance(error, Locked):
+        return in_progress()
+    if isinstance(error, CommitUnknown):
+        run.hear(RunEvent.DOUBT)  # a caller that has left must not get "no"
+        return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
+    if isinstance(error, LedgerDown):
+        return unavailable(error)
+    stopped = run.state in (RunState.STOPPING, RunState.LEAVING)
+    run.hear(RunEvent.UNDO if isinstance(error, NotCommitted) else RunEvent.RAISE)
+    return failure_of(call, run, error, stopped=stopped)
+
+
 def in_progress() -> KeyInProgress:
-    """Another run of the command is in flight, or was a moment ago: its outcome is not known here."""
+    """Return the error for a command whose other run is in flight, or was a moment ago."""
     return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
 
 
 def unknown(id: RecordId, record: Record | None) -> OutcomeUnknown:
-    """The outcome is unknown; the facts of the record help an operator to find it out."""
-    known: dict[str, Any] = {} if record is None else {"started_at": record.started_at, "attempts": record.attempts}
-    return OutcomeUnknown(ran="unknown", record=str(id), **known)
+    """Return the error for an unknown outcome, with the facts of the record that help an operator to find it out."""
+    if record is None:
+        return OutcomeUnknown(ran="unknown", record=str(id))
+    return OutcomeUnknown(ran="unknown", record=str(id), started_at=record.started_at, attempts=record.attempts)
 
 
 def unavailable(error: LedgerDown | UsageError) -> LedgerUnavailable:

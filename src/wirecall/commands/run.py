@@ -1,4 +1,4 @@
-"""One run of a command in this process: its states and events as one table, and what its handler sees of it.
+"""One run of a command in this process: its states and events as one table, and the part that its handler sees.
 
 The ledger's record says what is known of a command everywhere (`ledger.base`). A run is one process's attempt at it, from
 the claim to the last write. `TABLE` says where each event leads; an event that the table does not have for a state is a bug,
@@ -10,25 +10,21 @@ import asyncio
 import enum
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeAlias
+from collections.abc import Awaitable
+from typing import Literal, TypeAlias
 
 from msgspec import Raw
 
-from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, Token
-from wirecall.ledger.base import State as RecordState
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State, Token
 from wirecall.server.context import Passed
 from wirecall.server.method import Method
 from wirecall.stepping import run_now
 
-# Calls the handler; returns its result, or an awaitable of it.
-Handler: TypeAlias = Callable[[], Any]
-
 Ran: TypeAlias = Literal["no", "unknown"]
 
 
-class State(enum.Enum):
-    """Where a run stands. The value is the line that the docs show."""
+class RunState(enum.Enum):
+    """A state of a run. The docs show the value."""
 
     CLAIMING = "The ledger is asked for the record."
     FOLLOWING = "Another run has the record; this one waits for its outcome."
@@ -48,8 +44,8 @@ class State(enum.Enum):
     DOUBTFUL = "The handler has ended without an outcome, and may have done something."
 
 
-class Event(enum.Enum):
-    """What happens to a run."""
+class RunEvent(enum.Enum):
+    """An event of a run."""
 
     FOLLOW = "another run has the record"
     LEAD = "that run ended without an outcome"
@@ -70,9 +66,9 @@ class Event(enum.Enum):
     DOUBT = "the store cannot tell what became of the transaction"
 
 
-_S, _E = State, Event
+_S, _E = RunState, RunEvent
 
-TABLE: dict[tuple[State, Event], State] = {
+TABLE: dict[tuple[RunState, RunEvent], RunState] = {
     # Whose run is it?
     (_S.CLAIMING, _E.FOLLOW): _S.FOLLOWING,
     (_S.FOLLOWING, _E.FOLLOW): _S.FOLLOWING,
@@ -173,29 +169,29 @@ class Run:
     def __init__(self, method: Method, claim: Claim, alone: bool) -> None:
         self.method = method
         self.claim = claim
-        self.alone = alone  # there is no event loop, so nothing may wait
-        self.state = State.CLAIMING
+        self.alone = alone  # without an event loop, so nothing may wait
+        self.state = RunState.CLAIMING
         self.ledger: Ledger | None = None
         self.token: Token | None = None
         self.attempt = 1
         self.fence = 0
-        self.db: Any = None
+        self.db: object = None
         self.ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
         self.loop = None if alone else asyncio.get_running_loop()
 
-    def to(self, event: Event) -> None:
+    def to(self, event: RunEvent) -> None:
         """Move to the state that the table has for an event."""
         self.state = TABLE[self.state, event]
 
-    def hear(self, event: Event) -> bool:
-        """Move if the table has the event for this state; return whether it has."""
+    def hear(self, event: RunEvent) -> bool:
+        """Move if the table has the event for this state; return whether it does."""
         state = TABLE.get((self.state, event))
         self.state = state or self.state
         return state is not None
 
     @property
     def stops(self) -> bool:
-        """Whether a cancel ends the run; otherwise it finishes although its caller has left."""
+        """Return whether a cancel ends the run; otherwise it finishes although its caller has left."""
         return self.state in STOPS
 
     @property
@@ -210,12 +206,12 @@ class Run:
         return hmac.new(b"wirecall downstream key", text, hashlib.sha256).hexdigest()[:32]
 
     def holds(self, record: Record) -> bool:
-        """Whether the ledger granted the record to this run."""
-        return record.state is RecordState.RUNNING and record.nonce == self.claim.nonce
+        """Return whether the ledger granted the record to this run."""
+        return record.state is State.RUNNING and record.nonce == self.claim.nonce
 
     def grant(self, ledger: Ledger, record: Record) -> None:
-        """The ledger gave the record to this run."""
-        self.to(Event.GRANT)
+        """Take the record that the ledger gave to this run."""
+        self.to(RunEvent.GRANT)
         self.ledger = ledger
         self.token = record.token
         self.attempt = record.attempts
@@ -223,13 +219,13 @@ class Run:
 
     def begin(self) -> None:
         """Begin the handler, unless the run was cancelled before."""
-        if self.state is State.CANCELLED:
+        if self.state is RunState.CANCELLED:
             raise asyncio.CancelledError
-        self.to(Event.ENTER if self.claim.committed else Event.BEGIN)
+        self.to(RunEvent.ENTER if self.claim.committed else RunEvent.BEGIN)
 
     def cancel(self, task: "asyncio.Task[None]") -> None:
         """Stop the run if it has done nothing yet, at once where it waits."""
-        self.hear(Event.CANCEL)
+        self.hear(RunEvent.CANCEL)
         if self.state in INTERRUPTIBLE:
             task.cancel()
 
@@ -246,21 +242,21 @@ class Run:
         except RuntimeError:  # the handler runs in a thread beside the loop, and blocks
             asyncio.run_coroutine_threadsafe(self._mark(), self.loop).result()
             return Passed()
-        self.hear(Event.MARK)  # now, and not when the coroutine is awaited: the handler may act in between
-        return Passed() if self.state is State.COMMITTED else self._mark()
+        self.hear(RunEvent.MARK)  # now, and not when the coroutine is awaited: the handler may act in between
+        return Passed() if self.state is RunState.COMMITTED else self._mark()
 
     async def _mark(self) -> None:
         """Write the commit point. Unless the ledger has it, the handler goes no further, so nothing was done."""
-        if not self.hear(Event.MARK):
+        if not self.hear(RunEvent.MARK):
             raise LostLease(f"{self.claim.id}: the run was cancelled before its commit point, or is over")
-        if self.state is not State.MARKING:  # the ledger knows already, or the store's transaction takes its place
+        if self.state is not RunState.MARKING:  # the ledger knows already, or the store's transaction takes its place
             return
         assert self.ledger is not None and self.token is not None
         try:
             marked = await self.ledger.commit_point(self.token, self.method.terms.lease)
         except LedgerDown:
-            self.hear(Event.LOSE)
+            self.hear(RunEvent.LOSE)
             raise
-        self.hear(Event.MARKED if marked else Event.LOSE)
+        self.hear(RunEvent.MARKED if marked else RunEvent.LOSE)
         if not marked:
             raise LostLease(f"{self.claim.id}: the lease was over before the commit point")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 CorrelationId: TypeAlias = int | str | float | None
+Handler: TypeAlias = Callable[[], object]  # calls the function; returns its result, or an awaitable of it
 Shape: TypeAlias = Callable[[Json], object]  # makes the result of a call from the value of its function
 
 

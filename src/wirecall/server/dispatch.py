@@ -43,7 +43,7 @@ from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure, make_batch, make_reply
 from wirecall.server.batch import run_batch
-from wirecall.server.call import Call, CorrelationId, Frame, Shape, correlation_of
+from wirecall.server.call import Call, CorrelationId, Frame, Handler, Shape, correlation_of
 from wirecall.server.context import Context, InputRequired, call_of
 from wirecall.server.events import CallEnded, Events, log
 from wirecall.server.method import Execution, Method, Registry
@@ -52,7 +52,6 @@ from wirecall.stepping import cancels, in_thread, is_closing, needs_loop, resume
 
 Reply: TypeAlias = Answer | None  # None for a notification
 Pending: TypeAlias = Coroutine[Any, Any, Reply]
-Handler: TypeAlias = Callable[[], object]
 Next: TypeAlias = Callable[[Context], Awaitable[Any]]
 Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
 
