@@ -81,6 +81,7 @@ class Hub:
             self.beyond(kind, uri)
 
     def tell_here(self, kind: str, uri: str | None) -> None:
+        # A listener belongs to its own event loop, and this may run in another thread.
         for listener in tuple(self._listeners):
             if not listener.loop.is_closed():
                 listener.loop.call_soon_threadsafe(listener.hear, kind, uri)

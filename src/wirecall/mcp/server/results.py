@@ -45,6 +45,8 @@ class Answers:
     def to(self, id: Id, result: object, revision: Revision) -> bytes:
         """Return the answer to a request, with the members that the revision requires. Raises if it is too long."""
         data = result if isinstance(result, bytes) else encode(result)
+        # 2026-07-28: every result has a `resultType`. It is put into the bytes, since decoding a long result only to add a
+        # member would cost more than making it.
         if revision.has_result_type:
             if data == b"{}":
                 data = b"{" + self._stamp + b"}"
@@ -99,6 +101,7 @@ def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
     body = encode(ErrorObject(error.code, words, UNSET if error.data is None else error.data))
     if id is not None and id is not UNSET:
         return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"error":' + body + b"}"
+    # JSON-RPC 2.0, section 5: the id of an unreadable request is null. From 2025-11-25 on MCP's schema has no null there.
     if revision is None or revision.value("id of an unreadable message") == "null":
         return b'{"jsonrpc":"2.0","id":null,"error":' + body + b"}"
     return b'{"jsonrpc":"2.0","error":' + body + b"}"

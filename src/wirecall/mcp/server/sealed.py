@@ -54,6 +54,7 @@ class Seals:
             payload, signature = _bytes(head), _bytes(tail)
         except ValueError:
             raise BrokenSeal from None
+        # `compare_digest` takes the same time for every wrong signature, so the time does not help to guess one.
         if not hmac.compare_digest(hmac.digest(self._key, payload, "sha256"), signature):
             raise BrokenSeal
         told = _decode(payload)

@@ -28,6 +28,7 @@ _COMMENT = b": keep-alive\n\n"
 
 def event(message: bytes, id: str | None = None) -> bytes:
     """Return one message as an event, on one `data:` line."""
+    # JSON text has no line breaks of its own here, so one `data:` line carries any message.
     head = f"id: {id}\n".encode() if id is not None else b""
     return head + b"event: message\ndata: " + message + b"\n\n"
 
@@ -103,6 +104,7 @@ class Direct:
             self._beat.cancel()
 
     async def _write(self, chunk: bytes) -> None:
+        # Several tasks of one call may send at once. The lock keeps the opening of the stream and each event in order.
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if self.is_cut or self.refusal is not None:
@@ -200,6 +202,8 @@ class Channel:
 
     async def hang_up(self, retry: float) -> None:
         """End the reader's connection after telling it when to come back; only 2025-11-25 allows that."""
+        # 2025-11-25, transports: before it closes a stream, a server sends an event with an id, and with `retry` the time
+        # after which the client opens the stream again.
         if self._primed:
             self._begin()
             self._put(f"retry: {int(retry * 1000)}\nid: {self._name(self._count)}\ndata: \n\n".encode())
@@ -220,6 +224,7 @@ class Channel:
 
     async def follow(self, request: Request, after: int = -1) -> None:
         """Write the events behind `after` to a reader, and those to come, until the end or until it leaves."""
+        # A reader that comes back with the id of an event goes on after `hang_up`.
         self._hung_up = self._hung_up and after < 0
         await request.open_stream()
         while True:
@@ -256,6 +261,7 @@ class Channel:
                 raise Gone("no stream is free: the answer is sent without events") from error
         self.is_used = True
         self.started.set()
+        # 2025-11-25, transports: the first event has an id and no data, so that a client can resume from the beginning.
         if self._primed:
             self._put(b"id: " + self._name(0).encode() + b"\ndata: \n\n")
 
@@ -266,6 +272,7 @@ class Channel:
         self.size += size
         self._unread += size
         self._shelf.size += size
+        # Finished channels give up their events first. Only then the channel drops its own.
         self._shelf.make_room()
         self._forget()
         self._news.set()

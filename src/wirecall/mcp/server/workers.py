@@ -170,6 +170,7 @@ class Relay:
     def _tell(self, message: JsonObject) -> None:
         if self._server is None:
             return
+        # Sealed, because a process without the secret could otherwise speak for any caller.
         sealed = self._seals.seal("relay", "", message, LIFETIME).encode()
         for path in self._folder.glob(f"[0-9]*{SOCKET}"):
             if path != self._path and self._waiting + len(sealed) <= MAX_WAITING:
