@@ -102,7 +102,7 @@ def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, as_js
 async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way, totals: Totals) -> None:
     app = app_of(target, ledger)
     if app is not None:
-        from wirecall.cli.ledgers import check_ledger, ready
+        from wirecall.cli.settings import check_ledger, ready
 
         check_ledger(app.ledger_url)
         if ledger:

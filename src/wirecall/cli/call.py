@@ -98,7 +98,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
         if wanted.key == "auto" or (wanted.key is None and effects and effects.keyed and isinstance(params, dict)):
             wanted.key = mint_key()
         if app is not None and wanted.key:
-            from wirecall.cli.ledgers import ready  # late: a query needs no ledger
+            from wirecall.cli.settings import ready  # late: a query needs no ledger
 
             await ready(app)
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import click
 from msgspec import Struct
 
-from wirecall import App
+from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.targets import Target
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut

@@ -19,8 +19,8 @@ from msgspec import Struct
 
 from wirecall.cli.connecting import run
 from wirecall.cli.failures import Exit, failure_of
-from wirecall.cli.ledgers import DRIVERS, configured, opened_ledger, shown
 from wirecall.cli.output import Printer, count_of, json_option
+from wirecall.cli.settings import DRIVERS, configured_ledger, opened_ledger, shown
 from wirecall.config import Config, ConfigError, check_config
 from wirecall.ledger.base import State
 
@@ -112,7 +112,7 @@ def check_app(config: Config) -> Iterator[Finding]:
 
 
 def check_ledger(config: Config) -> Iterator[Finding]:
-    where = configured(config)
+    where = configured_ledger(config)
     if where is None:
         yield Finding("ledger", "ok", "wirecall.toml does not name one; the app decides")
         return

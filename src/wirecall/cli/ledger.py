@@ -15,8 +15,8 @@ import msgspec
 
 from wirecall.cli.connecting import run
 from wirecall.cli.failures import CliError, Interrupted, nearest
-from wirecall.cli.ledgers import Found, found, opened_ledger
 from wirecall.cli.output import Printer, ask, count_of, json_option, progress
+from wirecall.cli.settings import Found, found, opened_ledger
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
 from wirecall.protocol.messages import JsonObject
 

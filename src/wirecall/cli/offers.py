@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from wirecall import App
+from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, nearest
 from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
 from wirecall.protocol.messages import JsonObject

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import click
 
-from wirecall import App
+from wirecall.app import App
 from wirecall.cli.connecting import Way, address, run, way_options
 from wirecall.cli.failures import CliError, Exit, failure_of
 from wirecall.cli.lines import CHUNK, InputLines

@@ -12,8 +12,7 @@ from msgspec import Struct
 
 from wirecall.cli.connecting import duration
 from wirecall.cli.failures import CliError, failure_of
-from wirecall.cli.ledgers import check_ledger
-from wirecall.cli.settings import configured, ledger_option, limit_option, read_limits, serve_settings
+from wirecall.cli.settings import check_ledger, configured, ledger_option, limit_option, read_limits, serve_settings
 from wirecall.cli.targets import Target, optional_target_argument, parse
 from wirecall.errors import UsageError
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import click
 from msgspec import Struct
 
-from wirecall import App
+from wirecall.app import App
 from wirecall.cli.failures import CliError, nearest
 from wirecall.errors import UsageError
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from wirecall import App
+from wirecall.app import App
 from wirecall.cli.targets import Target
 from wirecall.errors import CallFailed
 from wirecall.protocol.messages import JsonObject, encode
