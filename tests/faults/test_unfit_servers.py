@@ -111,13 +111,15 @@ FIT = {"redis_version": "7.2.4", "role": "master", "maxmemory": "0", "maxmemory_
 
 @asynccontextmanager
 async def saying(info: dict[str, str] | None) -> AsyncIterator[str]:
-    """A server that answers INFO, or forbids it, and says OK to everything else. Gives its URL."""
+    """A server that is alone. It answers INFO, or forbids it, and says OK to everything else. Gives its URL."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while count := await reader.readline():
             words = [(await reader.readline(), await reader.readline())[1].strip() for _ in range(int(count[1:]))]
             text = "".join(f"{name}:{value}\r\n" for name, value in (info or {}).items()).encode()
-            if words[0].upper() != b"INFO":
+            if words[0].upper() == b"CLUSTER":
+                writer.write(b"-ERR This instance has cluster support disabled\r\n")
+            elif words[0].upper() != b"INFO":
                 writer.write(b"+OK\r\n")
             elif info is None:
                 writer.write(b"-NOPERM this user has no permissions to run the 'info' command\r\n")

@@ -16,7 +16,7 @@ from tests.ledger import ID, LEASE, RETENTION, answers_again, claim_of, granted,
 from tests.servers import Redis, RedisCluster, Store, make_store
 from wirecall import UsageError
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State, open_ledger
-from wirecall.ledger.redis import net as redis_net
+from wirecall.ledger.redis import connection as redis_connection
 
 IDS = [RecordId("alice", "charge", f"key-{number}") for number in range(60)]
 
@@ -135,7 +135,7 @@ async def test_servers_that_send_a_command_round_in_a_circle_are_ledger_down(
 ) -> None:
     """Each says that the other has it, and none has run anything."""
     move.begin()
-    monkeypatch.setattr(redis_net, "HOPS", 1)
+    monkeypatch.setattr(redis_connection, "HOPS", 1)
     with pytest.raises(LedgerDown, match="sent from server to server"):
         await ledger.claim(claim_of())
     monkeypatch.undo()
@@ -191,7 +191,7 @@ async def test_a_cluster_that_hides_what_it_is_is_found_out(cluster_server: Redi
 async def test_a_cluster_without_a_server_for_every_slot_is_down() -> None:
     with _started(Redis(**{"cluster-enabled": "yes"})) as node:
         node.ask("CLUSTER", "ADDSLOTS", *range(16_000))
-        with pytest.raises(LedgerDown, match="no server for 384 slots"):
+        with pytest.raises(LedgerDown, match="16000 of 16384"):
             await open_ledger(node.url)
         node.ask("CLUSTER", "ADDSLOTS", *range(16_000, 16_384))
         ledger = await open_ledger(node.url)  # a node that is alone does not know its own name

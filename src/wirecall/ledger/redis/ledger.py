@@ -5,31 +5,31 @@ The rules of the file:
 1. A transition is one script of the folder `lua`, which touches one key and reads the server's clock. So a cluster is as
    good as a server.
 2. A record never goes because its lease is over: the lease is a field. Only a tombstone's key has an expiry of its own.
-3. Nothing is sent twice. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a
-   script that the server does not know is sent again, in full, since then nothing has run. (A claim may be repeated with
-   its nonce: it finds its own record, RUNNING, and gets it back as its own.)
+3. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a script that the server does
+   not know is sent again, in full, since then nothing has run. Should the driver send a script twice, the second finds what
+   the first did: a claim its own nonce, what a token allows the name of its call (but for `release`, which leaves nothing).
 4. What goes through all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
 
-Beside it: `redis_scripts` (what is said), `redis_wire` (connections), `redis_net` (which server holds a record) and
-`redis_checks` (which server will do). The promise is "at most once, unless Redis loses writes that it acknowledged": so no
-eviction, an append-only file, and where a replica may take over, `?replicas=`.
+Beside it: `scripts` (what is said) and `connection` (the way to the server that holds a record). The promise is "at most
+once, unless Redis loses writes that it acknowledged": so no eviction, an append-only file, and where a replica may take
+over, `?replicas=`.
 """
 
 import asyncio
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from itertools import compress
+from contextlib import contextmanager, suppress
+from itertools import compress, count
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
 
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 
 from wirecall.errors import UsageError
 from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
-from wirecall.ledger.redis.checks import check_server
-from wirecall.ledger.redis.net import Address, Map, Net
+from wirecall.ledger.redis.connection import Connections, Node, check_server, options_of
 from wirecall.ledger.redis.scripts import (
     ABANDON,
     CLAIM,
@@ -50,14 +50,13 @@ from wirecall.ledger.redis.scripts import (
     micros,
     record_of,
 )
-from wirecall.ledger.redis.wire import options_of
 
 # Records looked at together, and how often one call of `sweep` does so: 10,000 records, or 50 ms of the server's time.
 PAGE = 100
 STEPS = 100
 
 Ids: TypeAlias = list[RecordId]  # inside the class, `list` is a method
-Walk: TypeAlias = deque[tuple[Address, int]]  # the servers whose keys are still to be looked at, and from which cursor on
+Walk: TypeAlias = deque[tuple[Node, int]]  # the servers whose keys are still to be looked at, and from which cursor on
 
 
 async def open_url(url: str) -> "RedisLedger":
@@ -68,7 +67,7 @@ async def open_url(url: str) -> "RedisLedger":
     """
     ledger = RedisLedger(url)
     try:
-        await ledger.check()
+        await ledger._check()
     except BaseException:
         await ledger.aclose()
         raise
@@ -83,8 +82,8 @@ class RedisLedger:
     def __init__(self, url: str) -> None:
         self._options, prefix, self._replicas = options_of(url)
         self._prefix: bytes = prefix.encode()
-        self._map = Map((self._options["host"], self._options["port"]))
-        self._nets: dict[asyncio.AbstractEventLoop, Net] = {}
+        self._is_cluster = False
+        self._place: tuple[asyncio.AbstractEventLoop, Connections] | None = None
         self._closed = False
         self._round: Walk = deque()  # what the sweep has still to look at
         self._unswept: list[RecordId] = []
@@ -123,7 +122,7 @@ class RedisLedger:
         return bool(await self._run(RESOLVE, id, micros(retention), *found))
 
     async def _change(self, script: Script, token: Token, *args: Any) -> bool:
-        return bool(await self._run(script, token.id, token.fence, token.nonce, *args))
+        return bool(await self._run(script, token.id, token.fence, token.nonce, os.urandom(16), *args))
 
     # --- reading and housekeeping ------------------------------------------------------------------------------------
 
@@ -161,13 +160,16 @@ class RedisLedger:
     async def ping(self) -> None:
         """As in every ledger. In a cluster, every primary is asked, and one that takes a write is enough: as long as
         some commands can be recorded, the others are refused one by one."""
-        names: dict[Address, bytes] = {}  # a key for each primary; without a colon, so it cannot be taken for a record's
-        number = 0
-        while len(names) < len(self._map.primaries):
+        connections = await self._here()
+        left, names = set(await connections.primaries()), list[bytes]()
+        for number in count():  # a key for each primary; without a colon, so it cannot be taken for a record's
+            if not left:
+                break
             name = self._prefix + b"ping-%d" % number
-            names.setdefault(self._map.holder(name), name)
-            number += 1
-        answers = await asyncio.gather(*(self._run_on(PING, name) for name in names.values()), return_exceptions=True)
+            if (holder := await connections.holder(name)) in left:
+                left.remove(holder)
+                names.append(name)
+        answers = await asyncio.gather(*(self._run_on(PING, name) for name in names), return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if len(errors) == len(answers):
             raise errors[0]
@@ -179,7 +181,7 @@ class RedisLedger:
     async def _sweep_page(self, limit: int) -> int:
         if not self._unswept:
             if not self._round:
-                self._round = self._walk()
+                self._round = await self._walk()
             self._unswept = await self._scan(self._round)
         page, self._unswept = self._unswept[:PAGE], self._unswept[PAGE:]
         due = list(compress(page, await self._run_all(DUE, page)))
@@ -188,21 +190,21 @@ class RedisLedger:
 
     async def _ids(self) -> set[RecordId]:
         """All there are. One whose slot moves to another server meanwhile may be missed, or be met twice: hence a set."""
-        walk, found = self._walk(), set[RecordId]()
+        walk, found = await self._walk(), set[RecordId]()
         while walk:
             found.update(await self._scan(walk))
         return found
 
-    def _walk(self) -> Walk:
-        return deque((address, 0) for address in self._map.primaries)
+    async def _walk(self) -> Walk:
+        return deque((node, 0) for node in await (await self._here()).primaries())
 
     async def _scan(self, walk: Walk) -> Ids:
         pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*"
-        address, cursor = walk.popleft()  # so who comes after a server that does not answer goes on with the others
+        node, cursor = walk.popleft()  # so the next call after a server that does not answer goes on with the others
         command = "SCAN", cursor, "MATCH", pattern, "COUNT", 5 * PAGE, "TYPE", "hash"
-        cursor, names = await self._net().ask_at(address, *command)
+        cursor, names = await (await self._here()).ask_at(node, *command)
         if cursor:
-            walk.appendleft((address, cursor))
+            walk.appendleft((node, cursor))
         return [id for name in names if (id := self._id(name))]
 
     # --- names -------------------------------------------------------------------------------------------------------
@@ -220,61 +222,67 @@ class RedisLedger:
 
     # --- the servers -------------------------------------------------------------------------------------------------
 
-    async def check(self) -> None:
+    async def _check(self) -> None:
         """Find out whether this is a cluster; refuse servers that cannot keep the contract, warn of those that might not."""
-        net, home = self._net(), self._map.home
-        info = await _told(net, home)
-        if info.get("cluster_enabled"):  # who hides its INFO is found out by the first MOVED
-            await net.learn(home)
-        for address in self._map.primaries:
-            check_server(net.where(address), info if address == home else await _told(net, address), self._replicas)
+        connections = await self._here()
+        with suppress_answers():  # a server that is alone says no; INFO would tell too, but managed servers forbid it
+            await connections.ask_at(None, "CLUSTER", "SLOTS")
+            await connections.aclose()
+            self._is_cluster, self._place = True, None
+            connections = await self._here()
+        for node in await connections.primaries():
+            info: dict[str, Any] = {}
+            with suppress_answers():
+                info = await connections.ask_at(node, "INFO")
+            if not info:  # it may forbid that; but not everything: a database that it does not have, for example
+                await connections.ask_at(node, "PING")
+            check_server(connections.where(node), info, self._replicas)
 
     async def aclose(self) -> None:
-        """Let what is under way end, and close the connections of this loop; another loop closes its own."""
+        """Let what is under way end, and close the connections; those of another loop end with it."""
         self._closed = True
-        net = self._nets.pop(_loop(), None)
-        self._nets.clear()
-        if net is not None:
-            await net.aclose()
+        place, self._place = self._place, None
+        if place is not None and place[0] is _loop():
+            await place[1].aclose()
+
+    async def _here(self) -> Connections:
+        """The connections of the running loop. A ledger serves one loop at a time, one after another."""
+        loop = _loop()
+        place = self._place
+        if place is None or place[0] is not loop:
+            if self._closed:
+                raise LedgerDown("the ledger is closed")
+            try:
+                place = self._place = loop, Connections(self._options, self._replicas, self._is_cluster)
+            except (TypeError, RedisClusterException) as error:
+                raise LedgerDown(f"redis-py has no client for this cluster: {error}") from error
+            await anext(place[1].lifetime)
+        return place[1]
 
     async def _run(self, script: Script, id: RecordId, *args: Any) -> Any:
         return await self._run_on(script, self._name(id), *args)
 
     async def _run_on(self, script: Script, name: bytes, *args: Any) -> Any:
-        net = self._net()
+        connections = await self._here()
         try:
-            return await net.ask(name, ("EVALSHA", script.sha, 1, name, *args), writes=script.writes)
+            return await connections.ask(name, ("EVALSHA", script.sha, 1, name, *args), writes=script.writes)
         except LedgerDown as error:
             if not isinstance(error.__cause__, NoScriptError):
                 raise
-        return await net.ask(name, ("EVAL", script.source, 1, name, *args), writes=script.writes)
+        return await connections.ask(name, ("EVAL", script.source, 1, name, *args), writes=script.writes)
 
     async def _run_all(self, script: Script, ids: Ids, *args: Any) -> Sequence[Any]:
         return await asyncio.gather(*(self._run(script, id, *args) for id in ids))
 
-    def _net(self) -> Net:
-        loop = _loop()
-        return self._nets.get(loop) or self._new_net(loop)
 
-    def _new_net(self, loop: asyncio.AbstractEventLoop) -> Net:
-        if self._closed:
-            raise LedgerDown(f"the ledger at {self._map.home[0]}:{self._map.home[1]} is closed")
-        for ended in [known for known in list(self._nets) if known.is_closed()]:
-            self._nets.pop(ended, None)
-        net = self._nets[loop] = Net(self._map, self._options, self._replicas)
-        return net
-
-
-async def _told(net: Net, address: Address) -> dict[str, Any]:
-    """What INFO tells; nothing, where a server answers but forbids that, as managed servers do."""
+@contextmanager
+def suppress_answers() -> Iterator[None]:
+    """Pass over a server that answers with an error, in contrast to one that does not answer."""
     try:
-        info: dict[str, Any] = await net.ask_at(address, "INFO")
+        yield
     except LedgerDown as error:
         if not isinstance(error.__cause__, ResponseError):
             raise
-        await net.ask_at(address, "PING")  # unless it forbids everything: a database that it does not have, for example
-        return {}
-    return info
 
 
 def _loop() -> asyncio.AbstractEventLoop:

@@ -1,6 +1,7 @@
 -- RUNNING to UNKNOWN: the holder does not know how far it came.
--- ARGV: fence, nonce
+-- ARGV: fence, nonce, call
 
-if not held('running') then return 0 end
+local answer = answered('running')
+if answer then return answer end
 to_unknown()
 return 1

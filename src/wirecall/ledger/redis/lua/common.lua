@@ -15,25 +15,31 @@ local function whole(number)
   return string.format('%.0f', number)
 end
 
--- Whether the token in ARGV[1] (fence) and ARGV[2] (nonce) holds the record, and it is in one of these states.
-local function held(...)
-  local state, fence, nonce = unpack(redis.call('HMGET', KEYS[1], 'state', 'fence', 'nonce'))
-  if fence ~= ARGV[1] or nonce ~= ARGV[2] then return false end
+-- The name of this call of a token. The record keeps the last one, so that a call which is sent twice is recognised.
+local call = ''
+
+-- The answer to a call of the token ARGV[1] (fence), ARGV[2] (nonce), where it needs no write: 0 unless the token holds the
+-- record, and it is in one of these states; 1 if this very call, ARGV[3], has been here before.
+local function answered(...)
+  local state, fence, nonce, last = unpack(redis.call('HMGET', KEYS[1], 'state', 'fence', 'nonce', 'call'))
+  if fence ~= ARGV[1] or nonce ~= ARGV[2] then return 0 end
+  if last == ARGV[3] then return 1 end
+  call = ARGV[3]
   for _, allowed in ipairs({...}) do
-    if state == allowed then return true end
+    if state == allowed then return nil end
   end
-  return false
+  return 0
 end
 
 -- Each of these is one write, with whatever other fields the caller adds to it.
 
 -- A lease from now on. The sweep looks at the record when lease and retention are over.
 local function hold(lease, retention, ...)
-  redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease), 'expires', whole(now + lease + retention), ...)
+  redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease), 'expires', whole(now + lease + retention), 'call', call, ...)
 end
 
 local function turn(state, kept, ...)
-  redis.call('HSET', KEYS[1], 'state', state, 'lease_until', '0', 'expires', whole(now + kept), ...)
+  redis.call('HSET', KEYS[1], 'state', state, 'lease_until', '0', 'expires', whole(now + kept), 'call', call, ...)
 end
 
 local function to_unknown()

@@ -1,6 +1,7 @@
 -- RUNNING or UNKNOWN to DONE: a late truth is welcome.
--- ARGV: fence, nonce, retention, kind, digest, and the payload if there is one
+-- ARGV: fence, nonce, call, retention, kind, digest, and the payload if there is one
 
-if not held('running', 'unknown') then return 0 end
-finish(ARGV[3], ARGV[4], ARGV[5], ARGV[6])
+local answer = answered('running', 'unknown')
+if answer then return answer end
+finish(ARGV[4], ARGV[5], ARGV[6], ARGV[7])
 return 1

@@ -1,6 +1,7 @@
 -- Renew the lease of a RUNNING record.
--- ARGV: fence, nonce, lease
+-- ARGV: fence, nonce, call, lease
 
-if not held('running') then return 0 end
-hold(ARGV[3], redis.call('HGET', KEYS[1], 'retention'))
+local answer = answered('running')
+if answer then return answer end
+hold(ARGV[4], redis.call('HGET', KEYS[1], 'retention'))
 return 1

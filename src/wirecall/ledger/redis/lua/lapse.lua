@@ -1,6 +1,7 @@
 -- End the lease of a RUNNING record now, so that a retry need not wait for it.
--- ARGV: fence, nonce
+-- ARGV: fence, nonce, call
 
-if not held('running') then return 0 end
+local answer = answered('running')
+if answer then return answer end
 hold(0, redis.call('HGET', KEYS[1], 'retention'))
 return 1

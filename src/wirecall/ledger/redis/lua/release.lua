@@ -1,5 +1,6 @@
 -- RUNNING to absent: the holder knows that nothing was done.
--- ARGV: fence, nonce
+-- ARGV: fence, nonce, call
 
-if not held('running') then return 0 end
+local answer = answered('running')
+if answer then return answer end
 return redis.call('DEL', KEYS[1])

@@ -1,0 +1,316 @@
+"""The way to Redis: the connections of one event loop to a server or a cluster, and queues of commands that go out together.
+
+1. What waits for a server at the moment goes out together, as one pipeline. A caller that is cancelled only leaves the
+   queue; no connection is given up halfway.
+2. The map of a cluster is redis-py's. A queue belongs to one server, so one that is gone or silent holds up the records that
+   it holds and no others. Meanwhile, in the background, redis-py asks the others whether a replica has taken its place.
+3. We send nothing twice: a lost answer is an error, and the caller finds out by asking. A server that does not hold a key
+   (MOVED, ASK) has run nothing, so the command goes on to the one it names. redis-py would do that too, but it sends ASKING
+   on one connection and the command on another, and closes all connections after some MOVED.
+4. With `replicas`, one WAIT follows what goes out together: the server counts the replicas that hold all which this
+   connection has written. If they are too few, none of these writes counts.
+"""
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from msgspec import Struct
+from redis.asyncio import ConnectionPool, Redis, RedisCluster, SSLConnection
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AskError, MovedError, NoScriptError, RedisClusterException, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeout
+
+from wirecall.errors import UsageError
+from wirecall.ledger.base import LedgerDown
+from wirecall.logs import logger
+from wirecall.stepping import start
+
+PREFIX = "wirecall:"
+OLDEST = (6, 2)
+
+# Connections per loop and server, and the most that goes out at once on one of them: reading that many answers takes about
+# 5 ms, and nothing else runs meanwhile. `max_connections` in the URL changes the former.
+LANES = 2
+BATCH = 100
+
+# How often a command is sent on before the servers count as being at odds with each other.
+HOPS = 5
+
+# Seconds that the replicas have to say that they hold a write; half of the socket's timeout, where that is shorter.
+REPLICATED_WITHIN = 1.0
+
+Command: TypeAlias = tuple[Any, ...]
+Options: TypeAlias = dict[str, Any]
+Node: TypeAlias = ClusterNode | None  # a primary of a cluster, or the only server
+
+
+def options_of(url: str) -> tuple[Options, str, int]:
+    """What redis-py makes of the URL, between our defaults and what must not be changed; and `prefix` and `replicas`."""
+    defaults = {
+        "host": "localhost",
+        "port": 6379,
+        "db": 0,
+        "socket_connect_timeout": 2.0,
+        "socket_timeout": 5.0,
+        "protocol": 2,
+    }
+    fixed = {"decode_responses": False, "retry": Retry(NoBackoff(), 0)}
+    try:
+        options: Options = {**defaults, **parse_url(re.sub("^valkey:", "redis:", url)), **fixed}
+        prefix, replicas = options.pop("prefix", PREFIX), int(options.pop("replicas", 0))
+        if replicas < 0:
+            raise ValueError(f"replicas is {replicas}")
+        pool: Any = ConnectionPool(**options)
+        pool.make_connection()  # this does not connect: it looks at the options
+    except (ValueError, TypeError, RedisError) as error:
+        raise UsageError(
+            "The URL of the ledger is not one that redis-py takes.",
+            str(error),
+            "for example redis://localhost:6379/0?prefix=shop:",
+        ) from error
+    return options, prefix, replicas
+
+
+class Connections:
+    """The connections of one event loop: to the server that the URL names, or to the primaries of its cluster."""
+
+    def __init__(self, options: Options, replicas: int, is_cluster: bool) -> None:
+        self.lifetime = self._live()
+        self._options = options
+        self._replicas = replicas
+        self._pool = ConnectionPool(**options)
+        self._server = Redis(connection_pool=self._pool)
+        self._cluster: RedisCluster | None = None
+        self._queues: dict[Node, Queue] = {}
+        self._news: asyncio.Task[None] | None = None
+        if is_cluster:
+            given = {name: value for name, value in options.items() if name != "max_connections"}
+            given["ssl"] = given.pop("connection_class", None) is SSLConnection
+            self._cluster = RedisCluster(**given)
+
+    async def _live(self) -> AsyncGenerator[None, None]:
+        """Suspended until the loop ends, or the ledger is forgotten: a loop closes its asynchronous generators."""
+        try:
+            yield
+        finally:
+            with suppress(RedisError, OSError):
+                await self._pool.disconnect()
+                if self._cluster is not None:
+                    await self._cluster.aclose()
+
+    async def aclose(self) -> None:
+        """Let what is under way end."""
+        if self._news is not None:
+            self._news.cancel()
+        for queue in self._queues.values():
+            if queue.senders:
+                await asyncio.wait(queue.senders)
+        await self.lifetime.aclose()
+
+    async def primaries(self) -> list[Node]:
+        """All servers that hold records."""
+        if self._cluster is None:
+            return [None]
+        await self._know()
+        return [*self._cluster.get_primaries()]
+
+    async def holder(self, name: bytes) -> Node:
+        """The server that holds a key, as far as is known."""
+        if self._cluster is None:
+            return None
+        await self._know()
+        try:
+            return self._cluster.get_node_from_key(name)  # type: ignore[arg-type]  # it takes bytes as well
+        except RedisClusterException as error:
+            raise LedgerDown(f"{self.where(None)}: {error}") from error
+
+    async def _know(self) -> None:
+        """Read the map of the cluster, once."""
+        assert self._cluster is not None
+        try:
+            await self._cluster.initialize()
+        except Exception as error:  # what a server says that is not Redis may confuse the driver in any way
+            raise LedgerDown(f"{self.where(None)}: {error}") from error
+
+    def where(self, node: Node) -> str:
+        host, port = (self._options["host"], self._options["port"]) if node is None else (node.host, node.port)
+        return f"redis://{host}:{port}/{self._options['db']}"
+
+    async def ask(self, name: bytes, command: Command, *, writes: bool) -> Any:
+        """The answer of the server that holds this key."""
+        node = await self.holder(name)
+        commands: tuple[Command, ...] = (command,)
+        for _ in range(HOPS):
+            answer = await self._answer(node, commands, writes)
+            if not isinstance(answer, AskError):
+                return answer
+            self._seek_news()
+            elsewhere: Node = None
+            if self._cluster is not None and node is not None:
+                elsewhere = self._cluster.get_node(answer.host or node.host, answer.port)
+            if elsewhere is None:
+                raise LedgerDown(f"{self.where(node)}: {answer}, and that server is not known yet") from answer
+            # MOVED is one kind of AskError in redis-py. After ASK the slot is on its way, and this key has arrived there, or
+            # would be new.
+            node, commands = elsewhere, (command,) if isinstance(answer, MovedError) else (("ASKING",), command)
+        raise LedgerDown(f"{self.where(node)}: sent from server to server {HOPS} times")
+
+    async def ask_at(self, node: Node, *command: Any) -> Any:
+        """The answer of this server."""
+        return await self._answer(node, (command,), False)
+
+    async def _answer(self, node: Node, commands: tuple[Command, ...], writes: bool) -> Any:
+        queue = self._queues.get(node)
+        if queue is None:
+            queue = self._queues[node] = Queue(self, node)
+        answer = await queue.ask(commands, writes)
+        if isinstance(answer, AskError) or not isinstance(answer, Exception):
+            return answer
+        if not isinstance(answer, NoScriptError):
+            self._seek_news()
+        raise LedgerDown(f"{self.where(node)}: {answer}") from answer
+
+    def _seek_news(self) -> None:
+        """Have redis-py read the map of the cluster anew. No caller waits for that."""
+        cluster = self._cluster
+        if cluster is None or (self._news is not None and not self._news.done()):
+            return
+
+        async def learn() -> None:
+            with suppress(Exception):  # the next failure asks again
+                await cluster.nodes_manager.initialize()
+
+        self._news = start(asyncio.get_running_loop(), learn())
+
+    async def exchange(self, node: Node, asks: "list[_Ask]") -> list[Any]:
+        """Send commands to one server as one pipeline, and return the answers to the last of each ask."""
+        commands = [command for ask in asks for command in ask.commands]
+        is_to_last = self._replicas > 0 and any(ask.writes for ask in asks)
+        if is_to_last:
+            patience = int(1000 * min(REPLICATED_WITHIN, self._options["socket_timeout"] / 2))
+            commands.append(("WAIT", self._replicas, patience))
+        if self._cluster is None:
+            pipeline: Any = self._server.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers = await pipeline.execute(raise_on_error=False)
+        else:
+            pipeline = self._cluster.pipeline()
+            for command in commands:
+                pipeline.execute_command(*command, target_nodes=node)
+            answers = await pipeline.execute(raise_on_error=False, allow_redirections=False)
+        if any(isinstance(answer, ResponseError) and "READONLY" in str(answer) for answer in answers):
+            # A primary that was demoted keeps its connections; a new one may lead to its successor.
+            await self._pool.disconnect(inuse_connections=False)
+        held = answers.pop() if is_to_last else self._replicas
+        each = iter(answers)
+        last = [[next(each) for _ in ask.commands][-1] for ask in asks]
+        if isinstance(held, int) and held >= self._replicas:
+            return last
+        # What was written counts as failed: its caller takes it back, or says that it is not recorded.
+        lost = RedisError(f"replicas={self._replicas} have to hold a write, and this one is held by: {held}")
+        return [
+            lost if ask.writes and not isinstance(answer, Exception) else answer
+            for ask, answer in zip(asks, last, strict=True)
+        ]
+
+    @property
+    def lanes(self) -> int:
+        return self._options.get("max_connections") or LANES
+
+
+class _Ask(Struct, eq=False):
+    """Commands, and the future of the answer to the last of them."""
+
+    commands: tuple[Command, ...]
+    writes: bool
+    answer: "asyncio.Future[Any]"
+
+
+class Queue:
+    """The commands that wait for a connection to one server."""
+
+    def __init__(self, connections: Connections, node: Node) -> None:
+        self.senders: set[asyncio.Task[None]] = set()
+        self._connections = connections
+        self._node = node
+        self._waiting: deque[_Ask] = deque()
+
+    def ask(self, commands: tuple[Command, ...], writes: bool) -> "asyncio.Future[Any]":
+        """The answer to come to the last of these commands, which go out side by side; an error is an answer."""
+        loop = asyncio.get_running_loop()
+        ask = _Ask(commands, writes, loop.create_future())
+        self._waiting.append(ask)
+        if len(self.senders) < self._connections.lanes:
+            sender = start(loop, self._send())
+            self.senders.add(sender)
+            sender.add_done_callback(self.senders.discard)  # one that was cancelled before it began
+        return ask.answer
+
+    async def _send(self) -> None:
+        def take(most: int) -> list[_Ask]:
+            taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            return [ask for ask in taken if not ask.answer.done()]
+
+        while self._waiting:
+            asks = take(BATCH)
+            answers: list[Any] = [LedgerDown("the event loop ended")] * len(asks)
+            try:
+                if asks:
+                    answers = await self._connections.exchange(self._node, asks)
+            except Exception as error:  # garbage from the server is a ValueError of the driver's
+                if isinstance(error, RedisTimeout):  # the server is silent: one timeout is enough for all that wait
+                    asks += take(len(self._waiting))
+                answers = [error] * len(asks)
+            finally:
+                for ask, answer in zip(asks, answers, strict=True):
+                    if not ask.answer.done():
+                        ask.answer.set_result(answer)
+        self.senders.discard(asyncio.current_task())  # now, not when the loop gets to it: the next ask must start another
+
+
+def check_server(where: str, info: dict[str, Any], replicas: int) -> None:
+    """Refuse a server that cannot keep the contract, warn of one that might not; INFO decides."""
+
+    def faults() -> Iterator[tuple[bool, str, str]]:
+        version = str(info.get("redis_version", "7.0"))
+        yield (
+            tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST,
+            f"it is version {version}",
+            f"use {OLDEST[0]}.{OLDEST[1]} or newer",
+        )
+        yield info.get("role") == "slave", "it is a replica, and takes no writes", "name the primary"
+        yield (
+            policy != "noeviction" and info.get("maxmemory", 0) > 0,
+            f"it drops records when memory runs out: maxmemory-policy is {policy}",
+            "CONFIG SET maxmemory-policy noeviction",
+        )
+        has = info.get("connected_slaves", replicas)
+        yield (
+            has < replicas,
+            f"it has {has} replicas, and with replicas={replicas} a write counts when so many hold it",
+            "start the replicas, or take a smaller number",
+        )
+
+    policy = info.get("maxmemory_policy", "noeviction")
+    for is_wrong, why, fix in faults():
+        if is_wrong:
+            raise LedgerDown(f"{where} cannot be a ledger.\n  why: {why}\n  fix: {fix}")
+    hidden = {"redis_version", "role", "maxmemory", "maxmemory_policy", "aof_enabled"} - info.keys()
+    if hidden:
+        told = ", ".join(sorted(hidden))
+        logger.warning(
+            "the ledger at %s: could not check whether it keeps what it is told: INFO does not tell %s", where, told
+        )
+    if policy != "noeviction":
+        logger.warning("the ledger at %s: maxmemory-policy is %s: set noeviction before you set maxmemory", where, policy)
+    if info.get("aof_enabled") == 0:
+        text = "the ledger at %s: appendonly is no; after a crash of the server, commands may run a second time"
+        logger.warning(text, where)

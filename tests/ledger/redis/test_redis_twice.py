@@ -1,0 +1,54 @@
+"""A driver may send a script twice, when it does not know what became of the first. The second finds what the first did."""
+
+from typing import Any
+
+import pytest
+
+from tests.ledger import ID, RETENTION, claim_of, granted, outcome_of, present, same
+from tests.ledger.contract import CHANGES
+from wirecall.ledger.base import Ledger, State
+from wirecall.ledger.redis.connection import Connections
+
+pytestmark = pytest.mark.parametrize("store", ["redis", "cluster"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All commands on records are sent twice, and the second answer counts."""
+    once = Connections.ask
+
+    async def ask(self: Connections, *args: Any, **options: Any) -> Any:
+        await once(self, *args, **options)
+        return await once(self, *args, **options)
+
+    monkeypatch.setattr(Connections, "ask", ask)
+
+
+async def test_a_claim_that_is_sent_twice_is_one_attempt(ledger: Ledger) -> None:
+    claim = claim_of(on_crash="rerun")
+    record = await ledger.claim(claim)
+    assert (record.state, record.nonce, record.attempts) == (State.RUNNING, claim.nonce, 1)
+    assert await ledger.lapse(record.token)
+    assert (await granted(ledger, on_crash="rerun")).attempts == 2
+
+
+@pytest.mark.parametrize("change", sorted(set(CHANGES) - {"release"}))
+async def test_what_a_token_allows_is_accepted_though_it_is_sent_twice(change: str, ledger: Ledger) -> None:
+    record = await granted(ledger)
+    assert await CHANGES[change](ledger, record.token)
+
+
+async def test_a_release_that_is_sent_twice_has_released(ledger: Ledger) -> None:
+    """Nothing is left that could tell; so the answer is that the record is not there."""
+    record = await granted(ledger)
+    assert not await ledger.release(record.token)
+    assert await ledger.get(ID) is None
+
+
+async def test_another_call_with_the_same_token_is_another_call(ledger: Ledger) -> None:
+    record = await granted(ledger)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    done = await present(ledger)
+    assert not await ledger.complete(record.token, outcome_of(b'"other"'), RETENTION)
+    assert not await ledger.heartbeat(record.token, 30)
+    assert same(await present(ledger), done)
