@@ -55,7 +55,7 @@ async def test_a_server_that_is_killed_is_not_ready_until_it_is_back(server: Red
         assert await probe.is_ready()
         await asyncio.to_thread(server.kill)
         await eventually(probe.is_not_ready)
-        assert await probe.reason() == "the ledger cannot be reached, or takes no writes"
+        assert await probe.reason() == "the ledger cannot be reached, or does not accept writes"
         assert await probe.status("/healthz") == 200
         await asyncio.to_thread(server.start)
         await eventually(probe.is_ready)
