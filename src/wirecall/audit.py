@@ -1,21 +1,21 @@
 """The audit trail: one JSON line per command, chained by hashes (T6).
 
-`App(audit="file:PATH")` appends a line for every command that was admitted: who called what, when, under which key and id,
-the digest of the arguments, how it ended, whether the answer was a replay, how long it took. Arguments and results stay out.
+`App(audit="file:PATH")` appends a line for every admitted command: its caller, method, time, key and id, the digest of its
+arguments, how it ended, whether the answer was a replay, how long it took. Arguments and results stay out.
 
 The rules of the file:
 
 1. Every line carries the hash of the line before it and its own, so that a line that was edited, removed or put elsewhere
-   is found by `verify`. Whoever can rewrite the whole file can forge the whole chain: keep the newest hash elsewhere too.
+   is found by `verify`. A user who can rewrite the whole file can forge the whole chain: keep the newest hash elsewhere.
 2. Many processes may append to one file. A lock on the file orders them, and each continues the chain where it stands.
 3. A line is one write at the end of the file. A process that is killed in the middle, or a disk that is full, leaves a torn
    line, which `verify` reports, and the next line begins on a new one.
 4. A file that was moved away is left alone, and a new trail begins under the name. One that was cut is not: the next line
-   follows what was written, so that `verify` reports the gap.
+   follows the last one that was written, so that `verify` reports the gap.
 5. A command that was done stays done when its line cannot be written: that is logged as an error, every time.
 6. An event loop never waits for the lock. A line that finds it taken goes to a thread that waits, and the lines after it
-   stand behind it until that thread has written them all; without a loop the call waits in place. Nobody waits for ever: who
-   has the lock may have been stopped, or may not be one of us.
+   stand behind it until that thread has written them all; without a loop the call waits in place. No line waits for ever:
+   the holder of the lock may have been stopped, or may be another program.
 """
 
 import asyncio
@@ -28,14 +28,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from wirecall.files import real_path
 from wirecall.logs import logger
+from wirecall.protocol.messages import Json
 from wirecall.server.events import CallEnded
+from wirecall.stepping import has_loop
 
 FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have
@@ -45,14 +46,14 @@ NAME = "The audit trail"
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """What is known of one call of a command."""
+    """One call of a command, as a line of the trail."""
 
     time: float
     caller: str
     method: str  # as in the ledger: a tool's is tools/call:NAME
     key: str | None
     digest: str  # of the arguments, as the ledger's fingerprint
-    id: Any
+    id: Json
     outcome: str  # ok, error; cancelled: its caller left, or its time was over; input required: its caller was asked
     code: int | None
     replayed: bool
@@ -69,7 +70,7 @@ class Audit:
         self._last = FIRST
 
     def _begin(self) -> None:
-        """At first, and after a fork: what was opened before belongs to the other process, and its lock with it."""
+        """Start afresh, at first and after a fork: an open file and its lock belong to the other process."""
         self._pid = os.getpid()
         self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
@@ -96,12 +97,16 @@ class Audit:
         )
 
     def append(self, entry: Entry) -> None:
-        """Add a line. What goes wrong is logged, because the command is done already."""
+        """Add a line. A failure is logged, because the command is done already."""
         if self._pid != os.getpid():
             self._begin()
         try:
             if self._queue.lines or not self._add(entry):
-                self._add_later(entry)
+                give_up_at = time.monotonic() + PATIENCE
+                if not self._queue.lines and not has_loop():
+                    self._add_in_time(entry, give_up_at)
+                else:  # the event loop must not wait
+                    self._queue.put(entry, give_up_at)
         except Exception as error:
             self._log_lost(entry, error)
 
@@ -117,26 +122,44 @@ class Audit:
         self._forget_file()
 
     def _add(self, entry: Entry) -> bool:
-        """Write a line, unless somebody else has the lock on the file."""
+        """Write a line, unless another process has the lock on the file; return whether it was written."""
         with self._writing:
-            file = self._open()
-            if not _is_locked(file):
+            # Step 1: the file. One that was moved away is left alone.
+            if self._file is not None and not _is_at(self.path, self._file):
+                logger.warning("the audit trail %s was moved or removed: a new one begins", self.path)
+                self._forget_file()
+                self._seen = -1
+            if self._file is None:
+                real = real_path(self.path, NAME)
+                os.makedirs(os.path.dirname(real), exist_ok=True)
+                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._file = os.open(real, flags, 0o600)
+            file = self._file
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 return False
             try:
-                self._write(file, entry)
+                # Step 2: the end of the chain. Another process may have written since, or a line may be torn.
+                size = os.fstat(file).st_size
+                torn = False
+                if size != self._seen:
+                    last, torn = _end_of(file, size)
+                    if size < self._seen:
+                        logger.error("the audit trail %s was cut: %d bytes are missing", self.path, self._seen - size)
+                    else:
+                        self._last = last
+                # Step 3: the line, and its hash over everything before the member `hash`, which is the last.
+                body = msgspec.json.encode({**msgspec.to_builtins(entry), "previous": self._last})[:-1]
+                own = hashlib.sha256(body).hexdigest()
+                data = b"\n" * torn + b'%b%b%b"}\n' % (body, _HASH_MEMBER, own.encode())
+                self._seen = -1  # unless all of it is written, the next line looks for the end
+                if os.write(file, data) < len(data):
+                    raise OSError("only a part of it could be written")
+                self._seen, self._last = size + len(data), own
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)
         return True
-
-    def _add_later(self, entry: Entry) -> None:
-        give_up_at = time.monotonic() + PATIENCE
-        if not self._queue.lines:
-            try:
-                asyncio.get_running_loop()
-            except RuntimeError:  # no event loop has to wait with us
-                self._add_in_time(entry, give_up_at)
-                return
-        self._queue.put(entry, give_up_at)
 
     def _add_in_time(self, entry: Entry, give_up_at: float) -> None:
         try:
@@ -154,34 +177,6 @@ class Audit:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    def _open(self) -> int:
-        if self._file is not None and not _is_at(self.path, self._file):
-            logger.warning("the audit trail %s was moved or removed: a new one begins", self.path)
-            self._forget_file()
-            self._seen = -1
-        if self._file is None:
-            real = real_path(self.path, NAME)
-            os.makedirs(os.path.dirname(real), exist_ok=True)
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._file = os.open(real, flags, 0o600)
-        return self._file
-
-    def _write(self, file: int, entry: Entry) -> None:
-        size = os.fstat(file).st_size
-        torn = False
-        if size != self._seen:
-            last, torn = _end_of(file, size)
-            if size < self._seen:
-                logger.error("the audit trail %s was cut: %d bytes are missing", self.path, self._seen - size)
-            else:
-                self._last = last
-        line, own = _chain(entry, self._last)
-        data = b"\n" * torn + line
-        self._seen = -1  # unless all of it is written, the next line looks for the end
-        if os.write(file, data) < len(data):
-            raise OSError("only a part of it could be written")
-        self._seen, self._last = size + len(data), own
 
 
 class _Queue:
@@ -220,7 +215,7 @@ class _Queue:
 
 
 class Report(Struct, frozen=True):
-    """What `verify` found: how many lines, the hash of the last one, and every problem with its line number."""
+    """The result of `verify`: the number of lines, the hash of the last one, and every problem with its line number."""
 
     lines: int
     last: str
@@ -243,7 +238,10 @@ def verify(path: str | Path) -> Report:
             before, own = claimed
             if before != previous:
                 problems.append((number, "does not follow the line before it: a line was removed, added or moved"))
-            if not _is_intact(line, own):
+            # The hash does not cover bytes behind it, so there must be none.
+            body = line[: line.rfind(_HASH_MEMBER)]
+            whole = b'%b%b%b"}' % (body, _HASH_MEMBER, own.encode())
+            if line.removesuffix(b"\n") != whole or hashlib.sha256(body).hexdigest() != own:
                 problems.append((number, "was edited: its hash does not fit"))
             previous = own
     return Report(number, previous, problems)
@@ -258,20 +256,6 @@ _decode_links = msgspec.json.Decoder(_Links).decode
 _HASH_MEMBER = b',"hash":"'
 
 
-def _chain(entry: Entry, previous: str) -> tuple[bytes, str]:
-    """A line, and its hash: of everything in it before the member `hash`, which is the last."""
-    body = msgspec.json.encode({**msgspec.to_builtins(entry), "previous": previous})[:-1]
-    own = hashlib.sha256(body).hexdigest()
-    return b'%b%b%b"}\n' % (body, _HASH_MEMBER, own.encode()), own
-
-
-def _is_intact(line: bytes, own: str) -> bool:
-    """Whether a line is what `_chain` has made. What stands behind the hash is not in it, so nothing may stand there."""
-    body = line[: line.rfind(_HASH_MEMBER)]
-    end = b'%b%b"}' % (_HASH_MEMBER, own.encode())
-    return line.removesuffix(b"\n") == body + end and hashlib.sha256(body).hexdigest() == own
-
-
 def _parse(line: bytes) -> tuple[str, str] | None:
     try:
         links = _decode_links(line)
@@ -281,7 +265,7 @@ def _parse(line: bytes) -> tuple[str, str] | None:
 
 
 def _end_of(file: int, size: int) -> tuple[str, bool]:
-    """The hash of the last whole line, and whether a torn one stands behind it."""
+    """Return the hash of the last whole line, and whether a torn one follows it."""
     length = TAIL
     while True:
         tail = os.pread(file, length, max(0, size - length))
@@ -300,11 +284,3 @@ def _is_at(path: Path, file: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(file))
     except FileNotFoundError:
         return False
-
-
-def _is_locked(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -1,16 +1,17 @@
-"""What an app declares: its methods, and what it offers to MCP clients beside them.
+"""The decorators of an app: its methods, and its prompts, resources and completions for MCP clients.
 
-1. A decorator registers the function it is given and returns it as it is; `query`, `command`, `tool` and `prompt` work bare
-   and with arguments. The overloads are for people and type checkers: they name every argument with its default. What was
-   written arrives as one dict, and `Method` and `Terms` check it.
-2. A query reads, a command changes something. Which of them a tool is follows from its annotations.
-3. A command that shares the ledger's transactions is declared only where the ledger has some.
+1. A decorator registers the function it is given and returns it unchanged; `query`, `command`, `tool` and `prompt` work bare
+   and with arguments. The overloads are for people and type checkers: they name every argument with its default. All the
+   arguments arrive as one dict, and `Method` and `Terms` check it.
+2. A query reads, a command changes something. The annotations of a tool say which of them it is.
+3. A command that shares the ledger's transactions can be declared only if the ledger has transactions.
 """
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from wirecall.errors import UsageError
+from wirecall.protocol.messages import JsonObject
 from wirecall.server.method import (
     EVERYWHERE,
     Execution,
@@ -27,13 +28,13 @@ from wirecall.server.method import (
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
 
 
 class Declarations:
-    """The decorators of an app, and what they have registered."""
+    """The decorators of an app, and the registry they fill."""
 
     def __init__(self, ledger_scheme: str) -> None:
         self.registry = Registry()
@@ -58,7 +59,7 @@ class Declarations:
         idempotent: bool | None = None,
         open_world: bool | None = None,
     ) -> Callable[[F], F]: ...
-    def query(self, function: Any = None, /, **declared: Any) -> Any:
+    def query(self, function: F | None = None, /, **declared: Any) -> F | Callable[[F], F]:
         """Register a function that reads. Works bare and with arguments; the function stays as it is."""
         return self._register(Kind.QUERY, function, declared)
 
@@ -74,7 +75,7 @@ class Declarations:
         lease: float = 30,
         wait: float = 25,
         max_stored_result: int = 262_144,
-        reconcile: Callable[..., Any] | None = None,
+        reconcile: Callable[..., object] | None = None,
         commit_point: bool = False,
         name: str | None = None,
         title: str | None = None,
@@ -88,7 +89,7 @@ class Declarations:
         idempotent: bool | None = None,
         open_world: bool | None = None,
     ) -> Callable[[F], F]: ...
-    def command(self, function: Any = None, /, **declared: Any) -> Any:
+    def command(self, function: F | None = None, /, **declared: Any) -> F | Callable[[F], F]:
         """Register a function that changes something: it needs an id, and takes effect once per idempotency key.
 
         `key` is about MCP, where a key is optional: "required" refuses calls without one, "ask" makes it an argument that
@@ -108,24 +109,34 @@ class Declarations:
         name: str | None = None,
         title: str | None = None,
         description: str | None = None,
-        input_schema: dict[str, Any] | None = None,
-        output_schema: dict[str, Any] | None = None,
+        input_schema: JsonObject | None = None,
+        output_schema: JsonObject | None = None,
         key: KeyRule = "optional",
         on_crash: OnCrash = "unknown",
         retention: float = 86_400,
         lease: float = 30,
         wait: float = 25,
         max_stored_result: int = 262_144,
-        reconcile: Callable[..., Any] | None = None,
+        reconcile: Callable[..., object] | None = None,
         commit_point: bool = False,
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
     ) -> Callable[[F], F]: ...
-    def tool(self, function: Any = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any) -> Any:
-        """Register a tool for MCP alone. Its kind follows from its annotations: what is read-only is a query."""
+    def tool(
+        self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any
+    ) -> F | Callable[[F], F]:
+        """Register a tool for MCP alone. Its kind follows from its annotations: a read-only tool is a query."""
         stated = annotations or ToolAnnotations()
-        _check_annotations(stated, declared)
+        # A tool whose hints contradict each other is refused (T2).
+        retries = [field for field in Terms.__struct_fields__ if field in declared]
+        for wrong, why, fix in (
+            (stated.destructiveHint, "a tool that only reads cannot be destructive", "drop one of the hints"),
+            (stated.idempotentHint is False, "a tool that only reads can be repeated", "drop idempotentHint"),
+            (retries, f"{', '.join(retries)}: only for a tool that changes something", "drop it"),
+        ):
+            if stated.readOnlyHint and wrong:
+                raise UsageError(f"{stated!r} contradicts itself.", why, fix)
         declared["title"] = declared.get("title") or stated.title
         hints = {
             "destructive": stated.destructiveHint,
@@ -150,7 +161,7 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
     ) -> Callable[[F], F]:
-        """Register what is read at a URI. A `{name}` in the URI is a parameter of the function."""
+        """Register a function that returns the resource at a URI. A `{name}` in the URI is a parameter of the function."""
 
         def register(function: F) -> F:
             declared = {"title": title, "description": description, "timeout": timeout, "blocking": blocking}
@@ -173,7 +184,7 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
     ) -> Callable[[F], F]: ...
-    def prompt(self, function: Any = None, /, *, name: str | None = None, **declared: Any) -> Any:
+    def prompt(self, function: F | None = None, /, *, name: str | None = None, **declared: Any) -> F | Callable[[F], F]:
         """Register a prompt: a function from texts to a text, a `Message`, or several."""
 
         def register(function: F) -> F:
@@ -184,9 +195,9 @@ class Declarations:
         return register if function is None else register(function)
 
     def completion(self, of: str, argument: str, /) -> Callable[[F], F]:
-        """Register what completes an argument of a prompt, or of the URI of a resource, that is registered already.
+        """Register a function that completes an argument of a registered prompt, or of the URI of a registered resource.
 
-        The function takes what was typed and, if it has a second parameter, the arguments that are known already.
+        The function takes the text typed so far and, if it has a second parameter, the arguments that are known already.
         """
 
         def register(function: F) -> F:
@@ -202,24 +213,24 @@ class Declarations:
 
     # --- registering -------------------------------------------------------------------------------------------------
 
-    def _register(self, kind: Kind, function: Any, declared: dict[str, Any]) -> Any:
+    def _register(self, kind: Kind, function: F | None, declared: JsonObject) -> F | Callable[[F], F]:
         def register(function: F) -> F:
             self.registry.add(Method(function, kind, **declared))
             return function
 
         return register if function is None else register(function)
 
-    def _query(self, function: Callable[..., Any], name: str, declared: dict[str, Any]) -> Method:
+    def _query(self, function: Callable[..., object], name: str, declared: JsonObject) -> Method:
         return Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, **declared)
 
-    def _terms(self, declared: dict[str, Any]) -> Terms:
-        """Takes what is about retries out of what was declared."""
+    def _terms(self, declared: JsonObject) -> Terms:
+        """Take the terms of a command out of its declaration."""
         terms = Terms(**{field: declared.pop(field) for field in Terms.__struct_fields__ if field in declared})
         _check_transactional(terms, self._ledger_scheme)
         return terms
 
     def _use_ledger(self, scheme: str) -> None:
-        """The ledger is another one: what was declared has to suit it as well."""
+        """Replace the ledger, and check that all declared commands suit it."""
         for method in (*self.registry.methods.values(), *self.registry.tools.values()):
             _check_transactional(method.terms, scheme)
         self._ledger_scheme = scheme
@@ -232,16 +243,3 @@ def _check_transactional(terms: Terms, scheme: str) -> None:
             f"this app's ledger is {scheme}:",
             'use ledger="sqlite:PATH" or ledger="postgresql://..."',
         )
-
-
-def _check_annotations(stated: ToolAnnotations, declared: dict[str, Any]) -> None:
-    """A tool that says two things about itself says nothing (T2)."""
-    retries = [field for field in Terms.__struct_fields__ if field in declared]
-    faults = (
-        (stated.readOnlyHint and bool(stated.destructiveHint), "what only reads destroys nothing", "drop one of the hints"),
-        (stated.readOnlyHint and stated.idempotentHint is False, "what only reads can be repeated", "drop idempotentHint"),
-        (stated.readOnlyHint and bool(retries), f"{', '.join(retries)}: only what changes something has it", "drop it"),
-    )
-    for wrong, why, fix in faults:
-        if wrong:
-            raise UsageError(f"{stated!r} contradicts itself.", why, fix)

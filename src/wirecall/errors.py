@@ -5,15 +5,15 @@
     │   ├── CannotWait             a handler tried to wait inside handle_sync
     │   └── OtherLoop              an app is used in a second event loop while the first is alive
     ├── EncodeError                a value that JSON cannot carry
-    ├── Gone                       the other side of a connection has left: there is nobody to tell
-    ├── Unauthorized               what `authenticate` raises to refuse a caller: 401, with its own WWW-Authenticate
-    ├── CallFailed                 the client's: a call without an answer; `ran` says what is known about it
-    │   ├── NotSent                "no": it has not left, or it reached nobody
-    │   │   └── Declined           "no": `confirm` did not want it
+    ├── Gone                       the other side of a connection has left, and hears nothing more
+    ├── Unauthorized               raised by `authenticate` to refuse a caller: 401, with its own WWW-Authenticate
+    ├── CallFailed                 the client's: a call without an answer; `ran` says whether it ran
+    │   ├── NotSent                "no": it was not sent, or it did not reach a server
+    │   │   └── Declined           "no": `confirm` declined it
     │   ├── Refused                "no": the server took the message and refused it, without JSON-RPC's words
     │   ├── TimedOut               "unknown": the answer did not come in time
     │   ├── ConnectionLost         "unknown": the connection broke after the call had left
-    │   └── BadAnswer              "unknown": what came is not an answer to the call
+    │   └── BadAnswer              "unknown": the reply is not an answer to the call
     └── RpcError                   an error as it travels: code, message, data
         ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
         │   └── ToolError          the same for a tool, where only the text counts
@@ -28,7 +28,7 @@
             │   └── BadInput       -32602  data.type = input_invalid
             ├── InternalError      -32603
             ├── HeaderMismatch     -32020  MCP: an HTTP header is missing, or says other things than the body
-            ├── NotCapable         -32021  MCP: the client has not declared what the call needs of it
+            ├── NotCapable         -32021  MCP: the client has not declared a capability that the call needs
             ├── UnknownVersion     -32022  MCP: a revision that is not served
             ├── KeyInProgress       40910  data.type = idempotency_key_in_progress
             ├── ResultNotRetained   41010  data.type = result_not_retained
@@ -52,7 +52,7 @@ class WirecallError(Exception):
 
 
 class UsageError(WirecallError):
-    """A mistake in the program that uses wirecall: what is wrong, why, and what to do instead."""
+    """A mistake in the program that uses wirecall: the problem, the reason, and the fix."""
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         super().__init__("\n".join(filter(None, (what, why and f"  why: {why}", fix and f"  fix: {fix}"))))
@@ -85,11 +85,11 @@ class EncodeError(WirecallError):
 
 
 class Gone(WirecallError):
-    """The other side has left, or does not read: there is nobody to tell."""
+    """The other side has left, or does not read."""
 
 
 class Unauthorized(WirecallError):
-    """What `authenticate` raises to refuse a request: it is answered with 401 and this WWW-Authenticate."""
+    """Raised by `authenticate` to refuse a request, which is answered with 401 and this WWW-Authenticate."""
 
     def __init__(self, message: str = "not authenticated", *, www_authenticate: str = "Bearer") -> None:
         super().__init__(message)
@@ -112,13 +112,13 @@ class CallFailed(WirecallError):
 
 
 class NotSent(CallFailed):
-    """The call did not leave, or reached nobody: it has not run."""
+    """The call was not sent, or did not reach a server: it has not run."""
 
     RAN = "no"
 
 
 class Declined(NotSent):
-    """`confirm` was asked, and said no: nothing was sent."""
+    """`confirm` declined the call: it was not sent."""
 
 
 class Refused(CallFailed):
@@ -136,13 +136,13 @@ class ConnectionLost(CallFailed):
 
 
 class BadAnswer(CallFailed):
-    """What came is not an answer to the call: garbage, another id, two answers, none. The call may have run."""
+    """The reply is not an answer to the call: garbage, another id, two answers, none. The call may have run."""
 
 
 class RpcError(WirecallError):
     """An error that reaches the caller: `code`, `message` and, when not None, `data`."""
 
-    is_remote = False  # it comes from elsewhere, and tells of a call there
+    is_remote = False  # another server sent it, about a call there
 
     def __init__(self, code: int, message: str, data: Any = None) -> None:
         kinds: tuple[Any, Any] = (code, message)
@@ -156,7 +156,7 @@ class RpcError(WirecallError):
 
     @property
     def ran(self) -> Ran:
-        """What is known about the call: it did not run, it did, or nobody knows."""
+        """Whether the call ran, as far as is known."""
         if self._ran is not None:
             return self._ran
         told = self.data.get("ran") if isinstance(self.data, dict) else None
@@ -180,8 +180,8 @@ class RpcError(WirecallError):
             return f"{self.message} ({self.code}): data nested too deep to show"
 
 
-# What a code tells that says nothing else about it. JSON-RPC's first four and MCP's three refuse a call before it runs;
-# an internal error may come from anywhere; any other code is a method's own.
+# The default for an error that does not say itself whether the call ran. JSON-RPC's first four codes and MCP's three refuse
+# a call before it runs; an internal error may come from anywhere; any other code is a method's own.
 _RAN: dict[int, Ran] = {
     **dict.fromkeys((-32700, -32600, -32601, -32602, -32020, -32021, -32022), "no"),
     -32603: "unknown",
@@ -189,7 +189,7 @@ _RAN: dict[int, Ran] = {
 
 
 def rebuilt(kind: type[RpcError], code: int, message: str, data: Any) -> RpcError:
-    """An error that was pickled or has travelled, whatever its class takes to be made."""
+    """Return an error that was pickled or received, whatever arguments its class takes."""
     error = kind.__new__(kind)
     RpcError.__init__(error, code, message, data)
     error.is_remote = True
@@ -244,7 +244,7 @@ class LimitExceeded(InvalidRequest):
 
 
 class MethodNotFound(FixedError):
-    """There is no method of that name."""
+    """The server does not have a method of that name."""
 
     CODE = -32601
     MESSAGE = "Method not found"
@@ -270,20 +270,20 @@ class KeyInvalid(InvalidParams):
 
 
 class InternalError(FixedError):
-    """The handler failed; the log knows why, the wire does not."""
+    """The handler failed; the reason is in the log, and not on the wire."""
 
     CODE = -32603
     MESSAGE = "Internal error"
 
 
 class BadInput(InvalidParams):
-    """What came back as the answer to a question, or as the state of a call, is not what was asked for or given."""
+    """The answer to a question does not fit it, or the state of a call is not the one that the server gave."""
 
     TYPE = "input_invalid"
 
 
 class HeaderMismatch(FixedError):
-    """MCP 2026-07-28: headers repeat what the body says, so that proxies may read them; they must agree."""
+    """MCP 2026-07-28: headers repeat parts of the body, so that proxies may read them; they must agree."""
 
     CODE = -32020
     MESSAGE = "Header mismatch"
@@ -352,7 +352,7 @@ class DeadlineExceeded(FixedError):
 
 
 class OutcomeUnknown(FixedError):
-    """Whether the command took effect is not known."""
+    """It is not known whether the command took effect."""
 
     CODE = 50910
     MESSAGE = "The outcome of this command is unknown"

@@ -4,11 +4,11 @@
     parse_request, parse_batch, parse_response, parse_response_batch                       bytes -> values
     dispatch_line, dispatch_line_async                                                     bytes -> bytes or None
 
-Parsing never raises on bad input: what cannot be read carries the answer it deserves, or the reason (J2).
+Parsing never raises on bad input: an unreadable message carries the error that answers it, or the reason (J2).
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -27,6 +27,8 @@ from wirecall.protocol.messages import (
     ErrorObject,
     Id,
     Invalid,
+    Json,
+    JsonObject,
     Message,
     Success,
     as_bytes,
@@ -68,14 +70,14 @@ __all__ = [
     "parse_response_batch",
 ]
 
-Params: TypeAlias = list[Any] | dict[str, Any] | None
+Params: TypeAlias = list[Json] | JsonObject | None
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
 class Request(Struct, frozen=True):
-    """A parsed request or notification, or the answer it deserves instead (`error_envelope`)."""
+    """A parsed request or notification, or the error that answers it (`error_envelope`)."""
 
     method: str = ""
     params: Params = None
@@ -96,7 +98,7 @@ class Response(Struct, frozen=True):
     """A parsed response: `result`, or `error`, or the reason why it is neither (`malformed`)."""
 
     id: Id = None
-    result: Any = None
+    result: Json = None
     error: ErrorObject | None = None
     malformed: str | None = None
 
@@ -117,26 +119,26 @@ class ResponseBatch(Struct, frozen=True):
 
 
 def make_request(method: str, params: Params, id: Id) -> bytes:
-    """A request; params of None are left out."""
+    """Return a request; params of None are left out."""
     return _make({"method": method}, params, {"id": id})
 
 
 def make_notification(method: str, params: Params = None) -> bytes:
-    """A notification: a request that is not answered."""
+    """Return a notification: a request that is not answered."""
     return _make({"method": method}, params, {})
 
 
-def make_response(id: Id, result: Any) -> bytes:
-    """A successful response."""
+def make_response(id: Id, result: object) -> bytes:
+    """Return a successful response."""
     return encode(Success(result, id))
 
 
-def make_error(id: Id, code: int, message: str, data: Any = None) -> bytes:
-    """An error response; data of None is left out."""
+def make_error(id: Id, code: int, message: str, data: object = None) -> bytes:
+    """Return an error response; data of None is left out."""
     return encode(failure(id, RpcError(code, message, data)))
 
 
-def _make(head: dict[str, Any], params: Params, tail: dict[str, Any]) -> bytes:
+def _make(head: JsonObject, params: Params, tail: JsonObject) -> bytes:
     middle = {} if params is None else {"params": params}
     return encode({"jsonrpc": "2.0", **head, **middle, **tail})
 
@@ -145,7 +147,7 @@ def _make(head: dict[str, Any], params: Params, tail: dict[str, Any]) -> bytes:
 
 
 def parse_request(data: Data, *, strict: bool = True) -> Request:
-    """One request or notification; an array is refused."""
+    """Parse one request or notification; an array is refused."""
     message = read(data, strict=strict)
     if isinstance(message, list):
         message = Invalid(InvalidRequest("expected one request object, got an array"))
@@ -153,7 +155,7 @@ def parse_request(data: Data, *, strict: bool = True) -> Request:
 
 
 def parse_batch(data: Data, *, strict: bool = True, max_batch: int = MAX_BATCH) -> Batch:
-    """A message of one request or of many; each entry stands for itself."""
+    """Parse a message of one request or of many; a bad entry does not affect the others."""
     message = read(data, strict=strict, max_batch=max_batch)
     if isinstance(message, list):
         return Batch(True, [_request(entry) for entry in message])
@@ -164,7 +166,7 @@ def parse_batch(data: Data, *, strict: bool = True, max_batch: int = MAX_BATCH) 
 
 
 def parse_response(data: Data) -> Response:
-    """One response; anything else comes back as `malformed` with the reason."""
+    """Parse one response; for anything else `malformed` has the reason."""
     parsed = parse_response_batch(data)
     if parsed.malformed or not parsed.is_batch:
         return parsed.responses[0] if parsed.responses else Response(malformed=parsed.malformed)
@@ -172,7 +174,7 @@ def parse_response(data: Data) -> Response:
 
 
 def parse_response_batch(data: Data) -> ResponseBatch:
-    """A reply of one response or of many."""
+    """Parse a reply of one response or of many."""
     try:
         raw = as_bytes(data)
         raw.decode()
@@ -225,42 +227,40 @@ def _response(raw: Raw) -> Response:
 # --- a server in one function ---------------------------------------------------------------------------------------
 
 
-def dispatch_line(data: Data, handler: Callable[[str, Params], Any], *, strict: bool = True) -> bytes | None:
+def dispatch_line(data: Data, handler: Callable[[str, Params], object], *, strict: bool = True) -> bytes | None:
     """Answer a message with a plain callable `(method, params) -> result` that may raise `RpcError`."""
     batch = parse_batch(data, strict=strict)
     if batch.framing_error is not None:
         return batch.framing_error
-    return make_reply([_answer(request, handler) for request in batch.requests], batch.is_batch)
+    replies = []
+    for request in batch.requests:
+        reply = request.error_envelope
+        if reply is None:
+            try:
+                reply = make_response(request.id, handler(request.method, request.params))
+            except Exception as error:
+                reply = _error_reply(request, error)
+        replies.append(None if request.is_notification else reply)
+    return make_reply(replies, batch.is_batch)
 
 
 async def dispatch_line_async(
-    data: Data, handler: Callable[[str, Params], Awaitable[Any]], *, strict: bool = True
+    data: Data, handler: Callable[[str, Params], Awaitable[object]], *, strict: bool = True
 ) -> bytes | None:
-    """The same for a coroutine function; the entries of a batch run one after another."""
+    """Answer a message with a coroutine function; the entries of a batch run one after another."""
     batch = parse_batch(data, strict=strict)
     if batch.framing_error is not None:
         return batch.framing_error
-    return make_reply([await _answer_async(request, handler) for request in batch.requests], batch.is_batch)
-
-
-def _answer(request: Request, handler: Callable[[str, Params], Any]) -> bytes | None:
-    if request.error_envelope is not None:
-        return None if request.is_notification else request.error_envelope
-    try:
-        reply = make_response(request.id, handler(request.method, request.params))
-    except Exception as error:
-        reply = _error_reply(request, error)
-    return None if request.is_notification else reply
-
-
-async def _answer_async(request: Request, handler: Callable[[str, Params], Awaitable[Any]]) -> bytes | None:
-    if request.error_envelope is not None:
-        return None if request.is_notification else request.error_envelope
-    try:
-        reply = make_response(request.id, await handler(request.method, request.params))
-    except Exception as error:
-        reply = _error_reply(request, error)
-    return None if request.is_notification else reply
+    replies = []
+    for request in batch.requests:
+        reply = request.error_envelope
+        if reply is None:
+            try:
+                reply = make_response(request.id, await handler(request.method, request.params))
+            except Exception as error:
+                reply = _error_reply(request, error)
+        replies.append(None if request.is_notification else reply)
+    return make_reply(replies, batch.is_batch)
 
 
 def _error_reply(request: Request, error: Exception) -> bytes:

@@ -129,6 +129,15 @@ def is_closing(error: BaseException) -> bool:
     return isinstance(error, GeneratorExit) and (trace is None or trace.tb_next is None)
 
 
+def has_loop() -> bool:
+    """Return whether an event loop is running in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def cancels() -> int:
     """Return how often the running task was cancelled; 0 without an event loop."""
     try:

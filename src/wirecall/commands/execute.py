@@ -192,7 +192,7 @@ class Commands:
         except asyncio.CancelledError:
             self._tell(run, stopping(run))
             raise
-        except GeneratorExit:  # there is no loop any more
+        except GeneratorExit:  # the loop is closed
             raise
         except BaseException as error:
             self._tell(run, error)

@@ -1,7 +1,7 @@
 """One run of a command in this process: its states and events as one table, and the part that its handler sees.
 
-The ledger's record says what is known of a command everywhere (`ledger.base`). A run is one process's attempt at it, from
-the claim to the last write. `TABLE` says where each event leads; an event that the table does not have for a state is a bug,
+All processes share the ledger's record of a command (`ledger.base`). A run is one process's attempt at it, from the claim to
+the last write. `TABLE` says where each event leads; an event that the table does not have for a state is a bug,
 and `Run.to` raises. Events from outside may come at any time: `Run.hear` stays where the table has nothing for them.
 docs/commands.md draws the table.
 """
@@ -93,7 +93,7 @@ TABLE: dict[tuple[RunState, RunEvent], RunState] = {
     (_S.OPEN, _E.MARK): _S.SPILLED,
     (_S.SPILLED, _E.MARK): _S.SPILLED,
     (_S.ASKING, _E.MARK): _S.ASKING,
-    # A cancel stops what has done nothing. In every other state the run goes on, and nothing changes.
+    # A cancel stops a run that has done nothing. In every other state the run goes on, and nothing changes.
     (_S.FOLLOWING, _E.CANCEL): _S.LEAVING,
     (_S.GRANTED, _E.CANCEL): _S.CANCELLED,
     (_S.FREE, _E.CANCEL): _S.STOPPING,

@@ -247,7 +247,7 @@ def _is_deeper(data: bytes, limit: int) -> bool:
         skeleton = without_strings.translate(_ONE_BRACKET, _NOT_STRUCTURE)
     levels = limit + 1 if opens_array(data) else limit  # the array of a batch does not count
     too_many = b"[" * (levels + 1)
-    # Step 2: each round takes the innermost level away, as long as that is a good part of what is left.
+    # Step 2: each round takes the innermost level away, as long as that is a good part of the rest.
     rounds, is_wide = 0, True
     while is_wide and rounds < levels:
         if too_many in skeleton:

@@ -243,7 +243,7 @@ class Signature:
         return InvalidParams(_explain(error, "params", [p.name for p in self._positional]))
 
     def _wrong_count(self, count: int) -> str:
-        """Return what is wrong with a number of arguments, or ""."""
+        """Return the reason why a number of arguments is wrong, or ""."""
         least, most = sum(p.required for p in self._positional), len(self._positional)
         if least <= count and (self._rest or count <= most):
             return ""

@@ -138,7 +138,7 @@ def _decode_exact(text: bytes) -> Json:
     try:
         return _decode_numbers(text)
     except (msgspec.ValidationError, RecursionError):
-        frames.decode_any(Raw(text))  # raises the error that says what is wrong
+        frames.decode_any(Raw(text))  # raises the error that gives the reason
         raise InvalidParams("params: number out of range") from None
     finally:
         if pauses:
