@@ -117,21 +117,19 @@ class Background:
 
     # --- leases ------------------------------------------------------------------------------------------------------
 
-    def renew(self, run: Run) -> None:
-        """Keep the lease of a run alive until `release`."""
+    def renew(self, run: Run, begun: float | None = None) -> None:
+        """Keep the lease of a run alive until `release`; `begun` is the time of its last renewal, if not now."""
         assert run.loop is not None
-        self._plan(run, run.loop, run.loop.time())
+        begun = run.loop.time() if begun is None else begun
+        self._renewals[run] = due = begun + max(run.method.terms.lease / 3, LEAST_BEAT)
+        if self._beat is None or self._beat.when() > due:
+            if self._beat is not None:
+                self._beat.cancel()
+            self._beat = run.loop.call_at(due, self._renew_due, run.loop)
 
     def release(self, run: Run) -> None:
         """Stop renewing. The timer stays: the next run is likely to need it, and letting it pass is cheap."""
         self._renewals.pop(run, None)
-
-    def _plan(self, run: Run, loop: asyncio.AbstractEventLoop, renewed: float) -> None:
-        self._renewals[run] = due = renewed + max(run.method.terms.lease / 3, LEAST_BEAT)
-        if self._beat is None or self._beat.when() > due:
-            if self._beat is not None:
-                self._beat.cancel()
-            self._beat = loop.call_at(due, self._renew_due, loop)
 
     def _renew_due(self, loop: asyncio.AbstractEventLoop) -> None:
         self._beat = None
@@ -139,12 +137,12 @@ class Background:
         for run, due in list(self._renewals.items()):
             if due is not None and due <= now:
                 self._renewals[run] = None
-                self.start(self._renew(run, loop, now))
+                self.start(self._renew(run, now))
         later = [due for due in self._renewals.values() if due is not None]
         if later:
             self._beat = loop.call_at(min(later), self._renew_due, loop)
 
-    async def _renew(self, run: Run, loop: asyncio.AbstractEventLoop, begun: float) -> None:
+    async def _renew(self, run: Run, begun: float) -> None:
         """Renew one lease. The next renewal waits for this one: a slow store is not asked for more."""
         assert run.ledger is not None and run.token is not None
         try:
@@ -154,7 +152,7 @@ class Background:
             logger.warning("%s: the lease was not renewed: %s", run.claim.id, error)
         finally:
             if run in self._renewals:
-                self._plan(run, loop, begun)  # from its begin: the store may have counted the lease from there
+                self.renew(run, begun)  # the store may have counted the lease from there
 
     # --- sweeps ------------------------------------------------------------------------------------------------------
 

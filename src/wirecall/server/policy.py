@@ -76,9 +76,10 @@ def identify(params: Raw | UnsetType, *beside: object, position: int | None = No
         keys.append(value[position])
     if not keys:
         return None, None
-    key, *others = map(check_key, keys)
-    if any(other != key for other in others):
-        raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
+    for given in keys:
+        key = check_key(given)
+        if key != keys[0]:
+            raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
     return key, _canonical(value)
 
 
