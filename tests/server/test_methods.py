@@ -170,10 +170,10 @@ def test_names_of_tools(name: str) -> None:
     ("of", "argument", "why"),
     [
         ("greet", "whom", "greet has no argument 'whom'[\\s\\S]*who"),
-        ("greeting", "who", "no prompt and no resource template 'greeting'[\\s\\S]*greet"),
-        ("test://{id}/x", "id", "no prompt and no resource template"),
+        ("greeting", "who", "'greeting' is neither a prompt nor a resource template[\\s\\S]*greet"),
+        ("test://{id}/x", "id", "neither a prompt nor a resource template"),
         ("test://{id}", "name", "has no argument 'name'"),
-        ("test://fixed", "id", "no prompt and no resource template"),
+        ("test://fixed", "id", "neither a prompt nor a resource template"),
     ],
 )
 def test_a_completion_of_nothing_is_refused(of: str, argument: str, why: str) -> None:
