@@ -272,6 +272,7 @@ async def test_states_of_several_rounds_have_one_effect() -> None:
     async with over_http(till.app, R5, capabilities=ALL) as client:
         first = await client.tool("pay_twice", {"cents": 5})
         seconds = [await client.tool("pay_twice", {"cents": 5}, members=again(first, named(name))) for name in "AB"]
+        assert seconds[0]["requestState"] == seconds[1]["requestState"]  # one state, one next leg
         for second in seconds:
             members = {"inputResponses": {"also": named("C")}, "requestState": second["requestState"]}
             assert text(await client.tool("pay_twice", {"cents": 5}, members=members)).startswith("paid by A and C")

@@ -110,6 +110,7 @@ class Commands:
         if not alone:
             self._bind()
         assert call.key is not None and call.fingerprint is not None
+        follows = call.peer.continues if call.peer is not None else None
         claim = Claim(
             id=RecordId(call.caller, call.record, call.key),
             fingerprint=call.fingerprint,
@@ -118,10 +119,10 @@ class Commands:
             retention=method.terms.retention,
             on_crash=method.terms.on_crash,
             committed=not method.terms.commit_point,
-            continues=call.peer is not None and call.peer.continues,
+            continues=follows is not None,
             alone=alone,
         )
-        run = call.run = Run(method, claim, alone)
+        run = call.run = Run(method, claim, alone, follows)
         if method.timeout is None or alone:
             return await self._serve(call, run, handler)
         deadline = asyncio.timeout(method.timeout)
@@ -244,6 +245,16 @@ class Commands:
             ledger = await self._open(run)
             if run.claim.on_crash == "transactional":
                 return None  # the transaction claims
+
+            # One state, one next leg: a leg whose state the record no longer waits with was taken, and gets what it gave.
+            if run.follows is not None:
+                try:
+                    waiting = await ledger.get(run.claim.id)
+                except LedgerDown as error:
+                    raise unavailable(error) from error
+                payload = waiting.outcome.payload if waiting and waiting.state is State.WAITING and waiting.outcome else None
+                if payload is not None and run.follows.encode() not in payload:
+                    run.claim = msgspec.structs.replace(run.claim, continues=False)
 
             # Step 2: claim the record. While a run in another process has it, claim again.
             patience, delay = run.method.terms.wait, FIRST_POLL

@@ -164,11 +164,25 @@ class LostLease(Exception):
 class Run:
     """One run of a command."""
 
-    __slots__ = ("alone", "attempt", "claim", "db", "ended", "fence", "ledger", "loop", "method", "state", "token")
+    __slots__ = (
+        "alone",
+        "attempt",
+        "claim",
+        "db",
+        "ended",
+        "fence",
+        "follows",
+        "ledger",
+        "loop",
+        "method",
+        "state",
+        "token",
+    )
 
-    def __init__(self, method: Method, claim: Claim, alone: bool) -> None:
+    def __init__(self, method: Method, claim: Claim, alone: bool, follows: str | None = None) -> None:
         self.method = method
         self.claim = claim
+        self.follows = follows  # the state of the leg before, in a call of several rounds
         self.alone = alone  # without an event loop, so nothing may wait
         self.state = RunState.CLAIMING
         self.ledger: Ledger | None = None

@@ -64,7 +64,7 @@ class Running(Protocol):
 class Remote(Protocol):
     """The MCP client behind a call."""
 
-    continues: bool  # this is a further round of a call
+    continues: str | None  # the state of the round before; None in the first round
     is_committed: bool
 
     @property

@@ -232,7 +232,7 @@ class Questions:
             if unasked and is_command:
                 raise BadInput(f"inputResponses: {unasked[0][:100]!r} was not asked; expected {', '.join(state.asked)}")
             call.key = state.key
-            peer.continues, peer.answers = True, {**state.answers, **given}
+            peer.continues, peer.answers = params.state, {**state.answers, **given}
         elif given:
             if is_command:
                 raise BadInput("inputResponses: this call has not asked; send the requestState of the call that asked")
@@ -296,7 +296,7 @@ class Peer:
         self.key = key  # from the HTTP header
         self.position = position
         self.answers: dict[str, JsonObject] = {}  # by the key of their question
-        self.continues = False  # this is a further round of a call
+        self.continues: str | None = None  # the state of the round before; None in the first round
         self.is_committed = False  # the handler has called ctx.commit_point()
         self.marks: JsonObject = {}  # `_meta` of the result, as far as the ledger has to do with it
         self.about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
