@@ -79,7 +79,7 @@ class Weather(Struct):
 
 @app.tool(annotations=READS)
 def structured_output(place: Annotated[str, Meta(description="a city", min_length=1)]) -> Weather:
-    """Answer with data; its schema is told from the type."""
+    """Answer with data; its schema comes from the type."""
     return Weather(place, 21.5, ["dry", "calm"])
 
 
@@ -304,7 +304,7 @@ async def test_input_required_result_capabilities(ctx: Context) -> str:
 
 @app.tool(annotations=ASKS)
 async def test_missing_capability(ctx: Context) -> str:
-    """Ask the model whatever the client said; one that has none is told what is missing."""
+    """Ask the client's model; a client without one gets an error that says what is missing."""
     return (await ctx.sample("Say hello", max_tokens=20)).text
 
 

@@ -27,7 +27,7 @@ def subt(minuend: int, subtrahend: int) -> int:
 
 @app.query(notification_allowed=True)
 def notify_hello(times: int) -> None:
-    """Hear a greeting; nobody waits for an answer."""
+    """Hear a greeting; the caller waits for no answer."""
 
 
 @app.command

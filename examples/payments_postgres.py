@@ -2,7 +2,7 @@
 
     python examples/payments_postgres.py postgresql://localhost/shop        serves http://127.0.0.1:8420/rpc and /mcp
 
-`ctx.db` is the transaction in which the ledger keeps its record. What the handler writes through it is committed together
+`ctx.db` is the transaction in which the ledger keeps its record. The handler's writes through it are committed together
 with the record, or not at all.
 """
 

@@ -25,8 +25,8 @@ Whatever a handler raises on purpose, `DomainError(code, message, data)`, travel
 
 ## In Python
 
-All are in `wirecall.errors`. An error that a server answered reaches the client's caller as the class of its code. What was
-not answered is a `CallFailed`, whose `ran` says what is known about the call.
+All are in `wirecall.errors`. An error that a server answered reaches the client's caller as the class of its code. A call
+without an answer is a `CallFailed`, whose `ran` says what is known about the call.
 """
 
 # What it means, and what to do, by class.
@@ -71,7 +71,7 @@ EXPLAINED: dict[type[FixedError], tuple[str, str]] = {
         "see `ran`; the same key again is safe",
     ),
     errors.OutcomeUnknown: (
-        "nobody knows whether the command took effect",
+        "it is not known whether the command took effect",
         "the same key again may become definite; or an operator resolves it",
     ),
 }

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The client, when somebody asks for it: it brings the event loop along."""
+    """Import the client on first use: it needs the event loop."""
     if name in ("connect", "connect_sync"):
         from wirecall.client import connect as client
 

@@ -84,8 +84,8 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
 
     MCP: `revision` pins one. `trust` says whether annotations of tools are believed, `confirm` is asked before destructive
     calls, with `confirm_unknown=True` also before calls of unknown tools. `sample`, `elicit`, `elicit_url` and `roots`
-    answer what the server asks (see `mcp.client.host`); `on_log` is told its log messages, `on_change` its changes.
-    `identity` is what the server is told of this client.
+    answer what the server asks (see `mcp.client.host`); `on_log` gets its log messages, `on_change` its changes.
+    `identity` describes this client to the server.
 
     `clock`, `chance` and `wrap` are for tests: see `wirecall.testing`.
     """

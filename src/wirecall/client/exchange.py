@@ -37,7 +37,7 @@ AnyEntry: TypeAlias = "Entry[Any]"
 
 
 class CallOptions(TypedDict, total=False):
-    """What a call may be told: `Client.call` explains it."""
+    """The options of a call; `Client.call` explains them."""
 
     timeout: float | None
     key: str | bool | None
@@ -249,7 +249,7 @@ class Exchange:
 class Arrays:
     """Whether calls may leave together in one array, how many of them, and why."""
 
-    # Refusals of an array as such. Another status would meet single calls as well.
+    # Refusals of the array itself. Another status would meet single calls as well.
     _STATUSES = frozenset({400, 405, 415, 422})
     _CODES = frozenset({-32700, -32600, -32601, -32602})
 

@@ -396,7 +396,7 @@ class Commands:
                 await run.ledger.lapse(run.token)
             record = await run.ledger.get(run.claim.id) if undecided else None
         except LedgerDown as down:
-            logger.error("%s: the ledger could not be told how the run ended: %s", run.claim.id, down)
+            logger.error("%s: the end of the run was not written to the ledger: %s", run.claim.id, down)
             if run.state is RunState.UNDONE:
                 self._background.unclaim(run.ledger, run.claim)
         return unknown(run.claim.id, record) if undecided else failure_of(call, run, error, stopped=stopped)

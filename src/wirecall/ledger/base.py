@@ -1,7 +1,7 @@
 """The ledger: the record of commands, so that each takes effect once.
 
-A record is what is known of one command: who sent it, which method, under which key; whether it runs, is done, or whether
-nobody knows. This file holds the contract that every store keeps, and the table of states.
+A record holds the facts of one command: its caller, its method, its key, and whether it runs, is done, or is unknown.
+This file holds the contract that every store keeps, and the table of states.
 
 The rules of the contract:
 
@@ -84,7 +84,7 @@ class RecordId(Struct, frozen=True, order=True, gc=False):
 
 
 class Token(Struct, frozen=True, gc=False):
-    """The right to write to a record, for as long as nobody has claimed it since."""
+    """The right to write to a record, until another run claims it."""
 
     id: RecordId
     fence: int
@@ -183,7 +183,7 @@ class Ledger(Protocol):
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
         """RUNNING to WAITING: the call needs input from its caller before it can go on.
 
-        Whoever asks has done nothing yet, so attempts are counted anew: the next leg is the first that may do something.
+        A handler that asks has done nothing yet, so attempts are counted anew: the next leg may be the first to act.
         """
         ...
 

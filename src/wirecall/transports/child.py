@@ -1,6 +1,6 @@
 """A child process whose stdin and stdout carry lines.
 
-1. What it writes to stderr is passed on to ours, and the last of it is kept: an error about its end quotes it.
+1. Its stderr is passed on to the stderr of this process, and the last of it is kept: an error about its end quotes it.
 2. It is ended as MCP asks for: its stdin is closed and it has `grace` seconds, then SIGTERM and as long again, then SIGKILL.
    It leads a process group of its own, so that the processes it started end with it, and so that Ctrl+C in the terminal
    reaches this process alone.

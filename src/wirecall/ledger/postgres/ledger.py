@@ -157,7 +157,7 @@ class PostgresLedger:
         await self._ask("ping", key=os.urandom(16).hex())
 
     async def aclose(self) -> None:
-        """Let what is under way end, and close the connections; those of another loop end with it."""
+        """Let the operations in flight end, and close the connections; those of another loop end with it."""
         self._closed = True
         here, self._place = self._place, None
         if here is not None and here.loop is _loop():

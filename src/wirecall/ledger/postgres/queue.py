@@ -3,7 +3,7 @@
 The rules of the file:
 
 1. All SQL is in `postgres.sql`, in named parts; `SQL` has them by their names.
-2. What is sent at once is one message of the simple protocol, which arrives as a whole or not at all. In pieces, a host that
+2. A group is sent as one message of the simple protocol, which arrives as a whole or not at all. In pieces, a host that
    vanishes between them leaves a session that waits for the next piece while it holds the record: the server does not count
    that as idle, and no timeout before PostgreSQL 17 ends it.
 3. A statement runs in a task of its own (`spawn`), so its caller may be cancelled at any moment. The task is not cancelled:
@@ -42,8 +42,8 @@ FREE_WITHIN = 5.0
 # Seconds until a second attempt to connect, after one that failed; then a connection is made when one is asked for.
 REST = 0.05
 
-# Of each queue, statements under way at once, and what one of them carries at most. Two, so that one is made ready while the
-# server works on the other; more only make them smaller.
+# Of each queue, statements in flight at once, and the most that one of them carries. Two, so that one is made ready while
+# the server works on the other; more only make them smaller.
 FLIGHTS = 2
 BATCH = 64
 BATCH_BYTES = 1_000_000
@@ -208,7 +208,7 @@ class Connections:
                     await connection.close()
 
     async def aclose(self) -> None:
-        """Let what is under way end, but not for ever."""
+        """Let the operations in flight end, but do not wait for ever."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=PATIENCE)
         for task in self._tasks:

@@ -3,7 +3,7 @@
 The rules of the file:
 
 1. The record is inserted first, so a duplicate anywhere waits for this transaction to end, and then finds it. It waits as
-   long as its method says, but in turns: whoever waits holds a connection, and others may be waiting for that.
+   long as its method says, but in turns: a duplicate that waits holds a connection, and others may be waiting for that.
 2. The handler works in a savepoint, through `Db`, which has no words to end the transaction: its writes can be undone, and
    the record of its error kept.
 3. A transaction that is lost before we sent its COMMIT has done nothing, whatever became of the server. It is not repeated
@@ -11,7 +11,7 @@ The rules of the file:
 4. One whose commit was sent and not confirmed is neither repeated nor reported before the server said what became of it.
 5. A handler may end the transaction in SQL, and begin another. Before a failure counts as nothing done, the server says that
    what it undoes is the transaction that we began.
-6. The connection is given back when nothing is under way on it any more, wanted or not.
+6. The connection is given back when nothing runs on it any more, wanted or not.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class PostgresTransaction:
         self._connection = connection
         self._claim = claim
         self._xid, self._pid = "", 0
-        self._work: asyncio.Task[Any] | None = None  # what is under way on the connection, wanted or not
+        self._work: asyncio.Task[Any] | None = None  # the statement that runs on the connection, wanted or not
         self._settled = False
         self.db = Db(connection)
 
@@ -235,7 +235,7 @@ class PostgresTransaction:
             return not is_alive(self._connection)
 
     async def _end(self) -> None:
-        """Undo what is still open, and give the connection back when nothing is under way on it any more."""
+        """Undo what is still open, and give the connection back when nothing runs on it any more."""
         self.db._connection = None
         connection, work = self._connection, self._work
         assert work is not None

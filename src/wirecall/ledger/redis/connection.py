@@ -106,7 +106,7 @@ class Connections:
                     await self._cluster.aclose()
 
     async def aclose(self) -> None:
-        """Let what is under way end."""
+        """Let the operations in flight end."""
         if self._news is not None:
             self._news.cancel()
         for queue in self._queues.values():
@@ -306,9 +306,7 @@ def check_server(where: str, info: dict[str, Any], replicas: int) -> None:
     hidden = {"redis_version", "role", "maxmemory", "maxmemory_policy", "aof_enabled"} - info.keys()
     if hidden:
         told = ", ".join(sorted(hidden))
-        logger.warning(
-            "the ledger at %s: could not check whether it keeps what it is told: INFO does not tell %s", where, told
-        )
+        logger.warning("the ledger at %s: could not check whether it keeps its data: INFO does not report %s", where, told)
     if policy != "noeviction":
         logger.warning("the ledger at %s: maxmemory-policy is %s: set noeviction before you set maxmemory", where, policy)
     if info.get("aof_enabled") == 0:

@@ -8,7 +8,7 @@ The rules of the file:
 3. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a script that the server does
    not know is sent again, in full, since then nothing has run. Should the driver send a script twice, the second finds what
    the first did: a claim its own nonce, what a token allows the name of its call (but for `release`, which leaves nothing).
-4. What goes through all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
+4. An operation over all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
 
 Beside it: `scripts` (what is said) and `connection` (the way to the server that holds a record). The promise is "at most
 once, unless Redis loses writes that it acknowledged": so no eviction, an append-only file, and where a replica may take
@@ -149,7 +149,7 @@ class RedisLedger:
 
     async def sweep(self, limit: int = 500) -> int:
         """As in every ledger, on as many records as a call may look at; the next call goes on from there."""
-        changed, rounds = 0, 1 if self._at_end else 2  # who begins in the middle looks at the beginning too
+        changed, rounds = 0, 1 if self._at_end else 2  # a sweep that begins in the middle looks at the beginning too
         for _ in range(STEPS):
             changed += await self._sweep_page(limit - changed)
             rounds -= self._at_end
@@ -239,7 +239,7 @@ class RedisLedger:
             check_server(connections.where(node), info, self._replicas)
 
     async def aclose(self) -> None:
-        """Let what is under way end, and close the connections; those of another loop end with it."""
+        """Let the operations in flight end, and close the connections; those of another loop end with it."""
         self._closed = True
         place, self._place = self._place, None
         if place is not None and place[0] is _loop():

@@ -104,7 +104,7 @@ class SqliteLedger:
         try:
             granted: Record = await writer.ask(job)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
-            # Nothing ran. What is not done yet does nothing, and what is done is undone.
+            # Nothing ran. A claim that is not written yet is dropped, and one that is written is undone.
             job.work = nothing
             writer.send(Job(partial(self._unclaim, claim), "unclaim"))
             raise

@@ -1,6 +1,6 @@
 """The thread that writes an SQLite ledger: all jobs that wait at the moment go into one transaction and one fsync.
 
-An event loop never waits for the disk: it hands its jobs over and is told when they are committed. While a handler has the
+An event loop never waits for the disk: it hands its jobs over and hears when they are committed. While a handler has the
 write lock of the file, the thread does what that handler asks; all other jobs wait for it, but not for ever.
 """
 
@@ -205,7 +205,7 @@ class Writer:
             self._waiting.append(self._asked.popleft())
 
     def _commit(self, jobs: list[Job]) -> None:
-        """Group commit: one transaction, one fsync, and no caller is told before it. If it fails, nothing has happened."""
+        """Group commit: one transaction, one fsync, and no caller hears of it before. If it fails, nothing has happened."""
         db = self._cursor
         ends: list[tuple[Any, Exception | None]] = []
         try:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class ToolOptions(CallOptions, total=False):
-    """What a call of a tool may be told: `McpClient.call_tool` explains it."""
+    """The options of a tool call; `McpClient.call_tool` explains them."""
 
     check: bool
     progress: Progress | None
@@ -92,7 +92,7 @@ class McpClient(Client):
     ) -> Any:
         """Call a tool. An answer that is an error is raised, unless `check=False`.
 
-        `type` reads the structured content, or the text where there is none. `progress` is told (progress, total, message).
+        `type` reads the structured content, or the text where there is none. `progress` gets (progress, total, message).
         `timeout`, `key` and `query` are as in `call`.
         """
         entry = self.tool_entry(
@@ -173,7 +173,7 @@ class McpClient(Client):
         await self.call("server/discover" if self._conversation.is_stateless else "ping", timeout=timeout)
 
     async def set_log_level(self, level: Level) -> None:
-        """Ask for log messages from this level upwards; `on_log` is told them."""
+        """Ask for log messages from this level upwards; `on_log` gets them."""
         if level not in LEVELS:
             raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
         await self._conversation.set_log_level(level)

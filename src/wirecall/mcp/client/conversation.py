@@ -466,7 +466,7 @@ class Conversation:
             await old.__aexit__()
 
     def subscribed(self) -> set[str]:
-        """Return the resources that `on_change` is told of."""
+        """Return the resources whose changes `on_change` gets."""
         if self._on_change is None:
             raise UsageError(
                 "There is no callback for changes.", fix="connect(..., on_change=...), or use client.listen(uris=...)"

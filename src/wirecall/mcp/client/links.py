@@ -339,7 +339,7 @@ class McpLineLink(LineLink):
         await super().aclose()
 
     async def listen(self) -> None:
-        """Note that the handshake with this pipe is done. What the server sends on its own comes by the same pipe."""
+        """Note that the handshake with this pipe is done. The server's own messages come by the same pipe."""
         self._greeted = self._pipe
 
     async def exchange(self, exchange: Exchange) -> None:

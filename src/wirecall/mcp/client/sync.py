@@ -64,7 +64,7 @@ class SyncMcpClient(SyncClient):
         query: bool | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Call a tool, as `McpClient.call_tool` does. `progress` is told in the client's own thread."""
+        """Call a tool, as `McpClient.call_tool` does. `progress` is called in the client's own thread."""
         return self._loop.run(
             self._mcp.call_tool(
                 name, arguments, type=type, check=check, timeout=timeout, key=key, query=query, progress=progress
@@ -106,7 +106,7 @@ class SyncMcpClient(SyncClient):
         self._loop.run(self._mcp.ping(timeout=timeout))
 
     def set_log_level(self, level: Level) -> None:
-        """Ask for log messages from this level upwards; `on_log` is told them, in the client's own thread."""
+        """Ask for log messages from this level upwards; `on_log` gets them, in the client's own thread."""
         self._loop.run(self._mcp.set_log_level(level))
 
     def listen(
