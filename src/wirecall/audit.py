@@ -6,7 +6,7 @@ arguments, how it ended, whether the answer was a replay, how long it took. Argu
 The rules of the file:
 
 1. Every line carries the hash of the line before it and its own, so that a line that was edited, removed or put elsewhere
-   is found by `verify`. A user who can rewrite the whole file can forge the whole chain: keep the newest hash elsewhere.
+   is found by `verify`. A program that can rewrite the whole file can forge the whole chain: keep the newest hash elsewhere.
 2. Many processes may append to one file. A lock on the file orders them, and each continues the chain where it stands.
 3. A line is one write at the end of the file. A process that is killed in the middle, or a disk that is full, leaves a torn
    line, which `verify` reports, and the next line begins on a new one.

@@ -1,4 +1,4 @@
-"""What wirecall writes to the log: one record per call, and one for every handler that failed.
+"""The log of wirecall: one record per call, and one for every handler that failed.
 
 The logger is called `wirecall`. Like any library's it says nothing about calls until the program that uses it asks for it;
 a failure it does not hide: with no handler set up, Python prints warnings and errors to stderr.

@@ -9,7 +9,6 @@ with one key must agree on it.
 """
 
 import gc
-import hashlib
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -112,6 +111,8 @@ def fingerprint(params: Raw | UnsetType, canonical: bytes | None = None) -> byte
 
     The key and `_meta` may differ from one attempt to the next, so they do not count.
     """
+    import hashlib  # late: `import wirecall` stays light
+
     if canonical is None:
         canonical = _canonical(_decode_exact(b"{}" if params is UNSET else bytes(params)))
     return hashlib.sha256(canonical).digest()
