@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from wirecall.client.connect import connect, connect_sync
     from wirecall.client.delivery import Retry
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "App",
