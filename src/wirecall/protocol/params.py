@@ -297,7 +297,7 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
                 raise UsageError(
                     f"The parameter {name} of {_name_of(function)} has {found!r}, which would be ignored.",
                     "arguments are decoded by msgspec, which knows neither pydantic's fields nor annotated_types",
-                    f"use Annotated[{_name_of(hint)}, msgspec.Meta(gt=0)] and a plain default, or a pydantic model",
+                    f"use Annotated[{_name_of(bare)}, msgspec.Meta(gt=0)] and a plain default, or a pydantic model",
                 )
         parameters.append(Parameter(name, hint, default, kinds.get(declared.kind, "position")))
     return parameters, injected, hints.get("return", Any)
