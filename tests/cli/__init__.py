@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from click.testing import CliRunner, Result
@@ -46,7 +46,10 @@ class Running:
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "wirecall", *words]
         environment = {**os.environ, **(env or {})}
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=environment)
+        # A session of its own, so that `close` ends the processes that the command has started, too.
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=environment, start_new_session=True
+        )
         self.said: list[str] = []
 
     def wait_for(self, text: str) -> str:
@@ -87,8 +90,8 @@ class Running:
         return self.process.returncode, out, err
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
 
 
