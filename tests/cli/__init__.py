@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 from click.testing import CliRunner, Result
 
 from wirecall.cli import main
@@ -46,10 +47,7 @@ class Running:
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "wirecall", *words]
         environment = {**os.environ, **(env or {})}
-        # A session of its own, so that `close` ends the processes that the command has started, too.
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=environment, start_new_session=True
-        )
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=environment)
         self.said: list[str] = []
 
     def wait_for(self, text: str) -> str:
@@ -90,8 +88,12 @@ class Running:
         return self.process.returncode, out, err
 
     def close(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the command and the processes that it has started: one that lives on would hold the pipes open."""
+        with suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(self.process.pid)
+            for each in (tree, *tree.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
         self.process.communicate()
 
 

@@ -86,8 +86,10 @@ class _Watched:
 
     def _start(self) -> None:
         try:
-            # A session of its own: this process passes Ctrl-C on.
-            self._child = subprocess.Popen(self._words, stdin=subprocess.DEVNULL, start_new_session=True)
+            # A session of its own: this process passes Ctrl-C on. No byte code: Python judges it by second and size, so a
+            # quick edit of equal length would start the old source.
+            environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+            self._child = subprocess.Popen(self._words, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
         except OSError as error:
             raise CliError("The server cannot be started.", str(error), exit=Exit.UNREACHABLE) from error
 
