@@ -157,7 +157,7 @@ async def test_a_server_that_is_new_enough_is_taken(version: str, caplog: pytest
 async def test_a_server_that_does_not_tell_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     async with saying(None) as url:
         await (await open_ledger(url)).aclose()
-    assert "could not check whether it keeps what it is told" in caplog.text
+    assert "could not check whether it keeps its data" in caplog.text
 
 
 # --- PostgreSQL ------------------------------------------------------------------------------------------------------
