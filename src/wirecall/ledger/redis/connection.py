@@ -102,13 +102,20 @@ class Connections:
         finally:
             with suppress(RedisError, OSError):
                 await self._pool.disconnect()
+            with suppress(RedisError, OSError):
                 if self._cluster is not None:
                     await self._cluster.aclose()
+            # redis-py closes the nodes on its map. A server that left the map and came back has a new node there.
+            for node in self._queues:
+                with suppress(RedisError, OSError):
+                    if node is not None:
+                        await node.disconnect()
 
     async def aclose(self) -> None:
         """Let the operations in flight end."""
         if self._news is not None:
             self._news.cancel()
+            await asyncio.wait([self._news])
         for queue in self._queues.values():
             if queue.senders:
                 await asyncio.wait(queue.senders)
