@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from wirecall import jsonrpc
 from wirecall.app import App
 from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
-from wirecall.protocol.limits import Limits
+from wirecall.protocol.messages import Limits
 from wirecall.server.context import Context
 from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
 

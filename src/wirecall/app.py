@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from wirecall.declarations import Declarations
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
-from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import Data, Id, JsonObject
+from wirecall.protocol.messages import Data, Id, JsonObject, Limits
 from wirecall.server.method import Done, Execution, Kind, Method, NotDone, Terms
 from wirecall.server.policy import ANONYMOUS, Mode, Policy
 

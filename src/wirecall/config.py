@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url
-from wirecall.protocol.limits import Limits
+from wirecall.protocol.messages import Limits
 
 FILE = "wirecall.toml"
 FILE_VARIABLE = "WIRECALL_CONFIG"

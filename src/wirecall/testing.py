@@ -16,7 +16,7 @@ from wirecall.client.connect import ConnectOptions, McpOptions, Protocol, connec
 from wirecall.client.exchange import Exchange
 from wirecall.client.links import Link
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, RpcError, UsageError
-from wirecall.protocol.replies import Message
+from wirecall.protocol.messages import Received
 
 if TYPE_CHECKING:
     from wirecall.mcp.client.client import McpClient
@@ -123,7 +123,7 @@ class _Held(Exchange):
         if name == "sent" and value:
             self._real.sent = True
 
-    def take(self, message: Message, in_array: bool = False) -> None:
+    def take(self, message: Received, in_array: bool = False) -> None:
         self._held.append(lambda: self._real.take(message, in_array))
         if isinstance(message.id, int):
             self.open.pop(message.id, None)

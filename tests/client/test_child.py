@@ -15,7 +15,7 @@ from wirecall import Retry, connect
 from wirecall.errors import BadAnswer, ConnectionLost, NotSent, TimedOut
 from wirecall.mcp.client.changes import QUESTIONS, Inbox
 from wirecall.mcp.client.host import Host
-from wirecall.protocol.replies import Arrived
+from wirecall.protocol.messages import Arrived
 from wirecall.transports.child import TURN, Child
 
 ECHO = """

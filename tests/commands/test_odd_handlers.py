@@ -14,8 +14,7 @@ from tests.servers import TRANSACTIONAL, Store
 from wirecall import App, Context, DomainError
 from wirecall.errors import RpcError
 from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State
-from wirecall.protocol.messages import ErrorObject
-from wirecall.protocol.replies import remote_error
+from wirecall.protocol.messages import ErrorObject, remote_error
 from wirecall.server.policy import fingerprint
 
 

@@ -25,7 +25,7 @@ from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.targets import Target
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.logs import logger
-from wirecall.protocol.replies import Unreadable
+from wirecall.protocol.messages import Unreadable
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 GRACE = 10.0  # seconds for the calls in flight of an app in this process when the verb ends

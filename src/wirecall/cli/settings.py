@@ -17,7 +17,7 @@ from wirecall.cli.targets import Target, parse
 from wirecall.config import Config, load_config
 from wirecall.errors import UsageError
 from wirecall.ledger.base import Ledger, LedgerDown, check_url, open_ledger
-from wirecall.protocol.limits import Limits
+from wirecall.protocol.messages import Limits
 from wirecall.server.method import Method
 
 RETENTION = 86_400.0

@@ -22,9 +22,8 @@ from wirecall.client.delivery import Delivery, Dialect, Options
 from wirecall.client.exchange import AnyEntry, Arrays, Batch, CallOptions, Entry, Names, Params, Wire
 from wirecall.client.links import Link
 from wirecall.errors import BadAnswer, ConnectionLost, KeyInvalid, NotSent, UsageError
-from wirecall.protocol.messages import decode_value
+from wirecall.protocol.messages import UNREADABLE, decode_value
 from wirecall.protocol.params import KEY
-from wirecall.protocol.replies import UNREADABLE
 from wirecall.server.policy import check_key
 
 T = TypeVar("T")

@@ -26,8 +26,7 @@ from wirecall.errors import (
     UsageError,
     WirecallError,
 )
-from wirecall.protocol.messages import MAX_BATCH
-from wirecall.protocol.replies import Arrived, Message, Unreadable, read_messages, remote_error
+from wirecall.protocol.messages import MAX_BATCH, Arrived, Received, Unreadable, read_messages, remote_error
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -155,7 +154,7 @@ class Exchange:
         for message in messages:
             self.take(message, is_array)
 
-    def take(self, message: Message, in_array: bool = False) -> None:
+    def take(self, message: Received, in_array: bool = False) -> None:
         """Settle the entry that a message answers."""
         id: Any = message.id
         entry = self.open.pop(id, None) if type(id) in (int, float) else None  # 1.0 is 1 in JSON
@@ -177,7 +176,7 @@ class Exchange:
             entry.fail(BadAnswer(f"{entry.method}: the server {what}"))
         self.on_settled(entry)
 
-    def _take_stray(self, message: Message, in_array: bool) -> None:
+    def _take_stray(self, message: Received, in_array: bool) -> None:
         """Take a message that answers none of the open entries: a second answer, a refusal of all, or something else."""
         known = self.known.get(message.id) if isinstance(message.id, int) else None
         if known is not None:

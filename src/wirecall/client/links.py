@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from wirecall.client.exchange import Exchange
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
 from wirecall.logs import logger
-from wirecall.protocol.messages import decode_value
-from wirecall.protocol.replies import Arrived, Message, read_messages
+from wirecall.protocol.messages import Arrived, Received, decode_value, read_messages
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 
 JSON = "application/json"
@@ -172,7 +171,7 @@ class LineLink:
         for message in messages:
             self._take(message, in_array)
 
-    def _take(self, message: Message, in_array: bool) -> None:
+    def _take(self, message: Received, in_array: bool) -> None:
         """Give a message to the exchange that it answers."""
         id: Any = message.id
         exchange = self._open.get(id) if type(id) in (int, float) else None

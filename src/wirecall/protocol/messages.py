@@ -1,7 +1,7 @@
-"""Bytes to envelopes and back: the wire as the dispatcher sees it.
+"""Bytes to messages and back, for servers and clients.
 
-`read` takes a message apart into envelopes whose params are still raw, `write` puts answers together, and `encode` is the
-one way in which a value becomes JSON.
+A server's `read` takes a message apart into envelopes whose params are still raw, a client's `read_messages` into answers
+whose results are. `write` puts answers together, and `encode` is the one way in which a value becomes JSON.
 
 The rules of the file:
 
@@ -19,20 +19,77 @@ from typing import Annotated, Any, Literal, TypeAlias, final
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import EncodeError, InvalidParams, InvalidRequest, LimitExceeded, ParseError, RpcError, UsageError
+from wirecall import errors
+from wirecall.errors import (
+    EncodeError,
+    FixedError,
+    InvalidParams,
+    InvalidRequest,
+    LimitExceeded,
+    ParseError,
+    RpcError,
+    UsageError,
+    rebuilt,
+)
 
 Id: TypeAlias = int | str | float | Raw | None
 Data: TypeAlias = bytes | bytearray | memoryview | str
 Json: TypeAlias = Any  # a JSON value, as it is decoded
 JsonObject: TypeAlias = dict[str, Json]
 
-# The default limits of a message; `limits.Limits` names them and gives the reasons.
+# The default limits of a message; `Limits` gives the reasons.
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
 MAX_BATCH = 50
 
 # Python reads and writes integers of up to 4,300 digits; an id, which is echoed and logged, may be as long as that.
 MAX_ID = 4300
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Every limit of an app. A message beyond one of them is refused before anything runs (J11)."""
+
+    # Entries in one batch. Fifty calls of a few milliseconds stay within the patience of a proxy.
+    batch: int = MAX_BATCH
+    # Bytes of one message. A message is held and decoded as a whole; a megabyte of params is a file, not a call.
+    bytes_in: int = MAX_BYTES
+    # Bytes of one reply. Ten times the message: fifty results of 200 KB, and no more memory per call than that.
+    bytes_out: int = 10 << 20
+    # Nesting of arrays and objects. Decoders recurse; 64 is deeper than documents people write and a tenth of the stack.
+    depth: int = MAX_DEPTH
+    # Calls of one app in flight at once. Beyond, a caller loses less time when it is refused and retries.
+    in_flight: int = 1024
+    # MCP calls of one session that wait for an answer of their client; beyond, `42910`. They are not in flight: a person may
+    # take an hour. Twice the entries of one array that run side by side, and more questions than a person keeps in view.
+    waiting_per_session: int = 32
+    # The same for all sessions of one caller; the anonymous ones count as one caller. Each holds a task and its request.
+    waiting_per_caller: int = 256
+    # Seconds that a client may take to answer. It asks a person, and a person may be at lunch; no call waits for ever.
+    answer_time: float = 3600.0
+    # Seconds that a call waits for the answer of a client without any connection. A client that was cut off comes back at
+    # once to read the rest (`Last-Event-ID`); one that stays away has left.
+    away_time: float = 60.0
+    # Entries of one batch in flight side by side. One batch must not take all places of `in_flight`.
+    concurrency: int = 16
+    # Bytes of the header of an HTTP request. Twice the limit of common proxies; a header is kept until it is judged.
+    header_bytes: int = 32 << 10
+    # Seconds in which an HTTP request must have arrived, header and body each. A megabyte over a bad telephone line.
+    body_time: float = 30.0
+    # Seconds in which a client must read the bytes that are written to it. Then it is cut: unread bytes take our memory.
+    write_time: float = 30.0
+    # Streams (SSE) of one process open at once. Each holds a connection and a task, and a process has few thousand files.
+    streams: int = 1000
+    # Streams of one caller, or of one session of an anonymous caller. One caller must not take the places of all others;
+    # an agent that makes a hundred calls side by side still sees the progress of each.
+    streams_per_caller: int = 100
+    # Bytes of one stream that its client has not read yet; then the call waits for the client. It times `streams` is all
+    # that slow clients can hold: 256 MB.
+    unread_bytes: int = 256 << 10
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            if not getattr(self, field) >= 1:
+                raise UsageError(f"Limits({field}={getattr(self, field)!r}) admits nothing.", fix="use a number above 0")
 
 
 class ErrorObject(Struct, frozen=True, gc=False):
@@ -87,8 +144,34 @@ class Failure(Struct, frozen=True, gc=False, tag_field="jsonrpc", tag="2.0"):
     id: Id
 
 
+class Arrived(Struct, frozen=True):
+    """A message from a server: an answer, or a request or notification (MCP alone has those)."""
+
+    jsonrpc: Literal["2.0"]
+    id: int | str | float | UnsetType | None = UNSET
+    result: Raw | UnsetType = UNSET
+    error: ErrorObject | UnsetType = UNSET
+    method: str | UnsetType = UNSET
+    params: Raw | UnsetType = UNSET
+
+    @property
+    def is_answer(self) -> bool:
+        return self.method is UNSET
+
+
+class Unreadable(Struct, frozen=True):
+    """A text that is not a message, and the reason."""
+
+    reason: str
+    id: Json = UNSET
+
+
 Message: TypeAlias = Envelope | LaxEnvelope
 Answer: TypeAlias = Success | Failure
+Received: TypeAlias = Arrived | Unreadable
+
+# A decoder raises these for data that it cannot read: not JSON, not the type, not UTF-8, too deep.
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -98,6 +181,8 @@ _decode_strict = msgspec.json.Decoder(Envelope | list[Envelope]).decode
 _decode_lax = msgspec.json.Decoder(LaxEnvelope | list[LaxEnvelope]).decode
 _decode_one = msgspec.json.Decoder(Envelope).decode
 _decode_one_lax = msgspec.json.Decoder(LaxEnvelope).decode
+_decode_received = msgspec.json.Decoder(Arrived | list[Arrived]).decode
+_decode_arrived = msgspec.json.Decoder(Arrived).decode
 decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
 decode_raw = msgspec.json.Decoder(Raw).decode
@@ -122,7 +207,7 @@ def read(
         read: Message | list[Message | Invalid] = _decode_strict(data) if strict else _decode_lax(data)
         if not data.isascii():
             data.decode()  # raw slices and skipped members are not checked by the decoder
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except UNREADABLE:
         pass
     else:
         count = len(read) if type(read) is list else None
@@ -177,6 +262,40 @@ def _salvage(raw: Raw, strict: bool) -> Message | Invalid:
     except InvalidRequest as error:
         return Invalid(error, None if id is UNSET else id)
     return Envelope("2.0", _decode_text(members["method"]), members.get("params", UNSET), id)
+
+
+def read_messages(data: bytes) -> tuple[bool, list[Received]]:
+    """Return whether the text that a client received is an array, and the messages in it. A result stays raw."""
+    try:
+        read = _decode_received(data)
+        if not data.isascii():
+            data.decode()  # raw slices are not checked by the decoder
+        return (True, [_checked(message) for message in read]) if type(read) is list else (False, [_checked(read)])
+    except UNREADABLE:
+        pass  # all of it is broken, or single entries are
+    try:
+        data.decode()
+        is_array = opens_array(data)
+        received: list[Received] = []
+        for item in decode_items(data) if is_array else [decode_raw(data)]:
+            try:
+                received.append(_checked(_decode_arrived(item)))
+            except msgspec.ValidationError as error:
+                value = decode_value(item)
+                id = value.get("id", UNSET) if isinstance(value, dict) else UNSET
+                received.append(Unreadable(f"not a JSON-RPC message: {error}", id))
+        return is_array, received
+    except UNREADABLE as error:
+        return False, [Unreadable(f"not JSON: {str(error) or type(error).__name__}")]
+
+
+def _checked(message: Arrived) -> Received:
+    """Return a message if it is sound. An answer has an id, and either a result or an error (JSON-RPC 2.0, section 5)."""
+    if message.method is UNSET and (message.id is UNSET and message.error is UNSET):
+        return Unreadable("an answer without an id")
+    if message.method is UNSET and (message.result is UNSET) == (message.error is UNSET):
+        return Unreadable("an answer has either a result or an error", message.id)
+    return message
 
 
 def read_id(raw: Raw) -> Json:
@@ -300,7 +419,7 @@ def encode(value: object) -> bytes:
     if type(value) is Raw:
         try:
             value = decode_value(value)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise EncodeError(f"a Raw that is not JSON: {error}") from error
     if value is UNSET:
         raise EncodeError("UNSET is not a value")
@@ -363,3 +482,20 @@ def make_reply(envelopes: Iterable[bytes | None], is_batch: bool) -> bytes | Non
 def failure(id: Id, error: RpcError) -> Failure:
     """Return an error as it is sent."""
     return Failure(ErrorObject(error.code, error.message, UNSET if error.data is None else error.data), id)
+
+
+_FIXED: list[type[FixedError]] = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, FixedError) and kind is not FixedError
+]
+_BY_TYPE = {(kind.CODE, kind.TYPE): kind for kind in _FIXED if kind.TYPE}
+_BY_CODE = {kind.CODE: kind for kind in _FIXED if not kind.TYPE}
+
+
+def remote_error(error: ErrorObject) -> RpcError:
+    """Return a server's error as the exception of its code, and of the `data.type` that our servers send along."""
+    data = None if error.data is UNSET else error.data
+    kind = data.get("type") if isinstance(data, dict) else None
+    found: type[RpcError] | None = _BY_TYPE.get((error.code, kind)) if isinstance(kind, str) else None
+    return rebuilt(found or _BY_CODE.get(error.code) or RpcError, error.code, error.message, data)

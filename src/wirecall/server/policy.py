@@ -16,8 +16,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import InvalidParams, InvalidRequest, KeyInvalid, KeyRequired
 from wirecall.protocol import messages as frames
-from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import Json, Message
+from wirecall.protocol.messages import Json, Limits, Message
 from wirecall.protocol.params import KEY, META
 from wirecall.server.call import Call, Frame
 from wirecall.server.method import Method

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from wirecall.errors import Gone, Unauthorized, UsageError
 from wirecall.logs import logger
-from wirecall.protocol.limits import Limits
+from wirecall.protocol.messages import Limits
 from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, Pairs, Receive, Request, Scope, Send, Waits
 
 Authenticate: TypeAlias = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]

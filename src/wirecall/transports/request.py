@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, overload
 
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
-from wirecall.protocol.limits import Limits
+from wirecall.protocol.messages import Limits
 from wirecall.stepping import first_step
 
 Event: TypeAlias = MutableMapping[str, Any]

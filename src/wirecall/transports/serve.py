@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
-from wirecall.protocol.limits import Limits
+from wirecall.protocol.messages import Limits
 from wirecall.transports.asgi import GRACE, HttpServer
 from wirecall.transports.request import Receive, Scope, Send
 from wirecall.transports.workers import SIGNALS, Workers

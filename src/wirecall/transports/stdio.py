@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeAlias
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
-from wirecall.protocol.limits import Limits
+from wirecall.protocol.messages import Limits
 from wirecall.stepping import beside, start
 from wirecall.transports.descriptors import HIGH, Output, open_input
 from wirecall.transports.lines import Splitter

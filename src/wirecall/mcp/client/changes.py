@@ -26,8 +26,7 @@ from wirecall.logs import logger
 from wirecall.mcp.client.host import Host
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX, Cancelled, ProgressToken
-from wirecall.protocol.messages import ErrorObject, JsonObject, encode
-from wirecall.protocol.replies import UNREADABLE, Arrived
+from wirecall.protocol.messages import UNREADABLE, Arrived, ErrorObject, JsonObject, encode
 
 Kind: TypeAlias = Literal["tools", "prompts", "resources", "updated"]
 Progress: TypeAlias = Callable[[float, float | None, str | None], object]

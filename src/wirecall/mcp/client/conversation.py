@@ -54,9 +54,8 @@ from wirecall.mcp.client.negotiate import Agreed, Handshake
 from wirecall.mcp.client.results import Tool
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
-from wirecall.protocol.messages import JsonObject, encode
+from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
-from wirecall.protocol.replies import UNREADABLE
 
 T = TypeVar("T")
 Trust: TypeAlias = bool | Callable[[Tool], bool]

@@ -32,8 +32,7 @@ from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidReques
 from wirecall.logs import logger
 from wirecall.mcp.headers import VERSION, Marks, named, repeated
 from wirecall.mcp.revisions import Revision
-from wirecall.protocol.messages import encode
-from wirecall.protocol.replies import Arrived, Message, read_messages
+from wirecall.protocol.messages import Arrived, Received, encode, read_messages
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 from wirecall.transports.sse import UNFIT, Event, Parser
 
@@ -380,7 +379,7 @@ class McpLineLink(LineLink):
         except CallFailed as error:
             logger.debug("a cancellation was not sent: %s", error)
 
-    def _take(self, message: Message, in_array: bool) -> None:
+    def _take(self, message: Received, in_array: bool) -> None:
         if isinstance(message, Arrived) and not message.is_answer:
             # A request of ours that comes back is a bad answer. Of what a client asks, a server may ask `ping` alone.
             id: Any = message.id

@@ -19,8 +19,7 @@ from wirecall.logs import logger
 from wirecall.mcp.client.changes import Change
 from wirecall.mcp.client.results import Prompt, Resource, Template, Tool, read_entries
 from wirecall.mcp.headers import Marks, fault_of, marked
-from wirecall.protocol.messages import JsonObject
-from wirecall.protocol.replies import UNREADABLE
+from wirecall.protocol.messages import UNREADABLE, JsonObject
 
 T = TypeVar("T", Tool, Prompt, Resource, Template)
 

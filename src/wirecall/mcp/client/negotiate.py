@@ -30,8 +30,7 @@ from wirecall.errors import (
 )
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import PREFIX
-from wirecall.protocol.messages import JsonObject
-from wirecall.protocol.replies import UNREADABLE
+from wirecall.protocol.messages import UNREADABLE, JsonObject
 
 PROBE = 3.0  # seconds of silence on a pipe after which `initialize` is sent as well
 _BARRED = (401, 403, 407)  # a server that refuses the client says nothing about its revision

@@ -18,8 +18,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall.errors import BadAnswer, RpcError, ToolError
 from wirecall.logs import logger
 from wirecall.mcp.types import ERROR_META, REPLAYED_META, Audio, Content, Embedded, Image, ResourceLink, Role, Text
-from wirecall.protocol.messages import ErrorObject, JsonObject, decode_value
-from wirecall.protocol.replies import UNREADABLE, remote_error
+from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, decode_value, remote_error
 
 T = TypeVar("T")
 

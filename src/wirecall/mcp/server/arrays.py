@@ -15,8 +15,7 @@ from wirecall.errors import InvalidRequest
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol import messages as frames
-from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import Envelope, Invalid
+from wirecall.protocol.messages import Envelope, Invalid, Limits
 
 
 class ClientAnswer(Struct, frozen=True):

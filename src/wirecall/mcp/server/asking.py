@@ -38,8 +38,7 @@ from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.forms import RequestedForm, form_of
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.types import LEVELS, Elicited, Message, Resumed, Roots, Sampled, block
-from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import ErrorObject, JsonObject, decode_any, encode
+from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
 from wirecall.server.call import Call
 from wirecall.server.context import InputRequired
 from wirecall.server.dispatch import Dispatcher

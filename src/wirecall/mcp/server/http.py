@@ -47,8 +47,7 @@ from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool
-from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import Envelope, Invalid
+from wirecall.protocol.messages import Envelope, Invalid, Limits
 from wirecall.server.batch import run_batch
 from wirecall.stepping import resume
 from wirecall.transports.request import JSON, HttpError, Pairs, Request

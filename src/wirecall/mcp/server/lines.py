@@ -21,8 +21,7 @@ from wirecall.mcp.server.changes import forward, session_listener
 from wirecall.mcp.server.results import Room, failure, success
 from wirecall.mcp.server.server import Server, described_params, described_session
 from wirecall.protocol import messages as frames
-from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import Envelope, Invalid
+from wirecall.protocol.messages import Envelope, Invalid, Limits
 from wirecall.server.batch import run_batch
 from wirecall.server.policy import ANONYMOUS
 

@@ -47,8 +47,7 @@ from wirecall.mcp.types import (
     SetLevel,
     Subscribe,
 )
-from wirecall.protocol.limits import Limits
-from wirecall.protocol.messages import Envelope, Invalid, JsonObject, encode
+from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits, encode
 from wirecall.server.dispatch import Dispatcher
 
 Handler = Callable[[Peer], Coroutine[Any, Any, object]]
