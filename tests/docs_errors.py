@@ -1,7 +1,7 @@
-"""docs/errors.md, made from errors.py: `python -m tests.docs_errors` writes it, and a test compares.
+"""Generates docs/errors.md from errors.py: `python -m tests.docs_errors` writes the page, and a test compares it.
 
-Codes, types, names and what is said of Python's exceptions are those of the classes. Only what a reader should do about an
-error stands here, by class: a new class without a row, and a row without a class, break the page.
+Codes, types, names and the sentences about Python's exceptions come from the classes. Only the meaning and the fix of each
+error are written here. A class without a row and a row without a class both fail.
 """
 
 from collections.abc import Sequence
@@ -15,75 +15,76 @@ PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 HEAD = """\
 # Errors
 
-Codes in -32768..-32000 are JSON-RPC's and MCP's. Ours are positive and shaped like HTTP statuses. Each of ours carries
-`data.type` and `data.ran`, which says whether the command took effect: `"no"`, `"yes"` or `"unknown"`.
+JSON-RPC and MCP define the codes in -32768..-32000. wirecall's own codes are positive and resemble HTTP statuses. Each of
+them carries `data.type` and `data.ran`. `data.ran` reports whether the command took effect: `"no"`, `"yes"` or `"unknown"`.
 """
 
 FOOT = """\
-Whatever a handler raises on purpose, `DomainError(code, message, data)`, travels as it is; a tool may raise
-`ToolError("words for the model")`. In MCP both are results with `isError`; [mcp.md](mcp.md) tells which errors are not.
+A handler raises `DomainError(code, message, data)` to send an error of its own, and a tool may raise
+`ToolError("text for the model")`. Over MCP both become results with `isError`;
+[mcp.md](mcp.md#what-a-tool-returns) lists the errors that stay JSON-RPC errors.
 
 ## In Python
 
-All are in `wirecall.errors`. An error that a server answered reaches the client's caller as the class of its code. A call
-without an answer is a `CallFailed`, whose `ran` says what is known about the call.
+All classes are in `wirecall.errors`. If a server answers with an error, the client raises the class of its code. If a call
+gets no answer, the client raises a `CallFailed`, and its `ran` reports whether the call may have taken effect.
 """
 
-# What it means, and what to do, by class.
+# The meaning and the fix, by class.
 EXPLAINED: dict[type[FixedError], tuple[str, str]] = {
-    errors.ParseError: ("the message is not JSON", "mend the sender; `data.reason` says where"),
-    errors.InvalidRequest: ("the JSON is not a request that may be made", "see `data.reason`"),
+    errors.ParseError: ("the message is not valid JSON", "fix the sender; `data.reason` names the position"),
+    errors.InvalidRequest: ("the message is not a valid request", "see `data.reason`"),
     errors.LimitExceeded: (
         "the message is larger than a limit",
-        "split it; `data.limit` and `data.max` say which and how much",
+        "split it; `data.limit` and `data.max` name the limit and its value",
     ),
-    errors.MethodNotFound: ("there is no method of that name", "ask `rpc.discover`"),
-    errors.InvalidParams: ("the params do not fit the method", "see `data.reason`: what and where"),
-    errors.KeyRequired: ("a command in production came without a key", "add `params.idempotency_key`"),
-    errors.KeyInvalid: ("the key is not 1 to 255 printable ASCII characters, or two were given", "correct it"),
+    errors.MethodNotFound: ("there is no method with that name", "call `rpc.discover` for the list"),
+    errors.InvalidParams: ("the params do not match the method", "see `data.reason`"),
+    errors.KeyRequired: ("the command needs an idempotency key", "add `params.idempotency_key`"),
+    errors.KeyInvalid: ("the key is not 1 to 255 printable ASCII characters, or the call has two keys", "fix the key"),
     errors.BadInput: (
-        "MCP: an answer to a question, or the state of a call, is not what was asked for or given",
-        "begin the call anew",
+        "MCP: an answer does not match its question, or the state of the call is not valid",
+        "start the call again",
     ),
     errors.InternalError: (
         "the handler failed, or its result could not be sent",
-        "look in the log for the correlation id",
+        "look up the correlation id in the server's log",
     ),
     errors.HeaderMismatch: (
-        "MCP 2026-07-28: an HTTP header is missing, doubled, or says other things than the body",
-        "`data.header` says which",
+        "MCP 2026-07-28: an HTTP header is missing, repeated, or contradicts the body",
+        "fix the header in `data.header`",
     ),
     errors.NotCapable: (
-        "MCP: the call asks for something that the client has not declared",
-        "declare it; `data.requiredCapabilities`",
+        "MCP: the call needs a capability that the client has not declared",
+        "declare those in `data.requiredCapabilities`",
     ),
-    errors.UnknownVersion: ("MCP: the revision is not served", "take one of `data.supported`"),
+    errors.UnknownVersion: ("MCP: the server does not support the revision", "use one of `data.supported`"),
     errors.KeyInProgress: (
         "the first call with this key is still running",
-        "the same key again, after `retry_after_ms`",
+        "retry with the same key after `retry_after_ms`",
     ),
-    errors.ResultNotRetained: ("the command was done, its result is no longer kept", "nothing: it was done"),
-    errors.KeyConflict: ("the key was used with other params", "a bug of the caller: one key per intent"),
-    errors.Busy: ("too many calls are in flight", "again, after `retry_after_ms`"),
-    errors.LedgerUnavailable: ("the ledger cannot be reached; nothing ran", "the same key again, later"),
+    errors.ResultNotRetained: ("the command took effect, but its result is not stored", "do not retry: it is done"),
+    errors.KeyConflict: ("the key was used with other params", "fix the caller: one key per intent"),
+    errors.Busy: ("too many calls are in flight", "retry after `retry_after_ms`"),
+    errors.LedgerUnavailable: ("the server cannot reach its ledger; nothing ran", "retry later with the same key"),
     errors.DeadlineExceeded: (
-        "the method did not answer within its timeout",
-        "see `ran`; the same key again is safe",
+        "the method did not finish within its timeout",
+        "see `data.ran`; a retry with the same key is safe",
     ),
     errors.OutcomeUnknown: (
-        "it is not known whether the command took effect",
-        "the same key again may become definite; or an operator resolves it",
+        "the server does not know whether the command took effect",
+        "retry later with the same key, or resolve the record by hand",
     ),
 }
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the page as it should be."""
     return f"{HEAD}\n{_codes()}\n{FOOT}\n{_exceptions()}"
 
 
 def fixed() -> list[type[FixedError]]:
-    """The errors with a code of their own, in the order of errors.py, but those of one code together."""
+    """Return the errors with a code of their own, in the order of errors.py, grouped by code."""
     found = [kind for kind in _defined() if issubclass(kind, FixedError) and kind is not FixedError]
     codes = [kind.CODE for kind in found]
     return sorted(found, key=lambda kind: codes.index(kind.CODE))
@@ -94,13 +95,13 @@ def _codes() -> str:
     assert set(kinds) == set(EXPLAINED), "explain every error with a code in tests/docs_errors.py"
     names = [(str(kind.CODE), f"`{kind.TYPE}`" if kind.TYPE else "", f"`{kind.__name__}`") for kind in kinds]
     rows = [(*name, *EXPLAINED[kind]) for name, kind in zip(names, kinds, strict=True)]
-    return _table(("Code", "`data.type`", "Class", "What it means", "What to do"), rows)
+    return _table(("Code", "`data.type`", "Class", "Meaning", "Fix"), rows)
 
 
 def _exceptions() -> str:
     plain = [kind for kind in _defined() if not issubclass(kind, RpcError) and kind is not WirecallError]
     rows = [(f"`{kind.__name__}`", _ran(kind), _sentence(kind)) for kind in plain]
-    return _table(("Class", "`ran`", "What it means"), rows)
+    return _table(("Class", "`ran`", "Meaning"), rows)
 
 
 def _defined() -> list[type[WirecallError]]:

@@ -70,7 +70,7 @@ class CannotWait(UsageError):
 
 
 class OtherLoop(UsageError):
-    """An app was used in an event loop while it serves in another one."""
+    """An app was used in a second event loop while the first one is still running it."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -81,15 +81,15 @@ class OtherLoop(UsageError):
 
 
 class EncodeError(WirecallError):
-    """A value that cannot be written as JSON."""
+    """A value cannot be encoded as JSON."""
 
 
 class Gone(WirecallError):
-    """The other side has left, or does not read."""
+    """The other side has disconnected, or does not read."""
 
 
 class Unauthorized(WirecallError):
-    """Raised by `authenticate` to refuse a request, which is answered with 401 and this WWW-Authenticate."""
+    """`authenticate` raises it to refuse a request; the server answers 401 with its `www_authenticate` header."""
 
     def __init__(self, message: str = "not authenticated", *, www_authenticate: str = "Bearer") -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class Unauthorized(WirecallError):
 
 
 class CallFailed(WirecallError):
-    """A call of the client's that got no answer. `ran` says whether it may have taken effect."""
+    """The client's call got no answer. `ran` reports whether it may have taken effect."""
 
     RAN: ClassVar[Ran] = "unknown"
 
@@ -112,23 +112,23 @@ class CallFailed(WirecallError):
 
 
 class NotSent(CallFailed):
-    """The call was not sent, or did not reach a server: it has not run."""
+    """The call was not sent, or did not reach the server. It did not run."""
 
     RAN = "no"
 
 
 class Declined(NotSent):
-    """`confirm` declined the call: it was not sent."""
+    """`confirm` declined the call, so it was not sent."""
 
 
 class Refused(CallFailed):
-    """The server refused the message as a whole, before it looked at the calls in it."""
+    """The server refused the whole message before it read the calls in it."""
 
     RAN = "no"
 
 
 class TimedOut(CallFailed, TimeoutError):
-    """The answer did not come in time. The call may have run, or may still."""
+    """The answer did not arrive in time. The call may have run, or may still run."""
 
 
 class ConnectionLost(CallFailed):
@@ -136,7 +136,7 @@ class ConnectionLost(CallFailed):
 
 
 class BadAnswer(CallFailed):
-    """The reply is not an answer to the call: garbage, another id, two answers, none. The call may have run."""
+    """The reply is not a valid answer: not JSON-RPC, a wrong id, two answers or none. The call may have run."""
 
 
 class RpcError(WirecallError):
