@@ -6,7 +6,7 @@ from wirecall import jsonrpc
 from wirecall.app import App
 from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
 from wirecall.protocol.messages import Limits
-from wirecall.server.context import Context
+from wirecall.server.call import Context
 from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
 
 if TYPE_CHECKING:

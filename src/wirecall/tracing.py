@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from wirecall.errors import RpcError
-from wirecall.server.context import Context
+from wirecall.server.call import Context
 from wirecall.server.dispatch import Next
 
 _propagator = TraceContextTextMapPropagator()

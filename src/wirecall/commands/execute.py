@@ -61,8 +61,7 @@ from wirecall.ledger.base import (
     TryAgain,
 )
 from wirecall.logs import logger
-from wirecall.server.call import Call, Handler
-from wirecall.server.context import Context, InputRequired
+from wirecall.server.call import Call, Context, Handler, InputRequired
 from wirecall.server.method import CannotTell, Done, NotDone
 from wirecall.stepping import in_thread, settled, start
 
@@ -112,7 +111,7 @@ class Commands:
         assert call.key is not None and call.fingerprint is not None
         follows = call.peer.continues if call.peer is not None else None
         claim = Claim(
-            id=RecordId(call.caller, call.record, call.key),
+            id=RecordId(call.frame.caller, call.record, call.key),
             fingerprint=call.fingerprint,
             nonce=os.urandom(16),
             lease=method.terms.lease,

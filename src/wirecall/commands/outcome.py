@@ -34,8 +34,7 @@ from wirecall.errors import (
 from wirecall.ledger.base import CommitUnknown, LedgerDown, Locked, NotCommitted, Outcome, Record, RecordId, State
 from wirecall.logs import failed, logger
 from wirecall.protocol.messages import ErrorObject, encode, failure
-from wirecall.server.call import Call
-from wirecall.server.context import InputRequired
+from wirecall.server.call import Call, InputRequired
 from wirecall.stepping import is_closing, needs_loop
 
 # Milliseconds after which a caller may ask again for a command that is in progress.

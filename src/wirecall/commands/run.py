@@ -11,14 +11,16 @@ import enum
 import hashlib
 import hmac
 from collections.abc import Awaitable
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from msgspec import Raw
 
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State, Token
-from wirecall.server.context import Passed
-from wirecall.server.method import Method
+from wirecall.server.call import Passed
 from wirecall.stepping import run_now
+
+if TYPE_CHECKING:
+    from wirecall.server.method import Method
 
 Ran: TypeAlias = Literal["no", "unknown"]
 
@@ -179,7 +181,7 @@ class Run:
         "token",
     )
 
-    def __init__(self, method: Method, claim: Claim, alone: bool, follows: str | None = None) -> None:
+    def __init__(self, method: "Method", claim: Claim, alone: bool, follows: str | None = None) -> None:
         self.method = method
         self.claim = claim
         self.follows = follows  # the state of the leg before, in a call of several rounds

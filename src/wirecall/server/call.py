@@ -1,51 +1,39 @@
-"""One call on its way through the server: all that the steps know of it. A `Context` shows a handler a part of that.
+"""One call on its way through the server: `Call` is all that the steps know of it, `Context` the part that a handler sees.
 
-The call does not refer to its context, nor a run to its call: a cycle for every call would keep the garbage collector busy.
+1. A call does not refer to its context, nor a run to its call: a cycle for every call would keep the garbage collector busy.
+2. A context works the same in every call: without a command or an MCP client its members have plain defaults, and it sends
+   nothing (`Passed`). A member that cannot work at all raises an error that says why.
 """
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from msgspec import UNSET, Raw, UnsetType
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
 
+from wirecall.errors import NotCapable, UsageError
 from wirecall.protocol.messages import Id, Json, JsonObject
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
-
-    from wirecall.mcp.types import Elicited, Message, Root, Sampled
+    from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
     from wirecall.server.method import Method
-
 
 CorrelationId: TypeAlias = int | str | float | None
 Handler: TypeAlias = Callable[[], object]  # calls the function; returns its result, or an awaitable of it
 Shape: TypeAlias = Callable[[Json], object]  # makes the result of a call from the value of its function
 
 
-class Frame:
+class Frame(Struct, eq=False):
     """The facts that all calls of one message share."""
 
-    __slots__ = ("alone", "caller", "in_full", "key", "logged", "replayed", "room")
-
-    def __init__(
-        self,
-        caller: str,
-        *,
-        alone: bool = False,
-        in_full: bool = True,
-        logged: bool = False,
-        key: str | None = None,
-        replayed: list[Id] | None = None,
-        room: int | None = None,
-    ) -> None:
-        self.caller = caller
-        self.alone = alone  # without an event loop, so nothing may wait
-        self.in_full = in_full  # even a plain query takes all the steps, since middleware or the log sees every call
-        self.logged = logged
-        self.key = key  # an idempotency key that came beside the message
-        self.room = room  # bytes that the results of a batch may still take; None for a single call
-        self.replayed = replayed  # collects the ids of replayed answers, if the sender asked for them
+    caller: str
+    alone: bool = False  # without an event loop, so nothing may wait
+    in_full: bool = True  # even a plain query takes all the steps, since middleware or the log sees every call
+    logged: bool = False
+    key: str | None = None  # an idempotency key that came beside the message
+    replayed: list[Id] | None = None  # collects the ids of replayed answers, if the sender asked for them
+    room: int | None = None  # bytes that the results of a batch may still take; None for a single call
 
 
 class Running(Protocol):
@@ -85,66 +73,28 @@ class Remote(Protocol):
     def ask(self, questions: "Sequence[Awaitable[object]]") -> "Awaitable[list[Json]]": ...
 
 
-class Call:
+class Call(Struct, eq=False):
     """One call: its method and params, its caller, and its progress so far."""
 
-    __slots__ = (
-        "_correlation",
-        "caller",
-        "canonical",
-        "fingerprint",
-        "frame",
-        "id",
-        "key",
-        "method",
-        "params",
-        "peer",
-        "position",
-        "reached",
-        "record",
-        "recorded",
-        "replayed",
-        "result",
-        "run",
-        "shape",
-        "started",
-        "state",
-    )
-
-    def __init__(
-        self,
-        method: "Method",
-        frame: Frame,
-        *,
-        id: Id | UnsetType,
-        params: Raw | UnsetType,
-        position: int | None = None,
-        key: str | None = None,
-        record: str | None = None,
-        canonical: bytes | None = None,
-        peer: Remote | None = None,
-        shape: Shape | None = None,
-    ) -> None:
-        self.method = method
-        self.frame = frame
-        self.id = id
-        self.params = params
-        self.caller = frame.caller
-        self.position = position  # in a batch, from 0
-        self.key = key
-        self.canonical = canonical  # the params as the fingerprint takes them, where the key was found among them
-        self.record = record or method.name  # the ledger's name for the method
-        self.peer = peer  # the MCP client, if the call came that way
-        self.shape = shape  # makes the call's result of the function's value, where that is not the value itself
-        self.state: dict[str, Json] = {}  # for middleware and handlers
-        self.run: Running | None = None  # of a command with a key
-        self.fingerprint: bytes | None = None  # of a command's params
-        self.reached = False  # the middleware has let the call through
-        self.result: object = None
-        self.replayed = False  # the answer comes from the ledger
-        self.recorded = True  # the ledger knows of the answer
-        self.started = time.perf_counter()
-        self._correlation: CorrelationId | None = None
+    method: "Method"
+    frame: Frame
+    id: Id | UnsetType
+    params: Raw | UnsetType
+    record: str  # the ledger's name for the method
+    position: int | None = None  # in a batch, from 0
+    key: str | None = None
+    identity: bytes | None = None  # the fingerprint of the params, where the key was found among them
+    peer: Remote | None = None  # the MCP client, if the call came that way
+    shape: Shape | None = None  # makes the call's result of the function's value, where that is not the value itself
+    state: JsonObject = {}  # for middleware and handlers
+    run: Running | None = None  # of a command with a key
+    fingerprint: bytes | None = None  # of a command whose params fit
+    reached: bool = False  # the middleware has let the call through
+    result: object = None
+    replayed: bool = False  # the answer comes from the ledger
+    recorded: bool = True  # the ledger knows of the answer
+    started: float = msgspec.field(default_factory=time.perf_counter)
+    _correlation: CorrelationId = None
 
     @property
     def correlation_id(self) -> CorrelationId:
@@ -161,3 +111,191 @@ def correlation_of(id: Id | UnsetType) -> CorrelationId:
 
         return f"n-{secrets.token_hex(8)}"
     return bytes(id).decode() if isinstance(id, Raw) else id
+
+
+class Context:
+    """The call, as its handler and the middleware see it."""
+
+    __slots__ = ("_call", "caller", "id", "idempotency_key", "kind", "method", "params", "position", "record")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.method = call.method.name
+        self.record = call.record  # the ledger's name for the method
+        self.kind = call.method.kind
+        self.id = call.id
+        self.params = call.params
+        self.caller = call.frame.caller
+        self.position = call.position
+        self.idempotency_key = call.key
+
+    @property
+    def is_notification(self) -> bool:
+        return self._call.id is UNSET
+
+    @property
+    def correlation_id(self) -> CorrelationId:
+        """The request's id, as in every log record of the call; a notification gets a made-up one, for logs only (P8)."""
+        return self._call.correlation_id
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the answer comes from the ledger."""
+        return self._call.replayed
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the ledger knows of the answer."""
+        return self._call.recorded
+
+    @property
+    def state(self) -> dict[str, Json]:
+        """Values that middleware leaves for the handler."""
+        return self._call.state
+
+    @property
+    def meta(self) -> JsonObject:
+        """The `_meta` object beside the params, or an empty one."""
+        if self._call.peer is not None:
+            return self._call.peer.meta
+        try:
+            meta = UNSET if self.params is UNSET else _decode_meta(self.params).meta
+        except msgspec.ValidationError:  # params by position, or `_meta` that is not an object
+            return {}
+        return {} if meta is UNSET else meta
+
+    @property
+    def traceparent(self) -> str | None:
+        """The W3C trace context the caller sent as `_meta.traceparent` (P11)."""
+        value = self.meta.get("traceparent")
+        return value if isinstance(value, str) else None
+
+    @property
+    def attempt(self) -> int:
+        """The number of this run of the command, counted from 1."""
+        return self._call.run.attempt if self._call.run else 1
+
+    @property
+    def fence(self) -> int:
+        """A number that grows with every run of this command, for conditional writes in the handler's own tables."""
+        return self._call.run.fence if self._call.run else 0
+
+    @property
+    def downstream_key(self) -> str | None:
+        """A key for calls to other services: the same on every attempt of this command, and different for any other."""
+        return self._call.run.downstream_key if self._call.run else None
+
+    @property
+    def db(self) -> Any:
+        """The open transaction of a `transactional` command."""
+        if self._call.run is None or self._call.run.db is None:
+            raise UsageError(
+                "ctx.db exists in transactional commands only.",
+                "the record and the handler's writes share one transaction",
+                'declare the command with on_crash="transactional", and use a ledger that has transactions',
+            )
+        return self._call.run.db
+
+    def commit_point(self) -> Awaitable[None]:
+        """Mark the first effect that cannot be repeated. Until here a crash, cancel or timeout means: nothing done.
+
+        A coroutine function awaits it. In a plain function it blocks, which is why such a command runs in a thread.
+        """
+        if self._call.peer is not None:
+            self._call.peer.is_committed = True
+        return self._call.run.commit_point() if self._call.run else Passed()
+
+    # --- messages and questions to an MCP client ---------------------------------------------------------------------
+
+    @property
+    def revision(self) -> str | None:
+        """The revision of MCP that the caller speaks; None for plain JSON-RPC."""
+        return self._call.peer.revision if self._call.peer else None
+
+    @property
+    def client_capabilities(self) -> JsonObject:
+        """The capabilities that the client has declared, `{}` for plain JSON-RPC."""
+        return self._call.peer.capabilities if self._call.peer else {}
+
+    def progress(self, progress: float, total: float | None = None, message: str | None = None) -> Awaitable[None]:
+        """Send the progress of the call, if its caller asked for it. The number must grow."""
+        return self._call.peer.progress(progress, total, message) if self._call.peer else Passed()
+
+    def log(self, level: "Level", data: object, logger: str | None = None) -> Awaitable[None]:
+        """Send a log message to the client, if it wants to see this level."""
+        return self._call.peer.log(level, data, logger) if self._call.peer else Passed()
+
+    def elicit(self, message: str, schema: object, *, key: str | None = None) -> "Awaitable[Elicited]":
+        """Ask the person at the client with a form.
+
+        `schema` is a flat type (Struct, dataclass, TypedDict, pydantic model, or a single `bool`, `Literal`, ...), and the
+        answer's content is one; or it is the JSON Schema of a flat object. Answers that do not fit are refused.
+
+        At 2026-07-28 the client asks and then calls again: the function starts from the top, with the answer at hand. So
+        it must not have an effect before the last question. `key` names the question; by default questions are numbered.
+        """
+        return self._asked().elicit(message, schema, key)
+
+    def elicit_url(self, message: str, url: str, *, key: str | None = None) -> "Awaitable[Elicited]":
+        """Ask the person at the client to open a page, from 2025-11-25 on."""
+        return self._asked().elicit_url(message, url, key)
+
+    def sample(
+        self,
+        messages: "str | Sequence[Message]",
+        *,
+        max_tokens: int = 1000,
+        system: str | None = None,
+        key: str | None = None,
+        **more: Json,
+    ) -> "Awaitable[Sampled]":
+        """Ask the client's model. Further members of the request are passed on unchanged: `temperature=0.2`."""
+        return self._asked().sample(messages, max_tokens, system, key, more)
+
+    def roots(self, *, key: str | None = None) -> "Awaitable[list[Root]]":
+        """Ask the client for its roots: the places of its file system that it shows."""
+        return self._asked().roots(key)
+
+    def ask(self, *questions: Awaitable[object]) -> Awaitable[list[Json]]:
+        """Ask several of the above at once: `name, places = await ctx.ask(ctx.elicit(...), ctx.roots())`."""
+        return self._asked().ask(questions)
+
+    def hang_up(self, retry: float) -> Awaitable[None]:
+        """End the HTTP connection and go on: the client collects the answer after `retry` seconds (2025-11-25)."""
+        return self._call.peer.hang_up(retry) if self._call.peer else Passed()
+
+    def _asked(self) -> Remote:
+        if self._call.peer is None:
+            raise NotCapable("the call came over plain JSON-RPC, where a client cannot be asked", ran="no")
+        return self._call.peer
+
+
+def call_of(context: Context) -> Call:
+    """Return the call behind a context, for the steps of the server."""
+    return context._call
+
+
+class InputRequired(BaseException):
+    """A handler cannot go on before its caller has answered: the call ends here and begins anew with the answer.
+
+    It is not an `Exception`, so that a handler's own `except Exception` does not catch it.
+    """
+
+    def __init__(self, interim: bytes) -> None:
+        super().__init__("the call needs input from its caller")
+        self.interim = interim  # the answer to the caller meanwhile
+
+
+class Passed:
+    """An awaitable that does nothing."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
+
+
+class _Meta(Struct):
+    meta: JsonObject | UnsetType = msgspec.field(default=UNSET, name="_meta")
+
+
+_decode_meta = msgspec.json.Decoder(_Meta).decode

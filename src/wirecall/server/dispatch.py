@@ -43,8 +43,7 @@ from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure, make_batch, make_reply
 from wirecall.server.batch import run_batch
-from wirecall.server.call import Call, CorrelationId, Frame, Handler, Shape, correlation_of
-from wirecall.server.context import Context, InputRequired, call_of
+from wirecall.server.call import Call, Context, CorrelationId, Frame, Handler, InputRequired, Shape, call_of, correlation_of
 from wirecall.server.events import CallEnded, Events, log
 from wirecall.server.method import Execution, Method, Registry
 from wirecall.server.policy import ANONYMOUS, Policy, fingerprint
@@ -303,7 +302,7 @@ class Dispatcher:
             handler = partial(_shaped, call.shape, handler)
         if method.is_command:
             if call.key is not None or self._events.observed:
-                call.fingerprint = fingerprint(call.params, call.canonical)
+                call.fingerprint = call.identity or fingerprint(call.params)
             if call.key is not None:
                 call.result = await self._commands.execute(call, handler)
                 return call.result

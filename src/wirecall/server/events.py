@@ -12,8 +12,7 @@ from msgspec import Struct
 
 from wirecall.errors import InternalError, RpcError
 from wirecall.logs import called
-from wirecall.server.call import Call, CorrelationId
-from wirecall.server.context import InputRequired
+from wirecall.server.call import Call, CorrelationId, InputRequired
 
 Word: TypeAlias = Literal["ok", "error", "cancelled", "input required"]
 
@@ -61,7 +60,7 @@ class Events:
             method=call.record,
             kind=call.method.kind.value,
             position=call.position,
-            caller=call.caller,
+            caller=call.frame.caller,
             key=call.key,
             fingerprint=call.fingerprint,
             outcome=outcome,

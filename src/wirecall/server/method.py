@@ -15,7 +15,7 @@ from msgspec import Struct
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import Signature
-from wirecall.server.context import Context
+from wirecall.server.call import Context
 
 Execution: TypeAlias = Literal["sequential", "parallel"]
 OnCrash: TypeAlias = Literal["unknown", "rerun", "reconcile", "transactional"]

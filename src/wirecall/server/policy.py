@@ -9,7 +9,7 @@ with one key must agree on it.
 """
 
 import gc
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -19,7 +19,9 @@ from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Json, Limits, Message
 from wirecall.protocol.params import KEY, META
 from wirecall.server.call import Call, Frame
-from wirecall.server.method import Method
+
+if TYPE_CHECKING:
+    from wirecall.server.method import Method
 
 Mode: TypeAlias = Literal["development", "production"]
 
@@ -32,24 +34,24 @@ class Policy(Struct, frozen=True):
     mode: Mode = "development"
     limits: Limits = Limits()
 
-    def admit(self, message: Message, method: Method, frame: Frame, position: int | None) -> Call:
+    def admit(self, message: Message, method: "Method", frame: Frame, position: int | None) -> Call:
         """Return the call of a message that may run, or raise the error that answers it."""
         frames.check_params_shape(message.params)
         if method.is_command and (message.id is UNSET or message.id is None):  # P2
             raise InvalidRequest(f"{method.name} is a command: it is executed only with an id", method=method.name)
         if message.id is UNSET and not method.notification_allowed:  # P6
             raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
-        key, canonical = None, None
+        key, identity = None, None
         if method.is_command:
             beside = UNSET if frame.key is None else frame.key
-            key, canonical = identify(message.params, beside, position=method.signature.key_position)
+            key, identity = identify(message.params, beside, position=method.signature.key_position)
             if key is None and (self.mode == "production" or method.key != "optional"):
                 raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
-        return Call(method, frame, id=message.id, params=message.params, position=position, key=key, canonical=canonical)
+        return Call(method, frame, message.id, message.params, method.name, position, key, identity)
 
 
 def identify(params: Raw | UnsetType, *beside: object, position: int | None = None) -> tuple[str | None, bytes | None]:
-    """Return the key of a command's call and, if it has one, the canonical form of its params: one decode gives both.
+    """Return the key of a command's call and, if it has one, the fingerprint of its params: one decode gives both.
 
     The key may be among the params and at other places `beside` them; UNSET says that a place has none. All places must
     agree: two values would be two commands. Params by position have a key only where the function declares it, at
@@ -78,7 +80,7 @@ def identify(params: Raw | UnsetType, *beside: object, position: int | None = No
         key = check_key(given)
         if key != keys[0]:
             raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
-    return key, _canonical(value)
+    return key, _digest(value)
 
 
 def check_key(key: object) -> str:
@@ -105,23 +107,21 @@ _MANY_ZEROS = b"0" * (MOST_ZEROS + 1)
 _LONG_INTEGER = rb'("[^"\\]*+(?:\\.[^"\\]*+)*+")|(-?[0-9]{%d,}+)(?![.eE])' % (MOST_ZEROS + 2)
 
 
-def fingerprint(params: Raw | UnsetType, canonical: bytes | None = None) -> bytes:
+def fingerprint(params: Raw | UnsetType) -> bytes:
     """Return SHA-256 of the params in canonical form: members sorted, numbers by their exact value (1 equals 1.0 and 1e0).
 
     The key and `_meta` may differ from one attempt to the next, so they do not count.
     """
+    return _digest(_decode_exact(b"{}" if params is UNSET else bytes(params)))
+
+
+def _digest(value: Json) -> bytes:
     import hashlib  # late: `import wirecall` stays light
 
-    if canonical is None:
-        canonical = _canonical(_decode_exact(b"{}" if params is UNSET else bytes(params)))
-    return hashlib.sha256(canonical).digest()
-
-
-def _canonical(value: Json) -> bytes:
     if type(value) is dict:
         value.pop(KEY, None)
         value.pop(META, None)
-    return _encode_sorted(value)
+    return hashlib.sha256(_encode_sorted(value)).digest()
 
 
 def _decode_exact(text: bytes) -> Json:

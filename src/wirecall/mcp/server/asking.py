@@ -39,8 +39,7 @@ from wirecall.mcp.server.forms import RequestedForm, form_of
 from wirecall.mcp.server.sealed import BrokenSeal, Seals
 from wirecall.mcp.types import LEVELS, Elicited, Message, Resumed, Roots, Sampled, block
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
-from wirecall.server.call import Call
-from wirecall.server.context import InputRequired
+from wirecall.server.call import Call, InputRequired
 from wirecall.server.dispatch import Dispatcher
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
@@ -218,7 +217,7 @@ class Questions:
         if params.state is not UNSET:
             # Step 1: the state is ours, was sealed for this caller, and belongs to this call.
             try:
-                _, value = self._seals.open("state", call.caller, params.state)
+                _, value = self._seals.open("state", call.frame.caller, params.state)
             except BrokenSeal:
                 raise BadInput("requestState: it was not issued for this call, or has expired") from None
             state = msgspec.json.decode(value, type=_State)

@@ -44,8 +44,7 @@ from wirecall.mcp.server.results import (
 )
 from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Complete, Params, Resumed
 from wirecall.protocol.messages import encode
-from wirecall.server.call import Call
-from wirecall.server.context import InputRequired
+from wirecall.server.call import Call, InputRequired
 from wirecall.server.dispatch import Dispatcher
 from wirecall.server.method import Method
 from wirecall.server.policy import identify
@@ -81,17 +80,17 @@ class Calls:
                 result = plain if isinstance(plain, bytes) else await plain
             else:
                 # Step 1: the key, which a command may have in five places.
-                key, canonical = None, None
+                key, identity = None, None
                 if method.is_command:
                     meta = UNSET if params.meta is UNSET else params.meta.key
                     header = UNSET if peer.key is None else peer.key
-                    key, canonical = identify(arguments, meta, params.idempotency_key, params.key, header)
+                    key, identity = identify(arguments, meta, params.idempotency_key, params.key, header)
                     if key is None and method.key != "optional":
                         reason = f"{method.name} needs an idempotency_key: one value per intent, the same on every retry"
                         raise KeyRequired(reason, ran="no")
                 # Step 2: the call.
                 record = f"tools/call:{method.name}"
-                result = await self._run(peer, method, arguments, shape, record=record, key=key, canonical=canonical)
+                result = await self._run(peer, method, arguments, shape, record=record, key=key, identity=identity)
                 # Step 3: if the ledger holds questions, another call with this key waits for answers. Only a client that can
                 # give them is asked the same.
                 if REPLAYED_META in peer.marks and result.startswith(INPUT_REQUIRED):
@@ -191,7 +190,7 @@ class Calls:
         *,
         record: str | None = None,
         key: str | None = None,
-        canonical: bytes | None = None,
+        identity: bytes | None = None,
     ) -> bytes:
         """Return the result of a call, or the questions it waits for. `shape` makes the result of the function's value."""
         dispatcher = self._dispatcher()
@@ -201,8 +200,8 @@ class Calls:
             params=arguments,
             position=peer.position,
             key=key,
-            canonical=canonical,
-            record=record,
+            identity=identity,
+            record=record or method.name,
             peer=peer,
             shape=shape,
         )
