@@ -1,5 +1,7 @@
-"""The states of a run in docs/commands.md, made from `commands/run.py`: `python -m tests.docs_run` writes them, and a test
-compares."""
+"""Generates the states of a run in docs/commands.md from `commands/run.py`.
+
+`python -m tests.docs_run` writes them, and a test compares them.
+"""
 
 from pathlib import Path
 
@@ -22,7 +24,7 @@ def section() -> str:
         for state in RunState
         if not any(a is state for a, b in arrows if b is not RunState.FOLLOWING)
     ]
-    lines += ["```", "", "| State | Meaning | Cancelled here | The caller hears |", "| --- | --- | --- | --- |"]
+    lines += ["```", "", "| State | Meaning | If cancelled, the run | The caller gets |", "| --- | --- | --- | --- |"]
     for state in RunState:
         stops = "stops" if state in STOPS else "finishes"
         ran = "no" if state in NOTHING_DONE else "unknown"
