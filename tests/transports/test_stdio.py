@@ -18,8 +18,7 @@ import msgspec
 import pytest
 
 from wirecall.errors import Gone
-from wirecall.transports.descriptors import HIGH, Output
-from wirecall.transports.lines import Splitter
+from wirecall.transports.lines import HIGH, Output, Splitter
 from wirecall.transports.stdio import serve_streams
 
 PATIENCE = 60.0

@@ -13,11 +13,11 @@ from msgspec import Struct
 
 from wirecall.app import App
 from wirecall.cli.targets import Target
+from wirecall.client.links import MemoryPipe
 from wirecall.errors import CallFailed
 from wirecall.protocol.messages import JsonObject, encode
 from wirecall.transports.child import Child
 from wirecall.transports.http_client import HttpClient
-from wirecall.transports.memory import MemoryPipe
 
 JSON, EVENTS = "application/json", "text/event-stream"
 SHOWN = 80  # characters of noise that are quoted

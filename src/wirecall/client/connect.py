@@ -17,12 +17,11 @@ from urllib.parse import urlsplit
 from wirecall.app import App
 from wirecall.client.client import Client, JsonRpc
 from wirecall.client.delivery import Clock, Options, Retry
-from wirecall.client.links import HttpLink, LineLink, Link, MemoryLink
+from wirecall.client.links import HttpLink, LineLink, Link, MemoryLink, MemoryPipe
 from wirecall.client.sync import SyncClient
 from wirecall.errors import UsageError
 from wirecall.transports.child import Child, Stderr
 from wirecall.transports.http_client import HttpClient
-from wirecall.transports.memory import MemoryPipe
 
 if TYPE_CHECKING:
     from wirecall.mcp.client.changes import Change, Log

@@ -6,14 +6,17 @@ and what an answer means.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
 
 from wirecall.client.exchange import Exchange
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
 from wirecall.logs import logger
 from wirecall.protocol.messages import Arrived, Received, decode_value, read_messages
 from wirecall.transports.http_client import HttpAnswer, HttpClient
+
+if TYPE_CHECKING:
+    from wirecall.transports.stdio import Connect, Connection
 
 JSON = "application/json"
 _HEADERS = {"Content-Type": JSON, "Accept": JSON}
@@ -215,3 +218,38 @@ class MemoryLink:
             exchange.read(reply)
 
     async def aclose(self) -> None: ...
+
+
+class MemoryPipe:
+    """The pipe of a child process without the process: `connect` takes the way back and returns the app's connection.
+
+    The task that writes a line serves it: a task per line would cost as much as the rest of the way. So `write` returns
+    when the line is answered, cancelling it cancels the call, and closing leaves calls in flight to their deadlines.
+    """
+
+    def __init__(self, connect: "Connect") -> None:
+        self._connect = connect
+        self._connection: Connection | None = None
+        self._on_line: Callable[[bytes], None] = lambda _line: None
+
+    async def open(self, on_line: Callable[[bytes], None], on_end: Callable[[CallFailed], None]) -> None:
+        # An app does not end by itself, so `on_end` is not needed.
+        self._on_line = on_line
+        self._connection = self._connect(self._send)
+
+    async def write(self, line: bytes) -> None:
+        if self._connection is None:
+            raise NotSent("the client is closed")
+        answer = self._connection.handle(line)
+        if isinstance(answer, Coroutine):
+            answer = await answer
+        if answer is not None:
+            self._on_line(answer)
+
+    async def aclose(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.aclose()
+
+    async def _send(self, line: bytes) -> None:
+        self._on_line(line)

@@ -20,8 +20,7 @@ from typing import Literal, TypeAlias
 
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, UsageError
 from wirecall.logs import printable
-from wirecall.transports.descriptors import CHUNK
-from wirecall.transports.lines import Splitter
+from wirecall.transports.lines import CHUNK, Splitter
 
 OnLine: TypeAlias = Callable[[bytes], None]
 OnEnd: TypeAlias = Callable[[CallFailed], None]

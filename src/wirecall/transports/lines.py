@@ -1,12 +1,116 @@
-"""A stream of bytes cut into lines.
+"""Lines on file descriptors: read, cut and written from the event loop.
 
-A line ends with a newline, with or without a carriage return before it, and the last one with the stream; empty lines are
-left out. A line that is too long is cut one byte beyond the limit, so that its reader sees that it is too long.
+1. Whether a descriptor blocks is a setting of all processes that share it, such as the shell that started this one. So the
+   setting of an input stays as it is, and that of an output changes only if stderr does not share it, and changes back.
+2. A reader asks for every piece, so a peer that sends too much is held back by its own pipe.
+3. A line is written whole and at once, or waits until the peer has read the lines before. `size` counts the bytes that wait.
 """
+
+import asyncio
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from wirecall.errors import Gone
+from wirecall.logs import logger
+
+CHUNK = 1 << 16  # what a pipe holds
+HIGH = 1 << 16  # bytes that wait for the peer: beyond, no line is begun, and senders wait
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def open_input(fd: int) -> "Polled | Threaded":
+    try:
+        return Polled(fd)
+    except (PermissionError, NotImplementedError):  # epoll refuses regular files; some loops refuse all of them
+        return Threaded(fd)
+
+
+class Polled:
+    """Reads when the loop reports that bytes are there, so that a blocking descriptor can stay one.
+
+    The callback itself reads: one turn of the loop later another process may have taken the bytes, and reading would block.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._loop = asyncio.get_running_loop()
+        self._future: asyncio.Future[bytes] | None = None
+        self._loop.add_reader(fd, self._ready)
+        self._watched = True
+
+    async def read(self) -> bytes:
+        """Return some bytes, none at the end."""
+        if not self._watched:
+            self._loop.add_reader(self._fd, self._ready)
+            self._watched = True
+        self._future = self._loop.create_future()
+        return await self._future
+
+    def _ready(self) -> None:
+        if self._future is None or self._future.done():
+            self.close()  # no `read` waits; the next one watches again
+            return
+        with contextlib.suppress(BlockingIOError):
+            self._future.set_result(_read(self._fd))
+
+    def close(self) -> None:
+        if self._watched:
+            self._loop.remove_reader(self._fd)
+            self._watched = False
+
+
+class Threaded:
+    """Reads in a thread, one chunk for each `read`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._loop = asyncio.get_running_loop()
+        self._asked = threading.Semaphore(0)
+        self._closed = False
+        self._future: asyncio.Future[bytes] | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    async def read(self) -> bytes:
+        self._future = self._loop.create_future()
+        self._asked.release()
+        return await self._future
+
+    def _run(self) -> None:
+        while self._asked.acquire() and not self._closed:
+            data = _read(self._fd)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._give, data)
+
+    def _give(self, data: bytes) -> None:
+        if self._future is not None and not self._future.done():
+            self._future.set_result(data)
+
+    def close(self) -> None:
+        self._closed = True
+        self._asked.release()
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, CHUNK)
+    except BlockingIOError:
+        raise
+    except OSError:  # a terminal hung up, a socket was reset
+        return b""
 
 
 class Splitter:
-    """Cuts bytes into lines."""
+    """Cuts bytes into lines.
+
+    A line ends with a newline, with or without a carriage return before it, and the last one with the stream; empty lines
+    are left out. A line that is too long is cut one byte beyond the limit, so that its reader sees that it is too long.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -43,3 +147,122 @@ class Splitter:
     def _line(self, piece: bytes) -> bytes:
         line = piece.removesuffix(b"\r")
         return b"" if line.isspace() else line[: self._limit + 1]
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+class Output:
+    """Writes lines, each of them whole and at once, or as soon as the peer has read the lines before."""
+
+    def __init__(self, fd: int, on_gone: Callable[[], None]) -> None:
+        self.size = 0  # bytes that wait
+        self.gone = False
+        self._fd = fd
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[memoryview] = deque()
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._poll: select.poll | None = None
+        self._was_blocking = os.get_blocking(fd)
+        # A descriptor that stderr shares must go on blocking, or logging would meet EAGAIN. It is written to in steps of
+        # PIPE_BUF bytes, which do not block when poll says so. A terminal is always shared.
+        try:
+            is_shared = os.isatty(fd) or os.path.sameopenfile(fd, 2)
+        except OSError:  # there is no stderr
+            is_shared = False
+        if is_shared:
+            self._poll = select.poll()
+            self._poll.register(fd, select.POLLOUT)
+        else:
+            os.set_blocking(fd, False)
+
+    def write(self, line: bytes) -> None:
+        """Write without waiting; `size` tells how much is not written yet."""
+        if self.gone:
+            return
+        data = line + b"\n"
+        done = 0 if self._queue else self._put(data)
+        if done < len(data) and not self.gone:
+            if not self._queue:
+                self._loop.add_writer(self._fd, self._flush)
+            self._queue.append(memoryview(data)[done:])
+            self.size += len(data) - done
+
+    async def send(self, line: bytes) -> None:
+        self.write(line)
+        await self.shrink(HIGH)
+        if self.gone:
+            raise Gone
+
+    async def shrink(self, size: int) -> None:
+        """Wait until at most `size` bytes are not written yet, or the peer has gone."""
+        while self.size > size:
+            future = self._loop.create_future()
+            self._waiting.append((size, future))
+            await future
+
+    def abandon(self) -> None:
+        """Write nothing more."""
+        self.gone = True
+        if self._queue:
+            self._loop.remove_writer(self._fd)
+            self._queue.clear()
+            self.size = 0
+        self._wake()
+
+    async def drain(self, deadline: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self.shrink(0)
+
+    def close(self) -> None:
+        self.abandon()
+        os.set_blocking(self._fd, self._was_blocking)
+
+    def _put(self, data: bytes | memoryview) -> int:
+        """Write as much as is possible now; return how much that was."""
+        done = 0
+        if len(data) > CHUNK:
+            data = memoryview(data)  # slices of it are not copies
+        try:
+            while done < len(data):
+                if self._poll is None:
+                    done += os.write(self._fd, data[done:])
+                elif self._poll.poll(0):
+                    done += os.write(self._fd, data[done : done + select.PIPE_BUF])
+                else:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if not isinstance(error, ConnectionError):  # BrokenPipeError is one: the ordinary end of a peer
+                logger.error("stdout cannot be written to: %s", error)
+            self.abandon()
+            self._on_gone()
+        return done
+
+    def _flush(self) -> None:
+        while self._queue:
+            data = self._queue[0]
+            done = self._put(data)
+            if self.gone:
+                return
+            self.size -= done
+            if done < len(data):
+                self._queue[0] = data[done:]
+                break
+            self._queue.popleft()
+        if not self._queue:
+            self._loop.remove_writer(self._fd)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for size, future in waiting:
+            if future.done():
+                continue
+            if self.size <= size:
+                future.set_result(None)
+            else:
+                self._waiting.append((size, future))

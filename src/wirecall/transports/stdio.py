@@ -35,8 +35,7 @@ from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
 from wirecall.stepping import beside, start
-from wirecall.transports.descriptors import HIGH, Output, open_input
-from wirecall.transports.lines import Splitter
+from wirecall.transports.lines import HIGH, Output, Splitter, open_input
 
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]  # writes one line, adds the newline; raises Gone
 Cleanup: TypeAlias = Callable[[float], Awaitable[None]]
