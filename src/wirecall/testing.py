@@ -10,15 +10,14 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from wirecall.app import App
 from wirecall.client.client import Client
 from wirecall.client.connect import ConnectOptions, McpOptions, Protocol, connect
-from wirecall.client.exchange import Exchange
-from wirecall.client.links import Link
+from wirecall.client.exchange import Exchange, Link
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, RpcError, UsageError
 from wirecall.protocol.messages import Received
 
 if TYPE_CHECKING:
+    from wirecall.app import App
     from wirecall.mcp.client.client import McpClient
 
 _PRELUDE = frozenset({"rpc.discover", "server/discover", "initialize", "notifications/initialized"})
@@ -64,17 +63,17 @@ class Faults:
 
 @overload
 def client(
-    app: App, *, protocol: Literal["mcp"], faults: Faults | None = None, **options: Unpack[McpOptions]
+    app: "App", *, protocol: Literal["mcp"], faults: Faults | None = None, **options: Unpack[McpOptions]
 ) -> "McpClient": ...
 @overload
 def client(
-    app: App,
+    app: "App",
     *,
     protocol: Literal["jsonrpc"] | None = None,
     faults: Faults | None = None,
     **options: Unpack[ConnectOptions],
 ) -> Client: ...
-def client(app: App, *, protocol: Protocol | None = None, faults: Faults | None = None, **options: Any) -> Client:
+def client(app: "App", *, protocol: Protocol | None = None, faults: Faults | None = None, **options: Any) -> Client:
     """Return a client straight into an app, in memory. `options` are those of `connect`."""
     if faults is not None and "wrap" in options:
         raise UsageError("faults= and wrap= are one thing.", fix="use one of both")

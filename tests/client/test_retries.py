@@ -12,7 +12,7 @@ import pytest
 
 from tests.client.peers import PATIENCE, Peer, Writer, answers, http, ok, served
 from wirecall import App, Retry, UsageError, connect
-from wirecall.client.client import mint_key
+from wirecall.client.delivery import mint_key
 from wirecall.errors import (
     BadAnswer,
     Busy,

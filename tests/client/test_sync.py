@@ -12,11 +12,9 @@ import pytest
 
 from tests.client.test_calls import CHILD, Price, shop
 from wirecall import UsageError, connect_sync
-from wirecall.client.client import Client
-from wirecall.client.sync import SyncClient
+from wirecall.client.client import Client, SyncClient
 from wirecall.errors import MethodNotFound, NotSent
-from wirecall.mcp.client.client import McpClient
-from wirecall.mcp.client.sync import SyncMcpClient
+from wirecall.mcp.client.client import McpClient, SyncMcpClient
 
 
 @pytest.mark.parametrize("target", [None, [sys.executable, "-c", CHILD]])
@@ -38,7 +36,7 @@ def test_calls_and_batches(target: Any) -> None:
 @pytest.mark.parametrize(("twin", "original"), [(SyncClient, Client), (SyncMcpClient, McpClient)])
 def test_every_method_has_its_twin_with_the_same_parameters(twin: type, original: type) -> None:
     """Written out, so that an editor sees them."""
-    own = {"open", "aclose", "entry", "tool_entry", "send_batch"}  # opened by itself, `close`, and what batches are made of
+    own = {"open", "aclose", "entry", "tool_entry"}  # opened by itself, `close`, and what batches are made of
     names = {name for name in dir(original) if not name.startswith("_")} - own
     assert {name for name in dir(twin) if not name.startswith("_")} == names | {"close"}
     for name in names:

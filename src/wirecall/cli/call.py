@@ -13,7 +13,7 @@ from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of
 from wirecall.cli.output import Printer, ask, json_option, pretty
 from wirecall.cli.settings import app_of, ledger_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
-from wirecall.client.client import mint_key
+from wirecall.client.delivery import mint_key
 from wirecall.errors import OutcomeUnknown, UsageError
 
 

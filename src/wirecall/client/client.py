@@ -10,28 +10,59 @@
 
 import asyncio
 import contextlib
-import os
-import time
-from collections.abc import Awaitable, Mapping
-from typing import Any, Self, TypeVar, Unpack, overload
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from types import TracebackType
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 
-import msgspec
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
-from wirecall.client.delivery import Delivery, Dialect, Options
-from wirecall.client.exchange import AnyEntry, Arrays, Batch, CallOptions, Entry, Names, Params, Wire
-from wirecall.client.links import Link
-from wirecall.errors import BadAnswer, ConnectionLost, KeyInvalid, NotSent, UsageError
-from wirecall.protocol.messages import UNREADABLE, decode_value
+from wirecall.client.delivery import Delivery, Dialect, Options, mint_key
+from wirecall.client.exchange import AnyEntry, Arrays, Entry, Link, Params, Wire
+from wirecall.errors import ConnectionLost, KeyInvalid, NotSent, UsageError
 from wirecall.protocol.params import KEY
 from wirecall.server.policy import check_key
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 DISCOVERY = 5.0  # seconds that `rpc.discover` may take, and no more than half of a call's time
 
 _BY_POSITION = (list, tuple)
 _PARAMS = (dict, list, tuple, Struct, Mapping)  # the common ones first
+
+
+class CallOptions(TypedDict, total=False):
+    """The options of a call; `Client.call` explains them."""
+
+    timeout: float | None
+    key: str | bool | None
+    query: bool | None
+
+
+class Names(Generic[R]):
+    """Methods as attributes: `rpc.price(sku="tea")` calls `price`, and `rpc.order.place(...)` calls `order.place`."""
+
+    __slots__ = ("_call", "_path")
+
+    def __init__(self, call: Callable[[str, Params], R], path: str = "") -> None:
+        self._call = call
+        self._path = path
+
+    def __getattr__(self, name: str) -> "Names[R]":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Names(self._call, f"{self._path}.{name}" if self._path else name)
+
+    def __call__(self, *by_position: Any, **by_name: Any) -> R:
+        if by_position and by_name:
+            raise UsageError(
+                f"{self._path} got params by position and by name.",
+                "JSON-RPC carries an array or an object",
+                "use one of both",
+            )
+        return self._call(self._path, list(by_position) or by_name or None)
 
 
 class Client:
@@ -103,13 +134,9 @@ class Client:
         await self._delivery.run(entry)
         entry.result()
 
-    def batch(self) -> Batch:
+    def batch(self) -> "Batch":
         """Return a block of calls that leave together: `async with client.batch() as b: one = b.call(...)`."""
         return Batch(self)
-
-    async def send_batch(self, entries: list[AnyEntry]) -> tuple[Wire, str]:
-        """Send all entries and settle them; return how they went, and why so. `batch` does it."""
-        return await self._delivery.run_together(entries)
 
     def entry(self, method: str, params: Params = None, *, timeout: float | None = None, **options: Any) -> AnyEntry:
         """Return a call to be made, checked. Its time begins when it is sent."""
@@ -132,7 +159,63 @@ class Client:
         return entry
 
 
-class JsonRpc:
+class Collected:
+    """Calls that are collected, to leave together."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.entries: list[AnyEntry] = []
+        self.wire: Wire | None = None
+        self.reason = "nothing was sent"
+        self.rpc: Names[AnyEntry] = Names(self.call)
+
+    @overload
+    def call(self, method: str, params: Params = None, *, type: type[T], **options: Unpack[CallOptions]) -> Entry[T]: ...
+    @overload
+    def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> AnyEntry: ...
+    def call(
+        self,
+        method: str,
+        params: Params = None,
+        *,
+        type: Any = None,
+        timeout: float | None = None,
+        key: str | bool | None = None,
+        query: bool | None = None,
+    ) -> AnyEntry:
+        """Add a call. Its outcome is in the entry when the block is over."""
+        return self._add(self._client.entry(method, params, type=type, timeout=timeout, key=key, query=query))
+
+    def notify(self, method: str, params: Params = None) -> Entry[None]:
+        """Add a notification: the server does not answer it."""
+        return self._add(self._client.entry(method, params, is_notification=True))
+
+    def _add(self, entry: AnyEntry) -> AnyEntry:
+        if self.wire is not None:
+            raise UsageError("The batch was sent already.", fix="begin another: client.batch()")
+        self.entries.append(entry)
+        return entry
+
+    async def _leave(self) -> None:
+        if self.entries:
+            self.wire, self.reason = await self._client._delivery.run_together(self.entries)
+
+
+class Batch(Collected):
+    """Calls that are collected in a block and sent at its end; nothing is sent if the block fails."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
+        if kind is None:
+            await self._leave()
+
+
+# --- JSON-RPC ---------------------------------------------------------------------------------------------------------
+
+
+class JsonRpc(Dialect):
     """The dialect of JSON-RPC 2.0, which adds nothing to it but idempotency keys.
 
     Which methods are commands, and so get a key, our servers tell by `rpc.discover`, an OpenRPC document with `x-kind`. One
@@ -140,18 +223,9 @@ class JsonRpc:
     asked again, one that was not reached is.
     """
 
-    delivery: Delivery
-    has_rounds = False
-
     def __init__(self, kinds: Mapping[str, str] | None) -> None:
         self._kinds = kinds  # "query" or "command", by name; None: not asked yet
         self._asking = asyncio.Lock()
-
-    async def begin(self) -> None: ...
-
-    async def end(self) -> None: ...
-
-    def check(self, entry: AnyEntry) -> None: ...
 
     async def prepare(self, entry: AnyEntry) -> None:
         kind = None
@@ -180,36 +254,138 @@ class JsonRpc:
 
     def params(self, entry: AnyEntry) -> Any:
         if entry.key is None:
-            return UNSET if entry.params is None else entry.params
+            return super().params(entry)
         if isinstance(entry.params, Struct):
             members = {name: getattr(entry.params, name) for name in entry.params.__struct_fields__}
         else:
             members = dict(entry.params or {})
         return {**members, KEY: entry.key}
 
-    def read(self, entry: AnyEntry) -> Any:
-        return decoded(entry)
 
-    async def only_reads(self, entry: AnyEntry) -> bool:
-        return entry.key is None or entry.query is True
-
-    async def goes_on(self, entry: AnyEntry) -> bool:
-        return False
-
-    async def try_arrays(self) -> None: ...
+# --- without an event loop --------------------------------------------------------------------------------------------
 
 
-def decoded(entry: AnyEntry) -> Any:
-    """Return a raw result as its `type`. One that does not fit is a bad answer to a call that ran."""
-    assert entry.raw is not None
+class SyncClient:
+    """The client for code without an event loop: the methods of `Client`, blocking, from any thread.
+
+    One thread of its own runs one loop, and the methods wait for what the client does there. The client closes itself when
+    it is no longer used, and when the program ends.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._loop = Loop()
+        try:
+            self._loop.run(client.__aenter__())
+        except BaseException:
+            self._loop.stop()
+            raise
+        self._finalizer = weakref.finalize(self, _close, self._loop, client)
+        self.rpc: Names[Any] = Names(self.call)
+
+    @property
+    def revision(self) -> str | None:
+        """The revision of MCP that is spoken; None: it is plain JSON-RPC."""
+        return self._client.revision
+
+    @property
+    def arrays(self) -> Arrays:
+        """Whether calls may leave together in one array, and why."""
+        return self._client.arrays
+
+    @overload
+    def call(self, method: str, params: Params = None, *, type: type[T], **options: Unpack[CallOptions]) -> T: ...
+    @overload
+    def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> Any: ...
+    def call(
+        self,
+        method: str,
+        params: Params = None,
+        *,
+        type: Any = None,
+        timeout: float | None = None,
+        key: str | bool | None = None,
+        query: bool | None = None,
+    ) -> Any:
+        """Call a method and return its result, as `Client.call` does."""
+        return self._loop.run(self._client.call(method, params, type=type, timeout=timeout, key=key, query=query))
+
+    def notify(self, method: str, params: Params = None, *, timeout: float | None = None) -> None:
+        """Send a notification, as `Client.notify` does."""
+        self._loop.run(self._client.notify(method, params, timeout=timeout))
+
+    def batch(self) -> "SyncBatch":
+        """Return a block of calls that leave together: `with client.batch() as b: one = b.call(...)`."""
+        return SyncBatch(self._client, self._loop)
+
+    def close(self) -> None:
+        """Close the connection and end the thread."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SyncBatch(Collected):
+    """Calls that are collected in a block and sent at its end; nothing is sent if the block fails."""
+
+    def __init__(self, client: Client, loop: "Loop") -> None:
+        super().__init__(client)
+        self._loop = loop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
+        if kind is None:
+            self._loop.run(self._leave())
+
+
+def _close(loop: "Loop", client: Client) -> None:
     try:
-        return decode_value(entry.raw) if entry.type is None else msgspec.json.decode(entry.raw, type=entry.type)
-    except UNREADABLE as error:
-        raise BadAnswer(f"{entry.method}: the result is not as expected: {error}", ran="yes") from None
+        loop.run(client.aclose())
+    finally:
+        loop.stop()
 
 
-def mint_key() -> str:
-    """Return a UUID of version 7 (RFC 9562, section 5.7): 48 bits of Unix time in milliseconds, the version, and chance."""
-    moment, chance = f"{time.time_ns() // 1_000_000:012x}", os.urandom(10).hex()
-    variant = "89ab"[int(chance[3], 16) & 3]
-    return f"{moment[:8]}-{moment[8:]}-7{chance[:3]}-{variant}{chance[4:7]}-{chance[7:19]}"
+class Loop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="wirecall client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine, waited for in the calling thread. Ctrl+C cancels it."""
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            work.close()
+            if self._thread.is_alive():
+                raise UsageError("A blocking call in the client's own loop.", "it would wait for itself", "use connect()")
+            raise NotSent("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """End what still runs, then the thread."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()

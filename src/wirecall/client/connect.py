@@ -14,23 +14,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, overload
 from urllib.parse import urlsplit
 
-from wirecall.app import App
-from wirecall.client.client import Client, JsonRpc
+from wirecall.client.client import Client, JsonRpc, SyncClient
 from wirecall.client.delivery import Clock, Options, Retry
-from wirecall.client.links import HttpLink, LineLink, Link, MemoryLink, MemoryPipe
-from wirecall.client.sync import SyncClient
+from wirecall.client.exchange import Link
+from wirecall.client.links import HttpLink, LineLink, MemoryLink, MemoryPipe
 from wirecall.errors import UsageError
 from wirecall.transports.child import Child, Stderr
 from wirecall.transports.http_client import HttpClient
 
 if TYPE_CHECKING:
+    from wirecall.app import App
     from wirecall.mcp.client.changes import Change, Log
-    from wirecall.mcp.client.client import McpClient
+    from wirecall.mcp.client.client import McpClient, SyncMcpClient
     from wirecall.mcp.client.conversation import Confirm, Trust
     from wirecall.mcp.client.host import Elicit, ElicitUrl, Roots, Sample
-    from wirecall.mcp.client.sync import SyncMcpClient
 
-Target: TypeAlias = str | Sequence[str] | App
+Target: TypeAlias = "str | Sequence[str] | App"
 Protocol: TypeAlias = Literal["jsonrpc", "mcp"]
 
 
@@ -88,7 +87,8 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
 
     `clock`, `chance` and `wrap` are for tests: see `wirecall.testing`.
     """
-    if not isinstance(target, (str, Sequence, App)):
+    # An app is known by what the client needs of it: a program that calls a server elsewhere does not load one.
+    if not isinstance(target, (str, Sequence)) and not hasattr(target, "handle"):
         raise UsageError(
             f"connect({target!r}): there is nothing to connect to.",
             fix='use a URL, a command line as a list ("python", "server.py"), or an App',
@@ -99,31 +99,34 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     shared = Options(**{name: given.pop(name) for name in ConnectOptions.__optional_keys__ & given.keys()})
     http = partial(HttpClient, headers=shared.headers, max_bytes=shared.max_bytes)
     child = partial(Child, env=shared.env, cwd=shared.cwd, stderr=shared.stderr, max_bytes=shared.max_bytes)
-    if not isinstance(target, (str, App)):
+    if isinstance(target, Sequence) and not isinstance(target, str):
         child(target)  # raises if it is not a command line
 
     if _protocol(target, protocol) == "mcp":
-        from wirecall.mcp.client.client import mcp_client
+        from wirecall.mcp.client.client import McpClient
+        from wirecall.mcp.client.conversation import Settings
         from wirecall.mcp.client.links import McpHttpLink, McpLineLink, McpLink, SsePipe
 
         link: McpLink
-        if isinstance(target, App):
-            link = McpLineLink(partial(MemoryPipe, target._connect))
-        elif isinstance(target, str):
+        if isinstance(target, str):
             sse = partial(SsePipe, target, headers=shared.headers, max_bytes=shared.max_bytes)
             link = McpHttpLink(http(target), partial(McpLineLink, sse), shared.clock)
-        else:
+        elif isinstance(target, Sequence):
             link = McpLineLink(partial(child, target))
-        return mcp_client(link, shared, **given)
+        else:
+            link = McpLineLink(partial(MemoryPipe, target._connect))
+        return McpClient(link, Settings(**given), shared)
 
     if names := [name for name, value in given.items() if value is not False]:
         raise UsageError(f"{', '.join(names)}: not for JSON-RPC.", "only MCP has it", 'use protocol="mcp", or drop it')
     kinds: dict[str, str] | None = None if shared.discover else {}
     plain: Link
-    if isinstance(target, App):
-        plain, kinds = MemoryLink(target.handle), {method.name: method.kind.value for method in target.registry}
+    if isinstance(target, str):
+        plain = HttpLink(http(target))
+    elif isinstance(target, Sequence):
+        plain = LineLink(partial(child, target))
     else:
-        plain = HttpLink(http(target)) if isinstance(target, str) else LineLink(partial(child, target))
+        plain, kinds = MemoryLink(target.handle), {method.name: method.kind.value for method in target.registry}
     return Client(shared.wrap(plain), JsonRpc(kinds), shared)
 
 
@@ -138,7 +141,7 @@ def connect_sync(target: Target, *, protocol: Protocol | None = None, **options:
 def connect_sync(target: Target, *, protocol: Protocol | None = None, **options: Any) -> SyncClient:
     """Return the same client for scripts: `with connect_sync(...) as client`, or without `with`; safe from any thread."""
     if _protocol(target, protocol) == "mcp":
-        from wirecall.mcp.client.sync import SyncMcpClient
+        from wirecall.mcp.client.client import SyncMcpClient
 
         return SyncMcpClient(connect(target, protocol="mcp", **options))
     return SyncClient(connect(target, protocol="jsonrpc", **options))

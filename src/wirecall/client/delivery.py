@@ -13,17 +13,19 @@
 """
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
 from msgspec import UNSET, Struct
 
-from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange, Wire
-from wirecall.client.links import Link
+from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange, Link, Wire
 from wirecall.errors import (
+    BadAnswer,
     Busy,
     CallFailed,
     ConnectionLost,
@@ -37,7 +39,7 @@ from wirecall.errors import (
     UsageError,
 )
 from wirecall.jsonrpc import make_batch
-from wirecall.protocol.messages import encode
+from wirecall.protocol.messages import UNREADABLE, decode_value, encode
 from wirecall.transports.sse import LONGEST_WAIT
 
 T = TypeVar("T")
@@ -133,14 +135,21 @@ def asked_pause(error: Exception | None) -> float:
     return min(max(told, 0), LONGEST_WAIT * 1000) / 1000  # the bound first: a JSON number can be too large for a float
 
 
+def mint_key() -> str:
+    """Return a UUID of version 7 (RFC 9562, section 5.7): 48 bits of Unix time in milliseconds, the version, and chance."""
+    moment, chance = f"{time.time_ns() // 1_000_000:012x}", os.urandom(10).hex()
+    variant = "89ab"[int(chance[3], 16) & 3]
+    return f"{moment[:8]}-{moment[8:]}-7{chance[:3]}-{variant}{chance[4:7]}-{chance[7:19]}"
+
+
 # --- delivery --------------------------------------------------------------------------------------------------------
 
 
-class Dialect(Protocol):
-    """What a client and its server say to each other beyond JSON-RPC 2.0. `JsonRpc` adds only keys; MCP has its own."""
+class Dialect:
+    """What a client and its server say to each other beyond JSON-RPC 2.0: by itself nothing, and no call is repeated."""
 
     delivery: "Delivery"  # sets itself
-    has_rounds: bool  # a settled entry may have to be sent again (`goes_on`)
+    has_rounds = False  # a settled entry may have to be sent again (`goes_on`)
 
     async def begin(self) -> None:
         """Agree with the server on how to speak. The link is open."""
@@ -156,15 +165,23 @@ class Dialect(Protocol):
 
     def params(self, entry: AnyEntry) -> Any:
         """Return the params as they travel; UNSET for none."""
+        return UNSET if entry.params is None else entry.params
 
     def read(self, entry: AnyEntry) -> Any:
-        """Return the result of an entry that was answered."""
+        """Return the result of an entry that was answered, as its `type`. One that does not fit is a bad answer."""
+        assert entry.raw is not None
+        try:
+            return decode_value(entry.raw) if entry.type is None else msgspec.json.decode(entry.raw, type=entry.type)
+        except UNREADABLE as error:
+            raise BadAnswer(f"{entry.method}: the result is not as expected: {error}", ran="yes") from None
 
     async def only_reads(self, entry: AnyEntry) -> bool:
         """Return whether an entry that may be repeated is a query."""
+        return entry.key is None or entry.query is True
 
     async def goes_on(self, entry: AnyEntry) -> bool:
         """Return whether a settled entry is to be sent again: a call of several rounds."""
+        return False
 
     async def try_arrays(self) -> None:
         """Find out whether the server takes arrays, if it may be one that drops them."""

@@ -1,4 +1,4 @@
-"""Calls in flight: one (`Entry`), a message of them (`Exchange`), and a user's batch (`Batch`).
+"""Calls in flight: one (`Entry`), and a message of them (`Exchange`) on a way to the server (`Link`).
 
 An entry is settled once: by its own answer, or by one error of its own. The rules by which answers find entries:
 
@@ -12,36 +12,17 @@ An entry is settled once: by its own answer, or by one error of its own. The rul
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from types import TracebackType
-from typing import Any, Generic, Literal, Protocol, Self, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from msgspec import UNSET, Raw, Struct
 
-from wirecall.errors import (
-    BadAnswer,
-    CallFailed,
-    LimitExceeded,
-    Refused,
-    RpcError,
-    UsageError,
-    WirecallError,
-)
+from wirecall.errors import BadAnswer, CallFailed, LimitExceeded, Refused, RpcError, UsageError, WirecallError
 from wirecall.protocol.messages import MAX_BATCH, Arrived, Received, Unreadable, read_messages, remote_error
 
 T = TypeVar("T")
-R = TypeVar("R")
 Wire: TypeAlias = Literal["array", "singles"]
 Params: TypeAlias = Mapping[str, Any] | Sequence[Any] | Struct | None
 AnyEntry: TypeAlias = "Entry[Any]"
-
-
-class CallOptions(TypedDict, total=False):
-    """The options of a call; `Client.call` explains them."""
-
-    timeout: float | None
-    key: str | bool | None
-    query: bool | None
-
 
 SHOWN = 120  # characters of a strange answer that an error quotes
 
@@ -242,6 +223,17 @@ class Exchange:
             self.on_settled(entry)
 
 
+class Link(Protocol):
+    """One way to a server."""
+
+    async def open(self) -> None: ...
+
+    async def exchange(self, exchange: Exchange) -> None:
+        """Send, and take answers until no further one will come. It may be cancelled at any moment."""
+
+    async def aclose(self) -> None: ...
+
+
 # --- how a batch leaves ---------------------------------------------------------------------------------------------
 
 
@@ -274,87 +266,3 @@ class Arrays:
             self.legal, self.reason = False, f"the server refused an array: {str(error)[:SHOWN]}"
             return True
         return False
-
-
-class Sender(Protocol):
-    """What a batch needs of its client."""
-
-    def entry(self, method: str, params: Params = None, **options: Any) -> AnyEntry: ...
-    async def send_batch(self, entries: list[AnyEntry]) -> tuple[Wire, str]: ...
-
-
-class Collected:
-    """Calls that are collected, to leave together."""
-
-    def __init__(self, client: Sender) -> None:
-        self._client = client
-        self.entries: list[AnyEntry] = []
-        self.wire: Wire | None = None
-        self.reason = "nothing was sent"
-        self.rpc: Names[AnyEntry] = Names(self.call)
-
-    @overload
-    def call(self, method: str, params: Params = None, *, type: type[T], **options: Unpack[CallOptions]) -> Entry[T]: ...
-    @overload
-    def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> AnyEntry: ...
-    def call(
-        self,
-        method: str,
-        params: Params = None,
-        *,
-        type: Any = None,
-        timeout: float | None = None,
-        key: str | bool | None = None,
-        query: bool | None = None,
-    ) -> AnyEntry:
-        """Add a call. Its outcome is in the entry when the block is over."""
-        return self._add(self._client.entry(method, params, type=type, timeout=timeout, key=key, query=query))
-
-    def notify(self, method: str, params: Params = None) -> Entry[None]:
-        """Add a notification: the server does not answer it."""
-        return self._add(self._client.entry(method, params, is_notification=True))
-
-    def _add(self, entry: AnyEntry) -> AnyEntry:
-        if self.wire is not None:
-            raise UsageError("The batch was sent already.", fix="begin another: client.batch()")
-        self.entries.append(entry)
-        return entry
-
-    async def _leave(self) -> None:
-        if self.entries:
-            self.wire, self.reason = await self._client.send_batch(self.entries)
-
-
-class Batch(Collected):
-    """Calls that are collected in a block and sent at its end; nothing is sent if the block fails."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
-        if kind is None:
-            await self._leave()
-
-
-class Names(Generic[R]):
-    """Methods as attributes: `rpc.price(sku="tea")` calls `price`, and `rpc.order.place(...)` calls `order.place`."""
-
-    __slots__ = ("_call", "_path")
-
-    def __init__(self, call: Callable[[str, Params], R], path: str = "") -> None:
-        self._call = call
-        self._path = path
-
-    def __getattr__(self, name: str) -> "Names[R]":
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Names(self._call, f"{self._path}.{name}" if self._path else name)
-
-    def __call__(self, *by_position: Any, **by_name: Any) -> R:
-        if by_position and by_name:
-            raise UsageError(
-                f"{self._path} got params by position and by name.",
-                "JSON-RPC carries an array or an object",
-                "use one of both",
-            )
-        return self._call(self._path, list(by_position) or by_name or None)

@@ -23,17 +23,6 @@ _HEADERS = {"Content-Type": JSON, "Accept": JSON}
 REPLAYED = "idempotent-replayed"
 
 
-class Link(Protocol):
-    """One way to a server."""
-
-    async def open(self) -> None: ...
-
-    async def exchange(self, exchange: Exchange) -> None:
-        """Send, and take answers until no further one will come. It may be cancelled at any moment."""
-
-    async def aclose(self) -> None: ...
-
-
 # --- HTTP -----------------------------------------------------------------------------------------------------------
 
 

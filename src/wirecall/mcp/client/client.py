@@ -1,19 +1,15 @@
-"""`McpClient`: a client with the methods of MCP, the same for all five revisions.
+"""`McpClient`: a client with the methods of MCP, the same for all five revisions. `conversation` speaks with the server."""
 
-`conversation` speaks with the server. This file has the methods that users call, and `mcp_client`, which makes a client.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Unpack, overload
 
-from wirecall.client.client import Client
+from wirecall.client.client import Batch, CallOptions, Client, Collected, Loop, SyncBatch, SyncClient
 from wirecall.client.delivery import Options
-from wirecall.client.exchange import AnyEntry, Batch, CallOptions, Collected, Entry
+from wirecall.client.exchange import AnyEntry, Entry
 from wirecall.errors import UsageError
 from wirecall.mcp.client import results as offers
-from wirecall.mcp.client.changes import Change, Changes, Follower, Kind, Log, Progress
-from wirecall.mcp.client.conversation import Confirm, Conversation, Extra, Trust
-from wirecall.mcp.client.host import Elicit, ElicitUrl, Host, Roots, Sample
+from wirecall.mcp.client.changes import Change, Changes, Follower, Kind, Progress
+from wirecall.mcp.client.conversation import Conversation, Extra, Settings
 from wirecall.mcp.client.links import McpLink
 from wirecall.mcp.client.results import Called, Completion, Prompt, Prompted, Resource, Template, Tool
 from wirecall.mcp.types import LEVELS, Embedded, Level
@@ -32,9 +28,9 @@ class ToolOptions(CallOptions, total=False):
 class McpClient(Client):
     """A client of MCP. `revision`, `server`, `capabilities` and `instructions` describe the server."""
 
-    def __init__(self, conversation: Conversation, options: Options) -> None:
-        super().__init__(options.wrap(conversation.link), conversation, options)
-        self._conversation = conversation
+    def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
+        self._conversation = Conversation(link, settings, options)
+        super().__init__(options.wrap(link), self._conversation, options)
 
     @property
     def revision(self) -> str | None:
@@ -222,38 +218,148 @@ class McpBatch(McpCollected, Batch):
     """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
 
 
-# --- connecting ------------------------------------------------------------------------------------------------------
+# --- without an event loop --------------------------------------------------------------------------------------------
 
 
-def mcp_client(
-    link: McpLink,
-    options: Options,
-    *,
-    sample: Sample | None = None,
-    elicit: Elicit | None = None,
-    elicit_url: ElicitUrl | None = None,
-    roots: Roots | None = None,
-    on_log: Callable[[Log], object] | None = None,
-    on_change: Callable[[Change], object] | None = None,
-    revision: str | None = None,
-    trust: Trust = False,
-    confirm: Confirm | None = None,
-    confirm_unknown: bool = False,
-    identity: Mapping[str, Any] | None = None,
-) -> McpClient:
-    """Return a client on a link. `connect` explains the options."""
-    import wirecall  # late: it imports this
+class SyncMcpClient(SyncClient):
+    """An `McpClient` whose methods block."""
 
-    conversation = Conversation(
-        link,
-        options,
-        Host(sample=sample, elicit=elicit, elicit_url=elicit_url, roots=roots),
-        identity=identity or {"name": "wirecall", "version": wirecall.__version__},
-        revision=revision,
-        trust=trust,
-        confirm=confirm,
-        confirm_unknown=confirm_unknown,
-        on_log=on_log,
-        on_change=on_change,
-    )
-    return McpClient(conversation, options)
+    def __init__(self, client: McpClient) -> None:
+        super().__init__(client)
+        self._mcp = client
+
+    @property
+    def server(self) -> JsonObject:
+        """What the server says it is: its name, its version."""
+        return self._mcp.server
+
+    @property
+    def capabilities(self) -> JsonObject:
+        """What the server says it can do."""
+        return self._mcp.capabilities
+
+    @property
+    def instructions(self) -> str | None:
+        """What the server says to a model that uses it."""
+        return self._mcp.instructions
+
+    @property
+    def honours_keys(self) -> bool:
+        """Whether the server says that of the calls of a tool with one idempotency key, one runs."""
+        return self._mcp.honours_keys
+
+    def list_tools(self, *, order: Literal["safest"] | None = None, timeout: float | None = None) -> list[Tool]:
+        """Return all tools, as `McpClient.list_tools` does."""
+        return self._loop.run(self._mcp.list_tools(order=order, timeout=timeout))
+
+    @overload
+    def call_tool(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: type[T], **options: Unpack[ToolOptions]
+    ) -> T: ...
+    @overload
+    def call_tool(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
+    ) -> Called: ...
+    def call_tool(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: Any = None,
+        check: bool = True,
+        timeout: float | None = None,
+        key: str | bool | None = None,
+        query: bool | None = None,
+        progress: Progress | None = None,
+    ) -> Any:
+        """Call a tool, as `McpClient.call_tool` does. `progress` is called in the client's own thread."""
+        return self._loop.run(
+            self._mcp.call_tool(
+                name, arguments, type=type, check=check, timeout=timeout, key=key, query=query, progress=progress
+            )
+        )
+
+    def batch(self) -> "SyncMcpBatch":
+        """Return a block of calls that leave together: `with client.batch() as b: one = b.call_tool(...)`."""
+        return SyncMcpBatch(self._mcp, self._loop)
+
+    def list_prompts(self, *, timeout: float | None = None) -> list[Prompt]:
+        """Return all prompts."""
+        return self._loop.run(self._mcp.list_prompts(timeout=timeout))
+
+    def list_resources(self, *, timeout: float | None = None) -> list[Resource]:
+        """Return all resources."""
+        return self._loop.run(self._mcp.list_resources(timeout=timeout))
+
+    def list_resource_templates(self, *, timeout: float | None = None) -> list[Template]:
+        """Return all templates of resources."""
+        return self._loop.run(self._mcp.list_resource_templates(timeout=timeout))
+
+    def read_resource(self, uri: str, *, timeout: float | None = None) -> list[Embedded]:
+        """Return the contents of a resource."""
+        return self._loop.run(self._mcp.read_resource(uri, timeout=timeout))
+
+    def get_prompt(self, name: str, arguments: Mapping[str, str] | None = None, *, timeout: float | None = None) -> Prompted:
+        """Return the messages of a prompt."""
+        return self._loop.run(self._mcp.get_prompt(name, arguments, timeout=timeout))
+
+    def complete(
+        self, of: str, argument: str, value: str, *, context: Mapping[str, str] | None = None, timeout: float | None = None
+    ) -> Completion:
+        """Return what an argument may be, as `McpClient.complete` does."""
+        return self._loop.run(self._mcp.complete(of, argument, value, context=context, timeout=timeout))
+
+    def ping(self, *, timeout: float | None = None) -> None:
+        """Hear from the server."""
+        self._loop.run(self._mcp.ping(timeout=timeout))
+
+    def set_log_level(self, level: Level) -> None:
+        """Ask for log messages from this level upwards; `on_log` gets them, in the client's own thread."""
+        self._loop.run(self._mcp.set_log_level(level))
+
+    def listen(
+        self, *, tools: bool = False, prompts: bool = False, resources: bool = False, uris: Iterable[str] = ()
+    ) -> "SyncChanges":
+        """Hear of changes, as `McpClient.listen` does: `with client.listen(tools=True) as changes`."""
+        changes = self._mcp.listen(tools=tools, prompts=prompts, resources=resources, uris=uris)
+        return SyncChanges(changes, self._loop)
+
+    def subscribe(self, uri: str) -> None:
+        """Tell `on_change` of changes of this resource from now on."""
+        self._loop.run(self._mcp.subscribe(uri))
+
+    def unsubscribe(self, uri: str) -> None:
+        """End what `subscribe` began."""
+        self._loop.run(self._mcp.unsubscribe(uri))
+
+
+class SyncMcpBatch(McpCollected, SyncBatch):
+    """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
+
+    def __init__(self, client: McpClient, loop: Loop) -> None:
+        SyncBatch.__init__(self, client, loop)
+        self._mcp = client
+
+
+class SyncChanges:
+    """The changes that a program listens to, one after another."""
+
+    def __init__(self, changes: Changes, loop: Loop) -> None:
+        self._changes = changes
+        self._loop = loop
+
+    def __enter__(self) -> "SyncChanges":
+        self._loop.run(self._changes.__aenter__())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run(self._changes.__aexit__())
+
+    def __iter__(self) -> Iterator[Change]:
+        return self
+
+    def __next__(self) -> Change:
+        try:
+            return self._loop.run(self._changes.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None

@@ -28,8 +28,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from wirecall.client.client import decoded, mint_key
-from wirecall.client.delivery import LEAST, Delivery, Options, asked_pause, may_help, timed_out
+from wirecall.client.delivery import LEAST, Dialect, Options, asked_pause, may_help, mint_key, timed_out
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange
 from wirecall.errors import (
     BadAnswer,
@@ -109,27 +108,29 @@ _kind_of = msgspec.json.Decoder(_Kind).decode
 _asked_in = msgspec.json.Decoder(_Asked).decode
 
 
-class Conversation:
+class Settings(Host, frozen=True, kw_only=True):
+    """The options of a client of MCP, with the handlers of its host; `connect` explains each of them."""
+
+    revision: str | None = None
+    trust: Trust = False
+    confirm: Confirm | None = None
+    confirm_unknown: bool = False
+    on_log: Callable[[Log], object] | None = None
+    on_change: Callable[[Change], object] | None = None
+    identity: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.revision is not None and self.revision not in REVISIONS:
+            known = ", ".join(REVISIONS)
+            raise UsageError(f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}")
+
+
+class Conversation(Dialect):
     """The client's side of one conversation."""
 
-    delivery: Delivery
+    def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
+        import wirecall  # late: it imports this
 
-    def __init__(
-        self,
-        link: McpLink,
-        options: Options,
-        host: Host,
-        *,
-        identity: Mapping[str, Any],
-        revision: str | None = None,
-        trust: Trust = False,
-        confirm: Confirm | None = None,
-        confirm_unknown: bool = False,
-        on_log: Callable[[Log], object] | None = None,
-        on_change: Callable[[Change], object] | None = None,
-    ) -> None:
-        if revision is not None and revision not in REVISIONS:
-            raise UsageError(f"revision={revision!r} is not known.", "MCP has five", f"use one of {', '.join(REVISIONS)}")
         self.link = link
         self.revision: Revision | None = None  # None: nothing is agreed yet
         self.has_rounds = False
@@ -139,17 +140,13 @@ class Conversation:
         self.instructions: str | None = None
         self.lists = Lists(self.ask, options.clock.time)
         self._options = options
-        self._host = host
-        self._me = Raw(encode(dict(identity)))
-        self._pinned = None if revision is None else REVISIONS[revision]
-        self._trust = trust
-        self._confirm = confirm
-        self._confirm_unknown = confirm_unknown
-        self._on_change = on_change
+        self._settings = settings
+        self._me = Raw(encode(dict(settings.identity or {"name": "wirecall", "version": wirecall.__version__})))
+        self._pinned = None if settings.revision is None else REVISIONS[settings.revision]
         self._has_tried_arrays = False
         self._level: str | None = None
         self._seal({})
-        self._inbox = Inbox(host, lambda message: self.link.send(message), on_log, self._changed)
+        self._inbox = Inbox(settings, lambda message: self.link.send(message), settings.on_log, self._changed)
         self._inbox.acknowledged = self._acknowledged
         self._inbox.cancelled = self._cancelled
         self._listening = Listening(self.tell, self._listen, options.timeout, options.clock)
@@ -188,7 +185,7 @@ class Conversation:
             self.delivery.link = self._options.wrap(older)
             agreed = await self._handshake().initialize(self._pinned or HANDSHAKE[-1])
         await self._adopt(agreed)
-        if self._on_change is not None and self.is_stateless:
+        if self._settings.on_change is not None and self.is_stateless:
             await self.listen_to(())
 
     async def end(self) -> None:
@@ -200,14 +197,14 @@ class Conversation:
         return Handshake(self._request, self._describe, self._offer, pinned=self._pinned, may_be_silent=is_pipe)
 
     def _offer(self, revision: Revision) -> JsonObject:
-        capabilities = self._host.capabilities(revision)
+        capabilities = self._settings.capabilities(revision)
         return {"protocolVersion": revision.name, "capabilities": capabilities, "clientInfo": self._me}
 
     def _describe(self, revision: Revision) -> JsonObject:
         """Return the envelope of 2026-07-28."""
         told = {
             f"{PREFIX}protocolVersion": revision.name,
-            f"{PREFIX}clientCapabilities": Raw(encode(self._host.capabilities(revision))),
+            f"{PREFIX}clientCapabilities": Raw(encode(self._settings.capabilities(revision))),
             f"{PREFIX}clientInfo": self._me,
         }
         return told if self._level is None else {**told, f"{PREFIX}logLevel": self._level}
@@ -328,18 +325,21 @@ class Conversation:
             return
         params = entry.params or {}
         name, arguments = str(params.get("name")), params.get("arguments")
-        tool = await self.lists.tool(name, entry.timeout) if self._trust or self._confirm else None
+        confirm = self._settings.confirm
+        tool = await self.lists.tool(name, entry.timeout) if self._settings.trust or confirm else None
         if name in self.lists.left_out:
             raise NotSent(f"the tool {name!r} cannot be called over HTTP: its x-mcp-header are against the rules")
         is_trusted = tool is not None and self.trusts(tool)
         # 1. Confirmation: the word of a server that is not trusted counts against a tool, and never for it.
-        if self._confirm is not None:
+        if confirm is not None:
             if tool is not None and is_trusted:
                 is_asked = tool.destructive
             else:
-                is_asked = self._confirm_unknown or (tool is not None and tool.annotations is not None and tool.destructive)
+                is_asked = self._settings.confirm_unknown or (
+                    tool is not None and tool.annotations is not None and tool.destructive
+                )
             if is_asked:
-                agreed = self._confirm(tool or Tool(name), arguments or {})
+                agreed = confirm(tool or Tool(name), arguments or {})
                 if inspect.isawaitable(agreed):
                     agreed = await agreed
                 if not agreed:
@@ -356,10 +356,11 @@ class Conversation:
         entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
 
     def trusts(self, tool: Tool) -> bool:
-        return bool(self._trust(tool)) if callable(self._trust) else self._trust
+        trust = self._settings.trust
+        return bool(trust(tool)) if callable(trust) else trust
 
     async def only_reads(self, entry: AnyEntry) -> bool:
-        if entry.key is None or entry.query is True:
+        if await super().only_reads(entry):
             return True
         # Every call of a tool has a key here. Its annotations tell, trusted or not: a false one only lets it repeat less.
         with suppress(WirecallError):
@@ -399,7 +400,7 @@ class Conversation:
                 raise BadAnswer(f"{entry.method}: the result cannot be read: {error}") from None
             if extra.asked is not None:
                 return None  # the result is still to come
-        return decoded(entry) if extra.read is None else extra.read(entry)
+        return super().read(entry) if extra.read is None else extra.read(entry)
 
     async def goes_on(self, entry: AnyEntry) -> bool:
         extra: Extra = entry.extra
@@ -415,7 +416,7 @@ class Conversation:
             asked = extra.asked
             try:
                 answers = {
-                    name: await self._host.answer(one.method, one.params) for name, one in asked.input_requests.items()
+                    name: await self._settings.answer(one.method, one.params) for name, one in asked.input_requests.items()
                 }
             except RpcError as refusal:
                 entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {refusal}"))
@@ -430,7 +431,7 @@ class Conversation:
         if isinstance(error, HeaderMismatch):
             if entry.method != "tools/call" or not self.lists.has_headers:
                 return False
-            self.lists.forget(Change("tools"))
+            self.lists.forget("tools")
             with suppress(WirecallError):
                 await self.lists.read(Tool)
                 return True
@@ -466,17 +467,17 @@ class Conversation:
 
     def subscribed(self) -> set[str]:
         """Return the resources whose changes `on_change` gets."""
-        if self._on_change is None:
+        if self._settings.on_change is None:
             raise UsageError(
                 "There is no callback for changes.", fix="connect(..., on_change=...), or use client.listen(uris=...)"
             )
         return set(self._subscribed.uris) if self._subscribed else set()
 
     def _changed(self, change: Change, subscription: Any) -> None:
-        self.lists.forget(change)
+        self.lists.forget(change.kind)
         self._listening.tell(change, subscription)
-        if self._on_change is not None:
-            self._inbox.tell(self._on_change, change)
+        if self._settings.on_change is not None:
+            self._inbox.tell(self._settings.on_change, change)
 
     def _acknowledged(self, id: Any, honoured: JsonObject) -> None:
         self.lists.forget()

@@ -26,8 +26,8 @@ from typing import Any, Protocol, TypeAlias, cast
 from urllib.parse import urljoin, urlsplit
 
 from wirecall.client.delivery import DOUBLINGS, Clock
-from wirecall.client.exchange import AnyEntry, Exchange
-from wirecall.client.links import REPLAYED, LineLink, Link, Pipe, refuse_by_status, replayed_ids, status_error
+from wirecall.client.exchange import AnyEntry, Exchange, Link
+from wirecall.client.links import REPLAYED, LineLink, Pipe, refuse_by_status, replayed_ids, status_error
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidRequest, NotSent, WirecallError
 from wirecall.logs import logger
 from wirecall.mcp.headers import VERSION, Marks, named, repeated

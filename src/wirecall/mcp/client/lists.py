@@ -16,7 +16,6 @@ from msgspec import Raw, Struct
 
 from wirecall.errors import BadAnswer, InvalidParams, RpcError
 from wirecall.logs import logger
-from wirecall.mcp.client.changes import Change
 from wirecall.mcp.client.results import Prompt, Resource, Template, Tool, read_entries
 from wirecall.mcp.headers import Marks, fault_of, marked
 from wirecall.protocol.messages import UNREADABLE, JsonObject
@@ -94,9 +93,9 @@ class Lists:
             await self.read(Tool, timeout)
         return self._tools.get(name)
 
-    def forget(self, change: Change | None = None) -> None:
+    def forget(self, changed: str | None = None) -> None:
         """Forget what has changed; None: all may have."""
-        for kind in _LISTS if change is None else _CHANGED[change.kind]:
+        for kind in _LISTS if changed is None else _CHANGED[changed]:
             self._kept.pop(kind, None)
             if kind is Tool:
                 self._known_until = 0.0
