@@ -196,67 +196,69 @@ class Request:
 
     async def body(self) -> bytes:
         """Return the whole body; HttpError 413 if it is too long, 408 if it is late, 400 if it is cut or malformed."""
-        if self._body is None:
-            server, limits = self._server, self._server.limits
-            try:
-                done, body = first_step(self._collect(limits.bytes_in))
-                if not done:
-                    body = await server.waits.within(body, limits.body_time)
-            except TimeoutError:
-                raise HttpError(408, f"the body did not arrive within {limits.body_time:g} s", [CLOSE]) from None
-            except HttpError:
-                # Most clients read the answer after they have sent everything, and a connection that is closed with unread
-                # bytes is reset: they would see an error and no answer. So the rest is taken, for a moment. A client that
-                # has asked first ("Expect: 100-continue") waits for the answer.
-                if b"expect" not in self.headers.first:
-                    with contextlib.suppress(TimeoutError):
-                        await server.waits.within(self._skip(LINGER_BYTES), LINGER_TIME)
-                raise
-            if body is None:
-                # The client left, or sends something else than chunks: granian reports both in the same way. A client that
-                # left does not read the answer.
-                raise HttpError(400, "the body is malformed, or ended too early", [CLOSE])
-            self._body = body
-        return self._body
-
-    async def _collect(self, limit: int) -> bytes | None:
-        """Return the body, or None if it has no end."""
-        fields = self.headers.first
-        # Step 1: the header. A body that is going to be too long, or is encoded, is refused before it is read.
-        if b"content-encoding" in fields:
-            coding = self.headers["content-encoding"]
-            if not {"", "identity"}.issuperset(coding.lower().replace(" ", "").split(",")):
-                message = f"Content-Encoding: expected identity, got {coding[:100]!r}: send the body as it is"
-                raise HttpError(415, message, [("accept-encoding", "identity")])
-        length = fields.get(b"content-length")
-        if length is None:
-            coding = self.headers.get("transfer-encoding") or "chunked"
-            if coding.lower() != "chunked":  # RFC 9112, section 6.1
-                raise HttpError(501, f"Transfer-Encoding: expected chunked, got {coding[:100]!r}", [CLOSE])
-            expected = -1
-        else:
-            if not length.isdigit():
-                raise HttpError(400, "Content-Length is not a number", [CLOSE])
-            if b"transfer-encoding" in fields:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
-                raise HttpError(400, "Content-Length and Transfer-Encoding contradict each other", [CLOSE])
-            expected = int(length) if len(length) <= 18 else limit + 1
-        # Step 2: the pieces, nearly always one. granian says "more" after the last byte; Content-Length knows better.
+        if self._body is not None:
+            return self._body
+        fields, waits, limit = self.headers.first, self._server.waits, self._server.limits.bytes_in
+        patience, until = self._server.limits.body_time, 0.0
         body: bytes | bytearray = b""
-        while True:
-            if max(expected, len(body)) > limit:
-                data = {"type": "limit_exceeded", "limit": "bytes_in", "max": limit}
-                raise HttpError(413, f"the body is longer than {limit} bytes", [CLOSE], data=data)
-            event = await self._receive()
-            if event["type"] != "http.request":
-                return None
-            piece = event.get("body") or b""
-            if body:
-                body = bytearray(body) if type(body) is bytes else body
-                body += piece
+        is_whole = True
+        try:
+            # Step 1: the header. A body that is going to be too long, or is encoded, is refused before it is read.
+            if b"content-encoding" in fields:
+                coding = self.headers["content-encoding"]
+                if not {"", "identity"}.issuperset(coding.lower().replace(" ", "").split(",")):
+                    message = f"Content-Encoding: expected identity, got {coding[:100]!r}: send the body as it is"
+                    raise HttpError(415, message, [("accept-encoding", "identity")])
+            length = fields.get(b"content-length")
+            if length is None:
+                coding = self.headers.get("transfer-encoding") or "chunked"
+                if coding.lower() != "chunked":  # RFC 9112, section 6.1
+                    raise HttpError(501, f"Transfer-Encoding: expected chunked, got {coding[:100]!r}", [CLOSE])
+                expected = -1
             else:
-                body = piece
-            if (not event.get("more_body") or len(body) == expected) and len(body) <= limit:
-                return bytes(body)
+                if not length.isdigit():
+                    raise HttpError(400, "Content-Length is not a number", [CLOSE])
+                if b"transfer-encoding" in fields:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
+                    raise HttpError(400, "Content-Length and Transfer-Encoding contradict each other", [CLOSE])
+                expected = int(length) if len(length) <= 18 else limit + 1
+            # Step 2: the pieces, nearly always one. All of them together have the time of the body.
+            while True:
+                if max(expected, len(body)) > limit:
+                    data = {"type": "limit_exceeded", "limit": "bytes_in", "max": limit}
+                    raise HttpError(413, f"the body is longer than {limit} bytes", [CLOSE], data=data)
+                done, event = first_step(self._receive())
+                if not done:
+                    now = asyncio.get_running_loop().time()
+                    until = until or now + patience
+                    event = await waits.within(event, until - now)
+                if event["type"] != "http.request":
+                    is_whole = False
+                    break
+                piece = event.get("body") or b""
+                if body:
+                    body = bytearray(body) if type(body) is bytes else body
+                    body += piece
+                else:
+                    body = piece
+                # granian says "more" after the last byte; Content-Length knows better.
+                if (not event.get("more_body") or len(body) == expected) and len(body) <= limit:
+                    break
+        except TimeoutError:
+            raise HttpError(408, f"the body did not arrive within {patience:g} s", [CLOSE]) from None
+        except HttpError:
+            # Most clients read the answer after they have sent everything, and a connection that is closed with unread
+            # bytes is reset: they would see an error and no answer. So the rest is taken, for a moment. A client that has
+            # asked first ("Expect: 100-continue", RFC 9110, section 10.1.1) waits for the answer.
+            if b"expect" not in fields:
+                with contextlib.suppress(TimeoutError):
+                    await waits.within(self._skip(LINGER_BYTES), LINGER_TIME)
+            raise
+        if not is_whole:
+            # The client left, or sends something else than chunks: granian reports both in the same way. A client that left
+            # does not read the answer.
+            raise HttpError(400, "the body is malformed, or ended too early", [CLOSE])
+        self._body = bytes(body)
+        return self._body
 
     async def _skip(self, most: int) -> None:
         """Take and drop the rest of the body."""
@@ -294,16 +296,16 @@ class Request:
 
     async def respond(self, status: int, body: bytes = b"", media: str = JSON, headers: Pairs = ()) -> None:
         """Send the whole answer. `media` is left out where there is no body."""
-        fields = [(b"content-length", b"%d" % len(body))] if status != 204 else []
+        fields = [(b"content-length", b"%d" % len(body))] if status != 204 else []  # RFC 9110, section 8.6
         if body:
             fields.append((b"content-type", b"application/json" if media == JSON else media.encode("latin-1")))
-        await self._start(status, fields, headers)
-        if len(body) > PIECE:
-            last = (len(body) - 1) // PIECE * PIECE
-            for start in range(0, last, PIECE):
-                await self._put(body[start : start + PIECE], True)
-            body = body[last:]
-        await self._put(body, False)
+        for name, value in headers:
+            fields.append((name.lower().encode("latin-1"), value.encode("latin-1")))
+        self.started = True
+        await self._tell({"type": "http.response.start", "status": status, "headers": fields})
+        for start in range(0, len(body) or 1, PIECE):
+            piece, more = body[start : start + PIECE], start + PIECE < len(body)
+            await self._tell({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def refuse(self, error: HttpError) -> None:
         """Answer with a JSON-RPC error without an id. An answer that has begun is cut by the server instead."""
@@ -322,35 +324,41 @@ class Request:
     async def open_stream(self, headers: Pairs = ()) -> None:
         """Begin a stream of server-sent events; HttpError 503 if too many are open."""
         self._server.enter_stream(self)
-        await self._start(200, list(_STREAM_FIELDS), headers)
+        fields = [*_STREAM_FIELDS, *((name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers)]
+        self.started = True
+        await self._tell({"type": "http.response.start", "status": 200, "headers": fields})
 
     async def write(self, chunk: bytes) -> None:
         """Send bytes of the open stream; Gone if the client has left or does not read."""
-        if not self._watched and self._has_left():
-            raise Gone("the client has left")
+        # Step 1: look for a disconnect without waiting, since servers do not report a write to a client that has left.
+        # ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is
+        # kept, and looked at again with the next chunk. Of anything else one step tells: a coroutine (uvicorn), or an
+        # object that holds its event already (granian, after the client has left).
+        if not self._watched:
+            coming = self._coming or self._receive()
+            if asyncio.isfuture(coming):
+                there, self._coming = (False, None) if coming.done() else (True, coming)
+                event: Event = {} if there else coming.result()
+            else:
+                done, event = first_step(coming)
+                there = not done
+                if there and type(coming) is CoroutineType:
+                    coming.close()
+            if not there and event["type"] == "http.disconnect":
+                raise Gone("the client has left")
+        # Step 2: a server drops the bytes for a client that has left, and so never waits. The loop needs a turn to notice.
         self._unbroken += len(chunk)
         if self._unbroken > PIECE:
-            # A server drops the bytes for a client that has left, and so never waits. The loop needs a turn to notice.
             self._unbroken = 0
             await asyncio.sleep(0)
-        await self._put(chunk, True)
+        await self._tell({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def close_stream(self) -> None:
         """End the open stream."""
-        await self._put(b"", False)
-
-    # These two are plain functions that return something to await: one coroutine less for every answer.
-
-    def _start(self, status: int, fields: list[tuple[bytes, bytes]], headers: Pairs) -> Awaitable[None]:
-        if headers:
-            fields += [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        self.started = True
-        return self._tell({"type": "http.response.start", "status": status, "headers": fields})
-
-    def _put(self, body: bytes, more: bool) -> Awaitable[None]:
-        return self._tell({"type": "http.response.body", "body": body, "more_body": more})
+        await self._tell({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _tell(self, message: Event) -> None:
+        """Send an event to the server; Gone if the client has left or does not read."""
         try:
             done, sending = first_step(self._send(message))
             if not done:
@@ -359,28 +367,6 @@ class Request:
             raise Gone(f"the client did not read for {self._server.limits.write_time:g} s") from None
         except OSError as error:  # ASGI 2.4: sending to a client that left
             raise Gone("the client has left") from error
-
-    def _has_left(self) -> bool:
-        """Look for a disconnect without waiting: servers do not report a write to a client that has left.
-
-        ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is kept,
-        and looked at again with the next chunk. Of anything else one step tells: a coroutine (uvicorn), or an object that
-        holds its event already (granian, after the client has left).
-        """
-        coming = self._coming or self._receive()
-        if asyncio.isfuture(coming):
-            self._coming = coming
-            if not coming.done():
-                return False
-            self._coming = None
-            event: Event = coming.result()
-        else:
-            done, event = first_step(coming)
-            if not done:
-                if type(coming) is CoroutineType:
-                    coming.close()
-                return False
-        return bool(event["type"] == "http.disconnect")
 
     def release(self) -> None:
         """Cancel the event that is awaited: the request is over."""

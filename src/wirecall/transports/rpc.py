@@ -49,8 +49,7 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
         keys = request.headers.all(KEY_HEADER)
         if len(keys) > 1:
             raise HttpError(400, "more than one Idempotency-Key header")
-        is_array = frames.opens_array(body)
-        if keys and is_array:
+        if keys and frames.opens_array(body):
             misplaced = InvalidParams("Idempotency-Key is for a single call: use params.idempotency_key")
             await request.respond(200, frames.encode(frames.failure(None, misplaced)))
             return
@@ -61,10 +60,10 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
             return
         headers: Pairs = ()
         if replayed:
-            ids = "[" + ",".join(frames.encode(id).decode() for id in replayed) + "]" if is_array else "true"
+            told = frames.encode(replayed).decode() if frames.opens_array(body) else "true"
             # A header carries ASCII alone: other characters are escaped as JSON does it.
-            ids = re.sub("[^ -~]", lambda sign: re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be").hex()), ids)
-            headers = [(REPLAYED_HEADER, ids)]
+            told = re.sub("[^ -~]", lambda sign: re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be").hex()), told)
+            headers = [(REPLAYED_HEADER, told)]
         await request.respond(200, answer, headers=headers)
 
     return rpc
