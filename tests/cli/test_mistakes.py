@@ -400,17 +400,17 @@ def test_who_leaves_a_question_unanswered_says_no() -> None:
 TELLING = """
 import sys
 from contextlib import contextmanager
-from wirecall.cli import connecting, main
+from wirecall.cli import input, main
 
-def telling(wait):
-    @contextmanager
-    def told():
-        with wait():
-            print("reading", file=sys.stderr, flush=True)
-            yield
-    return told
+reading = input.reading
 
-connecting.reading, connecting.idle = telling(connecting.reading), telling(connecting.idle)
+@contextmanager
+def telling(**how):
+    with reading(**how):
+        print("reading", file=sys.stderr, flush=True)
+        yield
+
+input.reading = telling
 main(sys.argv[1:])
 """
 

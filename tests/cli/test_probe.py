@@ -11,8 +11,8 @@ import pytest
 from tests.cli import SHOP, invoke, wirecall
 from tests.client.peers import served
 from wirecall import App
+from wirecall.cli.probe import COST, NOISE, ROOM, LineWire
 from wirecall.cli.targets import parse
-from wirecall.cli.wires import COST, NOISE, ROOM, LineWire
 
 REVISIONS = ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25", "2026-07-28"]
 
@@ -282,7 +282,7 @@ async def test_what_a_server_says_without_end_is_not_kept_without_end(line: str)
             self.flood()
 
     pipe: Any = Flood()
-    wire = LineWire(lambda: pipe)
+    wire = LineWire(pipe)
     await wire.open()
     reply = await wire.send({"jsonrpc": "2.0", "id": 1, "method": "x"}, {}, 0.05)
     assert reply.is_silent

@@ -1,8 +1,9 @@
 """The `wirecall` command: one module per verb, imported when it is used, so that `--help` answers at once.
 
-A verb is a row of `VERBS` and a module `wirecall.cli.<verb>` with a click command called `command`. It prints through
-`Printer`, raises `CliError` (or lets errors of wirecall pass), and returns its exit code, or None for 0. All errors end in
-`Verbs.main`, which prints them in three lines or, with `--json`, as the one document.
+A verb is a row of `VERBS` and a module `wirecall.cli.<verb>` with a click command called `command`; verbs that share a
+module are in `_SHARED`, and their click commands are called `<verb>_command`. A verb prints through `Printer`, raises
+`CliError` (or lets errors of wirecall pass), and returns its exit code, or None for 0. All errors end in `Verbs.main`, which
+prints them in three lines or, with `--json`, as the one document.
 """
 
 import io
@@ -37,8 +38,8 @@ VERBS = {
     "completion": "Print the completion script of a shell.",
 }
 
-# A module becomes a name in its package, which is this file, where `list` must stay Python's own.
-_MODULES = {"list": "listing"}
+# No module is called `list`: it would become a name in this file, where `list` must stay Python's own.
+_SHARED = {"list": "listing", "show": "listing", "dev": "serve"}
 
 
 class Verbs(click.Group):
@@ -48,9 +49,10 @@ class Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            return None
-        command: click.Command = import_module(f"wirecall.cli.{_MODULES.get(cmd_name, cmd_name)}").command
+        if cmd_name not in VERBS or cmd_name in self.commands:
+            return self.commands.get(cmd_name)
+        module = import_module(f"wirecall.cli.{_SHARED.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, f"{cmd_name}_command" if cmd_name in _SHARED else "command")
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
@@ -106,3 +108,21 @@ class Verbs(click.Group):
 @click.version_option(__version__, message="wirecall %(version)s")
 def main() -> None:
     """Entry point of the console script."""
+
+
+@main.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> None:
+    """Print the completion script of a shell, to be evaluated in its start file.
+
+    \b
+    eval "$(wirecall completion bash)"     in ~/.bashrc
+    eval "$(wirecall completion zsh)"      in ~/.zshrc, behind compinit
+    wirecall completion fish | source      in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import ShellComplete, get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    # Not `kind.source`: bash's starts a shell to ask for its version.
+    click.echo(ShellComplete.source(kind(click.Command("wirecall"), {}, "wirecall", "_WIRECALL_COMPLETE")))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wirecall.cli.failures import CliError, Exit, nearest
-from wirecall.cli.output import stdin
+from wirecall.cli.input import stdin
 from wirecall.protocol.messages import JsonObject, decode_value, encode
 
 Schema = JsonObject

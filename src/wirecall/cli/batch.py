@@ -20,11 +20,10 @@ import click
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from wirecall.cli.call import result_of
-from wirecall.cli.connecting import Way, opened, run, way_options
+from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
-from wirecall.cli.lines import InputLines, Numbered
-from wirecall.cli.output import Input, Printer, count_of, json_option, print_lines, progress
+from wirecall.cli.input import Input, InputLines, Numbered, run
+from wirecall.cli.output import Printer, count_of, json_option, print_lines, progress, result_of
 from wirecall.cli.settings import app_of, ledger_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import UsageError

@@ -4,13 +4,14 @@ import time
 from typing import Any
 
 import click
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
 from wirecall.cli.arguments import arguments
-from wirecall.cli.connecting import Way, opened, reading, run, way_options
+from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
+from wirecall.cli.input import reading, run
 from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of
-from wirecall.cli.output import Printer, ask, json_option, pretty
+from wirecall.cli.output import Printer, ask, json_option, readable, result_of
 from wirecall.cli.settings import app_of, ledger_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.client.delivery import mint_key
@@ -131,30 +132,6 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
 
 
 # --- the outcome ----------------------------------------------------------------------------------------------------
-
-
-def result_of(value: Any) -> Any:
-    """Return a result as JSON. For a tool: its structured content, else its text, else its content blocks."""
-    if not hasattr(value, "structured"):
-        return value
-    if value.structured is not UNSET:
-        only = isinstance(value.structured, dict) and list(value.structured) == ["result"]
-        return value.structured["result"] if only else value.structured  # before 2026-07-28 it must be an object
-    kinds = {type(item).__name__ for item in value.content}
-    return value.text if kinds <= {"Text"} else [item.on_wire() for item in value.content]
-
-
-def readable(value: Any) -> str:
-    """Return a result for people, without binary data."""
-    if not hasattr(value, "structured") or value.structured is not UNSET:
-        return pretty(result_of(value))
-    lines = []
-    for item in value.content:
-        if hasattr(item, "mime_type") and isinstance(getattr(item, "data", None), bytes):
-            lines.append(f"[{item.mime_type}, {len(item.data)} bytes]")
-        else:
-            lines.append(item.text if getattr(item, "text", None) is not None else pretty(item.on_wire()))
-    return "\n".join(lines)
 
 
 def _failed(entry: Any, offer: Offer, wanted: Wanted, target: Target) -> CliError:

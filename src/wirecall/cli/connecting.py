@@ -7,21 +7,19 @@ protocol: the ledger keeps `charge` and `tools/call:charge` apart.
 
 import asyncio
 import logging
-import os
 import re
-import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, redirect_stdout
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, redirect_stdout
 from functools import wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import click
 from msgspec import Struct
 
 from wirecall.app import App
-from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
+from wirecall.cli.failures import CliError, Exit, failure_of
 from wirecall.cli.targets import Target
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.logs import logger
@@ -31,7 +29,6 @@ _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 GRACE = 10.0  # seconds for the calls in flight of an app in this process when the verb ends
 HURRY = 1.0  # the same after Ctrl-C
 
-T = TypeVar("T")
 Protocol = Literal["jsonrpc", "mcp"]
 
 
@@ -41,72 +38,6 @@ def duration(text: str | float) -> float:
     if match is None or float(match[1]) == 0:
         raise CliError(f"{text!r} is not a time.", "it must be above 0, with or without a unit", "30s, 500ms, 2m, 24h")
     return float(match[1]) * _UNITS[match[2]]
-
-
-# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
-
-
-class _Now:
-    """The state of the command when Ctrl-C arrives."""
-
-    reading = False
-    idle = False
-    asked = False  # Ctrl-C was pressed before
-
-
-@contextmanager
-def reading() -> Iterator[None]:
-    """Let Ctrl-C end the block at once. For a read that may take long and blocks the event loop."""
-    _Now.reading = True
-    try:
-        if _Now.asked:  # the loop has not cancelled this task yet
-            raise asyncio.CancelledError
-        yield
-    finally:
-        _Now.reading = False
-
-
-@contextmanager
-def idle() -> Iterator[None]:
-    """Mark a wait for the user's input, where no call is in flight that Ctrl-C could cancel."""
-    _Now.idle = True
-    try:
-        yield
-    finally:
-        _Now.idle = False
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine. Ctrl-C cancels it, so that calls in flight are cancelled at their server too."""
-    from wirecall.transports.child import kill_all
-
-    _Now.asked = False
-
-    async def guarded() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def interrupt(*_: object) -> None:
-            if _Now.asked:
-                kill_all()  # the server processes that this command started
-                os._exit(Exit.INTERRUPTED)
-            _Now.asked = True
-            if _Now.reading:
-                print(file=sys.stderr, flush=True)  # behind the ^C that a terminal shows
-                raise asyncio.CancelledError
-            print("" if _Now.idle else "\nCancelling; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
-            loop.call_soon_threadsafe(task.cancel)
-
-        before = signal.signal(signal.SIGINT, interrupt)
-        try:
-            return await work
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    try:
-        return asyncio.run(guarded())
-    except asyncio.CancelledError:
-        raise Interrupted from None
 
 
 # --- the options ----------------------------------------------------------------------------------------------------
@@ -160,21 +91,13 @@ def way_options(function: Callable[..., object]) -> Callable[..., object]:
 # --- the client -----------------------------------------------------------------------------------------------------
 
 
-def address(target: Target, protocol: Protocol) -> str:
-    """Return the URL of an endpoint. An address without a path is a wirecall server."""
-    parts = urlsplit(target.text)
-    if parts.path or not parts.netloc:
-        return target.text
-    return parts._replace(path="/mcp" if protocol == "mcp" else "/rpc").geturl()
-
-
 @asynccontextmanager
 async def opened(target: Target, way: Way, *, app: App | None = None) -> AsyncIterator[Any]:
     """Open a client of the target. `app` is the target's app, if the verb has loaded it already."""
     from wirecall.client.connect import connect
 
     protocol = way.protocol_to(target)
-    where: Any = address(target, protocol) if target.kind == "url" else list(target.command)
+    where: Any = target.address("/mcp" if protocol == "mcp" else "/rpc") if target.kind == "url" else list(target.command)
     if target.kind == "file":
         where = app or target.app()
     more: Any = {"revision": way.revision} if protocol == "mcp" else {}

@@ -17,8 +17,8 @@ from typing import Literal
 import click
 from msgspec import Struct
 
-from wirecall.cli.connecting import run
 from wirecall.cli.failures import Exit, failure_of
+from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option
 from wirecall.cli.settings import DRIVERS, configured_ledger, opened_ledger, shown
 from wirecall.config import Config, ConfigError, check_config

@@ -139,11 +139,11 @@ def command(
     """
     out, program = Printer(as_json), CLIENTS[client]
 
-    # 1. The server and its name. An address without a path is a wirecall server.
+    # 1. The server and its name.
     if target is None and not (undo and name and not only_print):
         raise CliError("Which server?", "no target was given", "name a file, an address, or -- a command")
-    if target is not None and target.kind == "url" and "/" not in target.text.partition("://")[2].rstrip("/"):
-        target = Target("url", f"{target.text.rstrip('/')}/mcp")
+    if target is not None and target.kind == "url":
+        target = Target("url", target.address("/mcp", keep_root=False))
     if target is not None and not name:
         if target.kind == "file":
             name = target.app().name  # an app that cannot be served fails here, not in the client

@@ -13,8 +13,8 @@ from typing import TypeVar
 import click
 import msgspec
 
-from wirecall.cli.connecting import run
 from wirecall.cli.failures import CliError, Interrupted, nearest
+from wirecall.cli.input import run
 from wirecall.cli.output import Printer, ask, count_of, json_option, progress
 from wirecall.cli.settings import Found, found, opened_ledger
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State

@@ -1,12 +1,15 @@
-"""`wirecall list`: the methods, tools, resources and prompts of a server."""
+"""`wirecall list` and `wirecall show`: the methods, tools, resources and prompts of a server, all of them or one."""
 
 import click
 
-from wirecall.cli.connecting import Way, opened, run, way_options
+from wirecall.cli.arguments import described, example, words
+from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.failures import CliError, Exit
-from wirecall.cli.offers import Offer, of_app, offers_of
+from wirecall.cli.input import run
+from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of
 from wirecall.cli.output import Printer, json_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.logs import escaped
 
 KINDS = ("query", "command", "method", "tool", "resource", "template", "prompt")
 
@@ -17,7 +20,7 @@ KINDS = ("query", "command", "method", "tool", "resource", "template", "prompt")
 @click.option("--filter", "text", help="Only entries with this text in their name or description.")
 @way_options
 @json_option
-def command(target: Target, kind: str | None, text: str | None, way: Way, as_json: bool) -> None:
+def list_command(target: Target, kind: str | None, text: str | None, way: Way, as_json: bool) -> None:
     """List the methods and tools, resources and prompts of TARGET.
 
     The server states the marks itself: read-only, destructive, keyed (takes an idempotency key), open-world (reaches
@@ -40,6 +43,34 @@ def command(target: Target, kind: str | None, text: str | None, way: Way, as_jso
     out.result(offers, lambda: out.table(["KIND", "NAME", "HINTS", "SUMMARY"], rows))
     if not offers and not as_json:
         out.note(f"None of {len(everything)} entries matches." if everything else "The server offers nothing.")
+
+
+@click.command("show", cls=TargetCommand)
+@target_argument
+@click.argument("name")
+@way_options
+@json_option
+def show_command(target: Target, name: str, way: Way, as_json: bool) -> None:
+    """Show the arguments and the result of NAME of TARGET, and how to call it.
+
+    \b
+    wirecall show shop.py charge
+    """
+    offer = find(run(listed(target, way)), name, target.line("list"))
+    marks = " · ".join(offer.marks)
+    lines = [f"{offer.name}  ({offer.kind}{', ' if marks else ''}{marks})"]
+    lines += [f"  {line}" for text in (offer.title, offer.description) for line in text.strip().splitlines()]
+    if offer.schema is not None:
+        rows = described(offer.schema)
+        widths = [max((len(row[at]) for row in rows), default=0) for at in (0, 1)]
+        lines += ["", "Takes" if rows else "Takes nothing"]
+        lines += [f"  {name.ljust(widths[0])}  {kind.ljust(widths[1])}  {remark}".rstrip() for name, kind, remark in rows]
+    if offer.output is not None:
+        lines += ["", f"Gives {offer.output.get('contentMediaType') or words(offer.output, offer.output)}"]
+    if offer.kind in CALLABLE:
+        key = "--key auto" if offer.hints and offer.hints.keyed else ""
+        lines += ["", target.line("call", offer.name, example(offer.schema or {}), key)]
+    Printer(as_json).result(offer, "\n".join(map(escaped, lines)))
 
 
 async def listed(target: Target, way: Way) -> list[Offer]:

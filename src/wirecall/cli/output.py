@@ -9,9 +9,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, BinaryIO, TextIO
+from typing import IO, Any, TextIO
 
 import click
+import msgspec
+from msgspec import UNSET
 
 from wirecall.logs import escaped, printable
 from wirecall.protocol.messages import encode
@@ -135,9 +137,31 @@ def pretty(value: object) -> str:
     line = encode(value).decode()
     if len(line) <= 100:
         return line
-    import msgspec
-
     return msgspec.json.format(line, indent=2)
+
+
+def result_of(value: Any) -> Any:
+    """Return a result as JSON. For a tool: its structured content, else its text, else its content blocks."""
+    if not hasattr(value, "structured"):
+        return value
+    if value.structured is not UNSET:
+        only = isinstance(value.structured, dict) and list(value.structured) == ["result"]
+        return value.structured["result"] if only else value.structured  # before 2026-07-28 it must be an object
+    kinds = {type(item).__name__ for item in value.content}
+    return value.text if kinds <= {"Text"} else [item.on_wire() for item in value.content]
+
+
+def readable(value: Any) -> str:
+    """Return a result for people, without binary data."""
+    if not hasattr(value, "structured") or value.structured is not UNSET:
+        return pretty(result_of(value))
+    lines = []
+    for item in value.content:
+        if hasattr(item, "mime_type") and isinstance(getattr(item, "data", None), bytes):
+            lines.append(f"[{item.mime_type}, {len(item.data)} bytes]")
+        else:
+            lines.append(item.text if getattr(item, "text", None) is not None else pretty(item.on_wire()))
+    return "\n".join(lines)
 
 
 def marked(name: str) -> str:
@@ -150,23 +174,6 @@ def marked(name: str) -> str:
     # NO_COLOR (no-color.org): present and not empty turns colour off.
     coloured = is_terminal(sys.stderr) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return click.style(sign, fg=colour) if coloured else sign
-
-
-def stdin() -> BinaryIO:
-    """Return standard input, unless the parent process closed it."""
-    if sys.stdin is None:
-        raise click.UsageError("There is no standard input: it is closed.")
-    return sys.stdin.buffer
-
-
-class Input(click.File):
-    """A file of bytes to read, or `-` for standard input: the `type=` of an argument."""
-
-    def __init__(self) -> None:
-        super().__init__("rb")
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> IO[bytes]:  # type: ignore[override]
-        return stdin() if value == "-" else super().convert(value, param, ctx)
 
 
 def is_terminal(stream: IO[str] | IO[bytes] | None) -> bool:

@@ -1,5 +1,11 @@
-"""`wirecall probe`: the protocols a server speaks, the rules it breaks, and the consequences for its clients."""
+"""`wirecall probe`: the protocols a server speaks, the rules it breaks, and the consequences for its clients.
 
+A `Prober` holds one conversation (`Talk`) per revision and one in plain JSON-RPC, each on a wire of its own. A wire sends a
+message and returns a `Reply`: every JSON document that came for it, in order, and every text that is not JSON. It does not
+judge them; a `Talk` does.
+"""
+
+import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,22 +18,32 @@ import msgspec
 from msgspec import Struct, field
 
 from wirecall import __version__
-from wirecall.cli.connecting import Way, run, way_options
+from wirecall.app import App
+from wirecall.cli.connecting import Way, way_options
 from wirecall.cli.failures import CliError, Exit, nearest
+from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option, progress
 from wirecall.cli.targets import Target, TargetCommand, target_argument
-from wirecall.cli.wires import EVENTS, JSON, RawWire, Reply, answers, ids_of, wire_to
+from wirecall.client.links import MemoryPipe
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, TimedOut
 from wirecall.mcp.headers import VERSION, repeated
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.types import KEYS_CAPABILITY, PREFIX
-from wirecall.protocol.messages import JsonObject
+from wirecall.protocol.messages import JsonObject, encode
+from wirecall.transports.child import Child
+from wirecall.transports.http_client import HttpClient
 
+JSON, EVENTS = "application/json", "text/event-stream"
 SESSION = "mcp-session-id"
+ME = {"name": "wirecall probe", "version": __version__}
+UNKNOWN = "wirecall.probe/unknown"  # a method that no server has
+NO_METHOD, BAD_REQUEST, NO_JSON = -32601, -32600, -32700
 QUICK = 3.0  # seconds for the answer of a server that has answered, or was silent, before
 AGAIN = 1.0  # the same after it was silent in the same conversation
-UNKNOWN = "wirecall.probe/unknown"
-NO_METHOD, BAD_REQUEST, NO_JSON = -32601, -32600, -32700
+SHOWN = 80  # characters of noise that are quoted
+NOISE = 5  # lines of noise that are kept
+ROOM = 16 << 20  # bytes of lines for one message; everything beyond them is dropped
+COST = 200  # bytes that a line takes besides its own
 _BARRED = (401, 403, 407)
 _LISTS = {"tools": "tools/list", "prompts": "prompts/list", "resources": "resources/list"}
 
@@ -61,175 +77,121 @@ class Seen(Struct):
     problems: list[BrokenRule] = []
 
 
-Open = Callable[[str], Awaitable[RawWire]]  # a new wire; the path is for addresses without one
-
-
 class Echo(BadAnswer):
     """The server sends every message back, and answers none."""
 
 
-class Prober:
-    """Asks one server. `open` makes wires; `patience` is the time for the very first answer."""
+# --- wires --------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, open: Open, patience: float, me: Mapping[str, str]) -> None:
-        self._open = open
-        self._patience = patience
-        self._me = dict(me)
-        self._failures: list[tuple[str, CallFailed]] = []
-        self._status: int | None = None  # of HTTP, the last one
-        self._is_there = False  # it has sent something
-        self._is_given_up = False  # it has sent nothing, though it was asked more than once
-        self._has_paths = False  # another endpoint may answer
-        self._said = ""  # its last text on stderr
-        self._first_patience = patience
-        self.seen = Seen()
 
-    async def look(self, revisions: list[Revision], *, plain: bool, advance: Callable[[int], None]) -> Seen:
-        """Find out everything. The newest handshake comes first: every MCP server answers it, which shows its speed."""
-        ordered = sorted(revisions, key=lambda each: each.name, reverse=True)
-        for revision in sorted(ordered, key=lambda each: each.is_stateless):
-            if not self._is_given_up:
-                await self._session("/mcp", revision.name, partial(self._mcp, revision))
-            advance(1)
-        if plain and (self._has_paths or not self._is_given_up):
-            await self._session("/rpc", "JSON-RPC", self._plain)
-            advance(1)
-        seen = self.seen
-        seen.revisions = {name: seen.revisions.get(name, False) for name in REVISIONS if REVISIONS[name] in revisions}
-        if not any(seen.revisions.values()) and not seen.jsonrpc.spoken:
-            if self._failures:
-                raise self._failures[0][1]
-            if not self._is_there:
-                said = f"; its last words: {self._said}" if self._said else ""
-                raise TimedOut(f"nothing came within {self._first_patience:g} s{said}")
-            status = f"; a POST is answered with HTTP {self._status}" if self._status else ""
-            seen.problems.insert(0, BrokenRule(["all"], f"it speaks neither MCP nor JSON-RPC{status}"))
-        seen.problems += [BrokenRule([where], f"it breaks off: {error}") for where, error in self._failures]
-        return seen
+class Reply(Struct):
+    """Everything that came for one message."""
 
-    async def _session(self, path: str, where: str, work: "Callable[[Talk], Awaitable[None]]") -> None:
-        """Hold one conversation. A server that cannot be reached, or refuses this caller, ends the probe."""
-        wire = await self._open(path)
-        self._has_paths = wire.is_http
-        talk = Talk(wire, where, self.seen.problems, self._patience)
+    documents: list[Any] = []
+    noise: list[str] = []
+    status: int | None = None  # of HTTP
+    media: str = ""
+    headers: Mapping[str, str] = {}
+    is_silent: bool = False  # an answer was due and did not come in time
+
+    def answers(self) -> list[JsonObject]:
+        """Return the answers among the documents, which are answers themselves, or arrays of them."""
+        entries = [each for one in self.documents for each in (one if isinstance(one, list) else [one])]
+        return [entry for entry in entries if isinstance(entry, dict) and "method" not in entry]
+
+    def take(self, text: bytes, ids: list[Any]) -> bool:
+        """Add a document, or noise; return whether an answer to one of these ids, or to none at all, is there now."""
         try:
-            await wire.open()
-            await work(talk)
-        except (NotSent, Echo):
-            raise
-        except CallFailed as error:
-            if error.status in _BARRED:
-                raise
-            if talk.is_judged:
-                self._failures.append((where, error))
-        finally:
-            await wire.aclose()
-            self._status = talk.status or self._status
-            self._is_there |= not talk.is_unheard or bool(self.seen.problems)
-            self._said = wire.said
-            self._patience = min(self._patience, max(QUICK, 4 * (talk.first or 0)))
+            self.documents.append(msgspec.json.decode(text))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if len(self.noise) < NOISE:
+                self.noise.append(text[:SHOWN].decode("utf-8", "replace"))
+            return False
+        return any(answer.get("id") in [*ids, None] for answer in Reply(self.documents[-1:]).answers())
 
-    # --- MCP ---------------------------------------------------------------------------------------------------------
 
-    async def _mcp(self, revision: Revision, talk: "Talk") -> None:
-        capabilities = await (self._discovered if revision.is_stateless else self._initialized)(talk, revision)
-        self.seen.revisions[revision.name] = capabilities is not None
-        if capabilities is None:
-            if talk.is_unheard and not self._is_there:
-                await talk.ask(UNKNOWN)
-                self._is_given_up = talk.is_unheard
-            return
-        if not revision.is_stateless:
-            begun = time.perf_counter()
-            answer = await talk.ask("ping")
-            took = (time.perf_counter() - begun) * 1000
-            if talk.must(isinstance(answer.result, dict), "ping is not answered with an empty result"):
-                self.seen.latency_ms = round(min(took, self.seen.latency_ms or took), 2)
-        answer = await talk.ask(UNKNOWN)
-        talk.must(answer.error is not None, "a method that does not exist is not answered with an error")
-        if not self.seen.features:
-            self.seen.features = await self._features(talk, capabilities)
-        if revision.has_arrays:  # 2025-03-26, base protocol: implementations must support receiving batches
-            self.seen.arrays = await talk.array("ping")
-            talk.must(self.seen.arrays, "an array of requests is not answered: 2025-03-26 obliges a server to take it")
+def ids_of(message: object) -> list[Any]:
+    """Return the ids that answers are due for; [None] for bytes that are not JSON."""
+    if isinstance(message, bytes):
+        return [None]
+    entries = message if isinstance(message, list) else [message]
+    owed = [entry["id"] for entry in entries if isinstance(entry, dict) and "id" in entry]
+    return owed or ([None] if message == [] else [])
 
-    async def _initialized(self, talk: "Talk", revision: Revision) -> JsonObject | None:
-        """Open a session; return the capabilities if the server agrees to the revision."""
-        params = {"protocolVersion": revision.name, "capabilities": {}, "clientInfo": self._me}
-        answer = await talk.ask("initialize", params)
-        result = answer.result
-        if not isinstance(result, dict):
-            return None
-        for member, kind in (("protocolVersion", str), ("capabilities", dict), ("serverInfo", dict)):
-            talk.must(isinstance(result.get(member), kind), f"the result of initialize has no {member!r}")
-        self.seen.server = self.seen.server or _dict(result.get("serverInfo"))
-        if result.get("protocolVersion") != revision.name:
-            return None
-        session = {SESSION: answer.reply.headers[SESSION]} if SESSION in answer.reply.headers else {}
-        talk.headers = {**session, **({VERSION: revision.name} if revision.has("http version header") else {})}
-        await talk.tell("notifications/initialized")
-        return _dict(result.get("capabilities"))
 
-    async def _discovered(self, talk: "Talk", revision: Revision) -> JsonObject | None:
-        """Ask without a session; return the capabilities if the server supports the revision."""
-        talk.envelope = {
-            f"{PREFIX}protocolVersion": revision.name,
-            f"{PREFIX}clientCapabilities": {},
-            f"{PREFIX}clientInfo": self._me,
-        }
-        talk.repeats = revision.name
-        result = (await talk.ask("server/discover", {})).result
-        if not isinstance(result, dict) or "supportedVersions" not in result:
-            return None
-        listed = result["supportedVersions"]
-        talk.must(isinstance(listed, list), "the result of server/discover has no list 'supportedVersions'")
-        talk.must("resultType" in result, "a result has no 'resultType'")
-        meta = _dict(result.get("_meta"))
-        self.seen.server = self.seen.server or _dict(meta.get(f"{PREFIX}serverInfo") or result.get("serverInfo"))
-        return _dict(result.get("capabilities")) if isinstance(listed, list) and revision.name in listed else None
+class HttpWire:
+    """POSTs to one address: every message is on its own."""
 
-    async def _features(self, talk: "Talk", capabilities: JsonObject) -> JsonObject:
-        """Return the declared features; for tools, prompts and resources, how many are listed."""
-        found: JsonObject = {name: True for name in capabilities if name != "experimental"}
-        self.seen.keys = KEYS_CAPABILITY in _dict(capabilities.get("experimental"))
-        for name, method in _LISTS.items():
-            if name not in capabilities:
-                continue
-            entries = _dict((await talk.ask(method)).result).get(name)
-            if not talk.must(isinstance(entries, list), f"it declares {name}, and {method} gives no list"):
-                continue
-            found[name] = len(entries or ())
-            for entry in map(_dict, entries or ()):
-                called = entry.get("uri" if name == "resources" else "name")
-                talk.must(isinstance(called, str), f"an entry of {name} has no name: {str(entry)[:60]}")
-                if name == "tools":
-                    is_object = _dict(entry.get("inputSchema")).get("type") == "object"
-                    talk.must(is_object, f"the tool {called!r} has no inputSchema of type object")
-                    self.seen.unannotated += not _dict(entry.get("annotations"))
-        return found
+    is_http = True
+    said = ""
 
-    # --- plain JSON-RPC ----------------------------------------------------------------------------------------------
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self._http = HttpClient(url, headers=headers)
+        self.open, self.aclose = self._http.open, self._http.aclose
 
-    async def _plain(self, talk: "Talk") -> None:
-        plain = self.seen.jsonrpc
-        mcp_too = any(self.seen.revisions.values())
-        talk.is_judged = False  # until it is clear that the server means to speak JSON-RPC
-        answer = await talk.ask(UNKNOWN)
-        plain.spoken = (answer.error or {}).get("code") == NO_METHOD
-        methods = _dict((await talk.ask("rpc.discover")).result).get("methods")
-        if isinstance(methods, list):
-            plain.spoken, plain.methods = True, len(methods)
-        if not plain.spoken:
-            return
-        talk.is_judged = plain.methods is not None or not mcp_too
-        plain.arrays = await talk.array(UNKNOWN)
-        talk.must(plain.arrays, "an array of requests is not answered with an array (JSON-RPC 2.0, section 6)")
-        for message, code, what in (
-            (b"[]", BAD_REQUEST, "an empty array"),
-            (b'{"jsonrpc"', NO_JSON, "text that is not JSON"),
-        ):
-            found = await talk.raw(message)
-            talk.must(found == code, f"{what} is answered with {found}, not {code}")
+    async def send(self, message: object, headers: Mapping[str, str], patience: float) -> Reply:
+        """Send a message (bytes unchanged) and return its reply. A server that cannot be reached raises `CallFailed`."""
+        body = message if isinstance(message, bytes) else encode(message)
+        headers = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}", **headers}
+        reply, ids = Reply(), ids_of(message)
+        try:
+            async with asyncio.timeout(patience), self._http.request("POST", body, headers) as answer:
+                reply.status, reply.media, reply.headers = answer.status, answer.media, dict(answer.headers)
+                if answer.media == EVENTS:
+                    async for event in answer.events():
+                        if event.data and reply.take(event.data.encode(), ids):
+                            break
+                elif (text := await answer.read()).strip():
+                    reply.take(text, ids)
+        except TimeoutError:
+            reply.is_silent = True
+        return reply
+
+
+class LineWire:
+    """Lines to a process, or to an app in this one: one conversation."""
+
+    is_http = False
+
+    def __init__(self, pipe: Child | MemoryPipe) -> None:
+        self._pipe = pipe
+        self._lines: asyncio.Queue[bytes | CallFailed] = asyncio.Queue()
+        self._room = ROOM
+
+    async def open(self) -> None:
+        def hear(line: bytes) -> None:
+            if self._room > 0:
+                self._room -= len(line) + COST
+                self._lines.put_nowait(line)
+
+        await self._pipe.open(hear, self._lines.put_nowait)
+
+    async def aclose(self) -> None:
+        await self._pipe.aclose()
+
+    @property
+    def said(self) -> str:
+        """The last text that the server printed on stderr, if it is known."""
+        return self._pipe.said if isinstance(self._pipe, Child) else ""
+
+    async def send(self, message: object, headers: Mapping[str, str], patience: float) -> Reply:
+        """Send a message (bytes unchanged) and return its reply. A server that has ended raises `CallFailed`."""
+        reply, ids = Reply(), ids_of(message)
+        self._room = ROOM
+        await self._pipe.write(message if isinstance(message, bytes) else encode(message))
+        try:
+            async with asyncio.timeout(patience):
+                while ids:
+                    line = await self._lines.get()
+                    if isinstance(line, CallFailed):
+                        self._lines.put_nowait(line)  # the pipe is closed: the next message fails the same way
+                        raise line
+                    # An echo is not an answer, but ends the wait.
+                    if line.strip() and (reply.take(line, ids) or message in reply.documents[-1:]):
+                        break
+        except TimeoutError:
+            reply.is_silent = True
+        return reply
 
 
 # --- one conversation ---------------------------------------------------------------------------------------------------
@@ -246,7 +208,7 @@ class Answered(Struct):
 class Talk:
     """Requests on one wire, and the rules for every answer."""
 
-    def __init__(self, wire: RawWire, where: str, problems: list[BrokenRule], patience: float) -> None:
+    def __init__(self, wire: HttpWire | LineWire, where: str, problems: list[BrokenRule], patience: float) -> None:
         self.headers: dict[str, str] = {}
         self.envelope: JsonObject = {}  # `_meta` of every request
         self.repeats = ""  # the revision whose headers repeat the body
@@ -331,7 +293,8 @@ class Talk:
         reply = await self._wire.send(message, headers, self._patience)
         if reply.status in _BARRED:
             raise Refused(f"the server answered HTTP {reply.status}", status=reply.status)
-        if reply.is_echo(message):
+        # A notification may come back: a server can pass it on to all its clients.
+        if ids_of(message) and message in reply.documents:
             what = message["method"] if isinstance(message, dict) else "a message"
             raise Echo(f"the answer to {what} is the request itself")
         self.status = reply.status
@@ -342,11 +305,180 @@ class Talk:
             self._patience = min(self._patience, QUICK)
         for text in reply.noise if not self._wire.is_http else ():
             self.must(False, f"it prints text that is not JSON-RPC to stdout: {text!r}")
-        return reply, [entry for document in reply.documents for entry in answers(document)]
+        return reply, reply.answers()
 
 
 def _dict(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
+
+
+# --- all conversations -------------------------------------------------------------------------------------------------
+
+
+class Prober:
+    """Asks one server. `app` is the target's app, if it is a file. The way's timeout is for the very first answer."""
+
+    def __init__(self, target: Target, way: Way, app: App | None) -> None:
+        self._target = target
+        self._way = way
+        self._app = app
+        self._patience = way.timeout
+        self._failures: list[tuple[str, CallFailed]] = []
+        self._status: int | None = None  # of HTTP, the last one
+        self._is_there = False  # it has sent something
+        self._is_given_up = False  # it has sent nothing, though it was asked more than once
+        self._said = ""  # its last text on stderr
+        self.seen = Seen()
+
+    async def look(self, revisions: list[Revision], *, plain: bool, advance: Callable[[int], None]) -> Seen:
+        """Find out everything. The newest handshake comes first: every MCP server answers it, which shows its speed."""
+        ordered = sorted(revisions, key=lambda each: each.name, reverse=True)
+        for revision in sorted(ordered, key=lambda each: each.is_stateless):
+            if not self._is_given_up:
+                await self._session("/mcp", revision.name, partial(self._mcp, revision))
+            advance(1)
+        if plain and (self._target.kind == "url" or not self._is_given_up):
+            await self._session("/rpc", "JSON-RPC", self._plain)
+            advance(1)
+        seen = self.seen
+        seen.revisions = {name: seen.revisions.get(name, False) for name in REVISIONS if REVISIONS[name] in revisions}
+        if not any(seen.revisions.values()) and not seen.jsonrpc.spoken:
+            if self._failures:
+                raise self._failures[0][1]
+            if not self._is_there:
+                said = f"; its last words: {self._said}" if self._said else ""
+                raise TimedOut(f"nothing came within {self._way.timeout:g} s{said}")
+            status = f"; a POST is answered with HTTP {self._status}" if self._status else ""
+            seen.problems.insert(0, BrokenRule(["all"], f"it speaks neither MCP nor JSON-RPC{status}"))
+        seen.problems += [BrokenRule([where], f"it breaks off: {error}") for where, error in self._failures]
+        return seen
+
+    async def _session(self, path: str, where: str, work: Callable[[Talk], Awaitable[None]]) -> None:
+        """Hold one conversation. A server that cannot be reached, or refuses this caller, ends the probe."""
+        wire: HttpWire | LineWire
+        if self._target.kind == "url":
+            wire = HttpWire(self._target.address(path, keep_root=False), self._way.headers)
+        else:
+            wire = LineWire(MemoryPipe(self._app._connect) if self._app else Child(self._target.command, stderr="keep"))
+        talk = Talk(wire, where, self.seen.problems, self._patience)
+        try:
+            await wire.open()
+            await work(talk)
+        except (NotSent, Echo):
+            raise
+        except CallFailed as error:
+            if error.status in _BARRED:
+                raise
+            if talk.is_judged:
+                self._failures.append((where, error))
+        finally:
+            await wire.aclose()
+            self._status = talk.status or self._status
+            self._is_there |= not talk.is_unheard or bool(self.seen.problems)
+            self._said = wire.said
+            self._patience = min(self._patience, max(QUICK, 4 * (talk.first or 0)))
+
+    # --- MCP ---------------------------------------------------------------------------------------------------------
+
+    async def _mcp(self, revision: Revision, talk: Talk) -> None:
+        capabilities = await (self._discovered if revision.is_stateless else self._initialized)(talk, revision)
+        self.seen.revisions[revision.name] = capabilities is not None
+        if capabilities is None:
+            if talk.is_unheard and not self._is_there:
+                await talk.ask(UNKNOWN)
+                self._is_given_up = talk.is_unheard
+            return
+        if not revision.is_stateless:
+            begun = time.perf_counter()
+            answer = await talk.ask("ping")
+            took = (time.perf_counter() - begun) * 1000
+            if talk.must(isinstance(answer.result, dict), "ping is not answered with an empty result"):
+                self.seen.latency_ms = round(min(took, self.seen.latency_ms or took), 2)
+        answer = await talk.ask(UNKNOWN)
+        talk.must(answer.error is not None, "a method that does not exist is not answered with an error")
+        if not self.seen.features:
+            self.seen.features = await self._features(talk, capabilities)
+        if revision.has_arrays:  # 2025-03-26, base protocol: implementations must support receiving batches
+            self.seen.arrays = await talk.array("ping")
+            talk.must(self.seen.arrays, "an array of requests is not answered: 2025-03-26 obliges a server to take it")
+
+    async def _initialized(self, talk: Talk, revision: Revision) -> JsonObject | None:
+        """Open a session; return the capabilities if the server agrees to the revision."""
+        params = {"protocolVersion": revision.name, "capabilities": {}, "clientInfo": ME}
+        answer = await talk.ask("initialize", params)
+        result = answer.result
+        if not isinstance(result, dict):
+            return None
+        for member, kind in (("protocolVersion", str), ("capabilities", dict), ("serverInfo", dict)):
+            talk.must(isinstance(result.get(member), kind), f"the result of initialize has no {member!r}")
+        self.seen.server = self.seen.server or _dict(result.get("serverInfo"))
+        if result.get("protocolVersion") != revision.name:
+            return None
+        session = {SESSION: answer.reply.headers[SESSION]} if SESSION in answer.reply.headers else {}
+        talk.headers = {**session, **({VERSION: revision.name} if revision.has("http version header") else {})}
+        await talk.tell("notifications/initialized")
+        return _dict(result.get("capabilities"))
+
+    async def _discovered(self, talk: Talk, revision: Revision) -> JsonObject | None:
+        """Ask without a session; return the capabilities if the server supports the revision."""
+        talk.envelope = {
+            f"{PREFIX}protocolVersion": revision.name,
+            f"{PREFIX}clientCapabilities": {},
+            f"{PREFIX}clientInfo": ME,
+        }
+        talk.repeats = revision.name
+        result = (await talk.ask("server/discover", {})).result
+        if not isinstance(result, dict) or "supportedVersions" not in result:
+            return None
+        listed = result["supportedVersions"]
+        talk.must(isinstance(listed, list), "the result of server/discover has no list 'supportedVersions'")
+        talk.must("resultType" in result, "a result has no 'resultType'")
+        meta = _dict(result.get("_meta"))
+        self.seen.server = self.seen.server or _dict(meta.get(f"{PREFIX}serverInfo") or result.get("serverInfo"))
+        return _dict(result.get("capabilities")) if isinstance(listed, list) and revision.name in listed else None
+
+    async def _features(self, talk: Talk, capabilities: JsonObject) -> JsonObject:
+        """Return the declared features; for tools, prompts and resources, how many are listed."""
+        found: JsonObject = {name: True for name in capabilities if name != "experimental"}
+        self.seen.keys = KEYS_CAPABILITY in _dict(capabilities.get("experimental"))
+        for name, method in _LISTS.items():
+            if name not in capabilities:
+                continue
+            entries = _dict((await talk.ask(method)).result).get(name)
+            if not talk.must(isinstance(entries, list), f"it declares {name}, and {method} gives no list"):
+                continue
+            found[name] = len(entries or ())
+            for entry in map(_dict, entries or ()):
+                called = entry.get("uri" if name == "resources" else "name")
+                talk.must(isinstance(called, str), f"an entry of {name} has no name: {str(entry)[:60]}")
+                if name == "tools":
+                    is_object = _dict(entry.get("inputSchema")).get("type") == "object"
+                    talk.must(is_object, f"the tool {called!r} has no inputSchema of type object")
+                    self.seen.unannotated += not _dict(entry.get("annotations"))
+        return found
+
+    # --- plain JSON-RPC ----------------------------------------------------------------------------------------------
+
+    async def _plain(self, talk: Talk) -> None:
+        plain = self.seen.jsonrpc
+        mcp_too = any(self.seen.revisions.values())
+        talk.is_judged = False  # until it is clear that the server means to speak JSON-RPC
+        answer = await talk.ask(UNKNOWN)
+        plain.spoken = (answer.error or {}).get("code") == NO_METHOD
+        methods = _dict((await talk.ask("rpc.discover")).result).get("methods")
+        if isinstance(methods, list):
+            plain.spoken, plain.methods = True, len(methods)
+        if not plain.spoken:
+            return
+        talk.is_judged = plain.methods is not None or not mcp_too
+        plain.arrays = await talk.array(UNKNOWN)
+        talk.must(plain.arrays, "an array of requests is not answered with an array (JSON-RPC 2.0, section 6)")
+        for message, code, what in (
+            (b"[]", BAD_REQUEST, "an empty array"),
+            (b'{"jsonrpc"', NO_JSON, "text that is not JSON"),
+        ):
+            found = await talk.raw(message)
+            talk.must(found == code, f"{what} is answered with {found}, not {code}")
 
 
 # --- the verb -----------------------------------------------------------------------------------------------------------
@@ -394,13 +526,9 @@ async def _probe(target: Target, way: Way) -> Seen:
     # 2. The questions. Handlers in this process may print.
     app = target.app() if target.kind == "file" else None
 
-    async def open(path: str) -> RawWire:
-        return wire_to(target, path, way.headers, app)
-
-    prober = Prober(open, way.timeout, {"name": "wirecall probe", "version": __version__})
     try:
         with redirect_stdout(sys.stderr), progress(len(revisions) + plain, "Asking") as advance:
-            return await prober.look(revisions, plain=plain, advance=advance)
+            return await Prober(target, way, app).look(revisions, plain=plain, advance=advance)
 
     # 3. A server that cannot be probed.
     except (ConnectionLost, NotSent, TimedOut) as error:

@@ -8,10 +8,10 @@ from typing import BinaryIO
 import click
 
 from wirecall.app import App
-from wirecall.cli.connecting import Way, address, run, way_options
+from wirecall.cli.connecting import Way, way_options
 from wirecall.cli.failures import CliError, Exit, failure_of
-from wirecall.cli.lines import CHUNK, InputLines
-from wirecall.cli.output import Input, print_raw
+from wirecall.cli.input import CHUNK, Input, InputLines, run
+from wirecall.cli.output import print_raw
 from wirecall.cli.settings import app_of
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.errors import ConnectionLost
@@ -55,7 +55,7 @@ async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:
     from wirecall.transports.http_client import HttpClient
 
     worst = Exit.DONE
-    http = HttpClient(address(target, way.protocol_to(target)), headers=way.headers)
+    http = HttpClient(target.address("/mcp" if way.protocol_to(target) == "mcp" else "/rpc"), headers=way.headers)
     await http.open()
     media = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
     try:

@@ -1,9 +1,18 @@
-"""`wirecall serve`: an app from a file, over HTTP or on stdio. Flags win over wirecall.toml, and that over the app's own."""
+"""`wirecall serve`: an app from a file, over HTTP or on stdio; `wirecall dev`: the same, restarted when a file changes.
+
+Flags win over wirecall.toml, and that over the app's own settings. The process of `dev` watches; the server is its child,
+`wirecall serve --log text`. A child that ends by itself (a syntax error, a port in use) has printed the reason; the next
+change starts another.
+"""
 
 import logging
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +20,7 @@ import click
 from msgspec import Struct
 
 from wirecall.cli.connecting import duration
-from wirecall.cli.failures import CliError, failure_of
+from wirecall.cli.failures import CliError, Exit, failure_of
 from wirecall.cli.settings import check_ledger, configured, ledger_option, limit_option, read_limits, serve_settings
 from wirecall.cli.targets import Target, optional_target_argument, parse
 from wirecall.errors import UsageError
@@ -125,8 +134,8 @@ class _Readable(logging.Formatter):
         outcome, code = str(getattr(record, "outcome", "")), getattr(record, "code", None)
         sign = {"ok": "✓", "replayed": "↻"}.get(outcome, "✗")
         shown = f"{outcome} {code}" if code is not None else outcome
-        time = self.formatTime(record, "%H:%M:%S")
-        return f"{time}  {sign} {record.method:<24} {shown:<16} {record.duration_ms:>9.1f} ms"  # type: ignore[attr-defined]
+        when = self.formatTime(record, "%H:%M:%S")
+        return f"{when}  {sign} {record.method:<24} {shown:<16} {record.duration_ms:>9.1f} ms"  # type: ignore[attr-defined]
 
 
 def log_calls(kind: Log) -> None:
@@ -140,3 +149,101 @@ def log_calls(kind: Log) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+# --- dev ------------------------------------------------------------------------------------------------------------
+
+# Files are polled: for a few hundred that costs less than file system events, and works on every file system.
+PAUSE = 0.25  # seconds between two polls
+RESTART = 3.0  # seconds for the calls in flight when the server restarts
+MOST = 5000  # files that are watched
+_SKIPPED = {"__pycache__", "node_modules", "site-packages"}
+
+
+@click.command("dev")
+@optional_target_argument
+@click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
+@ledger_option
+def dev_command(target: Target | None, http: str | None, ledger: str | None) -> int:
+    """Serve the app in TARGET with a line per call, and restart when a Python file beside it changes.
+
+    \b
+    wirecall dev shop.py
+    """
+    how = serving({"http": http, "ledger": ledger})
+    target = target or named(how)
+    if target.kind != "file" or not Path(target.text).is_file():
+        target.app()  # raises the error that explains the target
+    name = f"{target.text}:{target.name}" if target.name else target.text
+    words = [sys.executable, "-m", "wirecall", "serve", name, "--http", how.http, "--log", "text", f"--grace={RESTART:g}s"]
+    words += ["--ledger", how.ledger] if how.ledger else []
+    folder = str(Path(target.text).resolve().parent)
+    child: subprocess.Popen[bytes] | None = None
+    is_stopping = False
+
+    def stop(*_: object) -> None:
+        nonlocal is_stopping
+        if is_stopping:  # the second Ctrl-C
+            if child is not None:
+                child.kill()
+            os._exit(Exit.INTERRUPTED)
+        is_stopping = True
+
+    def start() -> subprocess.Popen[bytes]:
+        # A session of its own: this process passes Ctrl-C on. No byte code: Python judges it by second and size, so a
+        # quick edit of equal length would start the old source.
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
+        except OSError as error:
+            raise CliError("The server cannot be started.", str(error), exit=Exit.UNREACHABLE) from error
+
+    def end() -> None:
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(RESTART + 2)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+    def say(text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    seen, child = dict(islice(_python_files(folder), MOST)), start()
+    try:
+        while not is_stopping:
+            time.sleep(PAUSE)
+            if child is not None and child.poll() is not None and not is_stopping:
+                child = None
+                say("the server has ended; it restarts when a file changes")
+            now = dict(islice(_python_files(folder), MOST))
+            if now != seen:
+                say("a file changed, restarting")
+                end()
+                seen, child = now, start()
+    finally:
+        end()
+    return Exit.DONE
+
+
+def _python_files(folder: str) -> Iterator[tuple[str, int]]:
+    """Yield Python files in a folder and below with the times of their last change, without hidden and installed ones."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:  # deleted meanwhile, or not readable
+        return
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in _SKIPPED:
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                if not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
+                    yield from _python_files(entry.path)
+            elif entry.name.endswith(".py"):
+                yield entry.path, entry.stat().st_mtime_ns
+        except OSError:
+            continue

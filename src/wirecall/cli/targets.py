@@ -41,6 +41,14 @@ class Target(Struct, frozen=True):
             raise CliError(f"{self.text} is not a file.", "this verb needs an app in a Python file", "name one: app.py")
         return load_app(self)
 
+    def address(self, path: str, *, keep_root: bool = True) -> str:
+        """Return the URL of an endpoint. An address without a path is a wirecall server, which has its endpoint at `path`.
+
+        A lone slash is a path, where a server of another kind may answer; without `keep_root` it is none.
+        """
+        parts = urlsplit(self.text)
+        return parts._replace(path=path).geturl() if parts.path in ("", "" if keep_root else "/") else self.text
+
     def line(self, verb: str, *words: str) -> str:
         """Return the command line of another verb on this target, for people."""
         where = f"{self.text}:{self.name}" if self.name else self.text
