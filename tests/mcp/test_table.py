@@ -1,4 +1,4 @@
-"""The table in docs/mcp.md says what the table in the code says; test_revisions shows that the server does it."""
+"""The table in docs/mcp.md matches the table in the code; test_revisions checks that the server follows it."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from wirecall.mcp.revisions import NAMES, REVISIONS
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "mcp.md").read_text()
 
-# A row of the page, and the rows of the code that it stands for.
+# Each row of the page, and the rows of the code behind it.
 ROWS = {
     "`initialize`": ["handshake", "request initialize"],
     "every request describes itself; `server/discover`": ["envelope", "request server/discover"],
@@ -24,16 +24,16 @@ ROWS = {
     "tool annotations": ["tool annotations"],
     "titles": ["title"],
     "structured output": ["structured"],
-    "sound as content": ["content audio"],
-    "links to resources as content": ["content resource_link"],
-    "asking a person": ["ask elicitation/create"],
-    "asking a person to open a page": ["ask elicitation url"],
-    "bad arguments are": ["bad arguments"],
-    "a resource that is not there": ["resource not found"],
+    "audio content": ["content audio"],
+    "resource links as content": ["content resource_link"],
+    "forms for the user": ["ask elicitation/create"],
+    "pages for the user to open": ["ask elicitation url"],
+    "answer to bad arguments": ["bad arguments"],
+    "code for a missing resource": ["resource not found"],
     "caching fields, `resultType`": ["caching", "result type"],
     "HTTP sessions": ["http session"],
     "a cut stream can be resumed": ["http resume"],
-    "a client that leaves has cancelled": ["http disconnect cancels"],
+    "a disconnect cancels the call": ["http disconnect cancels"],
     "headers repeat the body": ["http headers repeat the body"],
 }
 WORDS = {None: "no", "+": "yes"}
