@@ -113,7 +113,7 @@ class _Held(Exchange):
     __slots__ = ("_held", "_real")
 
     def __init__(self, real: Exchange) -> None:
-        super().__init__(real.data, real.entries, real.array, lambda _entry: None)
+        super().__init__(real.data, real.entries, real.array)
         self._real = real
         self._held: list[Callable[[], None]] = []
 

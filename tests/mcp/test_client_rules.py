@@ -619,6 +619,32 @@ async def test_a_server_that_has_no_changes_to_tell_says_so() -> None:
                 raise AssertionError
 
 
+async def test_a_subscription_that_fails_leaves_those_of_others_alone() -> None:
+    def answer(message: Any, seen: Seen) -> Reply:
+        return refusal(message, -32602) if message["params"] == {"uri": "x://bad"} else result(message, {})
+
+    async with Scripted(older(answer)) as server, client_of(server.url, R4) as client, client.listen(uris=["x://y"]):
+        with pytest.raises(RpcError, match="-32602"):
+            async with client.listen(uris=["x://bad", "x://y"]):
+                raise AssertionError
+        ended = [one.body["params"]["uri"] for one in server.seen if one.method == "resources/unsubscribe"]
+        assert "x://y" not in ended
+
+
+@pytest.mark.parametrize("id", [{}, [], 1.5, None])
+async def test_a_change_of_a_strange_subscription_is_one_of_all(id: Any) -> None:
+    params = {"_meta": {f"{META}subscriptionId": id}}
+    told = event({"jsonrpc": "2.0", "method": "notifications/tools/list_changed", "params": params})
+
+    def answer(message: Any, seen: Seen) -> Reply:
+        return Reply(events=[told, event({"jsonrpc": "2.0", "id": message["id"], "result": text("done")})])
+
+    heard: list[Change] = []
+    async with Scripted(older(answer)) as server, client_of(server.url, R4, on_change=heard.append) as client:
+        assert (await client.call_tool("t")).text == "done"
+    assert heard == [Change("tools")]
+
+
 # --- servers that talk nonsense --------------------------------------------------------------------------------------
 
 

@@ -169,7 +169,6 @@ class Dialect:
 
     def read(self, entry: AnyEntry) -> Any:
         """Return the result of an entry that was answered, as its `type`. One that does not fit is a bad answer."""
-        assert entry.raw is not None
         try:
             return decode_value(entry.raw) if entry.type is None else msgspec.json.decode(entry.raw, type=entry.type)
         except UNREADABLE as error:
@@ -187,7 +186,9 @@ class Dialect:
         """Find out whether the server takes arrays, if it may be one that drops them."""
 
 
-class _Call(Struct, frozen=True, gc=False, tag_field="jsonrpc", tag="2.0"):
+class Outgoing(Struct, frozen=True, gc=False, tag_field="jsonrpc", tag="2.0"):
+    """A request or notification as it travels."""
+
     method: str
     params: Any = UNSET
     id: Any = UNSET
@@ -329,7 +330,7 @@ class Delivery:
                 if not entry.is_notification:
                     self._last_id = entry.id = self._last_id + 1
                 params = self._dialect.params(entry)
-                messages.append(encode(_Call(entry.method, params, UNSET if entry.is_notification else entry.id)))
+                messages.append(encode(Outgoing(entry.method, params, UNSET if entry.is_notification else entry.id)))
                 sendable.append(entry)
             except (EncodeError, NotSent) as error:
                 if isinstance(error, EncodeError):

@@ -25,6 +25,7 @@ Params: TypeAlias = Mapping[str, Any] | Sequence[Any] | Struct | None
 AnyEntry: TypeAlias = "Entry[Any]"
 
 SHOWN = 120  # characters of a strange answer that an error quotes
+_NULL = Raw(b"null")
 
 
 class Entry(Generic[T]):
@@ -67,7 +68,7 @@ class Entry(Generic[T]):
         self.unclear = False  # an attempt was lost, and may have run
         self.deaths: tuple[bool, ...] = ()  # per lost connection: whether the answer had begun
         self.is_settled = False
-        self.raw: Raw | None = None
+        self.raw = _NULL
         self.error: WirecallError | None = None
         self.replayed = False
         self.retry_after = 0.0  # seconds that the HTTP answer asked the client to wait
@@ -110,7 +111,13 @@ class Exchange:
         *("known", "on_settled", "open", "sent", "strays"),
     )
 
-    def __init__(self, data: bytes, entries: list[AnyEntry], array: bool, on_settled: Callable[[AnyEntry], None]) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        entries: list[AnyEntry],
+        array: bool,
+        on_settled: Callable[[AnyEntry], None] = lambda _entry: None,
+    ) -> None:
         self.data = data
         self.entries = entries
         self.array = array
@@ -208,7 +215,7 @@ class Exchange:
         """Settle what is left: the server has sent all it will. Notifications are owed nothing."""
         for entry in self.entries:
             if entry.is_notification and not entry.is_settled:
-                entry.succeed(Raw(b"null"))
+                entry.succeed(_NULL)
                 self.on_settled(entry)
         if self.open:
             instead = f"; it sent {self.strays[0]}" if self.strays else ""

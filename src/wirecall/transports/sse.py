@@ -39,6 +39,10 @@ class Parser:
         self.last_id = ""
         self.retry: float | None = None
         self._max_bytes = max_bytes
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another stream: the place and the pause stay, half an event does not."""
         self._rest = bytearray()  # of a line that is not complete
         self._seen = 0  # how much of the rest is known to hold no end of a line
         self._is_first = True

@@ -11,8 +11,7 @@ is not told twice.
 
 import asyncio
 import inspect
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
@@ -61,29 +60,22 @@ class Log(Struct, frozen=True):
 class Changes:
     """The changes that a program listens to, one after another."""
 
-    def __init__(
-        self,
-        lists: Iterable[Kind],
-        uris: Iterable[str],
-        *,
-        begin: Callable[["Changes"], Awaitable[None]],
-        end: Callable[["Changes"], Awaitable[None]],
-    ) -> None:
+    def __init__(self, lists: Iterable[Kind], uris: Iterable[str], listening: "Listening") -> None:
         self.lists = frozenset(lists)
         self.uris = frozenset(uris)
         self.honoured: JsonObject | None = None  # 2026-07-28: what the server says it will tell of
-        self._begin = begin
-        self._end = end
+        self.agreed = asyncio.Event()  # the server will tell
+        self._listening = listening
         self._pending: dict[Change, None] = {}
         self._news = asyncio.Event()
         self._over: WirecallError | bool = False
 
     async def __aenter__(self) -> "Changes":
-        await self._begin(self)
+        await self._listening.begin(self)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._end(self)
+        await self._listening.end(self)
         self.finish()
 
     def __aiter__(self) -> "Changes":
@@ -129,25 +121,22 @@ class Listening:
     def __init__(
         self,
         call: Callable[[str, JsonObject], Awaitable[None]],
-        listen: Callable[[JsonObject, Callable[[int], None]], Awaitable[None]],
+        listen: Callable[[JsonObject], tuple[int, Coroutine[Any, Any, None]]],
         timeout: float,
         clock: Clock,
     ) -> None:
         self.is_stateless = False
         self._call = call
-        self._listen = listen  # one `subscriptions/listen`, until it ends
+        self._listen = listen  # gives the id and the stream of one `subscriptions/listen`
         self._timeout = timeout
         self._clock = clock
         self._all: list[Changes] = []
-        self._uris: Counter[str] = Counter()  # how many listen to a resource
-        self._streams: dict[Changes, asyncio.Task[None]] = {}
-        self._ids: dict[Any, Changes] = {}
-        self._acknowledged: dict[Changes, asyncio.Event] = {}
+        self._following: dict[Changes, asyncio.Task[None]] = {}
+        self._streams: dict[Any, tuple[Changes, asyncio.Task[None]]] = {}  # by the ids of their requests
 
     def tell(self, change: Change, subscription: Any) -> None:
         """Pass a change on: to one stream if it names that, else to all that listen."""
-        only = self._ids.get(subscription) if subscription is not None else None
-        for changes in [only] if only is not None else self._all:
+        for changes in [self._streams[subscription][0]] if subscription in self._streams else self._all:
             changes.tell(change)
 
     def tell_everything(self) -> None:
@@ -155,32 +144,30 @@ class Listening:
         for changes in self._all:
             changes.tell_everything()
 
-    def uris(self) -> list[str]:
+    def uris(self) -> set[str]:
         """Return the resources that are listened to."""
-        return sorted(uri for uri, count in self._uris.items() if count > 0)
+        return {uri for changes in self._all if changes.agreed.is_set() for uri in changes.uris}
 
     async def begin(self, changes: Changes) -> None:
         """Listen; the server has agreed when this returns."""
         self._all.append(changes)
         try:
             if self.is_stateless:
-                acknowledged = self._acknowledged[changes] = asyncio.Event()
                 loop = asyncio.get_running_loop()
-                stream = self._streams[changes] = loop.create_task(self._follow(changes))
-                waiting = loop.create_task(acknowledged.wait())
+                stream = self._following[changes] = loop.create_task(self._follow(changes))
+                waiting = loop.create_task(changes.agreed.wait())
                 try:
                     await asyncio.wait([stream, waiting], timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     waiting.cancel()
                 if stream.done():
                     stream.result()
-                elif not acknowledged.is_set():
+                elif not changes.agreed.is_set():
                     raise TimedOut(f"the server did not say within {self._timeout:g} s what it will tell of")
             else:
-                for uri in sorted(changes.uris):
-                    if not self._uris[uri]:
-                        await self._call("resources/subscribe", {"uri": uri})
-                self._uris.update(changes.uris)
+                for uri in sorted(changes.uris - self.uris()):
+                    await self._call("resources/subscribe", {"uri": uri})
+                changes.agreed.set()
         except BaseException:
             await self.end(changes)
             raise
@@ -190,23 +177,21 @@ class Listening:
         if changes not in self._all:
             return
         self._all.remove(changes)
-        stream = self._streams.pop(changes, None)
+        stream = self._following.pop(changes, None)
         if stream is not None:
             stream.cancel()
             await asyncio.gather(stream, return_exceptions=True)
             return
-        gone = [uri for uri in changes.uris if self._uris[uri] == 1]
-        self._uris.subtract(changes.uris)
-        for uri in gone:
+        for uri in changes.uris - self.uris():
             with suppress(WirecallError):
                 await self._call("resources/unsubscribe", {"uri": uri})
 
     async def aclose(self) -> None:
         for changes in list(self._all):
             changes.finish()
-        for task in self._streams.values():
+        for task in self._following.values():
             task.cancel()
-        await asyncio.gather(*self._streams.values(), return_exceptions=True)
+        await asyncio.gather(*self._following.values(), return_exceptions=True)
 
     # --- 2026-07-28 --------------------------------------------------------------------------------------------------
 
@@ -217,14 +202,13 @@ class Listening:
             wanted["resourceSubscriptions"] = sorted(changes.uris)
         pause = FIRST
         while True:
-            ids: list[int] = []
-
-            def began(id: int, ids: list[int] = ids) -> None:
-                self._ids[id] = changes
-                ids.append(id)
-
+            id, stream = self._listen({"notifications": wanted})
+            task = asyncio.get_running_loop().create_task(stream)
+            self._streams[id] = changes, task
             try:
-                await self._listen({"notifications": wanted}, began)
+                await asyncio.wait([task])
+                if not task.cancelled():
+                    task.result()
                 pause = FIRST
             except (RpcError, CallFailed) as error:
                 if changes.honoured is None:
@@ -235,20 +219,25 @@ class Listening:
                 logger.debug("a stream of changes broke: %s", error)
                 pause = max(pause, asked_pause(error))
             finally:
-                for id in ids:
-                    self._ids.pop(id, None)
+                del self._streams[id]
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
             await self._clock.sleep(pause)
             pause = min(FURTHEST, pause * 2)
 
     def acknowledged(self, id: Any, honoured: JsonObject) -> None:
         """Take the server's word on what it will tell of."""
-        changes = self._ids.get(id)
-        if changes is None:
-            return
-        if changes.honoured is not None:  # it is not the first stream
-            changes.tell_everything()
-        changes.honoured = honoured
-        self._acknowledged[changes].set()
+        if id in self._streams:
+            changes = self._streams[id][0]
+            if changes.honoured is not None:  # it is not the first stream
+                changes.tell_everything()
+            changes.honoured = honoured
+            changes.agreed.set()
+
+    def cancelled(self, id: int | str) -> None:
+        """End a stream: on a pipe the server says so with `notifications/cancelled`."""
+        if id in self._streams:
+            self._streams[id][1].cancel()
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -271,6 +260,12 @@ class _Told(Struct):
     uri: str | None = None
     notifications: JsonObject | None = None
     meta: JsonObject = msgspec.field(default_factory=dict, name="_meta")
+
+    @property
+    def subscription(self) -> int | str | None:
+        """The id of the `subscriptions/listen` that it belongs to."""
+        id = self.meta.get(f"{PREFIX}subscriptionId")
+        return id if isinstance(id, (int, str)) else None
 
 
 class Inbox:
@@ -321,7 +316,7 @@ class Inbox:
                 told = msgspec.json.decode(params, type=_Told)
                 kind = KINDS[str(message.method)]
                 change = Change(kind, told.uri if kind == "updated" else None)
-                self._on_change(change, told.meta.get(f"{PREFIX}subscriptionId"))
+                self._on_change(change, told.subscription)
             elif message.method == "notifications/progress":
                 progress = msgspec.json.decode(params, type=_Progress)
                 follower = self.followers.get(progress.progress_token)
@@ -332,7 +327,7 @@ class Inbox:
                     self.tell(self._on_log, msgspec.json.decode(params, type=Log))
             elif message.method == "notifications/subscriptions/acknowledged":
                 told = msgspec.json.decode(params, type=_Told)
-                self.acknowledged(told.meta.get(f"{PREFIX}subscriptionId"), told.notifications or {})
+                self.acknowledged(told.subscription, told.notifications or {})
             elif message.method == "notifications/cancelled":
                 taken_back = msgspec.json.decode(params, type=Cancelled).id
                 if isinstance(taken_back, (int, str)):

@@ -112,7 +112,6 @@ class McpClient(Client):
             raise UsageError("type= and check=False do not go together.", "an error is not of the type", "use one of them")
 
         def read(entry: AnyEntry) -> Any:
-            assert entry.raw is not None
             called = offers.read_called(entry.raw)
             entry.replayed = entry.replayed or called.replayed
             if check and (error := called.error()):

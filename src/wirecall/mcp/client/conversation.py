@@ -21,14 +21,14 @@ For every call the conversation decides whether it is confirmed first, whether i
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from wirecall.client.delivery import LEAST, Dialect, Options, asked_pause, may_help, mint_key, timed_out
+from wirecall.client.delivery import LEAST, Dialect, Options, Outgoing, asked_pause, may_help, mint_key, timed_out
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange
 from wirecall.errors import (
     BadAnswer,
@@ -49,7 +49,7 @@ from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, 
 from wirecall.mcp.client.host import Host
 from wirecall.mcp.client.links import McpHttpLink, McpLink
 from wirecall.mcp.client.lists import Lists
-from wirecall.mcp.client.negotiate import Agreed, Handshake
+from wirecall.mcp.client.negotiate import Agreed, Handshake, common
 from wirecall.mcp.client.results import Tool
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
@@ -67,12 +67,6 @@ _OLD = (400, 404, 405)  # how a server of 2024-11-05 answers a POST to its strea
 _MODERN = (HeaderMismatch, NotCapable, UnknownVersion)  # errors that only newer servers have
 _MAY_ASK = frozenset({"tools/call", "prompts/get", "resources/read"})
 _READS = ("tools/list", "prompts/", "resources/", "completion/", "server/discover", "ping", "logging/")
-
-
-class _Message(Struct, tag_field="jsonrpc", tag="2.0"):
-    id: int
-    method: str
-    params: Any = UNSET
 
 
 class _Question(Struct):
@@ -148,9 +142,8 @@ class Conversation(Dialect):
         self._seal({})
         self._inbox = Inbox(settings, lambda message: self.link.send(message), settings.on_log, self._changed)
         self._inbox.acknowledged = self._acknowledged
-        self._inbox.cancelled = self._cancelled
         self._listening = Listening(self.tell, self._listen, options.timeout, options.clock)
-        self._listens: dict[int | str, asyncio.Task[bool]] = {}
+        self._inbox.cancelled = self._listening.cancelled
         self._subscribed: Changes | None = None
         self._speak_on(link)
 
@@ -256,7 +249,6 @@ class Conversation(Dialect):
             entry = await self._post(method, params, self._options.timeout)
             error = entry.error
             if error is None:
-                assert entry.raw is not None
                 return entry.raw
             pause = retry.pause(attempt, asked_pause(error), self._options.chance())
             may_go = not self.link.is_pipe and attempt < BEGINNINGS and clock.time() + pause < deadline
@@ -269,8 +261,8 @@ class Conversation(Dialect):
         """Send one request, once and in any session; return it settled."""
         entry: AnyEntry = Entry(method, None, lambda _entry: None, timeout=timeout)
         entry.id = self.delivery.next_id()
-        message = _Message(entry.id, method, params)
-        exchange = Exchange(encode([message] if array else message), [entry], array, lambda _entry: None)
+        message = Outgoing(method, params, entry.id)
+        exchange = Exchange(encode([message] if array else message), [entry], array)
         try:
             async with asyncio.timeout(timeout):
                 if await self.link.post(exchange):
@@ -296,13 +288,8 @@ class Conversation(Dialect):
 
     async def ask(self, method: str, params: JsonObject | None, read: Callable[[Raw], T], timeout: float | None = None) -> T:
         """Call a method of MCP's own, and return its result as `read` makes it."""
-
-        def read_raw(entry: AnyEntry) -> T:
-            assert entry.raw is not None
-            return read(entry.raw)
-
-        given = self._options.timeout if timeout is None else timeout
-        entry: Entry[T] = Entry(method, params, self.read, timeout=given, extra=Extra(read=read_raw))
+        given, extra = self._options.timeout if timeout is None else timeout, Extra(read=lambda entry: read(entry.raw))
+        entry: Entry[T] = Entry(method, params, self.read, timeout=given, extra=extra)
         await self.delivery.run(entry)
         return entry.result()
 
@@ -389,7 +376,6 @@ class Conversation(Dialect):
     def read(self, entry: AnyEntry) -> Any:
         extra: Extra = entry.extra
         if self.has_rounds:
-            assert entry.raw is not None
             try:
                 kind = _kind_of(entry.raw).result_type
                 # A result of an unknown type is invalid (2026-07-28, basic).
@@ -436,11 +422,10 @@ class Conversation(Dialect):
                 await self.lists.read(Tool)
                 return True
         if isinstance(error, UnknownVersion):
-            listed = error.data.get("supported") if isinstance(error.data, dict) else None
-            common = [revision for revision in STATELESS if revision.name in (listed if isinstance(listed, list) else ())]
-            if common and self._pinned in (None, common[-1]):
-                self.revision = self.link.revision = common[-1]
-                self._seal(self._describe(common[-1]))
+            listed = common(error, STATELESS)
+            if listed and self._pinned in (None, listed[-1]):
+                self.revision = self.link.revision = listed[-1]
+                self._seal(self._describe(listed[-1]))
                 return True
         return False
 
@@ -456,7 +441,7 @@ class Conversation(Dialect):
 
     def changes(self, lists: Iterable[Kind], uris: Iterable[str]) -> Changes:
         """Return a block that hears of changes of these lists, and of these resources."""
-        return Changes(lists, uris, begin=self._listening.begin, end=self._listening.end)
+        return Changes(lists, uris, self._listening)
 
     async def listen_to(self, uris: Iterable[str]) -> None:
         """Tell `on_change` of all lists and of these resources: the new before the old, so that nothing is missed."""
@@ -483,27 +468,17 @@ class Conversation(Dialect):
         self.lists.forget()
         self._listening.acknowledged(id, honoured)
 
-    def _cancelled(self, id: int | str) -> None:
-        """End a stream of changes: on a pipe a server does it so."""
-        if id in self._listens:
-            self._listens[id].cancel()
-
-    async def _listen(self, params: JsonObject, began: Callable[[int], None]) -> None:
-        """Send one `subscriptions/listen`, and return when its stream ends. It has no deadline."""
+    def _listen(self, params: JsonObject) -> tuple[int, Coroutine[Any, Any, None]]:
+        """Return the id of one `subscriptions/listen`, and its stream until it ends. It has no deadline."""
         entry: AnyEntry = Entry("subscriptions/listen", params, lambda _entry: None, timeout=1.0)
         entry.id = self.delivery.next_id()
-        began(entry.id)
-        message = _Message(entry.id, entry.method, {**params, "_meta": self._envelope})
-        exchange = Exchange(encode(message), [entry], False, lambda _entry: None)
+        message = Outgoing(entry.method, {**params, "_meta": self._envelope}, entry.id)
+        exchange = Exchange(encode(message), [entry], False)
         exchange.is_standing = True
-        task = self._listens[entry.id] = asyncio.get_running_loop().create_task(self.link.post(exchange))
-        try:
-            await asyncio.wait([task])
-            if not task.cancelled():
-                task.result()
+
+        async def stream() -> None:
+            await self.link.post(exchange)
             if entry.error is not None:
                 raise entry.error
-        finally:
-            del self._listens[entry.id]
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+
+        return entry.id, stream()

@@ -20,9 +20,10 @@ Both take arrays where 2025-03-26 has them, and nowhere else; requests and notif
 """
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeAlias, cast
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from typing import Any, TypeAlias, cast
 from urllib.parse import urljoin, urlsplit
 
 from wirecall.client.delivery import DOUBLINGS, Clock
@@ -53,54 +54,60 @@ _BOTH = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}"}
 Heard: TypeAlias = Callable[[Arrived], None]
 
 
-class McpLink(Link, Protocol):
+class McpLink(Link):
     """A link that speaks MCP."""
 
-    revision: Revision | None  # None: nothing is agreed yet
-    heard: Heard  # takes requests and notifications of the server
-    renew: Callable[[], Awaitable[None]] | None  # begins another session
-    marks: Callable[[str], Marks]  # the arguments of a tool that headers repeat
+    is_pipe: bool
+    older: "Callable[[], McpLink] | None" = None  # the way of 2024-11-05 to the same address
 
-    @property
-    def is_pipe(self) -> bool: ...
-    @property
-    def older(self) -> "Callable[[], McpLink] | None":
-        """The way of 2024-11-05 to the same address."""
+    def __init__(self) -> None:
+        self.revision: Revision | None = None  # None: nothing is agreed yet
+        self.heard: Heard = lambda _message: None  # takes requests and notifications of the server
+        self.renew: Callable[[], Awaitable[None]] | None = None  # begins another session
+        self.marks: Callable[[str], Marks] = lambda _tool: {}  # the arguments of a tool that headers repeat
+        self._cancels: set[asyncio.Task[None]] = set()
 
+    @abstractmethod
     async def post(self, exchange: Exchange) -> bool:
         """Send a message as it is. Return True if the session is gone, and so nothing was done."""
 
+    @abstractmethod
     async def send(self, message: bytes) -> None:
         """Send an answer to the server, or another message that is not answered."""
 
+    @abstractmethod
     async def listen(self) -> None:
         """Hear what the server sends on its own."""
 
+    def _announce(self, exchange: Exchange, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Tell the server that the caller stopped waiting, in tasks of their own: the caller's task is being cancelled."""
 
-def cancellation(id: int) -> bytes:
-    """Return the notification that the caller of a request stopped waiting."""
-    params = {"requestId": id, "reason": "the caller stopped waiting for the answer"}
-    return encode({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": params})
+        async def tell(id: int) -> None:
+            params = {"requestId": id, "reason": "the caller stopped waiting for the answer"}
+            with suppress(CallFailed, TimeoutError):
+                async with asyncio.timeout(FAREWELL):
+                    await send(encode({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": params}))
+
+        for id in exchange.open:
+            task = asyncio.get_running_loop().create_task(tell(id))
+            self._cancels.add(task)
+            task.add_done_callback(self._cancels.discard)
 
 
 # --- Streamable HTTP -------------------------------------------------------------------------------------------------
 
 
-class McpHttpLink:
+class McpHttpLink(McpLink):
     """POSTs, streams and the session at one address."""
 
     is_pipe = False
 
     def __init__(self, http: HttpClient, older: Callable[[], McpLink] | None, clock: Clock) -> None:
+        super().__init__()
         self.older = older
-        self.revision: Revision | None = None
         self.session: str | None = None
-        self.heard: Heard = lambda _message: None
-        self.renew: Callable[[], Awaitable[None]] | None = None
-        self.marks: Callable[[str], Marks] = lambda _tool: {}
         self._http = http
         self._clock = clock
-        self._cancels: set[asyncio.Task[None]] = set()
         self._standing: asyncio.Task[None] | None = None
         self._renewing = asyncio.Lock()
         self._known: dict[tuple[str, str, str | None], dict[str, str]] = {}
@@ -178,10 +185,7 @@ class McpHttpLink:
         except asyncio.CancelledError:
             # From 2026-07-28 on the closed stream says that the caller stopped waiting.
             if self.revision is not None and exchange.sent and not self.revision.has("http disconnect cancels"):
-                for id in exchange.open:
-                    task = asyncio.get_running_loop().create_task(self._try_to_send(cancellation(id)))
-                    self._cancels.add(task)
-                    task.add_done_callback(self._cancels.discard)
+                self._announce(exchange, self.send)
             raise
         return False
 
@@ -190,11 +194,6 @@ class McpHttpLink:
         async with self._http.request("POST", message, {**_BOTH, **self._shared()}) as answer:
             if answer.status >= 400:
                 logger.warning("the server did not take an answer: HTTP %d", answer.status)
-
-    async def _try_to_send(self, message: bytes) -> None:
-        with suppress(CallFailed, TimeoutError):
-            async with asyncio.timeout(FAREWELL):
-                await self.send(message)
 
     def _headers(self, entry: AnyEntry) -> dict[str, str]:
         revision = self.revision
@@ -255,10 +254,8 @@ class McpHttpLink:
         while granted and fruitless < TRIES and not exchange.is_done:
             place = parser.last_id
             await self._clock.sleep(_pause(parser, fruitless))
-            parser = self._continued(parser)
-            headers = {"Accept": EVENTS, **self._shared(), LAST_EVENT: parser.last_id}
             with suppress(ConnectionLost):
-                async with self._http.request("GET", headers=headers) as answer:
+                async with self._get(parser) as answer:
                     granted = answer.status == 200 and answer.media == EVENTS
                     if granted:
                         await self._drink(answer, parser, exchange)
@@ -266,11 +263,11 @@ class McpHttpLink:
         if not exchange.is_done:
             raise ConnectionLost("the stream ended before the answer, and cannot be resumed", retry_after=parser.retry)
 
-    def _continued(self, parser: Parser) -> Parser:
-        """Return a parser for the next connection: the place and the pause are kept, half an event is not."""
-        fresh = Parser(self._http.max_bytes)
-        fresh.last_id, fresh.retry = parser.last_id, parser.retry
-        return fresh
+    def _get(self, parser: Parser) -> AbstractAsyncContextManager[HttpAnswer]:
+        """Ask for a stream that goes on behind the last event of the parser."""
+        parser.restart()
+        place = {LAST_EVENT: parser.last_id} if parser.last_id else {}
+        return self._http.request("GET", headers={"Accept": EVENTS, **self._shared(), **place})
 
     async def listen(self) -> None:
         """Hear what the server sends on its own. Wait a moment for it to begin: some servers drop what is not heard."""
@@ -287,11 +284,7 @@ class McpHttpLink:
         parser, fruitless = Parser(self._http.max_bytes), 0
         while True:
             try:
-                parser = self._continued(parser)
-                headers = {"Accept": EVENTS, **self._shared()}
-                if parser.last_id:
-                    headers[LAST_EVENT] = parser.last_id
-                async with self._http.request("GET", headers=headers) as answer:
+                async with self._get(parser) as answer:
                     if answer.status != 200 or answer.media != EVENTS:
                         return  # 405: it has none. 404: the session is gone, and the next call makes another
                     stands.set()
@@ -315,21 +308,16 @@ def _pause(parser: Parser, fruitless: int) -> float:
 # --- lines -----------------------------------------------------------------------------------------------------------
 
 
-class McpLineLink(LineLink):
+class McpLineLink(LineLink, McpLink):
     """Lines to one server, and lines from it: a child process, or an app in memory."""
 
     is_pipe = True
-    older = None  # there is no other way
 
     def __init__(self, pipe: Callable[[], Pipe]) -> None:
-        super().__init__(pipe)
-        self.revision: Revision | None = None
-        self.heard: Heard = lambda _message: None
-        self.renew: Callable[[], Awaitable[None]] | None = None
-        self.marks: Callable[[str], Marks] = lambda _tool: {}  # there are no headers to put them in
+        LineLink.__init__(self, pipe)
+        McpLink.__init__(self)
         self._greeted: Pipe | None = None
         self._greeting = asyncio.Lock()
-        self._cancels: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
         for task in self._cancels:
@@ -362,22 +350,13 @@ class McpLineLink(LineLink):
         except asyncio.CancelledError:
             # `initialize` must not be cancelled (2024-11-05, cancellation).
             if self._pipe is not None and all(entry.method != "initialize" for entry in exchange.entries):
-                for id in exchange.open:
-                    task = asyncio.get_running_loop().create_task(self._try_to_write(self._pipe, cancellation(id)))
-                    self._cancels.add(task)
-                    task.add_done_callback(self._cancels.discard)
+                self._announce(exchange, self._pipe.write)
             raise
         return False
 
     async def send(self, message: bytes) -> None:
         """Send an answer to the server, or another message that is not answered."""
         await (await self._connected()).write(message)
-
-    async def _try_to_write(self, pipe: Pipe, message: bytes) -> None:
-        try:
-            await pipe.write(message)
-        except CallFailed as error:
-            logger.debug("a cancellation was not sent: %s", error)
 
     def _take(self, message: Received, in_array: bool) -> None:
         if isinstance(message, Arrived) and not message.is_answer:

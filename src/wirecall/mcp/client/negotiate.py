@@ -11,7 +11,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeAlias
 
 import msgspec
@@ -63,6 +63,12 @@ class _Initialized(Struct, rename="camel"):
     instructions: str | None = None
 
 
+def common(error: UnknownVersion, ours: Iterable[Revision]) -> list[Revision]:
+    """Return those of our revisions that the server lists in its refusal (`data.supported`)."""
+    listed = error.data.get("supported") if isinstance(error.data, dict) else None
+    return [revision for revision in ours if isinstance(listed, list) and revision.name in listed]
+
+
 class Handshake:
     """Finds the revision to speak with one server."""
 
@@ -105,9 +111,7 @@ class Handshake:
             if self._may_be_silent and isinstance(refusal, ConnectionLost):  # a process that died of the question
                 is_final = False
         elif isinstance(refusal, UnknownVersion):  # a modern server; it may list older revisions that have their own way
-            listed = refusal.data.get("supported") if isinstance(refusal.data, dict) else None
-            names = {str(name) for name in listed} if isinstance(listed, list) else set()
-            is_final = not names & {revision.name for revision in HANDSHAKE}
+            is_final = not common(refusal, HANDSHAKE)
         if is_final:
             raise refusal
         try:
@@ -163,14 +167,10 @@ class Handshake:
 
     def _listed(self, error: UnknownVersion) -> Revision:
         """Return the newest revision that the server lists and this client speaks, or raise the error."""
-        listed = error.data.get("supported") if isinstance(error.data, dict) else None
-        names = listed if isinstance(listed, list) else []
-        common = [revision for revision in STATELESS if revision.name in names]
-        if self._pinned is not None:
-            common = [revision for revision in common if revision is self._pinned]
-        if not common:
+        found = [revision for revision in common(error, STATELESS) if self._pinned in (None, revision)]
+        if not found:
             raise error
-        return common[-1]
+        return found[-1]
 
     async def initialize(self, revision: Revision) -> Agreed:
         """Return what `initialize`, the handshake of the older revisions, brings."""
