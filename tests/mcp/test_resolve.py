@@ -26,3 +26,18 @@ async def test_what_an_operator_found_out_is_what_the_client_gets(revision: str)
         assert settled.text == '{"order":"7"}'
         assert settled.replayed
         assert runs == ["7"]
+
+
+@pytest.mark.parametrize("revision", ["2025-03-26", "2025-11-25", "2026-07-28"])
+async def test_the_answer_of_a_reconcile_function_becomes_a_tools_result(revision: str) -> None:
+    async with App("shop") as app:
+
+        @app.command(on_crash="reconcile", reconcile=lambda order: Done({"order": order}))
+        async def charge(order: str) -> dict[str, str]:
+            raise RuntimeError("in the middle")
+
+        async with connect(app, protocol="mcp", revision=revision) as client:
+            with pytest.raises(InternalError):
+                await client.call_tool("charge", {"order": "7"}, key="k-1")
+            reconciled = await client.call_tool("charge", {"order": "7"}, key="k-1")
+        assert reconciled.text == '{"order":"7"}'

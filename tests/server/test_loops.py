@@ -126,8 +126,8 @@ def test_the_first_two_calls_of_an_app_meet_in_one_dispatcher(app: App, monkeypa
 
 async def test_who_joins_a_flight_that_has_just_landed_has_the_outcome() -> None:
     """In another thread it may land between the look for it and the wait."""
-    flight, outcome = Flight(b"print"), Outcome("result", b"1", b"digest")
-    flight.land(outcome)
+    outcome = Outcome("result", b"1", b"digest")
+    flight = Flight(b"print", landed=(outcome,))
     async with asyncio.timeout(PATIENCE):
         assert await flight.join(b"print", 10 * PATIENCE) is outcome
 

@@ -16,13 +16,13 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from wirecall.commands.background import Background, give_back, wake
 from wirecall.commands.outcome import (
@@ -87,143 +87,130 @@ class Commands:
         self._report = report
         self._loop: asyncio.AbstractEventLoop | None = None
         self._flights: dict[RecordId, Flight] = {}
-        self._tasks: dict[Run, asyncio.Task[None]] = {}
+        self._tasks: dict[Run, asyncio.Task[Raw | BaseException]] = {}
         self._background = Background()
-
-    def _bind(self) -> None:
-        """Belong to the running loop. The runs of a loop that is closed never end, so they are forgotten."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            return
-        if self._loop is not None and not self._loop.is_closed():
-            raise OtherLoop
-        if self._loop is not None:
-            closing = self._background.closing
-            self.left, self._flights, self._tasks, self._background = 0, {}, {}, Background()
-            self._background.closing = closing
-        self._loop = loop
 
     async def execute(self, call: Call, handler: Handler) -> Raw:
         """Run the command, or answer with the outcome of an earlier run."""
-        method, alone = call.method, call.frame.alone
-        if not alone:
-            self._bind()
+        method, terms = call.method, call.method.terms
         assert call.key is not None and call.fingerprint is not None
-        follows = call.peer.continues if call.peer is not None else None
         claim = Claim(
             id=RecordId(call.frame.caller, call.record, call.key),
             fingerprint=call.fingerprint,
             nonce=os.urandom(16),
-            lease=method.terms.lease,
-            retention=method.terms.retention,
-            on_crash=method.terms.on_crash,
-            committed=not method.terms.commit_point,
-            continues=follows is not None,
-            alone=alone,
+            lease=terms.lease,
+            retention=terms.retention,
+            on_crash=terms.on_crash,
+            committed=not terms.commit_point,
+            continues=call.peer is not None and call.peer.continues is not None,
+            alone=call.frame.alone,
         )
-        run = call.run = Run(method, claim, alone, follows)
-        if method.timeout is None or alone:
-            return await self._serve(call, run, handler)
-        deadline = asyncio.timeout(method.timeout)
+        loop = None if call.frame.alone else self._bind()
+        run = call.run = Run(method, claim, loop, call.peer.continues if call.peer is not None else None)
+        deadline = None if method.timeout is None or loop is None else asyncio.timeout(method.timeout)
         try:
-            async with deadline:
-                return await self._serve(call, run, handler)
+            async with deadline or nullcontext():
+                # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
+                try:
+                    found = await self._claim(run)
+                    call.replayed = found is not None
+                    result = None if found is None else answer(found, replayed=True)
+                except BaseException as error:
+                    if call.frame.reported:
+                        self._report(call, error)
+                    raise
+                if result is not None:
+                    if call.frame.reported:
+                        self._report(call, None)
+                    return result
+
+                # Step 2: a function that cannot wait is called here and now: nothing interrupts it. It may still return an
+                # awaitable.
+                waits = method.can_wait
+                if not waits:
+                    run.begin()
+                    value: object = None
+                    raised: BaseException | None = None
+                    try:
+                        value = handler()
+                        waits = hasattr(value, "__await__")
+                    except BaseException as error:
+                        raised = error
+
+                    def called() -> object:
+                        if raised is not None:
+                            raise raised
+                        return value
+
+                    handler = called
+                if loop is None or not waits:
+                    ending = await self._lead(call, run, handler)
+                    if isinstance(ending, BaseException):
+                        raise ending
+                    return ending
+
+                # Step 3: the handler gets a task of its own, which wakes this one: awaiting the task costs a turn of the
+                # loop more. A cancel of this wait is a cancel of the command only if nothing is done yet.
+                run.ended = loop.create_future()
+                task = self._tasks[run] = start(loop, self._lead(call, run, handler))
+                try:
+                    return await run.ended
+                except asyncio.CancelledError:
+                    if run.stops and not task.done():
+                        run.cancel(task)
+                        await asyncio.wait([task], timeout=LAST_WORDS)
+                    if not task.done():
+                        self.left += 1
+
+                        def back(_: "asyncio.Task[Raw | BaseException]") -> None:
+                            self.left -= 1
+
+                        task.add_done_callback(back)
+                    raise
         except TimeoutError:
-            if not deadline.expired():
+            if deadline is None or not deadline.expired():
                 raise
             raise DeadlineExceeded(ran=run.ran) from None
 
-    async def _serve(self, call: Call, run: Run, handler: Handler) -> Raw:
-        # Whose run is it? Another run answers for this call, or the ledger has granted the record.
-        try:
-            found = await self._claim(run)
-            if found is not None:
-                call.replayed = True
-                result = answer(found, replayed=True)
-                self._report(call, None)
-                return result
-        except BaseException as error:
-            self._report(call, error)
-            raise
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """Belong to the running loop, and return it. The runs of a loop that is closed never end, so they are forgotten."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None:
+                if not self._loop.is_closed():
+                    raise OtherLoop
+                closing = self._background.closing
+                self.left, self._flights, self._tasks, self._background = 0, {}, {}, Background()
+                self._background.closing = closing
+            self._loop = loop
+        return loop
 
-        # A function that cannot wait is called here and now: nothing interrupts it. It may still return an awaitable.
-        waits = call.method.can_wait
-        if not waits:
-            run.begin()
-            value: object = None
-            raised: BaseException | None = None
-            try:
-                value = handler()
-                waits = hasattr(value, "__await__")
-            except BaseException as error:
-                raised = error
-
-            def called() -> object:
-                if raised is not None:
-                    raise raised
-                return value
-
-            handler = called
-        if run.loop is None or not waits:
-            return await self._lead(call, run, handler)
-
-        # The handler gets a task of its own. A cancel of this wait is a cancel of the command only if nothing is done yet.
-        run.ended = run.loop.create_future()
-        task = self._tasks[run] = start(run.loop, self._apart(call, run, handler))
-        try:
-            return await run.ended
-        except asyncio.CancelledError:
-            if run.stops and not task.done():
-                run.cancel(task)
-                await asyncio.wait([task], timeout=LAST_WORDS)
-            if not task.done():
-                self.left += 1
-
-                def back(_: "asyncio.Task[None]") -> None:
-                    self.left -= 1
-
-                task.add_done_callback(back)
-            raise
-
-    async def _apart(self, call: Call, run: Run, handler: Handler) -> None:
-        """Run a command in its own task, and wake its caller from there: awaiting the task costs a turn of the loop more."""
-        try:
-            result = await self._lead(call, run, handler)
-        except asyncio.CancelledError:
-            self._tell(run, stopping(run))
-            raise
-        except GeneratorExit:  # the loop is closed
-            raise
-        except BaseException as error:
-            self._tell(run, error)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
-        else:
-            self._tell(run, result)
-
-    def _tell(self, run: Run, ending: Raw | BaseException) -> None:
-        self._tasks.pop(run, None)
-        if run.ended is None or run.ended.done():  # the caller has left; the outcome is in the ledger and in the log
-            return
-        if isinstance(ending, BaseException):
-            run.ended.set_exception(ending)
-        else:
-            run.ended.set_result(ending)
-
-    async def _lead(self, call: Call, run: Run, handler: Handler) -> Raw:
-        """Lead the run to its end, and wake the duplicates that wait for it."""
+    async def _lead(self, call: Call, run: Run, handler: Handler) -> Raw | BaseException:
+        """Lead the run to its end, and wake all that wait for it: the duplicates, and its caller if it has its own task."""
         outcome: Outcome | None = None
+        error: BaseException | None = None
         try:
             lead = self._transact if run.claim.on_crash == "transactional" else self._hold
             outcome, call.replayed = await lead(call, run, handler)
-            result = answer(outcome, replayed=call.replayed, recorded=call.recorded)
-        except BaseException as error:
+            ending: Raw | BaseException = answer(outcome, replayed=call.replayed, recorded=call.recorded)
+        except BaseException as raised:
+            ending = error = raised
+        self._land(run, outcome)
+        if call.frame.reported:
             self._report(call, error)
-            raise
-        finally:
-            self._land(run, outcome)
-        self._report(call, None)
-        return result
+        if run.ended is None:
+            return ending
+        self._tasks.pop(run, None)
+        if not run.ended.done() and not isinstance(error, GeneratorExit):  # else the caller has left, or the loop is closed
+            if isinstance(error, asyncio.CancelledError):
+                run.ended.set_exception(stopping(run))
+            elif error is not None:
+                run.ended.set_exception(error)
+            elif isinstance(ending, Raw):
+                run.ended.set_result(ending)
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)):
+            raise error
+        return ending
 
     # --- whose run it is ---------------------------------------------------------------------------------------------
 
@@ -234,14 +221,21 @@ class Commands:
         # `setdefault` is one step: threads without an event loop may come at the same moment.
         while (first := self._flights.setdefault(run.claim.id, mine)) is not mine:
             run.to(RunEvent.FOLLOW)
-            if run.alone:
+            if run.loop is None:
                 raise in_progress()
             outcome = await first.join(run.claim.fingerprint, run.method.terms.wait)
             if outcome is not None:
                 return outcome
         run.hear(RunEvent.LEAD)
         try:
-            ledger = await self._open(run)
+            if self._background.closing:
+                raise stopping(run)
+            try:
+                ledger = run.ledger = await self._ledger()
+            except (LedgerDown, UsageError) as error:
+                raise unavailable(error) from error
+            if run.loop is not None:  # without an event loop, records are swept by hand
+                self._background.plan_sweep(ledger)
             if run.claim.on_crash == "transactional":
                 return None  # the transaction claims
 
@@ -259,11 +253,11 @@ class Commands:
             patience, delay = run.method.terms.wait, FIRST_POLL
             while True:
                 try:
-                    if ledger.is_tidy or run.alone:
+                    if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
                     else:
                         # In a task of its own: a claim on its way to a server cannot be called back, only undone.
-                        claiming = asyncio.get_running_loop().create_task(ledger.claim(run.claim))
+                        claiming = run.loop.create_task(ledger.claim(run.claim))
                         try:
                             record = await asyncio.shield(claiming)
                         except asyncio.CancelledError:
@@ -278,7 +272,7 @@ class Commands:
                 if record.state is not State.RUNNING or run.holds(record):
                     break
                 run.to(RunEvent.FOLLOW)
-                if patience <= 0 or run.alone or self._background.closing:
+                if patience <= 0 or run.loop is None or self._background.closing:
                     raise in_progress()
                 await asyncio.sleep(min(delay, patience))
                 patience -= delay
@@ -299,7 +293,7 @@ class Commands:
             self._land(run, found)
         else:
             mine.is_granted = True
-            run.grant(ledger, record)
+            run.grant(record)
         return found
 
     async def _forsake(self, ledger: Ledger, run: Run, claiming: "asyncio.Task[Record]") -> None:
@@ -313,21 +307,15 @@ class Commands:
         finally:
             self._land(run, None)
 
-    async def _open(self, run: Run) -> Ledger:
-        if self._background.closing:
-            raise stopping(run)
-        try:
-            ledger = await self._ledger()
-        except (LedgerDown, UsageError) as error:
-            raise unavailable(error) from error
-        if run.loop is not None:  # without an event loop, records are swept by hand
-            self._background.plan_sweep(ledger)
-        return ledger
-
     def _land(self, run: Run, outcome: Outcome | None) -> None:
+        """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
         flight = self._flights.pop(run.claim.id, None)
-        if flight is not None:
-            flight.land(outcome)
+        if flight is None:
+            return
+        flight.landed = (outcome,)  # before the list is read: a duplicate that comes later sees it
+        for future in flight.waiting:
+            with suppress(RuntimeError):  # its loop is closed
+                future.get_loop().call_soon_threadsafe(wake, future, outcome)
 
     # --- under a lease -----------------------------------------------------------------------------------------------
 
@@ -338,7 +326,7 @@ class Commands:
             self._background.renew(run)
         try:
             outcome = await _reconciled(call, run) if run.attempt > 1 and run.method.terms.reconcile else None
-            outcome = outcome or await _handled(run, handler)
+            outcome = outcome or await _handled(call, run, handler)
         except InputRequired as pause:
             # The handler asks its caller: the record waits for the round that brings the answer.
             if not run.hear(RunEvent.PAUSE):
@@ -409,7 +397,9 @@ class Commands:
         tried again. One that was lost before its commit is refused, since nothing was done; one that was lost during it is
         unknown.
         """
-        ledger: Any = await self._open(run)
+        if self._background.closing:
+            raise stopping(run)
+        ledger: Any = run.ledger
         terms = run.method.terms
         for _ in range(TRIES):
             try:
@@ -424,10 +414,10 @@ class Commands:
                             return recorded(record), True
                         raise _Orphaned if record.lease_left == 0 else in_progress()
                     _check_cancelled(run)  # in the moment in which the transaction began
-                    run.grant(ledger, record)
+                    run.grant(record)
                     run.db = transaction.db
                     run.to(RunEvent.TRANSACT)
-                    outcome = await _handled(run, handler)
+                    outcome = await _handled(call, run, handler)
                     # From here on only the store knows. A recorded error undoes the handler's writes, and is kept.
                     kept = stored(outcome, terms.max_stored_result)
                     await transaction.complete(kept, terms.retention, undo=outcome.kind == "error")
@@ -471,25 +461,24 @@ class Commands:
             await asyncio.wait(left, timeout=LAST_WORDS)
         for run, task in runs.items():
             if task.done():  # a task that was cancelled before it began could not wake its caller
-                self._tell(run, stopping(run))
+                self._tasks.pop(run, None)
+                if run.ended is not None and not run.ended.done():
+                    run.ended.set_exception(stopping(run))
 
 
-class Flight:
+class Flight(Struct, eq=False):
     """The one run of a command in this process, and the duplicates that wait for it."""
 
-    __slots__ = ("_fingerprint", "_landed", "_waiting", "is_forsaken", "is_granted", "is_refused")
-
-    def __init__(self, fingerprint: bytes) -> None:
-        self._fingerprint = fingerprint
-        self.is_granted = False
-        self.is_refused = False  # the ledger is down: the duplicates need not find out one after another
-        self.is_forsaken = False  # its caller left while the claim was on its way: the record is being given back
-        self._waiting: list[asyncio.Future[Outcome | None]] = []
-        self._landed: tuple[Outcome | None] | None = None
+    fingerprint: bytes
+    is_granted: bool = False
+    is_refused: bool = False  # the ledger is down: the duplicates need not find out one after another
+    is_forsaken: bool = False  # its caller left while the claim was on its way: the record is being given back
+    waiting: list[asyncio.Future[Outcome | None]] = []
+    landed: tuple[Outcome | None] | None = None
 
     async def join(self, fingerprint: bytes, wait: float) -> Outcome | None:
         """Return the outcome, or None when the run ended without one."""
-        if fingerprint != self._fingerprint and self.is_granted:
+        if fingerprint != self.fingerprint and self.is_granted:
             raise KeyConflict(ran="no")
         future = self.ended()
         try:
@@ -500,21 +489,14 @@ class Flight:
         if self.is_refused:
             raise LedgerUnavailable(ran="no")
         # Until the ledger has granted the record, either params may be the right ones: the duplicate claims for itself.
-        return outcome if fingerprint == self._fingerprint else None
+        return outcome if fingerprint == self.fingerprint else None
 
     def ended(self) -> "asyncio.Future[Outcome | None]":
         future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        if self._landed is not None:  # in another thread, a moment ago
-            future.set_result(*self._landed)
+        self.waiting.append(future)
+        if self.landed is not None:  # in another thread, a moment ago
+            future.set_result(*self.landed)
         return future
-
-    def land(self, outcome: Outcome | None) -> None:
-        """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
-        self._landed = (outcome,)  # before the list is read: a duplicate that comes later sees it
-        for future in self._waiting:
-            with suppress(RuntimeError):  # its loop is closed
-                future.get_loop().call_soon_threadsafe(wake, future, outcome)
 
 
 class Undecided(Exception):
@@ -531,7 +513,7 @@ def _check_cancelled(run: Run) -> None:
         raise asyncio.CancelledError
 
 
-async def _handled(run: Run, handler: Handler) -> Outcome:
+async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
     """Run the handler and return its outcome: its result, or an error of its own. Other exceptions are not outcomes."""
     if run.state in (RunState.GRANTED, RunState.CANCELLED, RunState.ASKING):  # else it was called before it got here
         run.begin()
@@ -539,13 +521,13 @@ async def _handled(run: Run, handler: Handler) -> Outcome:
         result = handler()
         if hasattr(result, "__await__"):
             result = await settled(result)
+        outcome = outcome_of("result", result, run.claim.id, call.shape)
     except FixedError:
         raise
     except RpcError as error:
-        run.to(RunEvent.RETURN)
-        return outcome_of("error", error, run.claim.id)
+        outcome = outcome_of("error", error, run.claim.id)
     run.to(RunEvent.RETURN)
-    return outcome_of("result", result, run.claim.id)
+    return outcome
 
 
 async def _reconciled(call: Call, run: Run) -> Outcome | None:
@@ -555,10 +537,11 @@ async def _reconciled(call: Call, run: Run) -> Outcome | None:
         raise asyncio.CancelledError
     run.to(RunEvent.ASK)
     ask = partial(method.reconcile, Context(call))
-    verdict = await settled(in_thread(ask) if method.blocking and not run.alone else ask())
+    verdict = await settled(in_thread(ask) if method.blocking and run.loop is not None else ask())
     if isinstance(verdict, Done):
+        outcome = outcome_of("result", verdict.result, run.claim.id, call.shape)
         run.to(RunEvent.RETURN)
-        return outcome_of("result", verdict.result, run.claim.id)
+        return outcome
     if isinstance(verdict, NotDone):
         return None
     if not isinstance(verdict, CannotTell):

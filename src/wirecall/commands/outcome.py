@@ -34,7 +34,7 @@ from wirecall.errors import (
 from wirecall.ledger.base import CommitUnknown, LedgerDown, Locked, NotCommitted, Outcome, Record, RecordId, State
 from wirecall.logs import failed, logger
 from wirecall.protocol.messages import ErrorObject, encode, failure
-from wirecall.server.call import Call, InputRequired
+from wirecall.server.call import Call, InputRequired, Shape
 from wirecall.stepping import is_closing, needs_loop
 
 # Milliseconds after which a caller may ask again for a command that is in progress.
@@ -47,11 +47,11 @@ REFUSALS = (Busy, InvalidParams, InvalidRequest, KeyInProgress, LedgerUnavailabl
 # --- with an outcome -------------------------------------------------------------------------------------------------
 
 
-def outcome_of(kind: Literal["result", "error"], value: object, id: RecordId) -> Outcome:
+def outcome_of(kind: Literal["result", "error"], value: object, id: RecordId, shape: Shape | None = None) -> Outcome:
     """Encode an outcome. If JSON cannot carry a result, only the fact is kept, since the effect has happened; if it cannot
     carry an error, its code and message are kept, so that it stays an error, and a transaction is undone."""
     try:
-        payload = encode(failure(None, value).error if isinstance(value, RpcError) else value)
+        payload = encode(failure(None, value).error if isinstance(value, RpcError) else shape(value) if shape else value)
     except EncodeError as error:
         failed(id.method, None, error, caller=id.caller, key=id.key)
         if not isinstance(value, RpcError):
@@ -112,7 +112,7 @@ def failure_of(call: Call, run: Run, error: BaseException, *, stopped: bool) -> 
         return error
     if isinstance(error, KeyboardInterrupt) or (is_refusal(error) and undone):
         return error
-    if run.alone and needs_loop(error):
+    if run.loop is None and needs_loop(error):
         return CannotWait()
     if isinstance(error, LostLease):
         return in_progress()

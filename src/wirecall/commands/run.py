@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State, Token
 from wirecall.server.call import Passed
@@ -163,37 +163,20 @@ class LostLease(Exception):
     """The run may not pass its commit point: it was cancelled, or another holder has taken the record over."""
 
 
-class Run:
+class Run(Struct, eq=False):
     """One run of a command."""
 
-    __slots__ = (
-        "alone",
-        "attempt",
-        "claim",
-        "db",
-        "ended",
-        "fence",
-        "follows",
-        "ledger",
-        "loop",
-        "method",
-        "state",
-        "token",
-    )
-
-    def __init__(self, method: "Method", claim: Claim, alone: bool, follows: str | None = None) -> None:
-        self.method = method
-        self.claim = claim
-        self.follows = follows  # the state of the leg before, in a call of several rounds
-        self.alone = alone  # without an event loop, so nothing may wait
-        self.state = RunState.CLAIMING
-        self.ledger: Ledger | None = None
-        self.token: Token | None = None
-        self.attempt = 1
-        self.fence = 0
-        self.db: object = None
-        self.ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
-        self.loop = None if alone else asyncio.get_running_loop()
+    method: "Method"
+    claim: Claim
+    loop: asyncio.AbstractEventLoop | None  # None: without an event loop, so nothing may wait
+    follows: str | None = None  # the state of the leg before, in a call of several rounds
+    state: RunState = RunState.CLAIMING
+    ledger: Ledger | None = None
+    token: Token | None = None
+    attempt: int = 1
+    fence: int = 0
+    db: object = None
+    ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
 
     def to(self, event: RunEvent) -> None:
         """Move to the state that the table has for an event."""
@@ -225,10 +208,9 @@ class Run:
         """Return whether the ledger granted the record to this run."""
         return record.state is State.RUNNING and record.nonce == self.claim.nonce
 
-    def grant(self, ledger: Ledger, record: Record) -> None:
+    def grant(self, record: Record) -> None:
         """Take the record that the ledger gave to this run."""
         self.to(RunEvent.GRANT)
-        self.ledger = ledger
         self.token = record.token
         self.attempt = record.attempts
         self.fence = record.fence
@@ -239,7 +221,7 @@ class Run:
             raise asyncio.CancelledError
         self.to(RunEvent.ENTER if self.claim.committed else RunEvent.BEGIN)
 
-    def cancel(self, task: "asyncio.Task[None]") -> None:
+    def cancel(self, task: "asyncio.Task[Raw | BaseException]") -> None:
         """Stop the run if it has done nothing yet, at once where it waits."""
         self.hear(RunEvent.CANCEL)
         if self.state in INTERRUPTIBLE:

@@ -30,25 +30,31 @@ async def run_batch(
     concurrency: int,
 ) -> list[T]:
     """Return the outcome of every entry, in input order. `begin` returns the outcome, or a coroutine of it."""
-    run = _Batch(entries, begin, in_lane, concurrency)
+    batch = _Batch(entries, begin, in_lane, concurrency)
+    workers = batch.workers
     try:
-        await run.work()
-        while run.workers:
-            await asyncio.wait(run.workers)
-    except GeneratorExit:  # closed from outside: it cannot wait any more
-        run.cut()
+        await batch.work()
+        while workers:
+            await asyncio.wait(workers)
+        for worker in batch.made:
+            worker.result()  # an outcome is never an exception: one that is raised here ends the whole batch
+        return batch.outcomes
+    except BaseException as error:
+        # Begin no further entry, cancel those in flight, and leave no task and no coroutine behind.
+        deque(batch.rest, maxlen=0)
+        while batch.aside:
+            batch.aside.popleft()[1].close()
+        for worker in workers:
+            if not worker.get_loop().is_closed():
+                worker.cancel()
+        while workers and not isinstance(error, GeneratorExit):  # closed from outside, it cannot wait any more
+            await asyncio.wait(workers)
         raise
-    except BaseException:
-        await run.stop()
-        raise
-    if run.aside:
-        await run.stop()
-    for worker in run.ended:
-        worker.result()  # an outcome is never an exception: one that is raised here ends the whole batch
-    return run.outcomes
 
 
 class _Batch(Generic[E, T]):
+    # A class and not closures: two functions that refer to each other would be a cycle for the garbage collector.
+
     def __init__(
         self,
         entries: Sequence[E],
@@ -57,69 +63,46 @@ class _Batch(Generic[E, T]):
         concurrency: int,
     ) -> None:
         self.outcomes: list[Any] = [None] * len(entries)
-        self.workers: set[asyncio.Task[None]] = set()
-        self.ended: list[asyncio.Task[None]] = []
+        self.rest: Iterator[tuple[int, E]] = enumerate(entries)
         self.aside: deque[tuple[int, Coroutine[Any, Any, T]]] = deque()
-        self._rest: Iterator[tuple[int, E]] = enumerate(entries)
+        self.made: list[asyncio.Task[None]] = []  # every worker beside the first one
+        self.workers: set[asyncio.Task[None]] = set()  # those of them that have not ended
         self._begin = begin
         self._in_lane = in_lane
-        self._free = concurrency - 1  # workers that may still join the first one
+        self._concurrency = concurrency
         self._lane_taken = False
         self._calm = cancels()  # the task of the sender may be cancelled already
         self._context = contextvars.copy_context()  # of the sender, for every worker that joins
 
     async def work(self) -> None:
         """Take entries until none are left."""
-        outcomes, begin = self.outcomes, self._begin
-        for position, entry in self._rest:
+        outcomes, begin, aside = self.outcomes, self._begin, self.aside
+        for position, entry in self.rest:
             outcome = begin(entry, position)
             if type(outcome) is not types.CoroutineType:
                 outcomes[position] = outcome
-            elif not self._in_lane(entry):
-                outcomes[position] = await beside(outcome, self._join)
-                self._check()
-            elif self._lane_taken:
-                self.aside.append((position, outcome))
-            else:
-                self._lane_taken = True
-                outcomes[position] = await beside(outcome, self._join)
-                self._check()
-                while self.aside:
-                    position, outcome = self.aside.popleft()
-                    outcomes[position] = await outcome
-                    self._check()
+                continue
+            in_lane = self._in_lane(entry)
+            if in_lane and self._lane_taken:
+                aside.append((position, outcome))
+                continue
+            self._lane_taken |= in_lane
+            outcomes[position] = await beside(outcome, self._join)
+            while True:
+                # A handler may turn its cancellation into an answer: the entries behind it are cancelled all the same.
+                if cancels() > self._calm:
+                    raise asyncio.CancelledError
+                if not in_lane or not aside:
+                    break
+                position, outcome = aside.popleft()
+                outcomes[position] = await outcome
+            if in_lane:
                 self._lane_taken = False
-
-    def _check(self) -> None:
-        """Cancel the entries behind a handler that turned its cancellation into an answer."""
-        if cancels() > self._calm:
-            raise asyncio.CancelledError
 
     def _join(self) -> None:
         """Let another worker go on with the rest, while the entry at hand waits."""
-        if self._free > 0:
-            self._free -= 1
+        if len(self.workers) + 1 < self._concurrency:
             worker = start(asyncio.get_running_loop(), self.work(), self._context.copy())
+            self.made.append(worker)
             self.workers.add(worker)
-            worker.add_done_callback(self._leave)
-
-    def _leave(self, worker: "asyncio.Task[None]") -> None:
-        self._free += 1
-        self.workers.discard(worker)
-        self.ended.append(worker)
-
-    def cut(self) -> None:
-        """Begin no further entry, and cancel those in flight."""
-        self._free = 0
-        deque(self._rest, maxlen=0)
-        while self.aside:
-            self.aside.popleft()[1].close()
-        for worker in self.workers:
-            if not worker.get_loop().is_closed():
-                worker.cancel()
-
-    async def stop(self) -> None:
-        """End a batch that is cancelled, without leaving a task or a coroutine behind."""
-        self.cut()
-        while self.workers:
-            await asyncio.wait(self.workers)
+            worker.add_done_callback(self.workers.discard)

@@ -30,6 +30,7 @@ class Frame(Struct, eq=False):
     caller: str
     alone: bool = False  # without an event loop, so nothing may wait
     in_full: bool = True  # even a plain query takes all the steps, since middleware or the log sees every call
+    reported: bool = False  # to the log, or to other observers
     logged: bool = False
     key: str | None = None  # an idempotency key that came beside the message
     replayed: list[Id] | None = None  # collects the ids of replayed answers, if the sender asked for them

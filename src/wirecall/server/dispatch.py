@@ -92,14 +92,15 @@ class Dispatcher:
         self._commands = commands
         self._events = events
         self._in_full = bool(middleware) or execution == "sequential"
-        self._guarded: Next = self._invoke
+        self._guarded: Next | None = None
         for layer in reversed(middleware):  # the first one is the outermost
-            self._guarded = partial(_around, layer, self._guarded)
+            inner = self._guarded or (lambda context: self._invoke(call_of(context), context))
+            self._guarded = partial(_around, layer, inner)
         self._execution = execution
         self._strict = strict
         self._in_flight = 0
         # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
-        self._quiet = [Frame(ANONYMOUS, alone=alone, in_full=self._in_full) for alone in (False, True)]
+        self._quiet = [Frame(ANONYMOUS, alone, self._in_full, events.observed) for alone in (False, True)]
 
     def handle(
         self,
@@ -135,7 +136,7 @@ class Dispatcher:
         logged = logger.isEnabledFor(logging.INFO)
         if is_batch or logged or replayed is not None or caller != ANONYMOUS or key is not None:
             in_full, room = logged or self._in_full, limits.bytes_out if is_batch else None
-            frame = Frame(caller, alone=alone, in_full=in_full, logged=logged, key=key, replayed=replayed, room=room)
+            frame = Frame(caller, alone, in_full, logged or self._events.observed, logged, key, replayed, room)
         else:
             frame = self._quiet[alone]
         if is_batch:
@@ -264,7 +265,8 @@ class Dispatcher:
             # Its transaction is that of its record, and a record needs a key. Without one, each call is a new intent.
             call.key = os.urandom(16).hex()
         try:
-            result = await self._guarded(Context(call))
+            context = Context(call)
+            result = await (self._guarded(context) if self._guarded else self._invoke(call, context))
             if result is not call.result:  # the middleware has replaced it
                 result = Raw(frames.encode(call.shape(result) if call.shape else result))
             return result
@@ -282,14 +284,13 @@ class Dispatcher:
                 raise error from raised
             raise self._as_error(call.method.name, call.correlation_id, raised, call.frame.alone) from None
         finally:
-            if call.run is None:  # else the command reports its end, which may come after its caller has left
+            if call.run is None and call.frame.reported:  # a command reports its own end, perhaps after its caller left
                 self._events.call_ended(call, error)
             if call.replayed and call.frame.replayed is not None:
                 call.frame.replayed.append(None if call.id is UNSET else call.id)
 
-    async def _invoke(self, context: Context) -> object:
+    async def _invoke(self, call: Call, context: Context) -> object:
         """Take steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
-        call = call_of(context)
         call.reached = True
         method, frame = call.method, call.frame
         # A command's params are decoded twice: here into the types of the function, by the decoder that is made for them,
@@ -298,8 +299,6 @@ class Dispatcher:
         handler: Handler = partial(method.function, *args, **keywords)
         if method.blocking and not frame.alone:
             handler = partial(in_thread, handler)
-        if call.shape is not None:
-            handler = partial(_shaped, call.shape, handler)
         if method.is_command:
             if call.key is not None or self._events.observed:
                 call.fingerprint = call.identity or fingerprint(call.params)
@@ -318,6 +317,8 @@ class Dispatcher:
                     raise
                 # A command without a key was cut somewhere in the middle; a query changes nothing wherever it is cut.
                 raise DeadlineExceeded(ran="unknown" if method.is_command else "no") from None
+        if call.shape is not None:
+            result = call.shape(result)
         is_constant = type(result) in _CONSTANT and not frame.in_full
         call.result = result if is_constant else Raw(frames.encode(result))
         return call.result
@@ -352,7 +353,8 @@ class Dispatcher:
 
     def frame(self, caller: str) -> Frame:
         """Return the frame of a call that was parsed elsewhere."""
-        return Frame(caller, logged=logger.isEnabledFor(logging.INFO))
+        logged = logger.isEnabledFor(logging.INFO)
+        return Frame(caller, reported=logged or self._events.observed, logged=logged)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -446,29 +448,3 @@ async def _after_a_turn(refusal: Answer) -> Answer:
     """Let other calls run after a result that was too long: making and encoding it took a while."""
     await asyncio.sleep(0)
     return refusal
-
-
-def _shaped(shape: Shape, handler: Handler) -> object:
-    """Call the handler and shape its result into the call's, before it is recorded."""
-
-    def shaped(value: object) -> object:
-        try:
-            return shape(value)
-        except EncodeError as error:  # the handler has not failed: its effect is done, and recorded as that
-            return _Unwritable(error)
-
-    async def later(result: object) -> object:
-        return shaped(await settled(result))
-
-    result = handler()
-    return later(result) if hasattr(result, "__await__") else shaped(result)
-
-
-class _Unwritable:
-    """Stands for a result that JSON cannot carry; encoding it raises the reason."""
-
-    def __init__(self, error: EncodeError) -> None:
-        self._error = error
-
-    def model_dump(self, mode: str) -> object:
-        raise self._error

@@ -45,8 +45,6 @@ class Events:
 
     def call_ended(self, call: Call, error: BaseException | None = None) -> None:
         """Report a call that was admitted."""
-        if not self.observed and not call.frame.logged:
-            return
         outcome: Word = "ok"
         code = None
         if isinstance(error, InputRequired):
