@@ -49,6 +49,7 @@ from wirecall.ledger.sqlite.transaction import HandlerTransaction
 from wirecall.ledger.sqlite.writer import Job, Writer, nothing, take_fences
 
 T = TypeVar("T")
+Q = TypeVar("Q")
 _STATES = {state.value: state for state in State}
 
 
@@ -97,9 +98,9 @@ class SqliteLedger:
         await self._running().ask(Job(nothing, "nothing"))
 
     async def claim(self, claim: Claim) -> Record:
-        record = await self._read(partial(self._answer, claim))
-        if record is not None:
-            return record
+        found = await self._read(self._judged, claim)
+        if found is not None and found[2] == "leave":
+            return found[1]
         writer, job = self._running(), Job(partial(self._claim, claim), claims=True)
         try:
             granted: Record = await writer.ask(job)
@@ -139,7 +140,7 @@ class SqliteLedger:
         return await self._change("resolve_done", anyone, retention=retention, **_parts(outcome))
 
     async def get(self, id: RecordId) -> Record | None:
-        return await self._read(partial(self._get, id))
+        return await self._read(self._get, id)
 
     async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> list[Record]:
         first = after or RecordId("", "", "")
@@ -149,10 +150,10 @@ class SqliteLedger:
         else:
             name = "page_of_few" if state in (State.UNKNOWN, State.WAITING) else "page_of_many"
             values["state"] = state.value
-        return await self._read(lambda db: [self._record(Row(*row)) for row in _all_rows(name, values, db)])
+        return await self._read(lambda name, db: [self._record(Row(*row)) for row in db.execute(SQL[name], values)], name)
 
     async def counts(self) -> dict[State, int]:
-        found = dict(await self._read(partial(_all_rows, "counts", {})))
+        found = await self._read(lambda name, db: {row[0]: row[1] for row in db.execute(SQL[name])}, "counts")
         return {state: found.get(state.value, 0) for state in State}
 
     async def sweep(self, limit: int = 500) -> int:
@@ -193,7 +194,7 @@ class SqliteLedger:
 
     # --- reading, in the calling thread ------------------------------------------------------------------------------
 
-    async def _read(self, look: Callable[[apsw.Cursor], T]) -> T:
+    async def _read(self, look: Callable[[Q, apsw.Cursor], T], question: Q) -> T:
         writer = self._running()
         if writer.reader is None:  # the file is being opened
             await writer.ask(Job(nothing, "nothing"))
@@ -201,30 +202,35 @@ class SqliteLedger:
             with writer.reading:  # apsw refuses a connection that two threads use at once
                 if writer.reader is None:
                     raise LedgerDown(f"The ledger {self._path} is closed.")
-                return look(writer.reader)
+                return look(question, writer.reader)
         except Exception as error:  # of SQLite; or a damaged row
             raise as_down(self._path, error) from error
 
     def _get(self, id: RecordId, db: apsw.Cursor) -> Record | None:
-        row = _found(id, db)
-        return row and self._record(row)
-
-    def _answer(self, claim: Claim, db: apsw.Cursor) -> Record | None:
-        """Return the record that answers a claim as it stands; None if the claim has to be written."""
-        row = _found(claim.id, db)
-        record, verdict = self._judge(row, claim) if row else (None, "insert")
-        return record if verdict == "leave" else None
+        row = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
+        return row and self._record(Row(*row))
 
     async def _look(self, claim: Claim) -> Record | None:
-        return await self._read(partial(self._seen, claim))
+        return await self._read(self._seen, claim)
 
     def _seen(self, claim: Claim, db: apsw.Cursor) -> Record | None:
         """Return the record for a handler's transaction. One that is due to become a tombstone looks like one already."""
-        row = _found(claim.id, db)
-        if row is None:
+        found = self._judged(claim, db)
+        if found is None:
             return None
-        record, verdict = self._judge(row, claim)
+        row, record, verdict = found
         return self._record(self._buried(row)) if verdict == "to_tombstone" else record
+
+    def _judged(self, claim: Claim, db: apsw.Cursor) -> tuple[Row, Record, Verdict] | None:
+        """Find the record of a claim, and decide what the claim does to it; None if there is no record."""
+        id = claim.id
+        found = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
+        if found is None:
+            return None
+        row = Row(*found)
+        record = self._record(row)
+        is_expired = row.expires_at <= self._wall() and not self._time_left(row)
+        return row, record, decide(record, claim, expired=is_expired)
 
     # --- writing, in the writer's thread and inside a transaction ----------------------------------------------------
 
@@ -244,9 +250,9 @@ class SqliteLedger:
         record = self._insert(claim, db, fence)
         if db.connection.changes():
             return record
-        row = _found(claim.id, db)
-        assert row is not None  # this is one transaction
-        record, verdict = self._judge(row, claim)
+        found = self._judged(claim, db)
+        assert found is not None  # this is one transaction
+        row, record, verdict = found
         if verdict == "leave":
             return record
         if verdict == "to_unknown":
@@ -323,19 +329,19 @@ class SqliteLedger:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def _record(self, row: Row) -> Record:
-        kind, digest = row.outcome_kind, row.digest
+        """Return the record of a row; values are in the order of `Record`."""
         return Record(
-            id=RecordId(row.caller, row.method, row.key),
-            fingerprint=row.fingerprint,
-            state=_STATES[row.state],
-            fence=row.fence,
-            nonce=row.nonce,
-            committed=bool(row.committed),
-            attempts=row.attempts,
-            lease_left=self._time_left(row) if row.state == "running" else 0.0,
-            started_at=row.started_at,
-            completed_at=row.completed_at,
-            outcome=None if kind is None or digest is None else Outcome(kind, row.payload, digest),
+            RecordId(row.caller, row.method, row.key),
+            row.fingerprint,
+            _STATES[row.state],
+            row.fence,
+            row.nonce,
+            bool(row.committed),
+            row.attempts,
+            self._time_left(row) if row.state == "running" else 0.0,
+            row.started_at,
+            row.completed_at,
+            None if row.outcome_kind is None or row.digest is None else Outcome(row.outcome_kind, row.payload, row.digest),
         )
 
     def _time_left(self, row: Row) -> float:
@@ -346,11 +352,6 @@ class SqliteLedger:
         left = row.lease_until - self._clock()
         is_other_boot = row.boot != self._boot and row.boot and self._boot
         return 0.0 if left <= 0 or is_other_boot or left > row.lease + 1 else left
-
-    def _judge(self, row: Row, claim: Claim) -> tuple[Record, Verdict]:
-        record = self._record(row)
-        expired = row.expires_at <= self._wall() and not self._time_left(row)
-        return record, decide(record, claim, expired=expired)
 
     def _buried(self, row: Row) -> Row:
         retention = row.due - row.started_at
@@ -364,15 +365,6 @@ class SqliteLedger:
             expires_at=self._wall() + left,
             payload=None,
         )
-
-
-def _found(id: RecordId, db: apsw.Cursor) -> Row | None:
-    row = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
-    return row and Row(*row)
-
-
-def _all_rows(name: str, values: dict[str, Any], db: apsw.Cursor) -> list[Any]:
-    return db.execute(SQL[name], values).fetchall()
 
 
 def _parts(outcome: Outcome) -> dict[str, Any]:

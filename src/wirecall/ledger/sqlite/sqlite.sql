@@ -78,8 +78,6 @@ ROLLBACK TO wirecall_handler;
 
 -- name: take_fences
 UPDATE wirecall_meta SET fence = fence + ?;
-
--- name: last_fence
 SELECT fence FROM wirecall_meta;
 
 -- name: find

@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol
 
 import apsw
+from msgspec import Struct
 
 from wirecall.errors import WirecallError
 from wirecall.ledger.base import LedgerDown, Locked
@@ -39,7 +40,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class Job:
+class Job(Struct, eq=False):
     """Something to be done in the thread, and the future of its caller.
 
     A "write" is called with a cursor inside a transaction, and with a fence if it `claims`. An "unclaim" is a write that no
@@ -47,23 +48,14 @@ class Job:
     waits for its turn, and needs no lock.
     """
 
-    __slots__ = ("asked_at", "claims", "error", "future", "kind", "loop", "result", "work")
-
-    def __init__(
-        self,
-        work: Callable[..., Any],
-        kind: Literal["write", "unclaim", "begin", "complete", "nothing", "stop"] = "write",
-        *,
-        claims: bool = False,
-    ) -> None:
-        self.work = work
-        self.kind = kind
-        self.claims = claims
-        self.asked_at = 0.0
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None = None
-        self.result: Any = None
-        self.error: Exception | None = None
+    work: Callable[..., Any]
+    kind: Literal["write", "unclaim", "begin", "complete", "nothing", "stop"] = "write"
+    claims: bool = False
+    asked_at: float = 0.0
+    loop: asyncio.AbstractEventLoop | None = None
+    future: asyncio.Future[Any] | concurrent.futures.Future[Any] | None = None
+    result: Any = None
+    error: Exception | None = None
 
 
 def nothing(*_: object) -> None:
@@ -110,14 +102,15 @@ class Writer:
             waiting = job.future = concurrent.futures.Future[Any]()
             self.send(job)
             return waiting.result()
-        job.loop, job.future = loop, loop.create_future()
-        # The thread is woken at the end of this turn of the loop: by then, all tasks that are ready have sent their jobs.
+        job.loop, future = loop, loop.create_future()
+        job.future = future
+        # The thread wakes at the end of this turn of the loop: by then, all tasks that are ready have sent their jobs.
         if self._ringing is not loop:
-            loop.call_soon(self._ring)
             self._ringing = loop
+            loop.call_soon(self._ring)
         self._put(job)
         try:
-            return await job.future
+            return await future
         finally:
             job.future = None  # if the caller was closed, no error is set that is never retrieved
 
@@ -207,21 +200,20 @@ class Writer:
     def _commit(self, jobs: list[Job]) -> None:
         """Group commit: one transaction, one fsync, and no caller hears of it before. If it fails, nothing has happened."""
         db = self._cursor
-        ends: list[tuple[Any, Exception | None]] = []
         try:
             self.file.check()
             db.execute(SQL["begin"])
             fence = take_fences(db, sum(job.claims for job in jobs))
             for job in jobs:
                 fence += job.claims
+                job.error = None
                 try:
-                    ends.append((job.work(db, fence), None))
-                except apsw.Error as error:
-                    if not isinstance(error, apsw.ConstraintError):  # that one undid its own statement, and nothing else
+                    job.result = job.work(db, fence)
+                except Exception as error:
+                    # The job fails alone over a constraint, which undoes its own statement, or over a damaged row.
+                    if isinstance(error, apsw.Error) and not isinstance(error, apsw.ConstraintError):
                         raise
-                    ends.append((None, as_down(self.path, error)))
-                except Exception as error:  # such as a damaged row: the trouble of this job alone
-                    ends.append((None, as_down(self.path, error)))
+                    job.error = as_down(self.path, error)
             db.execute(SQL["commit"])
         except Exception as error:
             with suppress(apsw.Error):
@@ -232,10 +224,9 @@ class Writer:
                 for job in jobs:
                     self._commit([job])
                 return
-            ends = [(None, as_down(self.path, error)) for _ in jobs]
-        for job, (job.result, job.error) in zip(jobs, ends, strict=True):
-            if job.kind == "unclaim" and job.error is not None:
-                self._owed.append(job)
+            for job in jobs:
+                job.error = as_down(self.path, error)
+        self._owed.extend(job for job in jobs if job.kind == "unclaim" and job.error is not None)
         self._deliver(jobs)
 
     def _stand_by(self) -> None:
@@ -305,8 +296,7 @@ def take_fences(db: apsw.Cursor, number: int) -> int:
     """Take `number` fences from the file; return the last one that was taken before."""
     if not number:
         return 0
-    db.execute(SQL["take_fences"], (number,))
-    last: int = db.execute(SQL["last_fence"]).get
+    last: int = db.execute(SQL["take_fences"], (number,)).get
     return last - number
 
 
