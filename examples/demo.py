@@ -1,7 +1,7 @@
-"""What wirecall does, in a few seconds: `make demo`.
+"""A demo of wirecall in a few seconds: `make demo`.
 
-A server process, a client, a connection that is cut in the middle, and two MCP sessions, all for real, over the loopback.
-Every answer is checked: the demo ends with exit code 1 if one of them is not what it should be.
+It runs a server process, a client, a connection that is cut in the middle, and two MCP sessions over the loopback. It checks
+every answer and ends with exit code 1 if one of them is wrong.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ COLOUR = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or "FORCE_COLOR"
 
 
 class Demo:
-    """Shows what is done, and keeps count of what is not as it should be."""
+    """Prints each step and counts the wrong answers."""
 
     def __init__(self) -> None:
         self.failed = 0
@@ -46,7 +46,7 @@ def paint(code: str, text: str) -> str:
 
 @contextmanager
 def server(ledger: str) -> Iterator[int]:
-    """`wirecall serve examples/shop.py`: gives its port."""
+    """Run `wirecall serve examples/shop.py`, and yield its port."""
     command = [sys.executable, "-m", "wirecall", "serve", str(SHOP), "--http", "127.0.0.1:0", "--ledger", ledger]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -62,7 +62,7 @@ def server(ledger: str) -> Iterator[int]:
 
 @asynccontextmanager
 async def cutting(port: int, cuts: int) -> AsyncIterator[int]:
-    """A proxy before the server. It passes questions on, and cuts the connection when the first answers come back."""
+    """Run a proxy in front of the server. It forwards requests, and cuts the connection when the first answers come back."""
     left = cuts
     connections: set[asyncio.Task[None]] = set()
 
@@ -97,7 +97,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.write(data)
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- the steps -------------------------------------------------------------------------------------------------------
 
 
 async def show_batch(demo: Demo, port: int) -> None:

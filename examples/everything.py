@@ -1,11 +1,12 @@
-"""Everything an MCP server can offer, each thing once and in a few lines: the shortest way to see how a feature is written.
-The official conformance suite talks to this server: `make conformance`.
+"""Every feature of an MCP server, once and in a few lines each.
+
+The official conformance suite tests this server: `make conformance`.
 
     python examples/everything.py --port 8420        http://127.0.0.1:8420/mcp
     python examples/everything.py                    stdin and stdout
 
-The names that begin with `test` are the ones that the suite calls. The same functions serve all five revisions of MCP: what
-a revision does not have is left out of the answers, and a question to the user goes the way that the revision knows.
+The suite calls the names that begin with `test`. The same functions serve all five revisions of MCP: an answer leaves out
+the parts that a revision does not have, and a question to the user takes the form that the revision knows.
 """
 
 import argparse
@@ -20,51 +21,51 @@ from wirecall.mcp import Audio, Embedded, Image, Message, ResourceLink, Text, To
 
 app = App("everything", version="1.0", instructions="One of each: tools, resources, prompts and questions to the user.")
 
-# Hints for the client. Without them it has to assume the worst: a tool that changes, destroys and reaches out.
+# Hints for the client. Without them it must assume that a tool changes data, destroys data and calls other systems.
 READS = ToolAnnotations(readOnlyHint=True, openWorldHint=False)
-ASKS = ToolAnnotations(readOnlyHint=True, openWorldHint=True)  # it asks the user or a model, whose answers are open
+ASKS = ToolAnnotations(readOnlyHint=True, openWorldHint=True)  # it asks the user or a model
 ANNOUNCES = ToolAnnotations(readOnlyHint=False, destructiveHint=False, idempotentHint=True, openWorldHint=False)
 
 RED_PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC")
 SILENCE = base64.b64decode("UklGRiwAAABXQVZFZm10IBAAAAABAAEAQB8AAEAfAAABAAgAZGF0YQgAAACAgICAgICAgA==")
 
 
-# --- what a tool can answer ------------------------------------------------------------------------------------------
+# --- results of a tool -----------------------------------------------------------------------------------------------
 
 
 @app.tool(annotations=READS)
 def test_simple_text() -> str:
-    """Answer with a text."""
+    """Return text."""
     return "This is a simple text response for testing."
 
 
 @app.tool(annotations=READS)
 def test_image_content() -> Image:
-    """Answer with an image: one red pixel."""
+    """Return an image: one red pixel."""
     return Image(RED_PIXEL, "image/png")
 
 
 @app.tool(annotations=READS)
 def test_audio_content() -> Audio:
-    """Answer with a sound: a millisecond of silence."""
+    """Return audio: a millisecond of silence."""
     return Audio(SILENCE, "audio/wav")
 
 
 @app.tool(annotations=READS)
 def test_embedded_resource() -> Embedded:
-    """Answer with the content of a resource."""
+    """Return the content of a resource."""
     return Embedded("test://embedded-resource", text="This is an embedded resource content.", mime_type="text/plain")
 
 
 @app.tool(annotations=READS)
 def resource_link() -> ResourceLink:
-    """Answer with the address of a resource, for the client to read if it wants to."""
+    """Return a link to a resource, which the client can read."""
     return ResourceLink("test://static-text", "static-text", mime_type="text/plain", title="A text that never changes")
 
 
 @app.tool(annotations=READS)
 def test_multiple_content_types() -> list[Text | Image | Embedded]:
-    """Answer with several things at once."""
+    """Return several types of content at once."""
     note = Embedded("test://mixed-content-resource", text='{"test":"data","value":123}', mime_type="application/json")
     return [Text("Multiple content types test:"), Image(RED_PIXEL, "image/png"), note]
 
@@ -79,23 +80,23 @@ class Weather(Struct):
 
 @app.tool(annotations=READS)
 def structured_output(place: Annotated[str, Meta(description="a city", min_length=1)]) -> Weather:
-    """Answer with data; its schema comes from the type."""
+    """Return structured data; its schema comes from the type."""
     return Weather(place, 21.5, ["dry", "calm"])
 
 
 @app.tool(annotations=READS)
 def full_result(code: int = 7) -> ToolResult:
-    """Answer with a text for the model and, beside it, with data for the program."""
+    """Return text for the model, and structured data for the program."""
     return ToolResult(content=[Text(f"The code is {code}.")], structured={"code": code}, meta={"example.com/cost": 1})
 
 
 @app.tool(annotations=READS)
 def test_error_handling() -> str:
-    """Fail in a way that the model may read and react to."""
+    """Fail with an error that the model can read."""
     raise ToolError("This tool intentionally returns an error for testing")
 
 
-# --- what a tool can take --------------------------------------------------------------------------------------------
+# --- arguments of a tool ---------------------------------------------------------------------------------------------
 
 CONTACT = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -124,7 +125,7 @@ CONTACT = {
 
 @app.tool(annotations=READS, input_schema=CONTACT)
 def json_schema_2020_12_tool(**arguments: Any) -> str:
-    """Take arguments by a schema written by hand, published as it is."""
+    """Take arguments with a schema that is written by hand."""
     return f"Arguments: {', '.join(sorted(arguments)) or 'none'}"
 
 
@@ -133,16 +134,16 @@ Region = Annotated[str, Meta(description="where to look", extra_json_schema={"x-
 
 @app.tool(annotations=READS)
 def custom_header(region: Region, query: str = "all") -> str:
-    """Take an argument that HTTP clients repeat in the header Mcp-Param-Region, where a proxy can route by it."""
+    """Take an argument that HTTP clients repeat in the header Mcp-Param-Region, so that a proxy can route by it."""
     return f"Looked for {query} in {region}"
 
 
-# --- what a tool can say while it works ------------------------------------------------------------------------------
+# --- messages during a call ------------------------------------------------------------------------------------------
 
 
 @app.tool(annotations=READS)
 async def test_tool_with_progress(ctx: Context) -> str:
-    """Tell how far it is: 0, 50, 100 of 100."""
+    """Report progress: 0, 50 and 100 of 100."""
     for done in (0, 50, 100):
         await ctx.progress(done, total=100, message=f"Completed step {done} of 100")
         await asyncio.sleep(0.05)
@@ -160,22 +161,22 @@ async def test_tool_with_logging(ctx: Context) -> str:
 
 @app.tool(annotations=READS)
 async def test_logging_tool(ctx: Context) -> str:
-    """Log with a logger's name and with data. In 2026-07-28 only a client that asked for it is sent any."""
+    """Log data under a logger's name. At 2026-07-28 only a client that asks for log messages gets them."""
     await ctx.log("warning", {"disk": "nearly full", "left": 0.07}, logger="storage")
     return "Logged, for those who listen"
 
 
 @app.tool(annotations=READS)
 async def test_reconnection(ctx: Context) -> str:
-    """Hang up in the middle (2025-11-25): the client comes back with Last-Event-ID and is given the answer."""
+    """Close the stream in the middle (2025-11-25): the client reconnects with Last-Event-ID and gets the answer."""
     await ctx.hang_up(retry=0.5)
     await asyncio.sleep(0.1)
     return "Reconnection test completed successfully"
 
 
-# --- what a tool can ask ---------------------------------------------------------------------------------------------
-# In 2026-07-28 the client repeats the call with the answers and the function runs again from the top, so whatever must not
-# happen twice comes after the last question. `key` names a question in that exchange; older revisions have no use for it.
+# --- questions to the client -----------------------------------------------------------------------------------------
+# At 2026-07-28 the client repeats the call with the answers, and the function runs again from the top. So put every effect
+# after the last question. `key` names a question in that exchange; older revisions do not use it.
 
 
 class UserName(Struct):
@@ -195,7 +196,7 @@ async def test_sampling(prompt: str, ctx: Context) -> str:
 
 @app.tool(annotations=ASKS)
 async def test_elicitation(message: str, ctx: Context) -> str:
-    """Ask the user to fill in a form, its schema written by hand."""
+    """Ask the user to fill in a form with a schema that is written by hand."""
     fields = {
         "username": {"type": "string", "description": "User's response"},
         "email": {"type": "string", "format": "email"},
@@ -215,7 +216,7 @@ DEFAULTS = {
 
 @app.tool(annotations=ASKS)
 async def test_elicitation_sep1034_defaults(ctx: Context) -> str:
-    """Ask with a form that is filled in already."""
+    """Ask with a form that has default values."""
     answer = await ctx.elicit("Please review your profile", {"type": "object", "properties": DEFAULTS})
     return f"Elicitation completed: action={answer.action}, content={answer.content}"
 
@@ -233,7 +234,7 @@ CHOICES = {
 
 @app.tool(annotations=ASKS)
 async def test_elicitation_sep1330_enums(ctx: Context) -> str:
-    """Ask with every kind of choice."""
+    """Ask with every type of choice."""
     answer = await ctx.elicit("Please choose", {"type": "object", "properties": CHOICES})
     return f"Elicitation completed: action={answer.action}, content={answer.content}"
 
@@ -247,7 +248,7 @@ async def test_input_required_result_elicitation(ctx: Context) -> str:
 
 @app.tool(annotations=ASKS)
 async def test_input_required_result_sampling(ctx: Context) -> str:
-    """Ask the model, under a key."""
+    """Ask the model, with a key for the question."""
     sampled = await ctx.sample("What is the capital of France?", max_tokens=100, key="capital_question")
     return f"The model says: {sampled.text}"
 
@@ -261,7 +262,7 @@ async def test_input_required_result_list_roots(ctx: Context) -> str:
 
 @app.tool(annotations=ASKS)
 async def test_input_required_result_multiple_inputs(ctx: Context) -> str:
-    """Ask the user, the model and the client in one go."""
+    """Ask the user, the model and the client at once."""
     user, greeting, roots = await ctx.ask(
         ctx.elicit("What is your name?", UserName, key="user_name"),
         ctx.sample("Generate a greeting", max_tokens=50, key="greeting"),
@@ -282,21 +283,21 @@ async def test_input_required_result_multi_round(ctx: Context) -> str:
 
 @app.tool(annotations=ASKS)
 async def test_input_required_result_request_state(ctx: Context) -> str:
-    """Ask, and find the exchange again by the state that the client carried back."""
+    """Ask, and continue with the state that the client sends back."""
     answer = await ctx.elicit("Please confirm", Confirmation, key="confirm")
     return f"state-ok: {answer.action}"
 
 
 @app.tool(annotations=ASKS)
 async def test_input_required_result_tampered_state(ctx: Context) -> str:
-    """Ask; a state that was changed on its way is refused before this function runs."""
+    """Ask; the server refuses a modified state before this function runs."""
     answer = await ctx.elicit("Please confirm", Confirmation, key="confirm")
     return f"Confirmed: {answer.action}"
 
 
 @app.tool(annotations=ASKS)
 async def test_input_required_result_capabilities(ctx: Context) -> str:
-    """Ask only what this client can answer."""
+    """Ask a question that this client can answer."""
     if "sampling" in ctx.client_capabilities:
         return (await ctx.sample("Say hello", max_tokens=20, key="hello")).text
     return (await ctx.elicit("Please confirm", Confirmation, key="confirm")).action
@@ -304,7 +305,7 @@ async def test_input_required_result_capabilities(ctx: Context) -> str:
 
 @app.tool(annotations=ASKS)
 async def test_missing_capability(ctx: Context) -> str:
-    """Ask the client's model; a client without one gets an error that says what is missing."""
+    """Ask the client's model; a client without one gets an error that names the missing capability."""
     return (await ctx.sample("Say hello", max_tokens=20)).text
 
 
@@ -316,7 +317,7 @@ async def test_streaming_elicitation(ctx: Context) -> str:
     return f"Answered: {answer.action}"
 
 
-# --- telling those who listen ----------------------------------------------------------------------------------------
+# --- notifications of changes ----------------------------------------------------------------------------------------
 
 
 @app.tool(annotations=ANNOUNCES)
@@ -335,7 +336,7 @@ def test_trigger_prompt_change() -> str:
 
 @app.tool(annotations=ANNOUNCES)
 def trigger_resource_update() -> str:
-    """Tell subscribers that the watched resource has a new content."""
+    """Tell subscribers that the watched resource has new content."""
     app.updated("test://watched-resource")
     return "Told that the resource changed"
 
@@ -357,7 +358,7 @@ def static_binary() -> bytes:
 
 @app.resource("test://watched-resource", name="watched-resource", mime_type="text/plain")
 def watched_resource() -> str:
-    """A text to subscribe to; trigger_resource_update says that it changed."""
+    """A text to subscribe to; trigger_resource_update reports that it changed."""
     return "Watched resource content"
 
 
@@ -386,7 +387,7 @@ def test_prompt_with_arguments(
 
 @app.prompt
 def test_prompt_with_embedded_resource(resourceUri: str) -> list[Message]:  # noqa: N803 - the suite sends this name
-    """A prompt that brings a resource along."""
+    """A prompt with an embedded resource."""
     resource = Embedded(resourceUri, text="Embedded resource content for testing.", mime_type="text/plain")
     return [Message("user", resource), Message("user", "Please process the embedded resource above.")]
 
@@ -399,7 +400,7 @@ def test_prompt_with_image() -> list[Message]:
 
 @app.prompt
 async def test_input_required_result_prompt(ctx: Context) -> str:
-    """A prompt that needs an answer before it can be given."""
+    """A prompt that first asks the user a question."""
     topic = {"type": "object", "properties": {"context": {"type": "string"}}, "required": ["context"]}
     answer = await ctx.elicit("What context should the prompt use?", topic, key="user_context")
     return f"Use this context: {answer.content['context']}" if answer.action == "accept" else "Use no context."
@@ -410,13 +411,13 @@ WORDS = ["paris", "park", "party", "pasta"]
 
 @app.completion("test_prompt_with_arguments", "arg1")
 def complete_arg1(value: str) -> list[str]:
-    """The words that begin like what was typed so far."""
+    """Return the words that start with the text typed so far."""
     return [word for word in WORDS if word.startswith(value)]
 
 
 @app.completion("test://template/{id}/data", "id")
 def complete_id(value: str) -> list[str]:
-    """The ids that begin like what was typed so far."""
+    """Return the ids that start with the text typed so far."""
     return [id for id in ("1", "12", "123") if id.startswith(value)]
 
 

@@ -27,7 +27,7 @@ def subt(minuend: int, subtrahend: int) -> int:
 
 @app.query(notification_allowed=True)
 def notify_hello(times: int) -> None:
-    """Hear a greeting; the caller waits for no answer."""
+    """Receive a greeting as a notification, without an answer."""
 
 
 @app.command

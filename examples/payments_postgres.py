@@ -1,9 +1,9 @@
-"""Payments whose record and effect are one transaction: exactly once, whatever dies in the middle.
+"""Payments whose effect and record commit in one transaction: exactly once, even if a process dies in the middle.
 
     python examples/payments_postgres.py postgresql://localhost/shop        serves http://127.0.0.1:8420/rpc and /mcp
 
-`ctx.db` is the transaction in which the ledger keeps its record. The handler's writes through it are committed together
-with the record, or not at all.
+`ctx.db` is the transaction that also writes the ledger's record. The handler's writes through it commit together with the
+record, or not at all.
 """
 
 import sys
@@ -22,7 +22,7 @@ def make_app(url: str) -> App:
 
     @app.command(on_crash="transactional", destructive=False)
     async def deposit(account: str, cents: int, ctx: Context) -> int:
-        """Put money into an account, which is opened if need be; gives what is in it."""
+        """Put money into an account, create it if it does not exist, and return its balance."""
         await ctx.db.execute(TABLES)
         query = """INSERT INTO accounts VALUES (%s, %s)
             ON CONFLICT (name) DO UPDATE SET cents = accounts.cents + excluded.cents RETURNING cents"""
@@ -30,7 +30,7 @@ def make_app(url: str) -> App:
 
     @app.command(on_crash="transactional", destructive=False)
     async def pay(payer: str, payee: str, cents: int, ctx: Context) -> int:
-        """Move money from one account to another; gives the number of the payment."""
+        """Move money from one account to another, and return the number of the payment."""
         taken = await ctx.db.execute(
             "UPDATE accounts SET cents = cents - %s WHERE name = %s AND cents >= %s", (cents, payer, cents)
         )

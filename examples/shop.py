@@ -1,4 +1,4 @@
-"""A shop: prices to ask for, and payments that happen once.
+"""A shop: queries for prices, and payments that take effect once.
 
 python examples/shop.py             MCP and JSON-RPC on stdin and stdout
 python examples/shop.py http        http://127.0.0.1:8420/mcp and /rpc
@@ -16,7 +16,7 @@ paid: dict[str, int] = {}
 
 @app.query(title="Price of an article", open_world=False)
 def price(sku: str) -> int:
-    """What an article costs, in cents."""
+    """Return the price of an article, in cents."""
     if sku not in PRICES:
         raise DomainError(4040, f"there is no article {sku!r}", {"articles": sorted(PRICES)})
     return PRICES[sku]
@@ -34,13 +34,13 @@ async def charge(order: str, cents: int, ctx: Context) -> dict[str, int | str]:
 
 @app.command(title="Give an order's money back", key="ask")
 def refund(order: str) -> dict[str, int | str]:
-    """Give back all that was paid for an order."""
+    """Refund everything that was paid for an order."""
     return {"order": order, "refunded": paid.pop(order, 0)}
 
 
 @app.resource("shop://articles", title="Articles", mime_type="application/json")
 def articles() -> dict[str, int]:
-    """All articles and what they cost."""
+    """All articles and their prices."""
     return PRICES
 
 
