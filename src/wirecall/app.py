@@ -278,8 +278,8 @@ class App(Declarations):
         """Return the object that answers MCP's own methods."""
         if self._mcp is not None:
             return self._mcp
-        from wirecall.mcp.server.sealed import Seals
         from wirecall.mcp.server.server import Identity, Server
+        from wirecall.mcp.server.sessions import Seals
 
         catalog = self.catalog()
         with self._building:
@@ -402,7 +402,7 @@ class App(Declarations):
             result = verdict.result
             if declared is not None and method.startswith("tools/call:"):
                 # The record of a tool's call holds the result as MCP clients get it, with the value inside.
-                from wirecall.mcp.server.results import call_result
+                from wirecall.mcp.server.calls import call_result
 
                 result = call_result(declared)(result)
             outcome = outcome_of("result", result, id)

@@ -24,9 +24,8 @@ from wirecall import UsageError
 from wirecall.mcp.server import sessions
 from wirecall.mcp.server import workers as others
 from wirecall.mcp.server.changes import Hub
-from wirecall.mcp.server.sealed import Seals
-from wirecall.mcp.server.sessions import EndedSession
-from wirecall.mcp.server.workers import Relay
+from wirecall.mcp.server.sessions import Seals
+from wirecall.mcp.server.workers import EndedSession, Relay
 
 
 def worker(folder: Path | None, secret: str, heard: list[Any]) -> Relay:
@@ -175,9 +174,8 @@ async def test_folders_of_workers_that_were_killed_are_removed(tmp_path: Path, m
     code = """
 import asyncio, os, signal, sys, time
 from wirecall.mcp.server.changes import Hub
-from wirecall.mcp.server.sealed import Seals
-from wirecall.mcp.server.sessions import EndedSession
-from wirecall.mcp.server.workers import Relay
+from wirecall.mcp.server.sessions import Seals
+from wirecall.mcp.server.workers import EndedSession, Relay
 
 async def main():
     one = Relay(Hub(), Seals(sys.argv[1]), shared=True, on_end=print, on_message=print)

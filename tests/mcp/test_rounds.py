@@ -96,9 +96,9 @@ async def test_a_session_id_is_no_state() -> None:
 
 
 async def test_an_old_state_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wirecall.mcp.server import asking
+    from wirecall.mcp.server import peer
 
-    monkeypatch.setattr(asking, "STATE_LIFETIME", -1.0)
+    monkeypatch.setattr(peer, "STATE_LIFETIME", -1.0)
     async with over_http(desk(), R5, capabilities=ALL) as client:
         state = (await client.tool("elicit"))["requestState"]
         members = {"inputResponses": {"user_name": ANN}, "requestState": state}

@@ -27,7 +27,7 @@ from tests.mcp.asgi import (
 from tests.mcp.lab import FORM, READS, every_revision, who
 from wirecall import Context, Limits, RpcError
 from wirecall.ledger.base import LedgerDown
-from wirecall.mcp.server.sealed import BrokenSeal, Seals
+from wirecall.mcp.server.sessions import Seals
 
 # --- who may have an answer ------------------------------------------------------------------------------------------
 
@@ -128,7 +128,8 @@ def test_a_sealed_text_is_for_one_use_one_caller_and_some_time() -> None:
     now = [1000.0]
     seals = Seals("secret", clock=lambda: now[0])
     sealed = seals.seal("session", "ann", {"a": 1}, 10)
-    assert seals.open("session", "ann", sealed)[1] == b'{"a":1}'
+    opened = seals.open("session", "ann", sealed)
+    assert opened is not None and opened[1] == b'{"a":1}'
     head, _, tail = sealed.partition(".")
     forged = [
         *("", ".", head, f"{head}.", f".{tail}", f"{sealed}.", f"{sealed}=", f"{head}={tail}", sealed.upper()),
@@ -140,11 +141,9 @@ def test_a_sealed_text_is_for_one_use_one_caller_and_some_time() -> None:
     attempts = [("session", "ann", text) for text in forged]
     attempts += [("state", "ann", sealed), ("relay", "", sealed), ("session", "bob", sealed), ("session", "", sealed)]
     for use, caller, text in attempts:
-        with pytest.raises(BrokenSeal):
-            seals.open(use, caller, text)
+        assert seals.open(use, caller, text) is None, (use, caller, text[:100])
     now[0] += 11
-    with pytest.raises(BrokenSeal):
-        seals.open("session", "ann", sealed)
+    assert seals.open("session", "ann", sealed) is None
 
 
 async def test_a_state_is_no_session() -> None:

@@ -195,7 +195,7 @@ def resolve_record(
 def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:
     """Return the outcome to record for a result in JSON."""
     from wirecall.commands.outcome import outcome_of
-    from wirecall.mcp.server.results import call_result
+    from wirecall.mcp.server.calls import call_result
 
     try:
         value = msgspec.json.decode(result or "null")

@@ -70,6 +70,7 @@ _TABLE: Final = {
     "capability logging":                           "+           +           +           +           +",
     "capability completions":                       "-           +           +           +           +",
     "capability experimental":                      "+           +           +           +           +",
+    "capability extensions":                        "-           -           -           +           +",
 
     # --- members of its types
     "progress message":                             "-           +           +           +           +",
@@ -116,6 +117,7 @@ class Revision:
         self.has_arrays = self.has("array")
         self.is_stateless = self.has("envelope")
         self.has_result_type = self.has("result type")
+        self.structured = self.value("structured")
         self.requests = frozenset(row.removeprefix("request ") for row in self._has if row.startswith("request "))
 
     def has(self, row: str) -> bool:

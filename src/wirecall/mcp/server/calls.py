@@ -1,4 +1,8 @@
-"""Calls of an app's functions by MCP's methods: tools, prompts, resources and completions.
+"""Calls of an app's functions by MCP's methods: tools, prompts, resources and completions, and the shapes of their results.
+
+    a tool       `call_result`      str, content, Struct, dict, ToolResult, ...  ->  content and structuredContent
+    a prompt     `prompt_result`    str, Message, or several                     ->  messages
+    a resource   `read_result`      str, bytes, Embedded, or several             ->  contents
 
 1. A request becomes a `Call` and takes the dispatcher's steps like any other call: middleware, binding, ledger. Only the
    shape of the result differs. A call that asks its client returns its questions instead of a result, in any of the shapes.
@@ -7,17 +11,16 @@
 3. A plain function that reads takes the short way: no call, no task and, at 2026-07-28, no coroutine (`at_once`).
 4. A tool reports a failure as a result with `isError`, which the model reads; the protocol reports one as an error. The
    revision decides which of the two a failure is (`_as_result`).
-5. Results are made in the fullest form; `results.project` takes away what older revisions do not know.
+5. Results are made in the fullest form and encoded once; `project` takes away what older revisions do not know.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.commands.outcome import RETRY_AFTER_MS
 from wirecall.errors import (
     BadInput,
     FixedError,
@@ -30,24 +33,30 @@ from wirecall.errors import (
     RpcError,
 )
 from wirecall.mcp.revisions import STATELESS, Revision
-from wirecall.mcp.server.asking import Id, Peer, Questions, check_capability
-from wirecall.mcp.server.catalog import Catalog
-from wirecall.mcp.server.results import (
-    INPUT_REQUIRED,
-    Answers,
-    CallResult,
-    call_result,
-    completed,
-    project,
-    prompt_result,
-    read_result,
+from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
+from wirecall.mcp.server.messages import INPUT_REQUIRED, Answers, Id
+from wirecall.mcp.server.peer import RETRY_AFTER_MS, Peer, Questions, check_capability
+from wirecall.mcp.types import (
+    ERROR_META,
+    RECORDED_META,
+    REPLAYED_META,
+    CallTool,
+    Complete,
+    Content,
+    Embedded,
+    Message,
+    Params,
+    Resumed,
+    ToolResult,
+    block,
 )
-from wirecall.mcp.types import ERROR_META, RECORDED_META, REPLAYED_META, CallTool, Complete, Params, Resumed
-from wirecall.protocol.messages import encode
+from wirecall.protocol.messages import JsonObject, encode
 from wirecall.server.call import Call, InputRequired
-from wirecall.server.dispatch import Dispatcher
 from wirecall.server.method import Method
 from wirecall.server.policy import identify
+
+if TYPE_CHECKING:
+    from wirecall.server.dispatch import Dispatcher
 
 _NO_ARGUMENTS = Raw(b"{}")
 
@@ -56,7 +65,7 @@ class Calls:
     """Calls the functions of a catalog."""
 
     def __init__(
-        self, catalog: Catalog, dispatcher: Callable[[], Dispatcher], questions: Questions, answers: Answers
+        self, catalog: Catalog, dispatcher: "Callable[[], Dispatcher]", questions: Questions, answers: Answers
     ) -> None:
         self._catalog = catalog
         self._dispatcher = dispatcher
@@ -101,7 +110,7 @@ class Calls:
                         check_capability(peer.session, question["method"], question["params"])
         except RpcError as error:
             result = encode(_as_result(error, method, revision))
-        if result.startswith(INPUT_REQUIRED) or (revision.value("structured") == "any" and not peer.marks):
+        if result.startswith(INPUT_REQUIRED) or (revision.structured == "any" and not peer.marks):
             return result
         told = project(result, method, revision)
         if peer.marks:
@@ -146,7 +155,7 @@ class Calls:
             raise InvalidParams(f"there is no prompt {name[:100]!r}")
         arguments = _from_texts(prompt.method, {} if texts is UNSET else texts)
         result = await self._run(peer, prompt.method, arguments, prompt_result(prompt.method))
-        if result.startswith(INPUT_REQUIRED) or revision.value("structured") == "any":
+        if result.startswith(INPUT_REQUIRED) or revision.structured == "any":
             return result
         told = msgspec.json.decode(result)
         messages = [{**message, "content": revision.known(message["content"])} for message in told["messages"]]
@@ -247,6 +256,103 @@ def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
         except msgspec.ValidationError as error:
             raise InvalidParams(f"arguments.{name}: {str(error).lower()}") from None
     return Raw(encode(arguments)) if arguments else _NO_ARGUMENTS
+
+
+# --- results: the values of functions as the members of MCP ---------------------------------------------------------
+
+
+class CallResult(Struct, omit_defaults=True):
+    """The result of `tools/call`, in the fullest form."""
+
+    content: list[JsonObject]
+    structured: Any = msgspec.field(default=UNSET, name="structuredContent")
+    is_error: bool = msgspec.field(default=False, name="isError")
+    meta: Any = msgspec.field(default=UNSET, name="_meta")
+
+
+_decode_result = msgspec.json.Decoder(CallResult).decode
+_PLAIN = frozenset({int, float, bool, dict})
+
+
+def call_result(method: Method) -> Callable[[Any], CallResult]:
+    """Return the function that makes a result of a tool's value."""
+    declared = is_structured(method)
+
+    def shape(value: Any) -> CallResult:
+        blocks: list[JsonObject] = []
+        meta: JsonObject | UnsetType = UNSET
+        is_data, is_error = declared or isinstance(value, dict), False
+        if type(value) not in _PLAIN:
+            # Content is its own result; a `ToolResult` has every member of one.
+            if isinstance(value, Content):
+                return CallResult([value.on_wire()])
+            if isinstance(value, (list, tuple)) and value and all(isinstance(item, Content) for item in value):
+                return CallResult([item.on_wire() for item in value])
+            if isinstance(value, ToolResult):
+                blocks = [block(item) for item in value.content]
+                is_error, meta = value.is_error, UNSET if value.meta is None else value.meta
+                is_data = value.structured is not UNSET
+                value = value.structured if is_data else None
+        structured = Raw(encode(value)) if is_data else UNSET
+        # Structured content comes with a text as well, for clients that read only text (server/tools, "Structured Content").
+        if not blocks and (is_data or value is not None):
+            text = value if isinstance(value, str) else bytes(encode(value) if structured is UNSET else structured).decode()
+            blocks = [{"type": "text", "text": text}]
+        return CallResult(blocks, structured, is_error, meta)
+
+    return shape
+
+
+def project(result: bytes, method: Method, revision: Revision) -> CallResult:
+    """Return a tool's result in the words of a revision: unknown members are left out, unknown content becomes text."""
+    told = _decode_result(result)
+    told.content = [revision.known(item) for item in told.content]
+    shape = revision.structured
+    if shape is None:
+        told.structured = UNSET
+    elif shape == "object" and told.structured is not UNSET:
+        schema = output_schema(method)
+        if not isinstance(told.structured, dict) or (schema is not None and not is_object_schema(schema)):
+            told.structured = {"result": told.structured} if schema is not None else UNSET
+    return told
+
+
+def prompt_result(method: Method) -> Callable[[Any], JsonObject]:
+    """Return the function that makes a result of a prompt's value."""
+    described = {"description": method.description} if method.description else {}
+
+    def shape(value: Any) -> JsonObject:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        messages = [item if isinstance(item, Message) else Message("user", item) for item in items]
+        return {**described, "messages": [message.on_wire() for message in messages]}
+
+    return shape
+
+
+def read_result(resource: ResourceEntry, uri: str) -> Callable[[Any], JsonObject]:
+    """Return the function that makes a result of a resource's value: text, bytes, or anything else as JSON."""
+
+    def shape(value: Any) -> JsonObject:
+        contents, mime_type = [], resource.mime_type
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, Embedded):
+                found = item
+            elif isinstance(item, bytes):
+                found = Embedded(uri, blob=item, mime_type=mime_type or "application/octet-stream")
+            elif isinstance(item, str):
+                found = Embedded(uri, text=item, mime_type=mime_type or "text/plain")
+            else:
+                found = Embedded(uri, text=encode(item).decode(), mime_type=mime_type or "application/json")
+            contents.append(found.contents())
+        return {"contents": contents}
+
+    return shape
+
+
+def completed(value: Iterable[object]) -> JsonObject:
+    """Return the result of a completion: at most 100 values travel, the rest is only counted."""
+    values = [str(item) for item in value]
+    return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}
 
 
 def _as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:

@@ -8,14 +8,14 @@ own words. `calls` calls them, and `results` shapes the values of their function
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Raw, Struct
 
 from wirecall.errors import UsageError
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.types import KEYS_CAPABILITY, Content, Message, ToolResult
+from wirecall.mcp.types import Content, Message, ToolResult
 from wirecall.protocol.messages import JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Method, Registry
@@ -30,18 +30,6 @@ KEY_SCHEMA = {
         "send the same value again: it is then done once, not twice. Use another value for another thing."
     ),
 }
-
-_NO_ARGUMENTS = Raw(b"{}")
-
-_CAPABILITIES: dict[str, JsonObject] = {
-    "tools": {"listChanged": True},
-    "prompts": {"listChanged": True},
-    "resources": {"subscribe": True, "listChanged": True},
-    "completions": {},
-    "logging": {},
-    "experimental": {KEYS_CAPABILITY: {}},  # a client may repeat a call that has a key
-}
-_WITH = {"experimental": "tools"}  # a capability that is declared together with another
 
 
 class PromptEntry(Struct, frozen=True):
@@ -93,6 +81,13 @@ class Catalog:
         self.resources: dict[str, ResourceEntry] = {}
         self.templates: dict[str, ResourceEntry] = {}
         self.completions: dict[tuple[str, str], Method] = {}
+        # What a kind of offer is found in: the server has something of it if one of them is not empty.
+        self.offered: dict[str, Sequence[Mapping[Any, object]]] = {
+            "tools": [self.tools],
+            "prompts": [self.prompts],
+            "resources": [self.resources, self.templates],
+            "completions": [self.completions],
+        }
         self._described: dict[tuple[str, str], list[Raw]] = {}
 
     # --- declaring ---------------------------------------------------------------------------------------------------
@@ -168,19 +163,6 @@ class Catalog:
     def forget(self) -> None:
         """Describe everything anew: the definitions have changed."""
         self._described.clear()
-
-    def offers(self, kind: str) -> bool:
-        """Return whether the server has anything of a kind."""
-        if kind == "tools":
-            return bool(self.tools)
-        if kind == "resources":
-            return bool(self.resources or self.templates)
-        return bool(self.prompts if kind == "prompts" else self.completions)
-
-    def capabilities(self, revision: Revision) -> JsonObject:
-        """Return the capabilities to declare: logging, and those that the server has something of."""
-        known = {name: value for name, value in _CAPABILITIES.items() if revision.has(f"capability {name}")}
-        return {name: value for name, value in known.items() if name == "logging" or self.offers(_WITH.get(name, name))}
 
 
 def _refuse_second(table: Mapping[str, object], name: str, kind: str) -> None:

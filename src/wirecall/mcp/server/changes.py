@@ -10,13 +10,15 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from wirecall.errors import InvalidRequest
-from wirecall.mcp.revisions import STATELESS
-from wirecall.mcp.server.asking import Outlet, Peer, Session
-from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol.messages import JsonObject, encode
+
+if TYPE_CHECKING:
+    from wirecall.mcp.server.catalog import Catalog
+    from wirecall.mcp.server.peer import Outlet, Peer, Session
 
 MAX_PENDING = 1000  # messages that a listener has not taken
 MAX_SUBSCRIPTIONS = 1000
@@ -87,7 +89,7 @@ class Hub:
                 listener.loop.call_soon_threadsafe(listener.hear, kind, uri)
 
 
-async def forward(listener: Listener, outlet: Outlet) -> None:
+async def forward(listener: Listener, outlet: "Outlet") -> None:
     """Send the messages of a listener, until it is closed or the server stops."""
     stopped = asyncio.get_running_loop().create_task(outlet.stopping.wait())
     stopped.add_done_callback(lambda _: listener.close())
@@ -101,12 +103,12 @@ async def forward(listener: Listener, outlet: Outlet) -> None:
 # --- with a handshake ------------------------------------------------------------------------------------------------
 
 
-def session_listener(session: Session) -> Listener:
+def session_listener(session: "Session") -> Listener:
     """Return a listener for all lists, and for the resources that a session with a handshake subscribes to."""
     return Listener(lambda kind, uri: kind != "updated" or uri in session.subscriptions)
 
 
-async def subscribe(peer: Peer) -> object:
+async def subscribe(peer: "Peer") -> object:
     """Answer `resources/subscribe`."""
     subscriptions = peer.session.subscriptions
     if peer.params.uri in subscriptions:
@@ -122,7 +124,7 @@ async def subscribe(peer: Peer) -> object:
     return b"{}"
 
 
-async def unsubscribe(peer: Peer) -> object:
+async def unsubscribe(peer: "Peer") -> object:
     """Answer `resources/unsubscribe`."""
     peer.session.subscriptions.discard(peer.params.uri)
     return b"{}"
@@ -131,17 +133,17 @@ async def unsubscribe(peer: Peer) -> object:
 # --- without one (2026-07-28) ----------------------------------------------------------------------------------------
 
 
-async def listen(hub: Hub, catalog: Catalog, peer: Peer) -> object:
+async def listen(hub: Hub, catalog: "Catalog", peer: "Peer") -> object:
     """Answer `subscriptions/listen`: send changes until the client leaves or the server stops."""
     # Of what the client asks for, only what can happen here is honoured.
-    asked, has = peer.params.notifications, catalog.capabilities(STATELESS[-1])
+    asked, has = peer.params.notifications, catalog.offered
     kinds = {
         "tools": asked.tools_list_changed,
         "prompts": asked.prompts_list_changed,
         "resources": asked.resources_list_changed,
     }
-    honoured: JsonObject = {f"{kind}ListChanged": True for kind, wanted in kinds.items() if wanted and kind in has}
-    if asked.resource_subscriptions and "resources" in has:
+    honoured: JsonObject = {f"{kind}ListChanged": True for kind, wanted in kinds.items() if wanted and any(has[kind])}
+    if asked.resource_subscriptions and any(has["resources"]):
         honoured["resourceSubscriptions"] = asked.resource_subscriptions[:MAX_SUBSCRIPTIONS]
     uris = frozenset(honoured.get("resourceSubscriptions", ()))
     meta = {f"{PREFIX}subscriptionId": peer.id}

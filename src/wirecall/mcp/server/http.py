@@ -6,7 +6,7 @@ A POST is judged in this order; the first check that fails answers (section 2.5 
     2 the body             400 with -32700 or -32600
     3 its era              an envelope in the body, or a version header that no older revision has: 2026-07-28. Else older
     4 2026-07-28           envelope, headers, version, method, marked arguments: 400 and 404 before anything runs
-    4 an array             the rules of `arrays`, for the revision of its session
+    4 an array             the rules of `messages.admitted`, for the revision of its session
     4 older                `initialize`, or a session, or neither: then the version header counts, or else 2025-03-26
 
 An answer is plain JSON until something is sent before it: then it is a stream. The eras differ in a client that leaves. At
@@ -16,9 +16,9 @@ back (`streams`); messages that belong to another worker are passed on (`workers
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import UNSET, Raw
 
@@ -35,22 +35,22 @@ from wirecall.errors import (
 )
 from wirecall.jsonrpc import make_batch
 from wirecall.mcp import headers
-from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, UNSTATED, Revision
-from wirecall.mcp.server import arrays
-from wirecall.mcp.server.arrays import ClientAnswer, Incoming
-from wirecall.mcp.server.asking import Session
+from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
+from wirecall.mcp.server import messages
 from wirecall.mcp.server.catalog import input_schema
 from wirecall.mcp.server.changes import forward, session_listener
-from wirecall.mcp.server.results import Room, failure, success
-from wirecall.mcp.server.server import BadEnvelope, Server, described_params, described_session
+from wirecall.mcp.server.messages import BadEnvelope, ClientAnswer, Incoming, failure
+from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
 from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool
 from wirecall.protocol.messages import Envelope, Invalid, Limits
-from wirecall.server.batch import run_batch
 from wirecall.stepping import resume
 from wirecall.transports.request import JSON, HttpError, Pairs, Request
+
+if TYPE_CHECKING:
+    from wirecall.mcp.server.server import Server
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ _STATUS: dict[type[RpcError], int] = {
 class McpEndpoint:
     """Serves `/mcp`."""
 
-    def __init__(self, server: Server, limits: Limits, *, shared: bool) -> None:
+    def __init__(self, server: "Server", limits: Limits, *, shared: bool) -> None:
         self._server = server
         self._limits = limits
         self._marked: dict[str, dict[tuple[str, ...], str]] = {}  # arguments of each tool that a header repeats
@@ -103,24 +103,20 @@ class McpEndpoint:
             await asyncio.wait(self._work, timeout=grace)
         await self._relay.aclose()
 
-    def __call__(self, request: Request) -> Awaitable[None]:
-        if request.method == "POST":
-            return self._post(request)
-        if request.method == "GET":
-            return self._get(request)
-        if request.method == "DELETE":
-            return self._delete(request)
-        raise HttpError(405, "expected POST, GET or DELETE", [("allow", "POST, GET, DELETE")])
-
-    # --- POST --------------------------------------------------------------------------------------------------------
-
-    async def _post(self, request: Request) -> None:
-        # Step 1: media types. A client takes both, since an answer may be either.
+    async def __call__(self, request: Request) -> None:
+        if request.method != "POST":
+            serve = {"GET": self._get, "DELETE": self._delete}.get(request.method)
+            if serve is None:
+                raise HttpError(405, "expected POST, GET or DELETE", [("allow", "POST, GET, DELETE")])
+            await serve(request)
+            return
+        # Step 1: media types. A client takes both, since an answer may be either (transports, "Sending Messages to the
+        # Server").
         request.check_json()
         if not _accepts(request, BOTH):
             raise HttpError(406, f"Accept: expected both {JSON} and {EVENTS}, since an answer may be either")
         # Step 2: the body is one message, or an array of them.
-        message = arrays.read(await request.body(), self._limits)
+        message = messages.read(await request.body(), self._limits)
         # Step 3: its era. Most requests name the newest revision, so that is asked first.
         fields = request.headers
         if type(message) is Envelope and not fields.has_doubles and fields.first.get(b"mcp-protocol-version") == _NEWEST:
@@ -134,7 +130,7 @@ class McpEndpoint:
             await self._post_array(request, message, version)
         elif isinstance(message, Invalid):
             await _refuse(request, message.error, message.id, REVISIONS.get(version or "", UNSTATED))
-        elif isinstance(message, Envelope) and (_is_newer(version) or arrays.has_envelope(message)):
+        elif isinstance(message, Envelope) and (_is_newer(version) or messages.has_envelope(message)):
             await self._post_described(request, message)
         else:
             await self._post_older(request, message, version)
@@ -144,7 +140,7 @@ class McpEndpoint:
         # The revision has no notifications of clients over HTTP: one that comes is checked and has no effect.
         if message.id is UNSET:
             try:
-                if message.method in REQUESTS:
+                if self._server.is_request(message.method):
                     raise InvalidRequest(f"{message.method} is a request: it needs an id")
                 headers.check_notification(request.headers, message.method)
             except RpcError as error:
@@ -152,11 +148,11 @@ class McpEndpoint:
                 return
             await request.respond(202)
             return
-        assert isinstance(message.id, (int, str))  # `arrays.read` has checked it
+        assert isinstance(message.id, (int, str))  # `messages.read` has checked it
         outlet: Direct | None = None
         try:
             # Step 1: body and headers agree: envelope, headers, version, marked arguments.
-            params = described_params(message, request.headers)
+            params = self._server.described(message, request.headers)
             if type(params) is CallTool:
                 marked = self._marked.get(params.name)
                 if marked is None and (tool := self._server.catalog.tools.get(params.name)) is not None:
@@ -184,7 +180,7 @@ class McpEndpoint:
                 raise outlet.refusal from None  # `subscriptions/listen` needs a stream, and none is free
             raise
         except RpcError as error:
-            if outlet is None or not outlet.is_open:
+            if outlet is None or not outlet.is_stream:
                 await _refuse(request, error, message.id, STATELESS[-1], _STATUS.get(type(error), 200))
                 return
             answer = failure(message.id, error, STATELESS[-1])
@@ -192,7 +188,7 @@ class McpEndpoint:
             if outlet is not None:
                 outlet.close()
         # Step 3: it goes out, at the end of the stream if one was opened.
-        if outlet is not None and outlet.is_open:
+        if outlet is not None and outlet.is_stream:
             await outlet.finish(answer)
         elif answer is None:
             await request.respond(202)
@@ -205,15 +201,14 @@ class McpEndpoint:
         # `initialize` opens a session. Its id comes with every further request.
         if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
             try:
-                session, result = self._server.opened(message)
+                session, answer = self._server.opened(message)
             except RpcError as error:
                 await _refuse(request, error, message.id, UNSTATED)
                 return
-            assert isinstance(message.id, (int, str))  # `arrays.read` has checked it
             token: Pairs = ()
             if session.revision.has("http session"):
                 token = [(SESSION, self.sessions.token(request.caller, session))]
-            await request.respond(200, success(message.id, result), headers=token)
+            await request.respond(200, answer, headers=token)
             return
         if isinstance(message, ClientAnswer) and _is_newer(version):
             refused = InvalidRequest(f"MCP {version} does not send requests to clients, so this answers no request")
@@ -236,69 +231,50 @@ class McpEndpoint:
         # A request: its answer is JSON, or the last event of its stream.
         if message.method in _FOR_ALL:
             self._relay.pass_on(request.caller, request.headers.get(SESSION), await request.body())
-        caller, key = request.caller, _single(request, KEY)
-
-        async def work(channel: Channel) -> bytes | None:
-            answer = await self._server.answer(message, session, channel, caller=caller, key=key)
-            if answer is None or not channel.is_used:
-                return answer
-            channel.put(answer)
-            return None
-
-        await self._serve(request, known, work)
+        await self._serve(request, known, message)
 
     async def _post_array(self, request: Request, entries: list[Incoming], version: str | None) -> None:
         """Answer the messages of an array (2025-03-26): as an array, or one by one in the stream if there is one."""
         known = None if _is_newer(version) else self._session(request, version)
         revision = STATELESS[-1] if known is None else known.session.revision
         try:
-            entries = arrays.admitted(entries, revision)
+            entries = messages.admitted(entries, revision)
             if _single(request, KEY) is not None:
                 raise InvalidParams("Idempotency-Key is for a single call: use _meta in each entry")
         except RpcError as error:
             await _refuse(request, error, None, revision)
             return
         assert known is not None
-        session, caller, room = known.session, request.caller, Room(self._server.answers, revision)
+        await self._serve(request, known, entries)
 
-        async def work(channel: Channel) -> bytes | None:
-            async def begin(entry: Incoming, position: int) -> bytes | None:
-                answer = await self._server.answer(entry, session, channel, caller=caller, position=position)
-                if answer is None or not channel.is_used:
-                    return await room.kept(entry, answer)
-                await channel.send(answer)  # the stream is open: each answer goes out when it is ready
-                return None
-
-            is_command, limit = self._server.is_command, self._limits.concurrency
-            answers: list[bytes | None] = await run_batch(entries, begin, is_command, concurrency=limit)
-            owed = list(filter(None, answers))
-            if not channel.is_used:
-                return make_batch(owed) if owed else None
-            for answer in owed:
-                channel.put(answer)
-            return None
-
-        await self._serve(request, known, work)
-
-    # --- work of the older revisions ---------------------------------------------------------------------------------
-
-    async def _serve(
-        self, request: Request, known: Known, work: Callable[[Channel], Coroutine[Any, Any, bytes | None]]
-    ) -> None:
-        """Answer with the result of the work, or with the events of its channel."""
+    async def _serve(self, request: Request, known: Known, message: Envelope | list[Incoming]) -> None:
+        """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
         request.holder = request.holder or known.id
-        has, unread = known.session.revision.has, self._limits.unread_bytes
+        session, caller, key = known.session, request.caller, _single(request, KEY)
+        has, unread = session.revision.has, self._limits.unread_bytes
         numbered, primed = has("http resume"), has("http priming event")
         channel = Channel(request.stopping, self.shelf, unread, numbered=numbered, primed=primed)
-        # A disconnect does not cancel the work (2025-11-25, transports, "Sending Messages to the Server"), so the work is a
-        # task of its own.
-        task = self._start(work(channel))
+
+        async def work() -> bytes | None:
+            if isinstance(message, list):
+                answers = await self._server.answer_array(message, session, channel, caller=caller)
+            else:
+                answer = await self._server.answer(message, session, channel, caller=caller, key=key)
+                answers = [] if answer is None else [answer]
+            if not channel.is_stream:
+                return None if not answers else make_batch(answers) if isinstance(message, list) else answers[0]
+            for answer in answers:
+                channel.put(answer)
+            return None
 
         def over(_: object) -> None:
             channel.finish()
             channel.started.set()
             self.shelf.put(known.channels, channel)
 
+        # A disconnect does not cancel the work (2025-11-25, transports, "Sending Messages to the Server"), so the work is a
+        # task of its own.
+        task = self._start(work())
         task.add_done_callback(over)
         with channel.reading(request.enter_stream):
             await channel.started.wait()
@@ -307,9 +283,9 @@ class McpEndpoint:
             answer = task.result() if task.done() else None
             if answer is not None:
                 # Which answers come from the ledger: of an array their ids, in ASCII as everything in a header.
-                told = json.dumps(channel.replayed) if answer.startswith(b"[") else "true"
+                told = json.dumps(channel.replayed) if isinstance(message, list) else "true"
                 await request.respond(200, answer, headers=[(REPLAYED, told)] if channel.replayed else ())
-            elif channel.is_used or not task.done():
+            elif channel.is_stream or not task.done():
                 known.keep(channel)
                 await channel.follow(request)
             else:
@@ -327,7 +303,7 @@ class McpEndpoint:
             known = self.sessions.find(caller, token)
         except HttpError:
             return
-        message = arrays.read(data, self._limits)
+        message = messages.read(data, self._limits)
         if isinstance(message, (Envelope, ClientAnswer)):
             self._start(self._server.answer(message, known.session, Nowhere(), caller=caller, cancellable=False))
 

@@ -7,23 +7,23 @@ and the revision decides. So both kinds of client are served with no option, and
 
 import asyncio
 from collections.abc import Awaitable, Callable, Container, Coroutine
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import UNSET
 
 from wirecall.errors import InvalidRequest, RpcError
 from wirecall.jsonrpc import make_batch
-from wirecall.mcp.revisions import HANDSHAKE, NOTIFICATIONS, REQUESTS, STATELESS
-from wirecall.mcp.server import arrays
-from wirecall.mcp.server.arrays import ClientAnswer, Incoming
-from wirecall.mcp.server.asking import Id, Session
+from wirecall.mcp.revisions import HANDSHAKE, STATELESS
+from wirecall.mcp.server import messages
 from wirecall.mcp.server.changes import forward, session_listener
-from wirecall.mcp.server.results import Room, failure, success
-from wirecall.mcp.server.server import Server, described_params, described_session
-from wirecall.protocol import messages as frames
+from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming, failure
+from wirecall.mcp.server.peer import Session, described_session
+from wirecall.protocol import messages as jsonrpc
 from wirecall.protocol.messages import Envelope, Invalid, Limits
-from wirecall.server.batch import run_batch
 from wirecall.server.policy import ANONYMOUS
+
+if TYPE_CHECKING:
+    from wirecall.mcp.server.server import Server
 
 Answer: TypeAlias = "bytes | Coroutine[Any, Any, bytes | None] | None"
 Plain: TypeAlias = Callable[[bytes], Answer]
@@ -35,6 +35,7 @@ class PipeOutlet:
     """Sends all messages to the client, on one pipe."""
 
     is_shared = True
+    is_stream = False  # the answers of an array come as an array
 
     def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         self.stopping = asyncio.Event()
@@ -55,7 +56,12 @@ class StdioConnection:
     """One client at the other end of a pipe."""
 
     def __init__(
-        self, send: Callable[[bytes], Awaitable[None]], server: Server, plain: Plain, methods: Container[str], limits: Limits
+        self,
+        send: Callable[[bytes], Awaitable[None]],
+        server: "Server",
+        plain: Plain,
+        methods: Container[str],
+        limits: Limits,
     ) -> None:
         self._server = server
         self._plain = plain
@@ -68,15 +74,16 @@ class StdioConnection:
 
     def handle(self, line: bytes) -> Answer:
         """Return the answer to one line, or a coroutine that returns it."""
-        message = arrays.read(line, self._limits)
+        message = messages.read(line, self._limits)
         revision = None if self._session is None else self._session.revision
         if isinstance(message, list):
-            if self._session is None and not any(isinstance(entry, Envelope) and _is_mcp(entry) for entry in message):
+            if self._session is None and not any(isinstance(entry, Envelope) and self._is_mcp(entry) for entry in message):
                 return self._plain(line)
             try:
-                return self._answer_array(arrays.admitted(message, revision))
+                entries = messages.admitted(message, revision)
             except RpcError as error:
                 return failure(None, error, revision)
+            return self._answer_array(entries)
         if isinstance(message, ClientAnswer):
             if self._session is not None:
                 self._session.answered(message.id, message.result, message.error)
@@ -84,10 +91,10 @@ class StdioConnection:
         # What MCP refuses may be plain JSON-RPC, which has params by position and ids of other kinds.
         read: object = message
         if isinstance(message, Invalid):
-            read = frames.read(line, True, self._limits.bytes_in, self._limits.depth, self._limits.batch)
+            read = jsonrpc.read(line, True, self._limits.bytes_in, self._limits.depth, self._limits.batch)
         is_plain = self._session is None
         if isinstance(read, Envelope):
-            is_plain = not _is_mcp(read) and (is_plain or read.method in self._methods)
+            is_plain = not self._is_mcp(read) and (is_plain or read.method in self._methods)
         if is_plain:
             return self._plain(line)
         if isinstance(message, Invalid):
@@ -108,22 +115,20 @@ class StdioConnection:
     async def _answer(self, message: Envelope) -> bytes | None:
         try:
             # A message that describes itself has a session of its own (2026-07-28).
-            if arrays.has_envelope(message) or (self._session is None and message.method in _MODERN_ONLY):
+            if messages.has_envelope(message) or (self._session is None and message.method in _MODERN_ONLY):
                 if message.id is UNSET:
                     session = Session(STATELESS[-1], calls=self._calls)
                 else:
-                    session = described_session(described_params(message), self._calls)
+                    session = described_session(self._server.described(message), self._calls)
             # Any other belongs to the session of the connection, which `initialize` opens.
             elif message.method == "initialize":
                 if self._session is not None:
                     raise InvalidRequest("initialize was sent before: send it once")
                 if message.id is UNSET:
                     return failure(None, InvalidRequest("initialize is a request: it needs an id"), None)
-                opened, result = self._server.opened(message)
-                opened.calls = self._calls
-                self._session = opened
-                assert isinstance(message.id, (int, str))  # `arrays.read` has checked it
-                return success(message.id, result)
+                self._session, answer = self._server.opened(message)
+                self._session.calls = self._calls
+                return answer
             elif self._session is not None:
                 session = self._session
             elif message.method in ("ping", "notifications/cancelled"):
@@ -147,20 +152,10 @@ class StdioConnection:
         return await self._server.answer(message, session, self._outlet, caller=ANONYMOUS)
 
     async def _answer_array(self, entries: list[Incoming]) -> bytes | None:
-        session = self._session
-        assert session is not None
-        room = Room(self._server.answers, session.revision)
+        assert self._session is not None
+        answers = await self._server.answer_array(entries, self._session, self._outlet, caller=ANONYMOUS)
+        return make_batch(answers) if answers else None
 
-        async def begin(entry: Incoming, position: int) -> bytes | None:
-            answer = await self._server.answer(entry, session, self._outlet, caller=ANONYMOUS, position=position)
-            return await room.kept(entry, answer)
-
-        is_command, limit = self._server.is_command, self._limits.concurrency
-        answers: list[bytes | None] = await run_batch(entries, begin, is_command, concurrency=limit)
-        owed = list(filter(None, answers))
-        return make_batch(owed) if owed else None
-
-
-def _is_mcp(message: Envelope) -> bool:
-    is_named = message.method in REQUESTS or message.method in NOTIFICATIONS or message.method.startswith("notifications/")
-    return is_named or arrays.has_envelope(message)
+    def _is_mcp(self, message: Envelope) -> bool:
+        is_named = self._server.is_request(message.method) or message.method.startswith("notifications/")
+        return is_named or messages.has_envelope(message)

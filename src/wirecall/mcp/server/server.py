@@ -1,7 +1,7 @@
 """The methods of MCP, and their answers in each revision.
 
-`Server.answer` takes one message of a client and returns the bytes of its answer, or None. The table of revisions says which
-methods there are; `Server.methods` maps them to their handlers, and is the index of the files beside this one.
+`Server.answer` takes one message of a client and returns the bytes of its answer, or None. `Server.methods` is the table of
+the methods and the index of the files beside this one; `Server.add` puts a row in it, also for a method of an extension.
 
 1. Params are decoded once. An error in them names its place: `params.name: expected str, got int`.
 2. A method that the revision does not have, or that serves something which this server does not offer, is not found.
@@ -14,74 +14,57 @@ methods there are; `Server.methods` maps them to their handlers, and is the inde
 
 import asyncio
 import base64
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from wirecall.errors import Gone, InternalError, InvalidParams, InvalidRequest, MethodNotFound, RpcError, UnknownVersion
+from wirecall.errors import (
+    Gone,
+    InternalError,
+    InvalidParams,
+    InvalidRequest,
+    MethodNotFound,
+    NotCapable,
+    RpcError,
+    UnknownVersion,
+)
 from wirecall.logs import failed
-from wirecall.mcp import headers
-from wirecall.mcp.revisions import REQUESTS, REVISIONS, STATELESS, offered
-from wirecall.mcp.server.arrays import ClientAnswer, Incoming
-from wirecall.mcp.server.asking import Id, Outlet, Peer, Questions, Session
+from wirecall.mcp import headers, types
+from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision, offered
 from wirecall.mcp.server.calls import Calls
 from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
-from wirecall.mcp.server.results import Answers, failure
-from wirecall.mcp.server.sealed import Seals
-from wirecall.mcp.types import (
-    LEVELS,
-    PREFIX,
-    CallTool,
-    Cancelled,
-    Complete,
-    GetPrompt,
-    Initialize,
-    Listen,
-    ListPage,
-    Params,
-    ReadResource,
-    SetLevel,
-    Subscribe,
-)
-from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits, encode
-from wirecall.server.dispatch import Dispatcher
+from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming, failure
+from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session
+from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
+from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
+from wirecall.server.batch import run_batch
+
+if TYPE_CHECKING:
+    from wirecall.mcp.server.sessions import Seals
+    from wirecall.server.dispatch import Dispatcher
 
 Handler = Callable[[Peer], Coroutine[Any, Any, object]]
-
-PARAMS: dict[str, type[Params]] = {
-    "ping": Params,
-    "server/discover": Params,
-    "logging/setLevel": SetLevel,
-    "tools/list": ListPage,
-    "tools/call": CallTool,
-    "prompts/list": ListPage,
-    "prompts/get": GetPrompt,
-    "resources/list": ListPage,
-    "resources/templates/list": ListPage,
-    "resources/read": ReadResource,
-    "resources/subscribe": Subscribe,
-    "resources/unsubscribe": Subscribe,
-    "subscriptions/listen": Listen,
-    "completion/complete": Complete,
-}
 
 PAGE = 200  # entries of a list in one answer
 TTL_MS = 60_000  # how long a client may keep a list; a client that listens hears of a change before that
 
-# The capability of a method. A server that does not declare it does not have the method (basic/lifecycle, "Capability
-# Negotiation").
-_NEEDS = {"tools": "tools", "prompts": "prompts", "resources": "resources", "completion": "completions"}
-
-# Methods that may take long enough for a client to cancel them.
-_CANCELLABLE = frozenset({"tools/call", "prompts/get", "resources/read", "completion/complete", "subscriptions/listen"})
+# What a server declares, and the kind of offer that it must have for it (basic/lifecycle, "Capability Negotiation").
+_CAPABILITIES: dict[str, tuple[JsonObject, str | None]] = {
+    "tools": ({"listChanged": True}, "tools"),
+    "prompts": ({"listChanged": True}, "prompts"),
+    "resources": ({"subscribe": True, "listChanged": True}, "resources"),
+    "completions": ({}, "completions"),
+    "logging": ({}, None),
+    "experimental": ({types.KEYS_CAPABILITY: {}}, "tools"),  # a client may repeat a call that has a key
+}
 
 _EMPTY = Raw(b"{}")
-_DECODERS = {wanted: msgspec.json.Decoder(wanted) for wanted in {*PARAMS.values(), Initialize}}
-_DECODE = {name: _DECODERS[wanted].decode for name, wanted in PARAMS.items()}
+_decode_params = msgspec.json.Decoder(Params).decode
+_decode_initialize = msgspec.json.Decoder(types.Initialize).decode
 
 
 class Identity(Struct, frozen=True):
@@ -92,6 +75,18 @@ class Identity(Struct, frozen=True):
     instructions: str | None = None
 
 
+class McpMethod(Struct, frozen=True):
+    """A row in the table of methods: how the server answers a request, and to which clients."""
+
+    handle: Handler
+    params: type[Params]
+    decode: Callable[[Raw], Any]
+    revisions: frozenset[str]  # the names of those that have it
+    needs: str | None  # the kind of offer without which the server does not have the method
+    extension: str | None  # the id of the extension that its client must have declared (SEP-2133)
+    is_long: bool  # it may take long enough for a client to cancel it
+
+
 class Server:
     """Answers MCP's methods for the methods of an app."""
 
@@ -99,8 +94,8 @@ class Server:
         self,
         identity: Identity,
         catalog: Catalog,
-        dispatcher: Callable[[], Dispatcher],
-        seals: Seals,
+        dispatcher: "Callable[[], Dispatcher]",
+        seals: "Seals",
         *,
         is_public: bool,
         limits: Limits,
@@ -108,29 +103,62 @@ class Server:
         self.catalog = catalog
         self.seals = seals
         self.hub = Hub()
+        self.extensions: dict[str, JsonObject] = {}  # the settings that the server declares, by the id of the extension
         self._info = {"name": identity.name, "version": identity.version}
         self._instructions = {"instructions": identity.instructions} if identity.instructions else {}
-        self.answers = Answers(self._info, limits.bytes_out)
+        self._limits = limits
+        self._answers = Answers(self._info, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
-        self.calls = Calls(catalog, dispatcher, self._questions, self.answers)
+        self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers)
         # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
         self._kept = {"ttlMs": TTL_MS, "cacheScope": "public" if is_public else "private"}
-        self.methods: dict[str, Handler] = {
-            "ping": self._ping,
-            "server/discover": self._discover,
-            "logging/setLevel": self._set_level,
-            "tools/list": partial(self._list, "tools"),
-            "tools/call": self.calls.call_tool,
-            "prompts/list": partial(self._list, "prompts"),
-            "prompts/get": self.calls.get_prompt,
-            "resources/list": partial(self._list, "resources"),
-            "resources/templates/list": partial(self._list, "resourceTemplates"),
-            "resources/read": self.calls.read_resource,
-            "resources/subscribe": subscribe,
-            "resources/unsubscribe": unsubscribe,
-            "subscriptions/listen": partial(listen, self.hub, self.catalog),
-            "completion/complete": self.calls.complete,
-        }
+
+        self.methods: dict[str, McpMethod] = {}
+        self.add("ping", self._ping)
+        self.add("server/discover", self._discover)
+        self.add("logging/setLevel", self._set_level, types.SetLevel)
+        self.add("tools/list", partial(self._list, "tools"), types.ListPage, needs="tools")
+        self.add("tools/call", calls.call_tool, CallTool, needs="tools", is_long=True)
+        self.add("prompts/list", partial(self._list, "prompts"), types.ListPage, needs="prompts")
+        self.add("prompts/get", calls.get_prompt, types.GetPrompt, needs="prompts", is_long=True)
+        self.add("resources/list", partial(self._list, "resources"), types.ListPage, needs="resources")
+        self.add("resources/templates/list", partial(self._list, "resourceTemplates"), types.ListPage, needs="resources")
+        self.add("resources/read", calls.read_resource, types.ReadResource, needs="resources", is_long=True)
+        self.add("resources/subscribe", subscribe, types.Subscribe, needs="resources")
+        self.add("resources/unsubscribe", unsubscribe, types.Subscribe, needs="resources")
+        self.add("subscriptions/listen", partial(listen, self.hub, catalog), types.Listen, is_long=True)
+        self.add("completion/complete", calls.complete, types.Complete, needs="completions", is_long=True)
+
+    def add(
+        self,
+        name: str,
+        handle: Handler,
+        params: type[Params] = Params,
+        *,
+        revisions: Iterable[Revision] | None = None,
+        needs: str | None = None,
+        extension: str | None = None,
+        is_long: bool = False,
+    ) -> None:
+        """Add a method. Without `revisions`, those have it that the table of revisions says."""
+        if revisions is None:
+            revisions = [revision for revision in REVISIONS.values() if name in revision.requests]
+        names, decode = frozenset(revision.name for revision in revisions), msgspec.json.Decoder(params).decode
+        self.methods[name] = McpMethod(handle, params, decode, names, needs, extension, is_long)
+
+    def is_request(self, name: str) -> bool:
+        """Return whether MCP, in any revision, has a request of this name. The transports answer `initialize`."""
+        return name in self.methods or name == "initialize"
+
+    def capabilities(self, revision: Revision) -> JsonObject:
+        """Return everything that the server declares to clients of a revision."""
+        declared: JsonObject = {}
+        for name, (value, kind) in _CAPABILITIES.items():
+            if revision.has(f"capability {name}") and (kind is None or any(self.catalog.offered[kind])):
+                declared[name] = value
+        if self.extensions and revision.has("capability extensions"):
+            declared["extensions"] = self.extensions
+        return declared
 
     # --- one message -------------------------------------------------------------------------------------------------
 
@@ -171,18 +199,23 @@ class Server:
         if isinstance(message, ClientAnswer) or message.id is UNSET:
             self.take(message, session)
             return None
-        # Step 1: the method, if the revision has it and the server has something to serve with it.
-        name, revision, id = message.method, session.revision, message.id
-        assert isinstance(id, (int, str))  # `arrays.read` has seen to it
-        if name not in revision.requests:
-            elsewhere = f"; MCP {revision.name} does not have it" if name in REQUESTS else ""
+        # Step 1: the method, if the revision has it, the server has something to serve with it, and the client knows the
+        # extension that it belongs to.
+        name, revision, id, method = message.method, session.revision, message.id, self.methods.get(message.method)
+        assert isinstance(id, (int, str))  # `messages.read` has seen to it
+        if method is None or revision.name not in method.revisions:
+            elsewhere = f"; MCP {revision.name} does not have it" if self.is_request(name) else ""
             raise MethodNotFound(f"there is no method {name[:100]!r}{elsewhere}")
-        needed = _NEEDS.get(name.partition("/")[0])
-        if needed is not None and not self.catalog.offers(needed):
-            raise MethodNotFound(f"{name}: this server has no {needed}")
+        if method.needs is not None and not any(self.catalog.offered[method.needs]):
+            raise MethodNotFound(f"{name}: this server has no {method.needs}")
+        if method.extension is not None:
+            declared = session.capabilities.get("extensions")
+            if not isinstance(declared, dict) or method.extension not in declared:
+                needed: JsonObject = {"extensions": {method.extension: {}}}
+                raise NotCapable(f"the client has not declared {method.extension}", requiredCapabilities=needed)
         # Step 2: its params, and the client it came from.
-        if type(params) is not PARAMS[name]:
-            params = params_of(message, PARAMS[name])
+        if type(params) is not method.params:
+            params = _decoded(message, method.decode)
         peer = Peer(
             *(session, outlet, self._questions),
             id=id,
@@ -194,17 +227,17 @@ class Server:
         )
         # Step 3: its result. A call that may take long is a task of its own, so that `notifications/cancelled` can end it
         # (basic/utilities, "Cancellation"). Nothing can interrupt a plain function that reads, so that needs no task.
-        handler, is_long = self.methods[name], cancellable and name in _CANCELLABLE
+        is_long = cancellable and method.is_long
         if is_long and isinstance(params, CallTool):
             tool = self.catalog.tools.get(params.name)
             is_long = tool is None or not tool.plain or tool.is_async
         try:
             if not is_long:
-                result = await handler(peer)
+                result = await method.handle(peer)
             elif id in session.calls:
                 raise InvalidRequest(f"id: {id!r} is in use by a request that is not answered yet")
             else:
-                task = session.calls[id] = asyncio.get_running_loop().create_task(handler(peer))
+                task = session.calls[id] = asyncio.get_running_loop().create_task(method.handle(peer))
                 try:
                     result = await task
                 except asyncio.CancelledError:
@@ -220,18 +253,56 @@ class Server:
         except Exception as error:
             failed(name, id, error)
             raise InternalError from error
-        return None if result is None else self.answers.to(id, result, revision)
+        return None if result is None else self._answers.to(id, result, revision)
+
+    async def answer_array(
+        self, entries: Sequence[Incoming], session: Session, outlet: Outlet, *, caller: str
+    ) -> list[bytes]:
+        """Return the answers to the messages of an array (2025-03-26) in their order, without those that a stream has sent.
+
+        All of them fit into one reply. An error takes the place of an answer that does not, as soon as that is made, so an
+        array keeps no more than one reply may hold.
+        """
+        left = self._limits.bytes_out
+
+        async def begin(entry: Incoming, position: int) -> bytes | None:
+            nonlocal left
+            answer = await self.answer(entry, session, outlet, caller=caller, position=position)
+            if answer is None:
+                return None
+            if outlet.is_stream:  # each answer goes out when it is ready
+                await outlet.send(answer)
+                return None
+            if len(answer) > left:
+                answer = failure(entry.id, self._answers.too_long(), session.revision)
+                await asyncio.sleep(0)  # making and encoding a long answer blocks the loop: other calls get their turn
+            left -= len(answer)
+            return answer
+
+        def changes_something(entry: Incoming) -> bool:
+            """Commands run one after another, in array order (J13)."""
+            if not isinstance(entry, Envelope) or entry.method != "tools/call":
+                return False
+            try:
+                tool = self.catalog.tools.get(_decoded(entry, self.methods["tools/call"].decode).name)
+            except RpcError:
+                return False
+            return tool is not None and tool.is_command
+
+        limit = self._limits.concurrency
+        answers: list[bytes | None] = await run_batch(entries, begin, changes_something, concurrency=limit)
+        return list(filter(None, answers))
 
     def take(self, message: "Envelope | ClientAnswer", session: Session) -> bool:
         """Take an answer of the client or a notification; False if this process does not know the call or the question."""
         if isinstance(message, ClientAnswer):
             return session.answered(message.id, message.result, message.error)
-        if message.method in REQUESTS:
+        if self.is_request(message.method):
             raise InvalidRequest(f"{message.method} is a request: it needs an id")
         if message.method != "notifications/cancelled":
             return True  # the other notifications, known or not, change nothing here
         try:
-            id = UNSET if message.params is UNSET else msgspec.json.decode(message.params, type=Cancelled).id
+            id = UNSET if message.params is UNSET else msgspec.json.decode(message.params, type=types.Cancelled).id
         except msgspec.ValidationError:
             return True
         task = session.calls.get(id) if isinstance(id, (int, str)) else None
@@ -239,31 +310,55 @@ class Server:
             task.cancel()
         return task is not None
 
-    def is_command(self, message: Incoming) -> bool:
-        """Return whether an entry of an array changes something: those run one after another, in array order (J13)."""
-        if not isinstance(message, Envelope) or message.method != "tools/call":
-            return False
-        try:
-            method = self.catalog.tools.get(params_of(message, CallTool).name)
-        except RpcError:
-            return False
-        return method is not None and method.is_command
-
-    # --- methods -----------------------------------------------------------------------------------------------------
+    # --- the beginning of a conversation -----------------------------------------------------------------------------
 
     def opened(self, message: Envelope) -> tuple[Session, bytes]:
-        """Return the session that `initialize` opens, and its result. Raises `InvalidParams` if the params do not fit."""
-        params = params_of(message, Initialize)
+        """Return the session that `initialize` opens, and the answer. Raises `InvalidParams` if the params do not fit."""
+        assert isinstance(message.id, (int, str))  # `messages.read` has seen to it
+        params = _decoded(message, _decode_initialize)
         revision = offered(params.version)
-        capabilities = self.catalog.capabilities(revision)
-        introduction = {"protocolVersion": revision.name, "capabilities": capabilities, "serverInfo": self._info}
-        return Session(revision, params.capabilities), encode({**introduction, **self._instructions})
+        introduction = {"protocolVersion": revision.name, "capabilities": self.capabilities(revision)}
+        told = {**introduction, "serverInfo": self._info, **self._instructions}
+        return Session(revision, params.capabilities), self._answers.to(message.id, told, revision)
+
+    def described(self, message: Envelope, fields: headers.Fields | None = None) -> Params:
+        """Return the params of a request that describes itself (2026-07-28). Raises if envelope, headers or version are
+        wrong.
+
+        The params are decoded for their method; params that do not fit it are decoded as any params, since the envelope is
+        checked first.
+        """
+        # Step 1: the envelope in `_meta` (2026-07-28): version and capabilities are required.
+        raw = _EMPTY if message.params is UNSET else message.params
+        try:
+            params: Params = self.methods[message.method].decode(raw)
+        except (KeyError, msgspec.ValidationError):
+            try:
+                params = _decode_params(raw)
+            except msgspec.ValidationError as error:
+                raise BadEnvelope(_explained(error)) from None
+        meta = params.meta
+        if meta is UNSET or meta.version is UNSET or meta.capabilities is UNSET:
+            raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
+        # Step 2: the HTTP headers agree with the body, if there are any.
+        if fields is not None:
+            headers.check(fields, message.method, params)
+        # Step 3: a version without a handshake, and a log level that exists.
+        revision = REVISIONS.get(meta.version)
+        if revision is None or not revision.is_stateless:
+            supported = [revision.name for revision in STATELESS]
+            raise UnknownVersion(f"{meta.version[:40]!r} is not served", supported=supported, requested=meta.version)
+        if meta.level is not UNSET and meta.level not in LEVELS:
+            raise BadEnvelope(f"{PREFIX}logLevel: expected one of {', '.join(LEVELS)}")
+        return params
 
     async def _discover(self, peer: Peer) -> object:
         """Answer `server/discover` (2026-07-28): the members of `initialize`, without a session."""
         supported = [revision.name for revision in STATELESS]
-        capabilities = self.catalog.capabilities(peer.session.revision)
+        capabilities = self.capabilities(peer.session.revision)
         return {"supportedVersions": supported, "capabilities": capabilities, **self._instructions, **self._kept}
+
+    # --- small methods -----------------------------------------------------------------------------------------------
 
     async def _ping(self, _: Peer) -> object:
         return b"{}"
@@ -298,13 +393,10 @@ def _cursor(offset: int) -> str:
     return base64.urlsafe_b64encode(b"from %d" % offset).decode()
 
 
-# --- params ----------------------------------------------------------------------------------------------------------
-
-
-def params_of(message: Envelope, wanted: type[Params]) -> Any:
-    """Return the params of a message, as one of the types in `PARAMS`, or as those of `initialize`."""
+def _decoded(message: Envelope, decode: Callable[[Raw], Any]) -> Any:
+    """Return the params of a message."""
     try:
-        return _DECODERS[wanted].decode(_EMPTY if message.params is UNSET else message.params)
+        return decode(_EMPTY if message.params is UNSET else message.params)
     except msgspec.ValidationError as error:
         raise InvalidParams(_explained(error)) from None
     except (RecursionError, msgspec.DecodeError) as error:
@@ -315,45 +407,3 @@ def _explained(error: Exception) -> str:
     """Return the text of msgspec's error, with the place first: `params.name: expected str, got int`."""
     what, _, where = str(error).partition(" - at `$")
     return f"params{where.rstrip('`')}: {what[:1].lower()}{what[1:]}".replace("`", "")
-
-
-class BadEnvelope(InvalidParams):
-    """The envelope of a request lacks a member that it must have."""
-
-
-def described_params(message: Envelope, fields: headers.Fields | None = None) -> Params:
-    """Return the params of a request that describes itself (2026-07-28). Raises if envelope, headers or version are wrong.
-
-    The params are decoded for their method; params that do not fit it are decoded as any params, since the envelope is
-    checked first.
-    """
-    # Step 1: the envelope in `_meta` (2026-07-28): version and capabilities are required.
-    try:
-        params: Params = _DECODE[message.method](message.params)  # type: ignore[arg-type]
-    except (KeyError, TypeError, msgspec.ValidationError):
-        try:
-            params = Params() if message.params is UNSET else _DECODERS[Params].decode(message.params)
-        except msgspec.ValidationError as error:
-            raise BadEnvelope(_explained(error)) from None
-    meta = params.meta
-    if meta is UNSET or meta.version is UNSET or meta.capabilities is UNSET:
-        raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
-    # Step 2: the HTTP headers agree with the body, if there are any.
-    if fields is not None:
-        headers.check(fields, message.method, params)
-    # Step 3: a version without a handshake, and a log level that exists.
-    revision = REVISIONS.get(meta.version)
-    if revision is None or not revision.is_stateless:
-        supported = [revision.name for revision in STATELESS]
-        raise UnknownVersion(f"{meta.version[:40]!r} is not served", supported=supported, requested=meta.version)
-    if meta.level is not UNSET and meta.level not in LEVELS:
-        raise BadEnvelope(f"{PREFIX}logLevel: expected one of {', '.join(LEVELS)}")
-    return params
-
-
-def described_session(params: Params, calls: "dict[Id, asyncio.Task[object]] | None" = None) -> Session:
-    """Return the session of a request that describes itself: it lives as long as the request."""
-    meta = params.meta
-    assert meta is not UNSET and meta.version is not UNSET and meta.capabilities is not UNSET  # `described_params`
-    level = None if meta.level is UNSET else meta.level
-    return Session(REVISIONS[meta.version], meta.capabilities, level=level, calls=calls)

@@ -1,30 +1,35 @@
-"""Sessions of the revisions with a handshake over HTTP.
+"""Sessions of the revisions with a handshake over HTTP, and the sealed texts that carry them.
 
-A session's id is a sealed text (`sealed`) that carries what was negotiated, so any process with the same secret serves it.
-Only calls in flight, streams and questions to the client stay in this process. So a session that is forgotten because there
-are too many is read from its token again, and a session that has ended has to be remembered.
+A session's id is a sealed text that carries what was negotiated, so any process with the same secret serves it. Only calls
+in flight, streams and questions to the client stay in this process. So a session that is forgotten because there are too
+many is read from its token again, and a session that has ended has to be remembered (`workers.EndedSession`).
 
-A session that has ended stays ended, however many others a caller ends after it. `within` is the rule: where too many have
-ended, the sessions of the caller with the most are forgotten one by one and replaced by the opening of the newest of them;
-every session of that caller that was opened until then counts as ended, unless this process knows that it is alive. So a
-caller that floods the list ends its own sessions early, and its client sends `initialize` again.
+A sealed text is `payload.signature`, both in base64url; the state of a call that takes several rounds is one as well. An
+attacker may have written a text that comes back, so `Seals.open` checks the signature first, then the use and the caller
+that the text was made for, and its age. The payload is not secret: it holds only values that the caller may see.
 """
 
+import base64
 import hashlib
+import hmac
+import os
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from wirecall.mcp.revisions import REVISIONS
-from wirecall.mcp.server.asking import Session
-from wirecall.mcp.server.changes import Listener
-from wirecall.mcp.server.sealed import BrokenSeal, Seals
-from wirecall.mcp.server.streams import Channel
+from wirecall.mcp.server.peer import Session
+from wirecall.mcp.server.workers import EndedSession, within
 from wirecall.protocol.messages import JsonObject
 from wirecall.transports.request import HttpError
+
+if TYPE_CHECKING:
+    from wirecall.mcp.server.changes import Listener
+    from wirecall.mcp.server.streams import Channel
 
 LIFETIME = 86_400.0
 MAX_SESSIONS = 10_000  # known here at a time
@@ -35,6 +40,14 @@ MAX_CHANNELS = 32  # of one session, open or waiting for a reader to come back
 _USED = {"sampling": ("context", "tools"), "elicitation": ("form", "url"), "roots": ("listChanged",)}
 
 
+class _Payload(Struct, array_like=True):
+    use: str
+    caller: bytes  # a digest: the text does not reveal the caller's name
+    until: float
+    id: str
+    value: Raw
+
+
 class _Negotiated(Struct):
     """The negotiated state in a session's token."""
 
@@ -43,44 +56,50 @@ class _Negotiated(Struct):
     opened: int = 0  # Unix time in milliseconds
 
 
-class EndedSession(Struct, frozen=True):
-    """A session that has ended."""
-
-    caller: str  # a digest
-    id: str
-    opened: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.caller}.{self.id}"
-
-    def is_among(self, opened: Callable[[str], int | None]) -> bool:
-        """Return whether the session is listed, or a newer one of its caller stands for it; `opened` is the list."""
-        if opened(self.name) is not None:
-            return True
-        return any((opened(several) or 0) >= self.opened for several in (self.caller, EVERY_CALLER))
+_decode_payload = msgspec.json.Decoder(_Payload).decode
+_decode_negotiated = msgspec.json.Decoder(_Negotiated).decode
 
 
-EVERY_CALLER = "all"  # not a digest
+class Seals:
+    """Seals and opens texts with one secret."""
+
+    def __init__(self, secret: str | bytes, clock: Callable[[], float] = time.time) -> None:
+        self._key = hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
+        self.name = hashlib.sha256(b"name" + self._key).hexdigest()[:12]  # does not reveal the secret
+        self._clock = clock
+
+    def seal(self, use: str, caller: str, value: object, lifetime: float) -> str:
+        """Return a text that `open` accepts for this use and this caller, for `lifetime` seconds."""
+        raw, until = Raw(msgspec.json.encode(value)), self._clock() + lifetime
+        payload = msgspec.json.encode(_Payload(use, _digest(caller), until, os.urandom(12).hex(), raw))
+        return _written(payload, hmac.digest(self._key, payload, "sha256"))
+
+    def open(self, use: str, caller: str, sealed: str) -> tuple[str, bytes] | None:
+        """Return the random id of a sealed text, and the JSON of its value; None if it is not good for this."""
+        head, _, tail = sealed.partition(".")
+        try:
+            payload = base64.b64decode(head + "=" * (-len(head) % 4), b"-_", validate=True)
+            signature = base64.b64decode(tail + "=" * (-len(tail) % 4), b"-_", validate=True)
+        except ValueError:
+            return None
+        # One value has one text: base64 has several forms of the same bytes, and another could pass a list of texts.
+        if _written(payload, signature) != sealed:
+            return None
+        # `compare_digest` takes the same time for every wrong signature, so the time does not help to guess one.
+        if not hmac.compare_digest(hmac.digest(self._key, payload, "sha256"), signature):
+            return None
+        told = _decode_payload(payload)
+        if told.use != use or told.caller != _digest(caller) or told.until < self._clock():
+            return None
+        return told.id, bytes(told.value)
 
 
-def within(ended: Mapping[str, int], oldest: int, limit: int) -> dict[str, int]:
-    """Return a list of ended sessions without those that are too old to matter, cut down to a limit.
-
-    An entry without an id stands for every session of its caller that was opened until then.
-    """
-    kept = {name: opened for name, opened in ended.items() if opened >= oldest}
-    while len(kept) > limit:
-        (caller, number), *_ = Counter(name.partition(".")[0] for name in kept).most_common(1)
-        if number == 1:  # no caller has more than one: that many callers end their sessions
-            return {EVERY_CALLER: max(kept.values())}
-        last = max(opened for name, opened in kept.items() if name.partition(".")[0] == caller)
-        kept = {name: opened for name, opened in kept.items() if name.partition(".")[0] != caller}
-        kept[caller] = last
-    return kept
+def _digest(caller: str) -> bytes:
+    return hashlib.sha256(caller.encode()).digest()[:12]
 
 
-_decode = msgspec.json.Decoder(_Negotiated).decode
+def _written(payload: bytes, signature: bytes) -> str:
+    return ".".join([base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in (payload, signature)])
 
 
 class Known:
@@ -93,13 +112,13 @@ class Known:
         self.channels: OrderedDict[str, Channel] = OrderedDict()
         self._standing: Listener | None = None
 
-    def stand(self, listener: Listener | None) -> None:
+    def stand(self, listener: "Listener | None") -> None:
         """Make a listener the standing stream, and end the one before: a message goes to one stream only."""
         if self._standing is not None:
             self._standing.close()
         self._standing = listener
 
-    def leave(self, listener: Listener) -> None:
+    def leave(self, listener: "Listener") -> None:
         """Forget a standing stream that has ended."""
         if self._standing is listener:
             self._standing = None
@@ -109,7 +128,7 @@ class Known:
         """Return whether the session has a call, a question or a stream in this process."""
         return bool(self.session.calls) or self._standing is not None
 
-    def keep(self, channel: Channel) -> None:
+    def keep(self, channel: "Channel") -> None:
         self.channels[channel.id] = channel
         while len(self.channels) > MAX_CHANNELS:
             self.channels.popitem(last=False)
@@ -139,13 +158,13 @@ class Sessions:
 
     def find(self, caller: str, token: str) -> Known:
         """Return the session behind a token; HttpError 404 if the caller has no such session, or it has ended."""
-        try:
-            id, value = self._seals.open("session", caller, token)
-        except BrokenSeal:
-            raise HttpError(404, "no such session: send initialize") from None
+        found = self._seals.open("session", caller, token)
+        if found is None:
+            raise HttpError(404, "no such session: send initialize")
+        id, value = found
         known = self._known.get(id)
         if known is None:
-            told = _decode(value)
+            told = _decode_negotiated(value)
             ended = EndedSession(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
             if ended.is_among(self._ended.get) or self._is_ended(ended):
                 raise HttpError(404, "the session has ended: send initialize")

@@ -36,7 +36,7 @@ def event(message: bytes, id: str | None = None) -> bytes:
 class Nowhere:
     """The outlet of messages that are owed no answer."""
 
-    is_shared = False
+    is_shared = is_stream = False
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()
@@ -60,7 +60,7 @@ class Direct:
     def __init__(self, request: Request) -> None:
         self.stopping = request.stopping
         self.replayed: list[int | str] = []
-        self.is_open = False
+        self.is_stream = False
         self.is_cut = False
         self.on_cut: Callable[[], object] | None = None
         self.refusal: HttpError | None = None  # the reason why no stream was opened
@@ -70,13 +70,32 @@ class Direct:
         self._lock: asyncio.Lock | None = None
 
     async def open(self) -> None:
-        """Begin the stream before the first event."""
-        self.is_open = True
+        """Begin the stream before the first event. Raises `HttpError` if the stream limit is reached."""
+        self.is_stream = True
         await self._request.open_stream()
-        await self._write(_COMMENT)  # so that the client sees that the stream is open
+        await self.send(None)  # so that the client sees that the stream is open
 
-    async def send(self, message: bytes) -> None:
-        await self._write(event(message))
+    async def send(self, message: bytes | None) -> None:
+        """Send one message; None: a comment, which only keeps the connection alive. Raises `Gone` if no stream is open."""
+        # Several tasks of one call may send at once. The lock keeps the opening of the stream and each event in order.
+        self._lock = self._lock or asyncio.Lock()
+        async with self._lock:
+            if self.is_cut or self.refusal is not None:
+                raise Gone("no stream is open")
+            try:
+                if not self.is_stream:
+                    await self._request.open_stream()
+                    self.is_stream = True
+                await self._request.write(_COMMENT if message is None else event(message))
+            except HttpError as error:  # the stream limit is reached: events are dropped, and the plain answer is sent
+                self.refusal = error
+                raise Gone("no stream is free") from error
+            except Exception:
+                self.cut()
+                raise
+        if self._beat is not None:
+            self._beat.cancel()
+        self._beat = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._keep_alive)
 
     async def hang_up(self, retry: float) -> None:
         """Do nothing: a stream of 2026-07-28 cannot be resumed."""
@@ -86,12 +105,13 @@ class Direct:
         await self.stopping.wait()
 
     async def finish(self, message: bytes | None) -> None:
+        """End the stream with the answer."""
         if message is not None:
             await self._request.write(event(message))
         await self._request.close_stream()
 
     def cut(self) -> None:
-        """Cancel the call: the client has left, or does not read (2026-07-28)."""
+        """Cancel the call: the client has left, or does not read. At 2026-07-28 closing the stream is the cancellation."""
         self.is_cut = True
         if self.on_cut is not None:  # once: a write that fails and the watcher may both notice
             on_cut, self.on_cut = self.on_cut, None
@@ -103,34 +123,13 @@ class Direct:
         if self._beat is not None:
             self._beat.cancel()
 
-    async def _write(self, chunk: bytes) -> None:
-        # Several tasks of one call may send at once. The lock keeps the opening of the stream and each event in order.
-        self._lock = self._lock or asyncio.Lock()
-        async with self._lock:
-            if self.is_cut or self.refusal is not None:
-                raise Gone("no stream is open")
-            try:
-                if not self.is_open:
-                    await self._request.open_stream()
-                    self.is_open = True
-                await self._request.write(chunk)
-            except HttpError as error:  # the stream limit is reached: events are dropped, and the plain answer is sent
-                self.refusal = error
-                raise Gone("no stream is free") from error
-            except Exception:
-                self.cut()
-                raise
-        if self._beat is not None:
-            self._beat.cancel()
-        self._beat = asyncio.get_running_loop().call_later(KEEP_ALIVE, self._keep_alive)
-
     def _keep_alive(self) -> None:
-        if not self.is_cut:
-            self._beating = asyncio.get_running_loop().create_task(self._comment())
+        async def comment() -> None:
+            with suppress(Exception):  # the client has left, which the next event or the watcher reports
+                await self.send(None)
 
-    async def _comment(self) -> None:
-        with suppress(Exception):  # the client has left, which the next event or the watcher reports
-            await self._write(_COMMENT)
+        if not self.is_cut:
+            self._beating = asyncio.get_running_loop().create_task(comment())
 
 
 class Channel:
@@ -144,7 +143,7 @@ class Channel:
         self.replayed: list[int | str] = []
         self.started = asyncio.Event()  # there is something to send before the answer
         self.finished = False
-        self.is_used = False  # something was sent before the answer
+        self.is_stream = False  # something was sent before the answer
         self.size = 0  # bytes of the events that are kept
         self._enter: Callable[[], None] | None = None  # takes the place of a stream; HttpError if none is free
         self._is_refused = False  # the stream limit is reached, so the answer comes alone
@@ -249,7 +248,7 @@ class Channel:
     def _begin(self) -> None:
         """Make the answer a stream with its first event. The stream takes its place now: once an event is kept, the answer
         cannot be plain JSON any more, and a refusal afterwards would deny a command that has taken effect."""
-        if self.is_used:
+        if self.is_stream:
             return
         if self._is_refused:
             raise Gone("no stream is free: the answer is sent without events")
@@ -259,7 +258,7 @@ class Channel:
             except HttpError as error:
                 self._is_refused = True
                 raise Gone("no stream is free: the answer is sent without events") from error
-        self.is_used = True
+        self.is_stream = True
         self.started.set()
         # 2025-11-25, transports: the first event has an id and no data, so that a client can resume from the beginning.
         if self._primed:
@@ -303,7 +302,7 @@ class Shelf:
 
     def put(self, owner: dict[str, Channel], channel: Channel) -> None:
         """Keep a channel that is finished; `owner` is where readers look for it, by its id."""
-        if channel.is_used:
+        if channel.is_stream:
             self._finished.append((owner, channel))
             self.size += CHANNEL
             self.make_room()

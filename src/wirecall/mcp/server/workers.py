@@ -13,9 +13,13 @@ cannot use itself, and every other worker checks whether it can. It sends:
 2. A worker does not wait for the others. It forgets one that is gone; one that does not take a message in time misses it;
    while too much waits for the others, further messages are dropped.
 3. A worker that starts later has to know the sessions that have ended. They are marks: files in a folder of their own, named
-   as `sessions.EndedSession` says, with the time of the session's opening as their own.
+   as `EndedSession` says, with the time of the session's opening as their own.
 4. A worker holds a lock on the folder while it lives. A folder without a lock and without marks is left from workers that
    were killed: the next worker that starts removes it.
+5. A session that has ended stays ended, however many others a caller ends after it. `within` is the rule: where too many
+   have ended, the sessions of the caller with the most are forgotten one by one and replaced by the opening of the newest of
+   them; every session of that caller that was opened until then counts as ended, unless this process knows that it is alive.
+   So a caller that floods the list ends its own sessions early, and its client sends `initialize` again.
 """
 
 import asyncio
@@ -24,18 +28,22 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
-from wirecall.mcp.server.changes import Hub
-from wirecall.mcp.server.sealed import BrokenSeal, Seals
-from wirecall.mcp.server.sessions import EndedSession, within
 from wirecall.protocol.messages import JsonObject
+
+if TYPE_CHECKING:
+    from wirecall.mcp.server.changes import Hub
+    from wirecall.mcp.server.sessions import Seals
 
 PATIENCE = 5.0  # seconds for a worker to take a message
 LIFETIME = 60.0
@@ -45,8 +53,43 @@ MARKS_ADDED = 1000
 MAX_WAITING = 32 << 20  # bytes that the others have not taken yet
 BACKLOG = 1024
 
+EVERY_CALLER = "all"  # not a digest
 SOCKET, MARKS = ".socket", "ended"
 _FOLDER = re.compile(r"wirecall-[0-9]+-[0-9a-f]{12}")
+
+
+class EndedSession(Struct, frozen=True):
+    """A session that has ended."""
+
+    caller: str  # a digest
+    id: str
+    opened: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.caller}.{self.id}"
+
+    def is_among(self, opened: Callable[[str], int | None]) -> bool:
+        """Return whether the session is listed, or a newer one of its caller stands for it; `opened` is the list."""
+        if opened(self.name) is not None:
+            return True
+        return any((opened(several) or 0) >= self.opened for several in (self.caller, EVERY_CALLER))
+
+
+def within(ended: Mapping[str, int], oldest: int, limit: int) -> dict[str, int]:
+    """Return a list of ended sessions without those that are too old to matter, cut down to a limit.
+
+    An entry without an id stands for every session of its caller that was opened until then.
+    """
+    kept = {name: opened for name, opened in ended.items() if opened >= oldest}
+    while len(kept) > limit:
+        (caller, number), *_ = Counter(name.partition(".")[0] for name in kept).most_common(1)
+        if number == 1:  # no caller has more than one: that many callers end their sessions
+            return {EVERY_CALLER: max(kept.values())}
+        last = max(opened for name, opened in kept.items() if name.partition(".")[0] == caller)
+        kept = {name: opened for name, opened in kept.items() if name.partition(".")[0] != caller}
+        kept[caller] = last
+    return kept
 
 
 class Relay:
@@ -57,8 +100,8 @@ class Relay:
 
     def __init__(
         self,
-        hub: Hub,
-        seals: Seals,
+        hub: "Hub",
+        seals: "Seals",
         *,
         shared: bool,
         on_end: Callable[[EndedSession], None],
@@ -221,16 +264,18 @@ class Relay:
                 while chunk := await reader.read(1 << 16):
                     data += chunk
                     if len(data) > MAX_WAITING:
-                        raise BrokenSeal("too long")
-            _, value = self._seals.open("relay", "", data.decode("ascii"))
-            told = msgspec.json.decode(value)
+                        raise ValueError("too long")
+            found = self._seals.open("relay", "", data.decode("ascii"))
+            if found is None:
+                raise ValueError("not sealed by a worker")
+            told = msgspec.json.decode(found[1])
             if "kind" in told:
                 self._hub.tell_here(told["kind"], told["uri"])
             elif "ended" in told:
                 self._on_end(msgspec.convert(told["ended"], EndedSession))
             else:
                 self._on_message(told["caller"], told["session"], told["message"].encode())
-        except (BrokenSeal, UnicodeError, OSError, TimeoutError, LookupError) as error:
+        except (ValueError, OSError, TimeoutError, LookupError) as error:
             logger.warning("a message from another worker is not readable: %r", error)
         finally:
             writer.close()

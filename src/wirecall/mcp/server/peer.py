@@ -26,27 +26,29 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.commands.outcome import RETRY_AFTER_MS
 from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
 from wirecall.logs import logger
-from wirecall.mcp.revisions import Revision
+from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.forms import RequestedForm, form_of
-from wirecall.mcp.server.sealed import BrokenSeal, Seals
-from wirecall.mcp.types import LEVELS, Elicited, Message, Resumed, Roots, Sampled, block
+from wirecall.mcp.server.messages import Id
+from wirecall.mcp.types import LEVELS, Elicited, Message, Params, Resumed, Roots, Sampled, block
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
 from wirecall.server.call import Call, InputRequired
-from wirecall.server.dispatch import Dispatcher
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
 
-Id = int | str
+if TYPE_CHECKING:
+    from wirecall.mcp.server.sessions import Seals
+    from wirecall.server.dispatch import Dispatcher
+
 T = TypeVar("T")
 
+RETRY_AFTER_MS = 1000  # while a person answers
 STATE_LIFETIME = 3600.0  # seconds; a person may take this long to answer a question
 
 # Ids of our questions, different in every process: an answer may reach another one.
@@ -60,6 +62,7 @@ class Outlet(Protocol):
     stopping: asyncio.Event  # set when the server is about to stop
     replayed: list[Id]  # whose answers come from the ledger
     is_shared: bool  # messages of other calls go the same way
+    is_stream: bool  # the answer has become a stream of messages
 
     async def send(self, message: bytes) -> None:
         """Send one message to the client, as part of what answers the message at hand."""
@@ -169,6 +172,14 @@ class Session:
         return True
 
 
+def described_session(params: Params, calls: "dict[Id, asyncio.Task[object]] | None" = None) -> Session:
+    """Return the session of a request that describes itself (2026-07-28): it lives as long as the request."""
+    meta = params.meta
+    assert meta is not UNSET and meta.version is not UNSET and meta.capabilities is not UNSET  # `Server.described`
+    level = None if meta.level is UNSET else meta.level
+    return Session(REVISIONS[meta.version], meta.capabilities, level=level, calls=calls)
+
+
 class _State(Struct):
     """The state that a client keeps between two rounds."""
 
@@ -185,7 +196,7 @@ class Questions:
     questions open would stop all other callers. They have limits of their own, which stop only that client.
     """
 
-    def __init__(self, seals: Seals, limits: Limits, dispatcher: Callable[[], Dispatcher]) -> None:
+    def __init__(self, seals: "Seals", limits: Limits, dispatcher: "Callable[[], Dispatcher]") -> None:
         self.limits = limits
         self._seals = seals
         self._dispatcher = dispatcher
@@ -216,11 +227,10 @@ class Questions:
         given, is_command = {} if params.responses is UNSET else params.responses, call.method.is_command
         if params.state is not UNSET:
             # Step 1: the state is ours, was sealed for this caller, and belongs to this call.
-            try:
-                _, value = self._seals.open("state", call.frame.caller, params.state)
-            except BrokenSeal:
-                raise BadInput("requestState: it was not issued for this call, or has expired") from None
-            state = msgspec.json.decode(value, type=_State)
+            found = self._seals.open("state", call.frame.caller, params.state)
+            if found is None:
+                raise BadInput("requestState: it was not issued for this call, or has expired")
+            state = msgspec.json.decode(found[1], type=_State)
             if state.digest != _digest(call.record, call.params):
                 raise BadInput("requestState: it belongs to another call")
             if call.key not in (None, state.key):
