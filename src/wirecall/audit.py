@@ -25,8 +25,8 @@ import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -45,7 +45,7 @@ AGAIN = 0.0002  # seconds until it is tried again
 NAME = "The audit trail"
 
 
-class Entry(Struct, frozen=True, kw_only=True):
+class AuditEntry(Struct, frozen=True, kw_only=True):
     """One call of a command, as a line of the trail."""
 
     time: float
@@ -75,14 +75,16 @@ class Audit:
         self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
         self._seen = -1  # size of the file after our own last line
-        self._queue = _Queue(self._add_in_time)
+        self._late = ThreadPoolExecutor(1, "wirecall-audit")  # one thread writes the lines that wait, in their order
+        self._waiting: set[Future[None]] = set()  # lines that are not written yet: no other may overtake them
+        self._ends_at = math.inf
 
     def note(self, ended: CallEnded) -> None:
         """Add a line about a call of a command that has just ended; a call whose params did not fit has none."""
         if ended.fingerprint is None:
             return
         self.append(
-            Entry(
+            AuditEntry(
                 time=time.time(),
                 caller=ended.caller,
                 method=ended.method,
@@ -96,32 +98,35 @@ class Audit:
             )
         )
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: AuditEntry) -> None:
         """Add a line. A failure is logged, because the command is done already."""
         if self._pid != os.getpid():
             self._begin()
         try:
-            if self._queue.lines or not self._add(entry):
+            if self._waiting or not self._add(entry):
                 give_up_at = time.monotonic() + PATIENCE
-                if not self._queue.lines and not has_loop():
+                if not self._waiting and not has_loop():
                     self._add_in_time(entry, give_up_at)
                 else:  # the event loop must not wait
-                    self._queue.put(entry, give_up_at)
+                    late = self._late.submit(self._add_in_time, entry, give_up_at)
+                    self._waiting.add(late)
+                    late.add_done_callback(self._waiting.discard)
         except Exception as error:
             self._log_lost(entry, error)
 
     async def aclose(self, grace: float) -> None:
         """Close it, after the lines that wait for the lock: they have `grace` seconds from now."""
-        self._queue.ends_at = time.monotonic() + grace
-        if self._queue.lines:
-            await asyncio.to_thread(self._queue.join)
+        self._ends_at = time.monotonic() + grace
+        if self._waiting:
+            await asyncio.to_thread(self._late.shutdown)
         self.close()
 
     def close(self) -> None:
-        self._queue.join()
+        self._late.shutdown()
+        self._late, self._ends_at = ThreadPoolExecutor(1, "wirecall-audit"), math.inf  # the app may serve again
         self._forget_file()
 
-    def _add(self, entry: Entry) -> bool:
+    def _add(self, entry: AuditEntry) -> bool:
         """Write a line, unless another process has the lock on the file; return whether it was written."""
         with self._writing:
             # Step 1: the file. One that was moved away is left alone.
@@ -161,57 +166,22 @@ class Audit:
                 fcntl.flock(file, fcntl.LOCK_UN)
         return True
 
-    def _add_in_time(self, entry: Entry, give_up_at: float) -> None:
+    def _add_in_time(self, entry: AuditEntry, give_up_at: float) -> None:
         try:
             while not self._add(entry):
-                if time.monotonic() > min(give_up_at, self._queue.ends_at):
+                if time.monotonic() > min(give_up_at, self._ends_at):
                     raise TimeoutError("another process has had its lock for too long")
                 time.sleep(AGAIN)
         except Exception as error:
             self._log_lost(entry, error)
 
-    def _log_lost(self, entry: Entry, error: Exception) -> None:
+    def _log_lost(self, entry: AuditEntry, error: Exception) -> None:
         logger.error("the audit trail %s has no line for %s %s: %s", self.path, entry.method, entry.key, error)
 
     def _forget_file(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-class _Queue:
-    """Lines that wait, and the thread that writes them in their order. It lives as long as there are any."""
-
-    def __init__(self, add: Callable[[Entry, float], None]) -> None:
-        self.lines: deque[tuple[Entry, float]] = deque()  # a line stays until it is written, so that none overtakes it
-        self.ends_at = math.inf
-        self._add = add
-        self._guard = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def put(self, entry: Entry, give_up_at: float) -> None:
-        with self._guard:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="wirecall-audit")  # the process ends after it
-                thread.start()
-                self._thread = thread
-            self.lines.append((entry, give_up_at))
-
-    def join(self) -> None:
-        thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    def _run(self) -> None:
-        with self._guard:  # until `put` has put its line
-            more = bool(self.lines)
-        while more:
-            self._add(*self.lines[0])
-            with self._guard:
-                self.lines.popleft()
-                more = bool(self.lines)
-                if not more:
-                    self._thread = None
 
 
 class Report(Struct, frozen=True):
@@ -228,22 +198,26 @@ class Report(Struct, frozen=True):
 
 def verify(path: str | Path) -> Report:
     """Read a trail from its beginning and check every link of the chain."""
-    previous, problems, number = FIRST, [], 0
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            claimed = _parse(line)
-            if claimed is None:
-                problems.append((number, "not a line of an audit trail, or torn"))
-                continue
-            before, own = claimed
-            if before != previous:
-                problems.append((number, "does not follow the line before it: a line was removed, added or moved"))
-            # The hash does not cover bytes behind it, so there must be none.
-            body = line[: line.rfind(_HASH_MEMBER)]
-            whole = b'%b%b%b"}' % (body, _HASH_MEMBER, own.encode())
-            if line.removesuffix(b"\n") != whole or hashlib.sha256(body).hexdigest() != own:
-                problems.append((number, "was edited: its hash does not fit"))
-            previous = own
+        return verify_lines(file)
+
+
+def verify_lines(lines: Iterable[bytes]) -> Report:
+    """Check every link of the chain that these lines are."""
+    previous, problems, number = FIRST, [], 0
+    for number, line in enumerate(lines, start=1):
+        links = _links(line)
+        if links is None:
+            problems.append((number, "not a line of an audit trail, or torn"))
+            continue
+        if links.previous != previous:
+            problems.append((number, "does not follow the line before it: a line was removed, added or moved"))
+        # The hash does not cover bytes behind it, so there must be none.
+        body = line[: line.rfind(_HASH_MEMBER)]
+        whole = b'%b%b%b"}' % (body, _HASH_MEMBER, links.hash.encode())
+        if line.removesuffix(b"\n") != whole or hashlib.sha256(body).hexdigest() != links.hash:
+            problems.append((number, "was edited: its hash does not fit"))
+        previous = links.hash
     return Report(number, previous, problems)
 
 
@@ -256,12 +230,11 @@ _decode_links = msgspec.json.Decoder(_Links).decode
 _HASH_MEMBER = b',"hash":"'
 
 
-def _parse(line: bytes) -> tuple[str, str] | None:
+def _links(line: bytes) -> _Links | None:
     try:
-        links = _decode_links(line)
+        return _decode_links(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return links.previous, links.hash
 
 
 def _end_of(file: int, size: int) -> tuple[str, bool]:
@@ -271,9 +244,8 @@ def _end_of(file: int, size: int) -> tuple[str, bool]:
         tail = os.pread(file, length, max(0, size - length))
         torn = bool(tail) and not tail.endswith(b"\n")
         for line in reversed(tail.splitlines()):
-            links = _parse(line)
-            if links is not None:
-                return links[1], torn
+            if (links := _links(line)) is not None:
+                return links.hash, torn
         if length >= size:
             return FIRST, torn
         length *= 8

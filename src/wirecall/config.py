@@ -153,13 +153,71 @@ def check_config(
     """Return the configuration without its wrong values, and every problem in it."""
     environment = os.environ if environment is None else environment
     named = path or environment.get(FILE_VARIABLE) or None
-    file, problems = _File(Path(named or FILE)), []
+    file = Path(named or FILE)
     values = {place: Value(setting.default) for place, setting in SETTINGS.items()}
-    exists = file.read(is_named=named is not None)
-    values |= file.values
-    problems += file.problems
+    problems: list[Problem] = []
+    lines: dict[str, int] = {}
 
-    # The environment goes over the file. An empty variable counts as not set: supervisors can only empty one.
+    # Step 1: the file. A file that is named must exist.
+    text, tree = None, {}
+    try:
+        text = file.read_text("utf-8")
+        tree = tomllib.loads(text)
+        lines.update(_lines(text))
+    except FileNotFoundError:
+        fix = f"write it, or name another file, here or in {FILE_VARIABLE}"
+        problems += [Problem(str(file), "there is no such file", fix)] if named else []
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        problems.append(Problem(f"{file}:{line}", "it is not UTF-8", "save it as UTF-8", line))
+    except OSError as error:
+        problems.append(Problem(str(file), f"it cannot be read: {error.strerror}", "give the path of a file"))
+    except tomllib.TOMLDecodeError as error:
+        assert text is not None
+        what, _, position = str(error).rpartition(" (at ")
+        found = re.search(r"line (\d+)", position)
+        line = int(found[1]) if found else text.count("\n") + 1
+        problems.append(Problem(f"{file}:{line}", f"it is not TOML: {what}", "see https://toml.io", line))
+
+    # Step 2: its values.
+    def located(place: str) -> tuple[str, int | None]:
+        line = lines.get(place) or lines.get(place.partition(".")[0])
+        return (f"{file}:{line}" if line else str(file)), line
+
+    def wrong(place: str, what: str, fix: str) -> None:
+        where, line = located(place)
+        problems.append(Problem(where, what, fix, line))
+
+    settings: dict[str, Any] = {}
+    for section, members in tree.items():
+        if section not in SECTIONS:
+            wrong(section, f"there is no section {section}", _suggestion(section, SECTIONS))
+        elif not isinstance(members, dict):
+            wrong(section, f"{section} must be a section, got {members!r}", f"[{section}] on a line of its own")
+        else:
+            settings |= {f"{section}.{key}": value for key, value in members.items()}
+    for place, value in settings.items():
+        section, _, key = place.partition(".")
+        if place not in SETTINGS:
+            known = [name for name in SETTINGS if name.startswith(f"{section}.")]
+            wrong(place, f"there is no key {place}", _suggestion(place, known))
+            continue
+        setting = SETTINGS[place]
+        try:
+            value = setting.read(value)
+        except (msgspec.ValidationError, UsageError):
+            example = setting.example
+            shown = f'"{example}"' if isinstance(example, str) else f"{example:g}" if type(example) is float else example
+            wrong(place, f"{place} must be {setting.expected}, got {_shown(value)}", f"{key} = {shown}")
+            continue
+        # A relative path is relative to the file. If the file is in the current folder, the path stays as it is.
+        is_ledger_file = place == "ledger.url" and value.startswith("sqlite:")
+        if (is_ledger_file or place in ("server.app", "audit.file")) and file.parent.resolve() != Path.cwd():
+            scheme, relative = ("sqlite:", value[7:]) if is_ledger_file else ("", value)
+            value = f"{scheme}{file.parent / relative}" if relative and relative[0] != "/" else value
+        values[place] = Value(value, located(place)[0])
+
+    # Step 3: the environment goes over the file. An empty variable counts as not set: supervisors can only empty one.
     variables = {variable(place): place for place in SETTINGS}
     prefixes = tuple(f"WIRECALL_{section.upper()}_" for section in SECTIONS)
     for name in sorted(name for name, text in environment.items() if name.startswith(prefixes) and text):
@@ -173,92 +231,14 @@ def check_config(
             what = f"it must be {setting.expected}, got {_shown(environment[name])}"
             problems.append(Problem(name, what, f"{name}={setting.example}"))
 
-    # Settings that contradict each other.
+    # Step 4: settings that contradict each other.
     workers, ledger = values["server.workers"], values["ledger.url"]
     if workers.value > 1 and str(ledger.value).startswith("memory:"):
         fix = 'use a ledger that processes share: "sqlite:PATH", "redis://...", "postgresql://..."'
-        line = file.lines.get("server.workers") if workers.origin == file.where("server.workers") else None
-        problems.append(Problem(workers.origin, f"{workers.value} workers cannot share a ledger in memory", fix, line))
+        at = lines.get("server.workers") if workers.origin == located("server.workers")[0] else None
+        problems.append(Problem(workers.origin, f"{workers.value} workers cannot share a ledger in memory", fix, at))
     problems.sort(key=lambda each: each.line or 0)
-    return Config(file.path if exists else None, values), problems
-
-
-class _File:
-    """The file: the values in it, the lines they are on, and its problems."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines: dict[str, int] = {}
-        self.values: dict[str, Value] = {}
-        self.problems: list[Problem] = []
-
-    def read(self, *, is_named: bool) -> bool:
-        """Read the file, and return whether it exists. A file that is named must exist."""
-        try:
-            text = self.path.read_text("utf-8")
-        except FileNotFoundError:
-            if is_named:
-                fix = f"write it, or name another file, here or in {FILE_VARIABLE}"
-                self.problems.append(Problem(str(self.path), "there is no such file", fix))
-            return False
-        except UnicodeDecodeError as error:
-            line = error.object[: error.start].count(b"\n") + 1
-            self.problems.append(Problem(f"{self.path}:{line}", "it is not UTF-8", "save it as UTF-8", line))
-            return False
-        except OSError as error:
-            self.problems.append(Problem(str(self.path), f"it cannot be read: {error.strerror}", "give the path of a file"))
-            return False
-        try:
-            tree = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            what, _, position = str(error).rpartition(" (at ")
-            found = re.search(r"line (\d+)", position)
-            line = int(found[1]) if found else text.count("\n") + 1
-            self.problems.append(Problem(f"{self.path}:{line}", f"it is not TOML: {what}", "see https://toml.io", line))
-            return True
-        self.lines = dict(_lines(text))
-        for section, members in tree.items():
-            if section not in SECTIONS:
-                self._wrong(section, f"there is no section {section}", _suggestion(section, SECTIONS))
-            elif not isinstance(members, dict):
-                self._wrong(section, f"{section} must be a section, got {members!r}", f"[{section}] on a line of its own")
-            else:
-                for key, value in members.items():
-                    self._take(f"{section}.{key}", value)
-        return True
-
-    def _take(self, place: str, value: object) -> None:
-        """Convert one value of the file, or note a problem."""
-        section, _, key = place.partition(".")
-        if place not in SETTINGS:
-            known = [name for name in SETTINGS if name.startswith(f"{section}.")]
-            self._wrong(place, f"there is no key {place}", _suggestion(place, known))
-            return
-        setting = SETTINGS[place]
-        try:
-            found = setting.read(value)
-        except (msgspec.ValidationError, UsageError):
-            example = setting.example
-            shown = f'"{example}"' if isinstance(example, str) else f"{example:g}" if type(example) is float else example
-            self._wrong(place, f"{place} must be {setting.expected}, got {_shown(value)}", f"{key} = {shown}")
-            return
-        # A relative path is relative to the file. If the file is in the current folder, the path stays as it is.
-        is_ledger_file = place == "ledger.url" and found.startswith("sqlite:")
-        if (is_ledger_file or place in ("server.app", "audit.file")) and self.path.parent.resolve() != Path.cwd():
-            scheme, relative = ("sqlite:", found[7:]) if is_ledger_file else ("", found)
-            found = f"{scheme}{self.path.parent / relative}" if relative and relative[0] != "/" else found
-        self.values[place] = Value(found, self.where(place))
-
-    def where(self, place: str) -> str:
-        """Return the place of a setting as FILE:LINE."""
-        line = self._line(place)
-        return f"{self.path}:{line}" if line else str(self.path)
-
-    def _line(self, place: str) -> int | None:
-        return self.lines.get(place) or self.lines.get(place.partition(".")[0])
-
-    def _wrong(self, place: str, what: str, fix: str) -> None:
-        self.problems.append(Problem(self.where(place), what, fix, self._line(place)))
+    return Config(file if text is not None else None, values), problems
 
 
 _HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")

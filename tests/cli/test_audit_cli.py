@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli import PATIENCE, invoke
-from wirecall.audit import Audit, Entry
+from wirecall.audit import Audit, AuditEntry
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def entry(key: str, **more: Any) -> Entry:
+def entry(key: str, **more: Any) -> AuditEntry:
     fields: dict[str, Any] = {
         "time": 1_700_000_000.5,
         "caller": "ada",
@@ -34,7 +34,7 @@ def entry(key: str, **more: Any) -> Entry:
         "replayed": False,
         "duration_ms": 1.5,
     }
-    return Entry(**fields | more)
+    return AuditEntry(**fields | more)
 
 
 def written(count: int, path: str = "audit.jsonl") -> Path:

@@ -60,7 +60,7 @@ def test_help_imports_neither_the_loop_nor_what_verbs_need() -> None:
 @pytest.mark.parametrize(
     ("words", "what", "why"),
     [
-        (["clal"], "There is no verb 'clal'", "the nearest is call"),
+        (["clal"], "There is no verb 'clal'", "did you mean call?"),
         (["qqqq"], "There is no verb 'qqqq'", "there are new, dev"),
         (["call", "--bogus"], "No such option", ""),
         (["call"], "Missing argument 'TARGET'", ""),

@@ -313,4 +313,4 @@ async def test_what_is_no_server_of_either_protocol_is_told() -> None:
 
 def test_a_mistyped_revision_is_suggested() -> None:
     code, error = probed(SHOP, "--revision", "2025-06-81")
-    assert (code, error["why"]) == (2, "the nearest is 2025-06-18")
+    assert (code, error["why"]) == (2, "did you mean 2025-06-18?")

@@ -16,7 +16,7 @@ from msgspec import structs
 from tests.calls import batch, call, error, make_app, result
 from tests.mcp.asgi import KEY, R5, speak
 from wirecall import App, Context, DomainError, UsageError, jsonrpc
-from wirecall.audit import Audit, Entry, verify
+from wirecall.audit import Audit, AuditEntry, verify
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def lines(trail: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in trail.read_text().splitlines()]
 
 
-def entry(n: int) -> Entry:
-    return Entry(
+def entry(n: int) -> AuditEntry:
+    return AuditEntry(
         time=1.0 * n,
         caller="",
         method="put",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from wirecall import __version__
-from wirecall.cli.failures import TEXTS, CliError, Exit, failure_of, nearest
+from wirecall.cli.failures import TEXTS, CliError, Exit, failure_of, no_such
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -57,10 +57,7 @@ class Verbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            near = nearest(args[0], VERBS)
-            why = f"the nearest is {near}" if near else f"there are {', '.join(VERBS)}"
-            next_step = f"wirecall {near} --help" if near else "wirecall --help"
-            raise CliError(f"There is no verb {args[0]!r}.", why, next_step)
+            raise no_such("verb", args[0], list(VERBS), "wirecall --help")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem]":

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from wirecall.cli.failures import CliError, Exit, nearest
+from wirecall.cli.failures import CliError, Exit, no_such
 from wirecall.cli.input import stdin
 from wirecall.protocol.messages import JsonObject, decode_value, encode
 
@@ -223,9 +223,7 @@ def arguments(given: tuple[str, ...], whole: str | None, schema: Schema | None, 
         names = schema.get("properties") or {}
         unknown = next((name for name in params if name not in names), None)
         if unknown is not None and schema.get("additionalProperties") is False:
-            near = nearest(unknown, names)
-            why = f"did you mean {near}?" if near else f"there are {', '.join(names)}" if names else "it takes no arguments"
-            raise CliError(f"There is no argument {unknown!r}.", why, help, type="params", field=unknown)
+            raise no_such("argument", unknown, list(names), help, type="params", field=unknown)
         check(params, schema, schema, "")
     except Misfit as error:
         where, what = error.where, f"{error.where or 'the value'} must be {error.expected}."

@@ -1,22 +1,22 @@
 """`wirecall audit`: print an audit trail, and verify that it was not changed."""
 
 import os
-import threading
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import click
 import msgspec
 
-from wirecall.audit import Report, verify
+from wirecall.audit import verify_lines
 from wirecall.cli.failures import CliError, Exit
 from wirecall.cli.output import Printer, count_of, json_option, print_json, progress
 from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 
-POLL = 0.2  # seconds between two looks at a file that is followed or verified
+POLL = 0.2  # seconds between two looks at a file that is followed
 BLOCK = 65_536
 _FILE = click.argument("file", required=False, metavar="[FILE]")
 
@@ -32,13 +32,24 @@ def command() -> None:
 @command.command("verify")
 @_FILE
 @json_option
-def verify_file(file: str | None, as_json: bool) -> Exit | None:
+def verify_file(file: str | None, out: Printer) -> Exit | None:
     """Check every link of the chain, and list the lines where it breaks. Exit code 9 if it does.
 
     Keep the hash of the last line elsewhere too: with write access to the whole file the whole chain can be forged.
     """
-    path, out = _existing(file), Printer(as_json)
-    report = _verified(path)
+    path = _existing(file)
+    with path.open("rb") as opened, progress(path.stat().st_size, "Verifying") as advance:
+
+        def lines() -> Iterator[bytes]:
+            seen = 0
+            for line in opened:
+                seen += len(line)
+                if seen > BLOCK:  # to move the bar for every line would take longer than to verify it
+                    advance(seen)
+                    seen = 0
+                yield line
+
+        report = verify_lines(lines())
     problems = [{"line": line, "what": what} for line, what in report.problems]
 
     def show() -> None:
@@ -55,40 +66,12 @@ def verify_file(file: str | None, as_json: bool) -> Exit | None:
     return Exit.FOUND if problems else None
 
 
-def _verified(path: Path) -> Report:
-    """Run `verify` in a thread. The position in the file, which both descriptors share, is its progress."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    found: list[Report | BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(verify(cast(Path, os.dup(file))))  # it opens a descriptor as well as a path
-        except BaseException as error:
-            found.append(error)
-
-    try:
-        worker = threading.Thread(target=work, daemon=True)
-        with progress(os.fstat(file).st_size, "Verifying") as advance:
-            worker.start()
-            seen = 0
-            while worker.is_alive():
-                worker.join(POLL)
-                position = os.lseek(file, 0, os.SEEK_CUR)
-                advance(position - seen)
-                seen = position
-    finally:
-        os.close(file)
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
-
-
 @command.command("tail")
 @_FILE
 @click.option("-n", "count", type=click.IntRange(0), default=20, show_default=True, help="Lines from the end.")
 @click.option("-f", "--follow", is_flag=True, help="Continue with new lines as they are written, until Ctrl-C.")
 @json_option
-def tail_file(file: str | None, count: int, follow: bool, as_json: bool) -> None:
+def tail_file(file: str | None, count: int, follow: bool, out: Printer) -> None:
     """Print the last entries. With --follow and --json, one document per line."""
     path = _existing(file)
     opened: BinaryIO
@@ -103,15 +86,15 @@ def tail_file(file: str | None, count: int, follow: bool, as_json: bool) -> None
             data = opened.read(step) + data
         opened.seek(end)
         lines = data.splitlines()[-count:] if count else []
-        if as_json and not follow:
-            Printer(True).result([_entry(line) for line in lines])
+        if out.as_json and not follow:
+            out.result([_entry(line) for line in lines])
             return
-        _print(lines, as_json)
+        _print(lines, out)
         rest = b""
         while follow:
             rest += opened.read()
             *lines, rest = rest.split(b"\n")
-            _print(lines, as_json)
+            _print(lines, out)
             if not lines:
                 time.sleep(POLL)
                 # A trail that was rotated continues in a new file of the same name.
@@ -128,9 +111,9 @@ def _entry(line: bytes) -> JsonObject:
     return entry if is_entry else {"unreadable": line.decode("utf-8", "replace")}
 
 
-def _print(lines: list[bytes], as_json: bool) -> None:
+def _print(lines: list[bytes], out: Printer) -> None:
     for entry in (_entry(line) for line in lines if line.strip()):
-        if as_json:
+        if out.as_json:
             print_json(entry)
         elif "unreadable" in entry:
             click.echo(f"? not a line of an audit trail: {escaped(entry['unreadable'])[:60]}")

@@ -78,7 +78,7 @@ class Totals:
 @ledger_option
 @way_options
 @json_option
-def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, as_json: bool) -> int:
+def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, out: Printer) -> int:
     """Make the calls in FILE (or on standard input), one JSON object per line.
 
     The outcomes are on stdout, one JSON object per line, in the order of the input, with or without --json.
@@ -87,7 +87,7 @@ def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, as_js
     {"method": "price", "params": {"sku": "tea"}}
     {"method": "charge", "params": {"order": "7", "cents": 450}, "key": "order-7"}
     """
-    out, totals = Printer(as_json), Totals()
+    totals = Totals()
     try:
         run(_batch(target, lines, ledger, way, totals))
     except Interrupted as stopped:

@@ -43,7 +43,7 @@ class Wanted(Struct, kw_only=True):
 @ledger_option
 @way_options
 @json_option
-def command(target: Target, way: Way, as_json: bool, **given: Any) -> None:
+def command(target: Target, way: Way, out: Printer, **given: Any) -> None:
     """Call the method or tool NAME of TARGET.
 
     Arguments are name=text, name:=JSON, name=@file, name:=@file, a.b=1 for a member of a member, tag[]=x for a list.
@@ -58,7 +58,7 @@ def command(target: Target, way: Way, as_json: bool, **given: Any) -> None:
     if wanted.key == "":
         raise CliError("The key is empty.", "a key tells one command from another", "--key order-7, or --key auto")
     try:
-        run(_call(Printer(as_json), target, way, wanted))
+        run(_call(out, target, way, wanted))
     except Interrupted as stopped:
         stopped.why = "the call may have run, or may still run" if wanted.is_sent else "nothing was sent"
         raise _resumable(stopped, wanted.key, wanted) if wanted.key and wanted.is_sent else stopped from None

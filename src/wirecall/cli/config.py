@@ -25,7 +25,7 @@ def command() -> None:
 @command.command("check")
 @_FILE
 @json_option
-def check_file(file: str | None, as_json: bool) -> Exit | None:
+def check_file(file: str | None, out: Printer) -> Exit | None:
     """List every mistake, with its line. Exit code 9 if there is one."""
     config, problems = check_config(file)
     # A missing app would stop the server at its start; report it now.
@@ -36,7 +36,6 @@ def check_file(file: str | None, as_json: bool) -> Exit | None:
         what = f"server.app: there is no file {path}"
         problems.append(Problem(app.origin, what, "name the Python file with the app", line))
     problems.sort(key=lambda each: each.line or 0)
-    out = Printer(as_json)
 
     def show() -> None:
         for each in problems:
@@ -53,7 +52,7 @@ def check_file(file: str | None, as_json: bool) -> Exit | None:
 @command.command("show")
 @_FILE
 @json_option
-def show_values(file: str | None, as_json: bool) -> None:
+def show_values(file: str | None, out: Printer) -> None:
     """Show every value that is in force, and its origin."""
     values = load_config(file).values
     safe = {place: shown(each.value) if isinstance(each.value, str) else each.value for place, each in values.items()}
@@ -65,5 +64,4 @@ def show_values(file: str | None, as_json: bool) -> None:
     for place, each in values.items():
         absent = "-" if place == "server.app" else "the app's own"
         table.append((place, absent if each.value is None else str(safe[place]), each.origin))
-    out = Printer(as_json)
     out.result(rows, lambda: out.table(["NAME", "VALUE", "FROM"], table))

@@ -43,7 +43,7 @@ class Finding(Struct, frozen=True):
 
 @click.command("doctor")
 @json_option
-def command(as_json: bool) -> Exit | None:
+def command(out: Printer) -> Exit | None:
     """Check this installation: Python, packages, wirecall.toml, ledger, port, clock, file limits. Exit code 9 on a fail."""
     config, _ = check_config()
     findings: list[Finding] = []
@@ -53,7 +53,6 @@ def command(as_json: bool) -> Exit | None:
         except Exception as error:
             failure = failure_of(error)
             findings.append(Finding(name, "fail", " ".join(f"{failure.what} {failure.why}".split()), failure.next))
-    out = Printer(as_json)
 
     def show() -> None:
         out.table(["CHECK", "", "FOUND"], [(each.name, each.level, each.what) for each in findings])

@@ -5,8 +5,9 @@ about exit codes. A traceback is printed only for errors inside wirecall, and on
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import Any
 
 import click
 
@@ -88,6 +89,13 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     from difflib import get_close_matches  # late: mistakes are rare
 
     return next(iter(get_close_matches(name, list(names), 1, 0.6)), None)
+
+
+def no_such(noun: str, name: str, names: Sequence[str], next: str, **facts: Any) -> CliError:
+    """Return the error about a name that does not exist, which names the one that was probably meant, or all of them."""
+    near = nearest(name, names)
+    why = f"did you mean {near}?" if near else f"there are {', '.join(names)}" if names else "there are none"
+    return CliError(f"There is no {noun} {name!r}.", why, next, **facts)
 
 
 # --- errors of wirecall ---------------------------------------------------------------------------------------------

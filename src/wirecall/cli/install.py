@@ -127,7 +127,7 @@ def command(
     dry_run: bool,
     undo: bool,
     yes: bool,
-    as_json: bool,
+    out: Printer,
 ) -> None:
     """Write the server TARGET into an MCP client's configuration: a file with an app, an address, or a command.
 
@@ -137,7 +137,7 @@ def command(
     wirecall install --client vscode --name files -- npx -y some-server
     wirecall install shop.py --client claude-code --undo
     """
-    out, program = Printer(as_json), CLIENTS[client]
+    program = CLIENTS[client]
 
     # 1. The server and its name.
     if target is None and not (undo and name and not only_print):
@@ -165,7 +165,7 @@ def command(
 
     # 3. The change, if the user agrees.
     diff = file.diff(after)
-    if not as_json:
+    if not out.as_json:
         click.echo(diff or f"{file.path} has this entry already.", err=True, nl=not diff)
     write = bool(diff) and not dry_run
     if write and not yes and ask(f"Write {file.path}?") is False:
@@ -180,7 +180,7 @@ def command(
     names = {"client": program.title, "file": str(file.path), "name": name}
     verb = ("took back" if undo else "wrote") if write else "would change" if dry_run else "unchanged,"
     out.result({**names, "changed": write, "backup": backup, "diff": diff}, f"{file.path}: {verb} {name}")
-    if write and not as_json:
+    if write and not out.as_json:
         if not undo:
             out.note(f"The old file: {file.backup}")
         out.note(f"Now in {program.title}: {program.restart}.", "ok")

@@ -56,7 +56,7 @@ def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Records at most.")
 @click.option("--after", metavar="CURSOR", help="Continue after a page: the cursor that it printed.")
 @json_option
-def list_records(target: str | None, state: str | None, limit: int, after: str | None, as_json: bool) -> None:
+def list_records(target: str | None, state: str | None, limit: int, after: str | None, out: Printer) -> None:
     """List records, in the order of their callers, methods and keys.
 
     \b
@@ -76,14 +76,13 @@ def list_records(target: str | None, state: str | None, limit: int, after: str |
     if len(records) > limit:
         records = records[:limit]
         cursor = base64.urlsafe_b64encode(msgspec.json.encode(msgspec.structs.astuple(records[-1].id))).decode().rstrip("=")
-    out = Printer(as_json)
     columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES"]
     rows = [
         (each.state.value, each.id.method, each.id.key, each.id.caller, _time(each.started_at), str(each.attempts))
         for each in records
     ]
     out.result([_document(each) for each in records], lambda: out.table(columns, rows), next=cursor)
-    if cursor and not as_json:
+    if cursor and not out.as_json:
         out.note(f"There are more: --after {cursor}")
 
 
@@ -91,7 +90,7 @@ def list_records(target: str | None, state: str | None, limit: int, after: str |
 @_WORDS
 @_CALLER
 @json_option
-def show_record(words: tuple[str, ...], caller: str, as_json: bool) -> None:
+def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
     """Show everything about one command.
 
     \b
@@ -109,19 +108,18 @@ def show_record(words: tuple[str, ...], caller: str, as_json: bool) -> None:
     for name, value in shown.items():
         text = "-" if value in (None, "") else value if isinstance(value, str) else msgspec.json.encode(value).decode()
         lines.append(f"{name:<12} {text}")
-    Printer(as_json).result(shown, "\n".join(lines))
+    out.result(shown, "\n".join(lines))
 
 
 @command.command("stats")
 @_WHERE
 @json_option
-def count_records(target: str | None, as_json: bool) -> None:
+def count_records(target: str | None, out: Printer) -> None:
     """Count the records in each state."""
     counts = _with(found(target), lambda ledger: ledger.counts())
     numbers = {state.value: counts.get(state, 0) for state in State}
-    out = Printer(as_json)
     out.result(numbers, lambda: out.table(["STATE", "RECORDS"], [(name, str(count)) for name, count in numbers.items()]))
-    if numbers["unknown"] and not as_json:
+    if numbers["unknown"] and not out.as_json:
         out.note("Some outcomes are unknown: wirecall ledger list --state unknown, then wirecall ledger resolve", "unknown")
 
 
@@ -131,7 +129,7 @@ def count_records(target: str | None, as_json: bool) -> None:
 @command.command("sweep", short_help="Do the housekeeping that is due.")
 @_WHERE
 @json_option
-def sweep_records(target: str | None, as_json: bool) -> None:
+def sweep_records(target: str | None, out: Printer) -> None:
     """Do the housekeeping that is due: drop expired records, and mark commands whose lease has ended as unknown."""
 
     async def sweep(ledger: Ledger) -> int:
@@ -143,7 +141,7 @@ def sweep_records(target: str | None, as_json: bool) -> None:
         return changed
 
     changed = _with(found(target), sweep)
-    Printer(as_json).result({"changed": changed}, f"{count_of(changed, 'record')} changed")
+    out.result({"changed": changed}, f"{count_of(changed, 'record')} changed")
 
 
 @command.command("resolve", short_help="Settle a command of unknown outcome.")
@@ -157,7 +155,7 @@ def sweep_records(target: str | None, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
 def resolve_record(
-    words: tuple[str, ...], caller: str, done: bool, not_done: bool, result: str | None, yes: bool, as_json: bool
+    words: tuple[str, ...], caller: str, done: bool, not_done: bool, result: str | None, yes: bool, out: Printer
 ) -> None:
     """Settle a command whose outcome is unknown, after you have found out.
 
@@ -189,7 +187,7 @@ def resolve_record(
         raise CliError(f"{id} is not unknown any more.", why, "wirecall ledger show prints its outcome")
     state = "done" if outcome else "absent"
     text = "is done: retries get its result" if outcome else "was not done: the next call with this key runs"
-    Printer(as_json).result({**_names(id), "state": state}, f"{id} {text}")
+    out.result({**_names(id), "state": state}, f"{id} {text}")
 
 
 def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:

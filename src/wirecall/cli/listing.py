@@ -20,7 +20,7 @@ KINDS = ("query", "command", "method", "tool", "resource", "template", "prompt")
 @click.option("--filter", "text", help="Only entries with this text in their name or description.")
 @way_options
 @json_option
-def list_command(target: Target, kind: str | None, text: str | None, way: Way, as_json: bool) -> None:
+def list_command(target: Target, kind: str | None, text: str | None, way: Way, out: Printer) -> None:
     """List the methods and tools, resources and prompts of TARGET.
 
     The server states the marks itself: read-only, destructive, keyed (takes an idempotency key), open-world (reaches
@@ -38,10 +38,9 @@ def list_command(target: Target, kind: str | None, text: str | None, way: Way, a
         if kind in (None, each.kind)
         and (text is None or text.lower() in f"{each.name} {each.title} {each.description}".lower())
     ]
-    out = Printer(as_json)
     rows = [(each.kind, each.name, " · ".join(each.marks), each.summary) for each in offers]
     out.result(offers, lambda: out.table(["KIND", "NAME", "HINTS", "SUMMARY"], rows))
-    if not offers and not as_json:
+    if not offers and not out.as_json:
         out.note(f"None of {len(everything)} entries matches." if everything else "The server offers nothing.")
 
 
@@ -50,7 +49,7 @@ def list_command(target: Target, kind: str | None, text: str | None, way: Way, a
 @click.argument("name")
 @way_options
 @json_option
-def show_command(target: Target, name: str, way: Way, as_json: bool) -> None:
+def show_command(target: Target, name: str, way: Way, out: Printer) -> None:
     """Show the arguments and the result of NAME of TARGET, and how to call it.
 
     \b
@@ -70,7 +69,7 @@ def show_command(target: Target, name: str, way: Way, as_json: bool) -> None:
     if offer.kind in CALLABLE:
         key = "--key auto" if offer.hints and offer.hints.keyed else ""
         lines += ["", target.line("call", offer.name, example(offer.schema or {}), key)]
-    Printer(as_json).result(offer, "\n".join(map(escaped, lines)))
+    out.result(offer, "\n".join(map(escaped, lines)))
 
 
 async def listed(target: Target, way: Way) -> list[Offer]:

@@ -111,7 +111,7 @@ FILES = {"app.py": APP, "wirecall.toml": TOML, "test_app.py": TEST, "README.md":
 @click.command("new")
 @click.argument("folder", metavar="NAME")
 @json_option
-def command(folder: str, as_json: bool) -> None:
+def command(folder: str, out: Printer) -> None:
     """Write a first project into the new folder NAME: a server, a test, a wirecall.toml.
 
     \b
@@ -135,7 +135,7 @@ def command(folder: str, as_json: bool) -> None:
             (path / file).write_text(text.format(name=name) if file in ("app.py", "README.md") else text, encoding="utf-8")
     except OSError as error:
         raise CliError(f"{path} cannot be written.", error.strerror or str(error), "choose another folder") from None
-    Printer(as_json).result(
+    out.result(
         {"folder": str(path), "files": list(FILES)},
         f"Made {path}: {', '.join(FILES)}\n  next: cd {quote(str(path))} && wirecall dev",
     )

@@ -27,14 +27,11 @@ _MARKS = {
     "warning": ("!", "!", "yellow"),
 }
 
-# The option `--json`, as the parameter `as_json`.
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document, also on failure.")
-
 
 class Printer:
     """Prints the result and the notes of one verb."""
 
-    def __init__(self, as_json: bool = False) -> None:
+    def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
 
     def result(self, value: object, show: Callable[[], None] | str | None = None, **more: object) -> None:
@@ -73,6 +70,16 @@ class Printer:
         for row in rows:
             table.add_row(*map(Text, row))  # never markup: names come from servers
         Console().print(table)
+
+
+# The option `--json`, as the parameter `out`, a `Printer`.
+json_option = click.option(
+    "--json",
+    "out",
+    is_flag=True,
+    callback=lambda _context, _option, as_json: Printer(as_json),
+    help="Print one JSON document, also on failure.",
+)
 
 
 class Unwritten(click.ClickException):

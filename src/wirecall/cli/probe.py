@@ -20,7 +20,7 @@ from msgspec import Struct, field
 from wirecall import __version__
 from wirecall.app import App
 from wirecall.cli.connecting import Way, way_options
-from wirecall.cli.failures import CliError, Exit, nearest
+from wirecall.cli.failures import CliError, Exit, no_such
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option, progress
 from wirecall.cli.targets import Target, TargetCommand, target_argument
@@ -495,7 +495,7 @@ _WHICH = {
 @target_argument
 @way_options
 @json_option
-def command(target: Target, way: Way, as_json: bool) -> Exit | None:
+def command(target: Target, way: Way, out: Printer) -> Exit | None:
     """Find out which protocols TARGET speaks: revisions of MCP, arrays, plain JSON-RPC, features.
 
     Exit code 9 if it breaks a rule. No method is called and no resource is read. --as and --revision probe only one
@@ -506,7 +506,6 @@ def command(target: Target, way: Way, as_json: bool) -> Exit | None:
     wirecall probe -- npx -y some-server
     """
     seen = run(_probe(target, way))
-    out = Printer(as_json)
     found = {"target": target.text, **msgspec.to_builtins(seen), "advice": advice(seen)}
     out.result(found, lambda: _show(out, seen))
     return Exit.FOUND if seen.problems else None
@@ -516,9 +515,7 @@ async def _probe(target: Target, way: Way) -> Seen:
     # 1. The revisions to ask for.
     revisions = [] if way.protocol == "jsonrpc" else list(REVISIONS.values())
     if way.revision is not None and way.revision not in REVISIONS:
-        near = nearest(way.revision, REVISIONS)
-        why = f"the nearest is {near}" if near else f"there are {', '.join(REVISIONS)}"
-        raise CliError(f"There is no revision {way.revision!r}.", why, f"--revision {near or '2025-11-25'}")
+        raise no_such("revision", way.revision, list(REVISIONS), "--revision 2025-11-25")
     if way.revision is not None:
         revisions = [REVISIONS[way.revision]]
     plain = way.protocol != "mcp" and way.revision is None

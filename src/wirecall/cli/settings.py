@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.app import App
-from wirecall.cli.failures import CliError, Exit, failure_of, nearest
+from wirecall.cli.failures import CliError, Exit, failure_of, no_such
 from wirecall.cli.targets import Target, parse
 from wirecall.config import Config, load_config
 from wirecall.errors import UsageError
@@ -165,9 +165,7 @@ def read_limits(words: tuple[str, ...]) -> dict[str, float]:
     for word in words:
         name, _, number = word.partition("=")
         if name not in Limits.__struct_fields__:
-            near = nearest(name, Limits.__struct_fields__)
-            why = f"did you mean {near}?" if near else f"there are {', '.join(Limits.__struct_fields__)}"
-            raise CliError(f"There is no limit {name!r}.", why, "--limit batch=100")
+            raise no_such("limit", name, Limits.__struct_fields__, "--limit batch=100")
         try:
             found[name] = msgspec.convert(number, Limits.__annotations__[name], strict=False)
         except msgspec.ValidationError:
@@ -198,13 +196,12 @@ def configured(
 
 def serve_settings(path: str | None = None) -> dict[str, Any]:
     """Return the settings that the file and the environment state; flags go on top. A mistake raises `ConfigError`."""
-    from wirecall.config import load_config
-
     stated = load_config(path).stated()
-    settings = {place.removeprefix("server."): value for place, value in stated.items() if place.startswith("server.")}
-    if "ledger.url" in stated:
-        settings["ledger"] = stated["ledger.url"]
-    if "audit.file" in stated:
-        settings["audit"] = f"file:{stated['audit.file']}"
-    limits = {place.removeprefix("limits."): value for place, value in stated.items() if place.startswith("limits.")}
-    return settings | ({"limits": limits} if limits else {})
+    settings: dict[str, Any] = {}
+    for place, value in stated.items():
+        section, _, name = place.partition(".")
+        if section == "limits":
+            settings.setdefault("limits", {})[name] = value
+        else:  # the URL of the ledger and the file of the audit trail have options named after their sections
+            settings[name if section == "server" else section] = f"file:{value}" if section == "audit" else value
+    return settings
