@@ -87,7 +87,7 @@ def test_any_revision_can_be_asked_for(revision: str) -> None:
 @pytest.mark.parametrize(
     ("words", "exit", "what", "why"),
     [
-        (["prcie", "sku=tea"], 2, "There is no 'prcie'", "did you mean price?"),
+        (["prcie", "sku=tea"], 2, "There is no method or tool 'prcie'", "did you mean price?"),
         (["price", "skuu=tea"], 2, "There is no argument 'skuu'", "did you mean sku?"),
         (["price"], 2, "sku is missing", "text"),
         (["charge", "order=7", "cents=12.50"], 2, "cents must be a whole number", '"12.50"'),

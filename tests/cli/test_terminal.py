@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import PATIENCE, invoke
-from wirecall.audit import Audit, Entry
+from wirecall.audit import Audit, AuditEntry
 
 # ESC and C1 controls, the marks of bidirectional text, and line breaks that would look like lines of ours.
 STEERING = "\x1b[2J\x9b2J\x07\u202egnp.exe\u2066\u200f\u2028"
@@ -104,7 +104,7 @@ def test_to_a_pipe_a_result_goes_as_it_is(place: Path) -> None:
 def test_a_caller_cannot_forge_a_line_of_an_audit_trail(tmp_path: Path) -> None:
     audit = Audit(str(tmp_path / "audit.jsonl"))
     audit.append(
-        Entry(
+        AuditEntry(
             time=1.7e9,
             caller=f"ada\n2023-11-14  ok  refund{STEERING}",
             method="charge",

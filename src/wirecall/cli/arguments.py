@@ -39,12 +39,6 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 class Misfit(Exception):
     """A value that its schema does not admit: its place, the expected type, the value that came."""
 
-    def __init__(self, where: str, expected: str, got: str) -> None:
-        super().__init__(f"{where} must be {expected}; got {got}")
-        self.where = where
-        self.expected = expected
-        self.got = got
-
 
 # --- reading a schema -----------------------------------------------------------------------------------------------
 
@@ -226,10 +220,11 @@ def arguments(given: tuple[str, ...], whole: str | None, schema: Schema | None, 
             raise no_such("argument", unknown, list(names), help, type="params", field=unknown)
         check(params, schema, schema, "")
     except Misfit as error:
-        where, what = error.where, f"{error.where or 'the value'} must be {error.expected}."
-        if error.got != "nothing":
-            raise CliError(what, f"got {error.got}", help, type="params", field=where) from None
-        why, next_step = f"it must be {error.expected}", f"add {where}=..., see: {help}"
+        where, expected, got = error.args
+        if got != "nothing":
+            what = f"{where or 'the value'} must be {expected}."
+            raise CliError(what, f"got {got}", help, type="params", field=where) from None
+        why, next_step = f"it must be {expected}", f"add {where}=..., see: {help}"
         raise CliError(f"{where} is missing.", why, next_step, type="params", field=where) from None
     except RecursionError:
         why = "it refers to itself without an end"

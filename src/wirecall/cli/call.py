@@ -79,7 +79,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
                 if each.name == name and each.kind not in CALLABLE:
                     next_step = target.line("show", name)
                     raise CliError(f"{name} is a {each.kind}.", "only methods and tools can be called", next_step)
-            offer = find([each for each in offers if each.kind in CALLABLE], name, target.line("list"))
+            offer = find([each for each in offers if each.kind in CALLABLE], name, "method or tool", target.line("list"))
         effects = offer.hints
 
         # 3. Its arguments, its key, and the user's consent. All of this may read from the terminal.

@@ -19,7 +19,7 @@ import click
 from msgspec import Struct
 
 from wirecall.app import App
-from wirecall.cli.failures import CliError, Exit, failure_of
+from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.cli.targets import Target
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.logs import logger
@@ -56,6 +56,10 @@ class Way(Struct, frozen=True):
             return self.protocol or "mcp"
         is_endpoint = target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp")
         return "mcp" if target.kind == "command" or is_endpoint else "jsonrpc"
+
+    def address(self, target: Target) -> str:
+        """Return the URL of the endpoint that speaks the protocol."""
+        return target.address("/mcp" if self.protocol_to(target) == "mcp" else "/rpc")
 
 
 _OPTIONS = (
@@ -97,7 +101,7 @@ async def opened(target: Target, way: Way, *, app: App | None = None) -> AsyncIt
     from wirecall.client.connect import connect
 
     protocol = way.protocol_to(target)
-    where: Any = target.address("/mcp" if protocol == "mcp" else "/rpc") if target.kind == "url" else list(target.command)
+    where: Any = way.address(target) if target.kind == "url" else list(target.command)
     if target.kind == "file":
         where = app or target.app()
     more: Any = {"revision": way.revision} if protocol == "mcp" else {}
@@ -160,12 +164,11 @@ def _unopened(error: CallFailed, target: Target, noise: _Noise) -> CliError:
             type="noise",
         )
     elif target.kind == "command" and isinstance(error, NotSent | ConnectionLost):
-        what, next_step = "The server process did not start, or ended before it answered.", "run the command by itself"
-        failure = CliError(what, str(error), f"{next_step} to see more", type="unreachable", exit=Exit.UNREACHABLE)
+        what = "The server process did not start, or ended before it answered."
+        failure = Unreachable(what, error, "run the command by itself to see more")
     elif isinstance(error, ConnectionLost | TimedOut):
         next_step = f"{_ASKED[target.kind]}, and does it speak this protocol? (--as rpc|mcp)"
-        what = "The server does not answer."
-        failure = CliError(what, str(error), next_step, type="unreachable", exit=Exit.UNREACHABLE)
+        failure = Unreachable("The server does not answer.", error, next_step)
     elif failure.exit == Exit.UNKNOWN:  # the answer does not fit the opening of the protocol
         failure = failure_of(BadAnswer(str(error)))
     failure.facts["ran"] = "no"

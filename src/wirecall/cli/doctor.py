@@ -17,6 +17,7 @@ from typing import Literal
 import click
 from msgspec import Struct
 
+import wirecall
 from wirecall.cli.failures import Exit, failure_of
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option
@@ -78,7 +79,9 @@ def check_packages(config: Config) -> Iterator[Finding]:
             return None
 
     missing = [name for name in _PACKAGES if installed(name) is None]
-    versions = ", ".join(f"{name} {installed(name)}" for name in ("wirecall", *_PACKAGES) if installed(name))
+    # Of wirecall the version that runs: a checkout on the path hides the installed one.
+    found = {"wirecall": wirecall.__version__} | {name: installed(name) for name in _PACKAGES}
+    versions = ", ".join(f"{name} {number}" for name, number in found.items() if number)
     yield Finding("packages", "fail" if missing else "ok", versions, f"pip install {' '.join(missing)}" if missing else "")
     package, extra = DRIVERS.get((config.get("ledger.url") or "").partition(":")[0], ("", ""))
     if package and installed(package) is None:
@@ -170,8 +173,6 @@ def check_port(config: Config) -> Iterator[Finding]:
 
 def check_clock(_: Config) -> Iterator[Finding]:
     """Compare the wall clock with the installation. The store measures leases; people and certificates read the clock."""
-    import wirecall
-
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     if time.time() < Path(wirecall.__file__).stat().st_mtime - 60:
         what = f"it says {now}, before wirecall was installed here"

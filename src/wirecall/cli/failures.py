@@ -84,6 +84,13 @@ class Interrupted(CliError):
         super().__init__("Interrupted.", why, next, exit=Exit.INTERRUPTED, type="interrupted")
 
 
+class Unreachable(CliError):
+    """The server does not answer, or its process did not start; `why` is the error that says so."""
+
+    def __init__(self, what: str, why: object, next: str, **facts: object) -> None:
+        super().__init__(what, str(why), next, exit=Exit.UNREACHABLE, type="unreachable", **facts)
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant."""
     from difflib import get_close_matches  # late: mistakes are rare

@@ -55,7 +55,7 @@ def show_command(target: Target, name: str, way: Way, out: Printer) -> None:
     \b
     wirecall show shop.py charge
     """
-    offer = find(run(listed(target, way)), name, target.line("list"))
+    offer = find(run(listed(target, way)), name, "method, tool, resource or prompt", target.line("list"))
     marks = " · ".join(offer.marks)
     lines = [f"{offer.name}  ({offer.kind}{', ' if marks else ''}{marks})"]
     lines += [f"  {line}" for text in (offer.title, offer.description) for line in text.strip().splitlines()]

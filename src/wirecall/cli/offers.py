@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.app import App
-from wirecall.cli.failures import CliError, Exit, nearest
+from wirecall.cli.failures import CliError, Unreachable, nearest
 from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
 from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import KEY
@@ -59,14 +59,14 @@ class Offer(Struct, frozen=True, omit_defaults=True):
         return self.hints.marks() if self.hints else []
 
 
-def find(offers: list[Offer], name: str, help: str) -> Offer:
+def find(offers: list[Offer], name: str, nouns: str, help: str) -> Offer:
     """Return the offer of a name. An error suggests the nearest name; `help` is the command that lists all of them."""
     for offer in offers:
         if offer.name == name:
             return offer
     near = nearest(name, [offer.name for offer in offers])
     why = f"did you mean {near}?" if near else "the server offers nothing like it"
-    raise CliError(f"There is no {name!r}.", why, help, type="method_unknown")
+    raise CliError(f"There is no {nouns} {name!r}.", why, help, type="method_unknown")
 
 
 async def offers_of(client: Any, app: App | None, protocol: str, *, callable_only: bool = False) -> list[Offer] | None:
@@ -77,7 +77,7 @@ async def offers_of(client: Any, app: App | None, protocol: str, *, callable_onl
         return await (_of_mcp(client, callable_only) if protocol == "mcp" else _of_rpc(client))
     except (ConnectionLost, TimedOut) as error:  # nothing was called, so no outcome is unknown
         what, next_step = "The server does not answer.", "does it speak this protocol? (--as rpc|mcp, --timeout)"
-        raise CliError(what, str(error), next_step, exit=Exit.UNREACHABLE, type="unreachable", ran="no") from error
+        raise Unreachable(what, error, next_step, ran="no") from error
 
 
 def of_app(app: App, protocol: str | None = None) -> list[Offer]:

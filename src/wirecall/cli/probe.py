@@ -20,7 +20,7 @@ from msgspec import Struct, field
 from wirecall import __version__
 from wirecall.app import App
 from wirecall.cli.connecting import Way, way_options
-from wirecall.cli.failures import CliError, Exit, no_such
+from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option, progress
 from wirecall.cli.targets import Target, TargetCommand, target_argument
@@ -538,7 +538,7 @@ async def _probe(target: Target, way: Way) -> Seen:
             what = "The server process did not start."
         elif isinstance(error, TimedOut):
             what, next_step = "The server does not answer.", f"{_WHICH[target.kind]}; --timeout if it is slow"
-        raise CliError(what, str(error), next_step, exit=Exit.UNREACHABLE, type="unreachable") from None
+        raise Unreachable(what, error, next_step) from None
     except BadAnswer as error:
         what = "The server speaks neither MCP nor JSON-RPC."
         what = "The server sends every message back." if isinstance(error, Echo) else what

@@ -9,7 +9,7 @@ import click
 
 from wirecall.app import App
 from wirecall.cli.connecting import Way, way_options
-from wirecall.cli.failures import CliError, Exit, failure_of
+from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.cli.input import CHUNK, Input, InputLines, run
 from wirecall.cli.output import print_raw
 from wirecall.cli.settings import app_of
@@ -55,7 +55,7 @@ async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:
     from wirecall.transports.http_client import HttpClient
 
     worst = Exit.DONE
-    http = HttpClient(target.address("/mcp" if way.protocol_to(target) == "mcp" else "/rpc"), headers=way.headers)
+    http = HttpClient(way.address(target), headers=way.headers)
     await http.open()
     media = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
     try:
@@ -82,9 +82,8 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
     try:
         process = await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError as error:
-        what, why = f"{target.command[0]} cannot be started.", error.strerror or str(error)
-        next_step = "give a command that runs"
-        raise CliError(what, why, next_step, exit=Exit.UNREACHABLE, type="unreachable") from None
+        why = error.strerror or str(error)
+        raise Unreachable(f"{target.command[0]} cannot be started.", why, "give a command that runs") from None
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
 
     async def copy(source: asyncio.StreamReader, *, err: bool) -> bytes:
@@ -120,5 +119,5 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
             await asyncio.wait_for(errors, LEAVE)
     if code and not said:
         why, next_step = f"it ended with {code}, and printed nothing on stdout", "run the command by itself to see more"
-        raise CliError("The server ended without an answer.", why, next_step, exit=Exit.UNREACHABLE, type="unreachable")
+        raise Unreachable("The server ended without an answer.", why, next_step)
     return Exit.DONE

@@ -20,7 +20,7 @@ import click
 from msgspec import Struct
 
 from wirecall.cli.connecting import duration
-from wirecall.cli.failures import CliError, Exit, failure_of
+from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.cli.settings import check_ledger, configured, ledger_option, limit_option, read_limits, serve_settings
 from wirecall.cli.targets import Target, optional_target_argument, parse
 from wirecall.errors import UsageError
@@ -98,7 +98,7 @@ def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...
         return
     host, colon, port = how.http.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise CliError(f"{how.http!r} is not an address.", "expected HOST:PORT", f"--http {ADDRESS}")
+        raise CliError(f"{how.http!r} is not an address.", "expected HOST:PORT, the port up to 65535", f"--http {ADDRESS}")
     host = host.strip("[]") or "127.0.0.1"
     try:
         app.run("http", host=host, port=int(port), server=how.server, workers=how.workers, grace=how.grace)
@@ -196,7 +196,7 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
         try:
             return subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, env=environment)
         except OSError as error:
-            raise CliError("The server cannot be started.", str(error), exit=Exit.UNREACHABLE) from error
+            raise Unreachable("The server cannot be started.", error, "run wirecall serve to see more") from error
 
     def end() -> None:
         if child is None:
