@@ -16,7 +16,7 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -41,7 +41,6 @@ from wirecall.commands.outcome import (
 )
 from wirecall.commands.run import Run, RunEvent, RunState
 from wirecall.errors import (
-    DeadlineExceeded,
     FixedError,
     KeyConflict,
     KeyInProgress,
@@ -107,70 +106,64 @@ class Commands:
         )
         loop = None if call.frame.alone else self._bind()
         run = call.run = Run(method, claim, loop, call.peer.continues if call.peer is not None else None)
-        deadline = None if method.timeout is None or loop is None else asyncio.timeout(method.timeout)
+
+        # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
-            async with deadline or nullcontext():
-                # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
-                try:
-                    found = await self._claim(run)
-                    call.replayed = found is not None
-                    result = None if found is None else answer(found, replayed=True)
-                except BaseException as error:
-                    if call.frame.reported:
-                        self._report(call, error)
-                    raise
-                if result is not None:
-                    if call.frame.reported:
-                        self._report(call, None)
-                    return result
+            found = await self._claim(run)
+            call.replayed = found is not None
+            result = None if found is None else answer(found, replayed=True)
+        except BaseException as error:
+            if call.frame.reported:
+                self._report(call, error)
+            raise
+        if result is not None:
+            if call.frame.reported:
+                self._report(call, None)
+            return result
 
-                # Step 2: a function that cannot wait is called here and now: nothing interrupts it. It may still return an
-                # awaitable.
-                waits = method.can_wait
-                if not waits:
-                    run.begin()
-                    value: object = None
-                    raised: BaseException | None = None
-                    try:
-                        value = handler()
-                        waits = hasattr(value, "__await__")
-                    except BaseException as error:
-                        raised = error
+        # Step 2: a function that cannot wait is called here and now: nothing interrupts it. It may still return an
+        # awaitable.
+        waits = method.can_wait
+        if not waits:
+            run.begin()
+            value: object = None
+            raised: BaseException | None = None
+            try:
+                value = handler()
+                waits = hasattr(value, "__await__")
+            except BaseException as error:
+                raised = error
 
-                    def called() -> object:
-                        if raised is not None:
-                            raise raised
-                        return value
+            def called() -> object:
+                if raised is not None:
+                    raise raised
+                return value
 
-                    handler = called
-                if loop is None or not waits:
-                    ending = await self._lead(call, run, handler)
-                    if isinstance(ending, BaseException):
-                        raise ending
-                    return ending
+            handler = called
+        if loop is None or not waits:
+            ending = await self._lead(call, run, handler)
+            if isinstance(ending, BaseException):
+                raise ending
+            return ending
 
-                # Step 3: the handler gets a task of its own, which wakes this one: awaiting the task costs a turn of the
-                # loop more. A cancel of this wait is a cancel of the command only if nothing is done yet.
-                run.ended = loop.create_future()
-                task = self._tasks[run] = start(loop, self._lead(call, run, handler))
-                try:
-                    return await run.ended
-                except asyncio.CancelledError:
-                    if run.stops and not task.done():
-                        run.cancel(task)
-                        await asyncio.wait([task], timeout=LAST_WORDS)
-                    if not task.done():
-                        self.left += 1
+        # Step 3: the handler gets a task of its own, which wakes this one: awaiting the task costs a turn of the
+        # loop more. A cancel of this wait is a cancel of the command only if nothing is done yet.
+        run.ended = loop.create_future()
+        task = self._tasks[run] = start(loop, self._lead(call, run, handler))
+        try:
+            return await run.ended
+        except asyncio.CancelledError:
+            if run.stops and not task.done():
+                run.cancel(task)
+                await asyncio.wait([task], timeout=LAST_WORDS)
+            if not task.done():
+                self.left += 1
 
-                        def back(_: "asyncio.Task[Raw | BaseException]") -> None:
-                            self.left -= 1
+                def back(_: "asyncio.Task[Raw | BaseException]") -> None:
+                    self.left -= 1
 
-                        task.add_done_callback(back)
-                    raise
-        except TimeoutError:
-            if deadline is None or not deadline.expired():
-                raise
-            raise DeadlineExceeded(ran=run.ran) from None
+                task.add_done_callback(back)
+            raise
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         """Belong to the running loop, and return it. The runs of a loop that is closed never end, so they are forgotten."""

@@ -7,7 +7,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -44,6 +44,8 @@ class Running(Protocol):
     fence: int
     db: object
 
+    @property
+    def ran(self) -> Literal["no", "unknown"]: ...
     @property
     def downstream_key(self) -> str: ...
 

@@ -299,29 +299,26 @@ class Dispatcher:
         handler: Handler = partial(method.function, *args, **keywords)
         if method.blocking and not frame.alone:
             handler = partial(in_thread, handler)
-        if method.is_command:
-            if call.key is not None or self._events.observed:
-                call.fingerprint = call.identity or fingerprint(call.params)
-            if call.key is not None:
-                call.result = await self._commands.execute(call, handler)
-                return call.result
+        if method.is_command and (call.key is not None or self._events.observed):
+            call.fingerprint = call.identity or fingerprint(call.params)
+        work = settled(handler()) if call.key is None else self._commands.execute(call, handler)
         if method.timeout is None or frame.alone:
-            result = await settled(handler())
+            result = await work
         else:
             deadline = asyncio.timeout(method.timeout)
             try:
                 async with deadline:
-                    result = await settled(handler())
+                    result = await work
             except TimeoutError:
                 if not deadline.expired():
                     raise
                 # A command without a key was cut somewhere in the middle; a query changes nothing wherever it is cut.
-                raise DeadlineExceeded(ran="unknown" if method.is_command else "no") from None
-        if call.shape is not None:
-            result = call.shape(result)
-        is_constant = type(result) in _CONSTANT and not frame.in_full
-        call.result = result if is_constant else Raw(frames.encode(result))
-        return call.result
+                raise DeadlineExceeded(ran=call.run.ran if call.run else "unknown" if method.is_command else "no") from None
+        if call.key is None:  # else the command has shaped and encoded its result, for the ledger
+            result = call.shape(result) if call.shape else result
+            result = result if type(result) in _CONSTANT and not frame.in_full else Raw(frames.encode(result))
+        call.result = result
+        return result
 
     def _as_error(self, name: str, id: CorrelationId, error: BaseException, alone: bool = False) -> RpcError:
         """Return the answer to a call that failed. An exception that ends more than the call is raised again."""
