@@ -218,6 +218,17 @@ async def test_a_caller_that_is_interrupted_in_the_middle_of_a_claim_leaves_noth
         assert await ledger.get(RecordId("", "put", "interrupted")) is None
 
 
+async def test_a_caller_that_is_interrupted_in_a_transition_does_not_keep_the_thread_asleep(
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = (await ledger.claim(claim("one"))).token
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "call_soon", lambda *_: raised(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            await ledger.heartbeat(token, 30)
+    assert await asyncio.wait_for(ledger.heartbeat(token, 30), 10)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 async def test_the_lock_of_another_process_keeps_no_loop_waiting(ledger: SqliteLedger, path: Path, count: int) -> None:
     other = apsw.Connection(str(path))

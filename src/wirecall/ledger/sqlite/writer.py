@@ -97,18 +97,13 @@ class Writer:
     async def ask(self, job: Job) -> Any:
         """Have a job done, and wait until it is on the disk; without a running event loop, wait in the calling thread."""
         try:
-            loop = asyncio.get_running_loop()
+            loop = job.loop = asyncio.get_running_loop()
         except RuntimeError:
             waiting = job.future = concurrent.futures.Future[Any]()
             self.send(job)
             return waiting.result()
-        job.loop, future = loop, loop.create_future()
-        job.future = future
-        # The thread wakes at the end of this turn of the loop: by then, all tasks that are ready have sent their jobs.
-        if self._ringing is not loop:
-            self._ringing = loop
-            loop.call_soon(self._ring)
-        self._put(job)
+        future = job.future = loop.create_future()
+        self.send(job)
         try:
             return await future
         finally:
@@ -116,8 +111,16 @@ class Writer:
 
     def send(self, job: Job) -> None:
         """Have a job done, without waiting for it."""
-        self._put(job)
-        self._ring()
+        job.asked_at = time.monotonic()
+        self._asked.append(job)
+        if self.failure is not None:  # the thread may have ended before it could see the job
+            self._refuse()
+        elif job.loop is None:
+            self._ring()
+        # The thread wakes at the end of this turn of the loop: by then, all tasks that are ready have sent their jobs.
+        elif self._ringing is not job.loop:
+            job.loop.call_soon(self._ring)
+            self._ringing = job.loop
 
     def drop(self, holder: Holder) -> None:
         """Undo a handler's transaction, unless it is over; it does not wait, as a coroutine that is being closed may not."""
@@ -128,12 +131,6 @@ class Writer:
         """Do what was asked, and close the file."""
         if self.failure is None:
             await self.ask(Job(nothing, "stop"))
-
-    def _put(self, job: Job) -> None:
-        job.asked_at = time.monotonic()
-        self._asked.append(job)
-        if self.failure is not None:  # the thread may have ended before it could see the job
-            self._refuse()
 
     def _ring(self) -> None:
         self._ringing = None
