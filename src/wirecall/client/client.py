@@ -109,22 +109,13 @@ class Client:
     async def call(self, method: str, params: Params = None, *, type: type[T], **options: Unpack[CallOptions]) -> T: ...
     @overload
     async def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> Any: ...
-    async def call(
-        self,
-        method: str,
-        params: Params = None,
-        *,
-        type: Any = None,
-        timeout: float | None = None,
-        key: str | bool | None = None,
-        query: bool | None = None,
-    ) -> Any:
+    async def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> Any:
         """Call a method and return its result, read as `type`. `timeout` is the time for all attempts.
 
         `key` is the idempotency key: a text, True to mint one, False for none; without it, commands of servers that say
         which of their methods are commands get one. `query=True` says that the method only reads.
         """
-        entry = self.entry(method, params, type=type, timeout=timeout, key=key, query=query)
+        entry = self.entry(method, params, type=type, **options)
         await self._delivery.run(entry)
         return entry.result()
 
@@ -138,12 +129,23 @@ class Client:
         """Return a block of calls that leave together: `async with client.batch() as b: one = b.call(...)`."""
         return Batch(self)
 
-    def entry(self, method: str, params: Params = None, *, timeout: float | None = None, **options: Any) -> AnyEntry:
+    def entry(
+        self,
+        method: str,
+        params: Params = None,
+        *,
+        type: Any = None,
+        timeout: float | None = None,
+        key: str | bool | None = None,
+        query: bool | None = None,
+        is_notification: bool = False,
+        extra: Any = None,
+    ) -> AnyEntry:
         """Return a call to be made, checked. Its time begins when it is sent."""
         given = self._timeout if timeout is None else timeout
-        entry: AnyEntry = Entry(method, params, self._dialect.read, timeout=given, **options)
+        entry: AnyEntry = Entry(method, params, self._dialect.read, given, type, key, query, is_notification, extra)
         if params is not None and not isinstance(params, _PARAMS):
-            kind = type(params).__name__
+            kind = params.__class__.__name__
             raise UsageError(f"{method}: params of type {kind}.", "JSON-RPC carries an array or an object", "use a dict")
         if entry.key:
             if isinstance(entry.key, str):
@@ -173,18 +175,9 @@ class Collected:
     def call(self, method: str, params: Params = None, *, type: type[T], **options: Unpack[CallOptions]) -> Entry[T]: ...
     @overload
     def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> AnyEntry: ...
-    def call(
-        self,
-        method: str,
-        params: Params = None,
-        *,
-        type: Any = None,
-        timeout: float | None = None,
-        key: str | bool | None = None,
-        query: bool | None = None,
-    ) -> AnyEntry:
+    def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> AnyEntry:
         """Add a call. Its outcome is in the entry when the block is over."""
-        return self._add(self._client.entry(method, params, type=type, timeout=timeout, key=key, query=query))
+        return self._add(self._client.entry(method, params, type=type, **options))
 
     def notify(self, method: str, params: Params = None) -> Entry[None]:
         """Add a notification: the server does not answer it."""
@@ -297,18 +290,9 @@ class SyncClient:
     def call(self, method: str, params: Params = None, *, type: type[T], **options: Unpack[CallOptions]) -> T: ...
     @overload
     def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> Any: ...
-    def call(
-        self,
-        method: str,
-        params: Params = None,
-        *,
-        type: Any = None,
-        timeout: float | None = None,
-        key: str | bool | None = None,
-        query: bool | None = None,
-    ) -> Any:
+    def call(self, method: str, params: Params = None, *, type: Any = None, **options: Unpack[CallOptions]) -> Any:
         """Call a method and return its result, as `Client.call` does."""
-        return self._loop.run(self._client.call(method, params, type=type, timeout=timeout, key=key, query=query))
+        return self._loop.run(self._client.call(method, params, type=type, **options))
 
     def notify(self, method: str, params: Params = None, *, timeout: float | None = None) -> None:
         """Send a notification, as `Client.notify` does."""

@@ -248,15 +248,8 @@ class Delivery:
         for entry in entries:
             await self._prepare(entry)
         left = [entry for entry in entries if not entry.is_settled]
-        if len(left) < 2:
-            reason = "there is one entry" if left else "nothing was sent"
-        else:
-            left = await self._deliver_arrays(left)
-            reason = self.arrays.reason
-            if not left:
-                return "array", reason
-        await side_by_side([partial(self.deliver, [entry]) for entry in left])
-        return "singles", reason
+        wire = await self._deliver_together(left)
+        return wire, self.arrays.reason if len(left) > 1 else "there is one entry" if left else "nothing was sent"
 
     async def ask(self, method: str, timeout: float) -> AnyEntry:
         """Send a query of the client's own, which needs no preparation; return it settled."""
@@ -303,19 +296,18 @@ class Delivery:
             entries = await self._repeated(entries)
         return []
 
-    async def _deliver_arrays(self, entries: list[AnyEntry]) -> list[AnyEntry]:
-        """Settle entries in arrays as large as the server takes them; return those that must go alone."""
-        await self._dialect.try_arrays()
-        while self.arrays.legal and self.arrays.chunk > 1 and entries:
+    async def _deliver_together(self, entries: list[AnyEntry]) -> Wire:
+        """Settle entries in arrays as large as the server takes them, and the rest alone; return how they went."""
+        is_alone = len(entries) < 2
+        if not is_alone:
+            await self._dialect.try_arrays()
+        while not is_alone and self.arrays.legal and self.arrays.chunk > 1 and entries:
             size = self.arrays.chunk
             chunks = [entries[start : start + size] for start in range(0, len(entries), size)]
             returned = await side_by_side([partial(self.deliver, chunk, array=True) for chunk in chunks])
             entries = [entry for chunk in returned for entry in chunk]
-        return entries
-
-    async def _deliver_together(self, entries: list[AnyEntry]) -> None:
-        left = await self._deliver_arrays(entries) if len(entries) > 1 else entries
-        await side_by_side([partial(self.deliver, [entry]) for entry in left])
+        await side_by_side([partial(self.deliver, [entry]) for entry in entries])
+        return "singles" if is_alone or entries else "array"
 
     async def _attempt(self, entries: list[AnyEntry], array: bool) -> Exchange | None:
         """Send one message and take its answers: every entry is settled afterwards. Return None if nothing can be sent."""
@@ -465,7 +457,7 @@ class Coalescer:
     Each caller is woken by its own answer, not by the last one. When a caller gives up, the others go on.
     """
 
-    def __init__(self, window: float, send: Callable[[list[AnyEntry]], Awaitable[None]]) -> None:
+    def __init__(self, window: float, send: Callable[[list[AnyEntry]], Awaitable[object]]) -> None:
         self._window = window
         self._send = send
         self._waiting: list[AnyEntry] = []

@@ -28,52 +28,35 @@ SHOWN = 120  # characters of a strange answer that an error quotes
 _NULL = Raw(b"null")
 
 
-class Entry(Generic[T]):
+class Entry(Struct, Generic[T], eq=False, repr_omit_defaults=True):
     """One call or notification, and what became of it."""
 
-    __slots__ = (
-        *("deadline", "extra", "is_notification", "key", "method", "params", "query", "read", "timeout", "type"),
-        *("_value", "attempts", "deaths", "error", "id", "is_settled", "raw", "replayed", "retry_after", "safe"),
-        *("unclear", "waiter"),
-    )
+    method: str
+    params: Any
+    read: "Callable[[AnyEntry], Any]"  # makes the result of `raw`
+    timeout: float
+    type: Any = None
+    key: str | bool | None = None  # a text once the entry is prepared, or None
+    query: bool | None = None
+    is_notification: bool = False
+    extra: Any = None  # the dialect's
+    deadline: float = 0.0
+    safe: bool = False  # may be repeated
+    id: int = 0
+    attempts: int = 0
+    unclear: bool = False  # an attempt was lost, and may have run
+    deaths: tuple[bool, ...] = ()  # per lost connection: whether the answer had begun
+    is_settled: bool = False
+    raw: Raw = _NULL
+    error: WirecallError | None = None
+    replayed: bool = False
+    retry_after: float = 0.0  # seconds that the HTTP answer asked the client to wait
+    waiter: asyncio.Future[None] | None = None  # of a caller that waits for this entry alone
+    _value: Any = None
 
-    def __init__(
-        self,
-        method: str,
-        params: Params,
-        read: "Callable[[AnyEntry], Any]",
-        *,
-        timeout: float,
-        type: Any = None,
-        key: str | bool | None = None,
-        query: bool | None = None,
-        is_notification: bool = False,
-        extra: Any = None,
-    ) -> None:
-        if timeout <= 0:
-            raise UsageError(f"{method}: timeout must be greater than 0, got {timeout!r}.")
-        self.method = method
-        self.params: Any = params
-        self.read = read  # makes the result of `raw`
-        self.timeout = timeout
-        self.type = type
-        self.key = key  # a text once the entry is prepared, or None
-        self.query = query
-        self.is_notification = is_notification
-        self.deadline = 0.0
-        self.extra = extra  # the dialect's
-        self.safe = False  # may be repeated
-        self.id = 0
-        self.attempts = 0
-        self.unclear = False  # an attempt was lost, and may have run
-        self.deaths: tuple[bool, ...] = ()  # per lost connection: whether the answer had begun
-        self.is_settled = False
-        self.raw = _NULL
-        self.error: WirecallError | None = None
-        self.replayed = False
-        self.retry_after = 0.0  # seconds that the HTTP answer asked the client to wait
-        self.waiter: asyncio.Future[None] | None = None  # of a caller that waits for this entry alone
-        self._value: Any = None
+    def __post_init__(self) -> None:
+        if self.timeout <= 0:
+            raise UsageError(f"{self.method}: timeout must be greater than 0, got {self.timeout!r}.")
 
     @property
     def ok(self) -> bool:

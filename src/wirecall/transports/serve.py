@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from stat import S_ISSOCK
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
@@ -225,19 +225,6 @@ def _tune(connection: socket.socket, seconds: float) -> None:
 
 
 # --- granian and uvicorn ---------------------------------------------------------------------------------------------
-
-
-class Front(Protocol):
-    """A server as it is driven here."""
-
-    async def serve(self, serving: Serving) -> None:
-        """Serve until `stop`, and until every connection has ended."""
-
-    def stop(self) -> None:
-        """Accept no further connection."""
-
-    def cut(self) -> None:
-        """End every connection."""
 
 
 class Granian:
@@ -480,4 +467,5 @@ class HeaderLimit:
             self._timer = None
 
 
-FRONTS: dict[str, Callable[[HttpServer, socket.socket], Front]] = {"granian": Granian, "uvicorn": Uvicorn}
+# Both serve until `stop`, which accepts no further connection, and until every connection has ended; `cut` ends them.
+FRONTS: dict[str, type[Granian | Uvicorn]] = {"granian": Granian, "uvicorn": Uvicorn}

@@ -75,25 +75,14 @@ class McpClient(Client):
         self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
     ) -> Called: ...
     async def call_tool(
-        self,
-        name: str,
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        type: Any = None,
-        check: bool = True,
-        timeout: float | None = None,
-        key: str | bool | None = None,
-        query: bool | None = None,
-        progress: Progress | None = None,
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
     ) -> Any:
         """Call a tool. An answer that is an error is raised, unless `check=False`.
 
         `type` reads the structured content, or the text where there is none. `progress` gets (progress, total, message).
         `timeout`, `key` and `query` are as in `call`.
         """
-        entry = self.tool_entry(
-            name, arguments, type=type, check=check, timeout=timeout, key=key, query=query, progress=progress
-        )
+        entry = self.tool_entry(name, arguments, type=type, **options)
         await self._delivery.run(entry)
         return entry.result()
 
@@ -260,23 +249,10 @@ class SyncMcpClient(SyncClient):
         self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
     ) -> Called: ...
     def call_tool(
-        self,
-        name: str,
-        arguments: Mapping[str, Any] | None = None,
-        *,
-        type: Any = None,
-        check: bool = True,
-        timeout: float | None = None,
-        key: str | bool | None = None,
-        query: bool | None = None,
-        progress: Progress | None = None,
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
     ) -> Any:
         """Call a tool, as `McpClient.call_tool` does. `progress` is called in the client's own thread."""
-        return self._loop.run(
-            self._mcp.call_tool(
-                name, arguments, type=type, check=check, timeout=timeout, key=key, query=query, progress=progress
-            )
-        )
+        return self._loop.run(self._mcp.call_tool(name, arguments, type=type, **options))
 
     def batch(self) -> "SyncMcpBatch":
         """Return a block of calls that leave together: `with client.batch() as b: one = b.call_tool(...)`."""
