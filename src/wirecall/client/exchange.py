@@ -128,7 +128,8 @@ class Exchange:
     def take(self, message: Received, in_array: bool = False) -> None:
         """Settle the entry that a message answers."""
         id: Any = message.id
-        entry = self.open.pop(id, None) if type(id) in (int, float) else None  # 1.0 is 1 in JSON
+        # Answers come in any order (JSON-RPC 2.0, section 6). 1.0 is 1 in JSON, but true is not (RFC 8259, section 6).
+        entry = self.open.pop(id, None) if type(id) in (int, float) else None
         if entry is None:
             self._take_stray(message, in_array)
             return
@@ -153,6 +154,7 @@ class Exchange:
         if known is not None:
             if not isinstance(known.error, CallFailed):  # else it was given up, or is known to be answered twice
                 known.fail(BadAnswer(f"{known.method}: the server answered this call twice"))
+        # A server that cannot tell the id of a request answers with id null (JSON-RPC 2.0, section 5); some leave it out.
         elif (
             isinstance(message, Arrived)
             and message.error is not UNSET
@@ -195,7 +197,8 @@ class Exchange:
         return left
 
     def end_of_answers(self) -> None:
-        """Settle what is left: the server has sent all it will. Notifications are owed nothing."""
+        """Settle what is left: the server has sent all it will."""
+        # A notification is not answered, so it is settled when it was sent (JSON-RPC 2.0, section 4.1).
         for entry in self.entries:
             if entry.is_notification and not entry.is_settled:
                 entry.succeed(_NULL)

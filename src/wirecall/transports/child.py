@@ -1,9 +1,8 @@
 """A child process whose stdin and stdout carry lines.
 
 1. Its stderr is passed on to the stderr of this process, and the last of it is kept: an error about its end quotes it.
-2. It is ended as MCP asks for: its stdin is closed and it has `grace` seconds, then SIGTERM and as long again, then SIGKILL.
-   It leads a process group of its own, so that the processes it started end with it, and so that Ctrl+C in the terminal
-   reaches this process alone.
+2. It is ended as MCP asks for, with `grace` seconds for each step. It leads a process group of its own, so that the
+   processes it started end with it, and so that Ctrl+C in the terminal reaches this process alone.
 3. However much it writes, other tasks of the event loop have their turn: deadlines hold. After `aclose` begins its output is
    read, so that it can end, and dropped.
 4. After `aclose` there is neither process nor task nor pipe, however it ended. A program that ends without it calls
@@ -135,6 +134,7 @@ class Child:
             return
         assert process.stdin is not None
         try:
+            # Close stdin, wait, then SIGTERM, wait, then SIGKILL (MCP 2025-03-26, lifecycle, shutdown of stdio).
             process.stdin.close()
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with contextlib.suppress(TimeoutError):

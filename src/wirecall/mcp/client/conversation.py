@@ -222,6 +222,7 @@ class Conversation(Dialect):
         if revision.is_stateless:
             self._seal(self._describe(revision))
             return
+        # Before this a server should send no request but a ping (2025-03-26, lifecycle, initialization).
         await self.link.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
         self.link.renew = self._renew
         await self.link.listen()
@@ -407,6 +408,7 @@ class Conversation(Dialect):
             except RpcError as refusal:
                 entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {refusal}"))
                 return False
+            # The state goes back exactly as it came, and only if there is one (2026-07-28, `requestState`).
             state = {} if asked.request_state is UNSET else {"requestState": asked.request_state}
             extra.round = {**({"inputResponses": answers} if answers else {}), **state}
             entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time

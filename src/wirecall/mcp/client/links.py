@@ -49,6 +49,7 @@ FAREWELL = 2.0  # seconds for the end of a session to be sent
 OPENING = 10.0  # seconds for the address of HTTP with SSE to be named
 KNOWN = 1000  # sets of headers that are kept
 
+# A client must accept both, because the server chooses (2025-03-26, sending messages).
 _BOTH = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}"}
 
 Heard: TypeAlias = Callable[[Arrived], None]
@@ -122,6 +123,7 @@ class McpHttpLink(McpLink):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.session is not None:
+            # A client that leaves ends its session; a server may refuse with 405 (2025-03-26, session management).
             with suppress(CallFailed, TimeoutError):
                 async with asyncio.timeout(FAREWELL), self._http.request("DELETE", headers=self._shared()):
                     pass
@@ -151,12 +153,12 @@ class McpHttpLink(McpLink):
             raise NotSent("the server forgets its sessions at once")
 
     async def post(self, exchange: Exchange) -> bool:
-        """Send a message as it is. Return True if the session is gone, and so nothing was done."""
         headers = self._headers(exchange.entries[0])
         stream: Parser | None = None  # the one that the answer is, if it is one
         try:
             try:
                 async with self._http.request("POST", exchange.data, headers, exchange=exchange) as answer:
+                    # 404 under a session id: the session is over, nothing ran (2025-03-26, session management).
                     if answer.status == 404 and SESSION in headers:
                         return True
                     exchange.begun = True
@@ -190,7 +192,6 @@ class McpHttpLink(McpLink):
         return False
 
     async def send(self, message: bytes) -> None:
-        """Send an answer to the server, or another message that is not answered."""
         async with self._http.request("POST", message, {**_BOTH, **self._shared()}) as answer:
             if answer.status >= 400:
                 logger.warning("the server did not take an answer: HTTP %d", answer.status)
@@ -215,6 +216,7 @@ class McpHttpLink(McpLink):
         """Return the headers of every request of a session."""
         session = {SESSION: self.session} if self.session is not None else {}
         revision = self.revision
+        # The version that was agreed goes with every request after the handshake (2025-06-18, protocol version header).
         return {**session, VERSION: revision.name} if revision and revision.has("http version header") else session
 
     # --- streams -----------------------------------------------------------------------------------------------------
@@ -266,6 +268,7 @@ class McpHttpLink(McpLink):
     def _get(self, parser: Parser) -> AbstractAsyncContextManager[HttpAnswer]:
         """Ask for a stream that goes on behind the last event of the parser."""
         parser.restart()
+        # Last-Event-ID asks for what came after that event (HTML standard, section 9.2; MCP 2025-03-26, resumability).
         place = {LAST_EVENT: parser.last_id} if parser.last_id else {}
         return self._http.request("GET", headers={"Accept": EVENTS, **self._shared(), **place})
 
@@ -355,7 +358,6 @@ class McpLineLink(LineLink, McpLink):
         return False
 
     async def send(self, message: bytes) -> None:
-        """Send an answer to the server, or another message that is not answered."""
         await (await self._connected()).write(message)
 
     def _take(self, message: Received, in_array: bool) -> None:

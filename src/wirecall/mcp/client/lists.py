@@ -41,9 +41,7 @@ _CHANGED: dict[str, tuple[type, ...]] = {
 }
 
 
-_Ask: TypeAlias = Callable[
-    [str, JsonObject | None, Callable[[Raw], dict[str, Raw]], float | None], Awaitable[dict[str, Raw]]
-]
+_Ask: TypeAlias = Callable[[str, JsonObject | None, Callable[[Raw], Raw], float | None], Awaitable[Raw]]
 
 
 class _Kept(Struct):
@@ -68,11 +66,7 @@ class Lists:
         """Return all entries of a list."""
         kept = self._kept.get(kind)
         if kept is None or self._now() >= kept.until:
-            try:
-                kept = await self._pages(kind, timeout)
-            except _Restart:
-                kept = await self._pages(kind, timeout)
-            self._kept[kind] = kept
+            kept = self._kept[kind] = await self._pages(kind, timeout)
             if kind is Tool:
                 # What calls have to know of tools. One whose marks are not sound is left out, as the specification demands.
                 tools: list[Tool] = kept.entries
@@ -100,19 +94,26 @@ class Lists:
             if kind is Tool:
                 self._known_until = 0.0
 
-    async def _pages(self, kind: type[Any], timeout: float | None) -> _Kept:
+    async def _pages(self, kind: type[Any], timeout: float | None, is_again: bool = False) -> _Kept:
         method, member = _LISTS[kind]
         kept, seen = _Kept([], float("inf")), set[str]()
         cursor: str | None = None
         while len(seen) <= PAGES:
             params = None if cursor is None else {"cursor": cursor}
             try:
-                page = await self._ask(method, params, _page_of, timeout)
+                raw = await self._ask(method, params, lambda raw: raw, timeout)
             except InvalidParams as error:
-                raise error if cursor is None else _Restart(str(error)) from None
-            if member not in page:
-                raise BadAnswer(f"{method}: the result has no {member!r}", ran="yes")
+                # A server answers a cursor that it does not know with -32602 (2025-03-26, pagination).
+                if cursor is None:
+                    raise
+                if is_again:
+                    reason = f"the server's list changes faster than it can be read: {error}"
+                    raise RpcError(error.code, reason) from None
+                return await self._pages(kind, timeout, is_again=True)
             try:
+                page = msgspec.json.decode(raw, type=dict[str, Raw])
+                if member not in page:
+                    raise BadAnswer(f"{method}: the result has no {member!r}", ran="yes")
                 kept.entries += read_entries(msgspec.json.decode(page[member], type=list[Raw]), kind)
                 cursor = msgspec.json.decode(page.get("nextCursor", Raw(b"null")), type=str | None)
             except UNREADABLE as error:
@@ -128,17 +129,3 @@ class Lists:
                 break
             seen.add(cursor)
         raise BadAnswer(f"{method}: the list has no end", ran="yes")
-
-
-def _page_of(raw: Raw) -> dict[str, Raw]:
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Raw])
-    except UNREADABLE as error:
-        raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
-
-
-class _Restart(RpcError):
-    """The server does not know a cursor any more."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(-32602, f"the server's list changes faster than it can be read: {reason}")
