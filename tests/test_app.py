@@ -132,7 +132,7 @@ async def test_a_ledger_that_cannot_be_opened_refuses_commands_and_serves_querie
 
 
 @pytest.mark.parametrize("url", ["", "ledger.db", "mysql://x", "sqlite"])
-async def test_a_url_that_is_no_ledger_is_a_mistake_told_at_once(url: str) -> None:
+async def test_an_invalid_ledger_url_is_reported_at_once(url: str) -> None:
     if url == "":
         assert App("x", mode="development", ledger=url).ledger_url == "memory:"
         return
@@ -214,7 +214,7 @@ def test_discover_answers_an_openrpc_document() -> None:
         jsonschema.validate({"sku": "tea", "parent": {"sku": 1}}, {**document, "$ref": reference})
 
 
-async def test_a_driver_that_is_missing_is_told_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_driver_is_reported_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in [name for name in sys.modules if name.startswith(("wirecall.ledger.redis", "redis."))]:
         monkeypatch.delitem(sys.modules, name)
@@ -242,7 +242,7 @@ def test_an_option_that_would_be_misread_is_refused(options: dict[str, Any], fix
     [("memory:", "command", True), ("memory:", "query", False), ("sqlite:x.db", "command", False)],
 )
 @pytest.mark.parametrize("transport", ["stdio", "http"])
-def test_a_server_that_will_forget_its_commands_says_so(
+def test_a_server_with_a_ledger_in_memory_warns(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     transport: Any,

@@ -66,7 +66,7 @@ def test_texts_are_plain() -> None:
         "calls that are under way",
     ],
 )
-def test_the_patterns_find_what_they_should(text: str) -> None:
+def test_the_patterns_find_the_old_dialect(text: str) -> None:
     assert PLAIN.search(text)
 
 

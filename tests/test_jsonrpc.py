@@ -51,13 +51,13 @@ def test_an_empty_batch_cannot_be_made() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [{"a": -float("inf")}], object(), "\ud800", {1j}])
-def test_what_json_cannot_carry_is_not_made(value: Any) -> None:
+def test_values_that_json_cannot_hold_are_refused(value: Any) -> None:
     with pytest.raises(EncodeError):
         jsonrpc.make_response(1, value)
 
 
 @given(names, params, ids)
-def test_parse_reads_what_make_wrote(method: str, params: Any, id: Any) -> None:
+def test_parse_request_reads_the_output_of_make_request(method: str, params: Any, id: Any) -> None:
     """J2: parse(make(x)) == x."""
     request = jsonrpc.parse_request(jsonrpc.make_request(method, params, id))
     assert (request.method, request.params, request.error_envelope) == (method, params, None)
@@ -68,7 +68,7 @@ def test_parse_reads_what_make_wrote(method: str, params: Any, id: Any) -> None:
 
 
 @given(json_values, ids, st.integers(), names)
-def test_parse_reads_what_make_answered(result: Any, id: Any, code: int, message: str) -> None:
+def test_parse_response_reads_the_output_of_make_response(result: Any, id: Any, code: int, message: str) -> None:
     response = jsonrpc.parse_response(jsonrpc.make_response(id, result))
     assert response.ok
     assert response.result == result
@@ -96,7 +96,7 @@ def test_a_parsed_batch_carries_its_requests_each_with_its_own_error() -> None:
     ("data", "code"),
     [(b"", -32700), (b"{", -32700), (b"[]", -32600), (b"[1,", -32700), (b"7", -32600), (b"\xff", -32700)],
 )
-def test_a_message_that_is_none_carries_one_framing_error(data: bytes, code: int) -> None:
+def test_an_invalid_message_has_one_framing_error(data: bytes, code: int) -> None:
     batch = jsonrpc.parse_batch(data)
     assert batch.requests == []
     assert json.loads(batch.framing_error or b"")["error"]["code"] == code
@@ -153,7 +153,7 @@ def test_strict_wants_the_version_and_lax_does_not(version: bytes) -> None:
         (b'[{"jsonrpc":"2.0","result":1,"id":1}]', "array"),
     ],
 )
-def test_a_response_that_is_none_says_why(data: bytes, why: str) -> None:
+def test_an_invalid_response_has_a_reason(data: bytes, why: str) -> None:
     response = jsonrpc.parse_response(data)
     assert not response.ok
     assert response.malformed is not None

@@ -68,7 +68,7 @@ async def test_the_caller_s_trace_goes_on_through_the_handler(traced: tuple[App,
 
 
 @pytest.mark.parametrize("meta", [{"traceparent": "junk"}, {"traceparent": 5}, {}, {"traceparent": ["x"]}])
-async def test_a_trace_that_is_none_begins_a_new_one(traced: tuple[App, InMemorySpanExporter], meta: Any) -> None:
+async def test_an_invalid_traceparent_starts_a_new_trace(traced: tuple[App, InMemorySpanExporter], meta: Any) -> None:
     app, exporter = traced
     await app.handle(call("q", {"_meta": meta}))
     (span,) = exporter.get_finished_spans()

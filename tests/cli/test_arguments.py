@@ -111,7 +111,7 @@ def test_members_and_entries_are_collected() -> None:
         ("text=@nowhere", "nowhere cannot be read", "No such file"),
     ],
 )
-def test_what_does_not_fit_is_told_with_its_name(word: str, what: str, why: str) -> None:
+def test_an_argument_that_does_not_match_is_reported_with_its_name(word: str, what: str, why: str) -> None:
     with pytest.raises(CliError) as raised:
         read(word)
     assert what in raised.value.what

@@ -45,7 +45,7 @@ def written(count: int, path: str = "audit.jsonl") -> Path:
     return Path(path)
 
 
-def test_a_whole_chain_is_verified_and_its_last_hash_told() -> None:
+def test_an_intact_chain_is_verified_and_its_last_hash_printed() -> None:
     last = json.loads(written(5).read_text().splitlines()[-1])["hash"]
     result = invoke("audit", "verify", "audit.jsonl")
     assert result.exit_code == 0
@@ -61,7 +61,7 @@ def test_a_whole_chain_is_verified_and_its_last_hash_told() -> None:
         (lambda lines: [*lines, "{"], 6, "not a line of an audit trail, or torn"),
     ],
 )
-def test_the_line_where_the_chain_breaks_is_told_with_exit_code_9(change: Any, line: int, what: str) -> None:
+def test_the_line_where_the_chain_breaks_is_reported_with_exit_code_9(change: Any, line: int, what: str) -> None:
     path = written(5)
     path.write_text("\n".join(change(path.read_text().splitlines())) + "\n")
     result = invoke("audit", "verify", str(path))
@@ -72,7 +72,7 @@ def test_the_line_where_the_chain_breaks_is_told_with_exit_code_9(change: Any, l
     assert told["result"]["problems"][0]["line"] == line
 
 
-def test_the_trail_of_wirecall_toml_is_meant_if_none_is_named() -> None:
+def test_the_trail_of_wirecall_toml_is_the_default() -> None:
     written(2, "trail.jsonl")
     Path("wirecall.toml").write_text('[audit]\nfile = "trail.jsonl"\n')
     assert json.loads(invoke("audit", "verify", "--json").stdout)["result"]["lines"] == 2
@@ -94,7 +94,7 @@ def test_a_caller_s_name_is_shown_and_not_obeyed() -> None:
     assert "\\u001b[2Jada" in invoke("audit", "tail", "audit.jsonl").stdout
 
 
-def test_replays_errors_and_torn_lines_are_told_apart() -> None:
+def test_replays_errors_and_torn_lines_are_distinguished() -> None:
     audit = Audit("audit.jsonl")
     audit.append(entry("a", replayed=True))
     audit.append(entry("b", outcome="error", code=4020, caller=""))

@@ -89,13 +89,13 @@ def test_a_bar_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
     assert "20/20" in seen
 
 
-def test_if_nobody_is_there_the_batch_says_so() -> None:
+def test_a_batch_reports_a_server_that_is_not_reachable() -> None:
     run = invoke("batch", "http://127.0.0.1:9/rpc", "--timeout", "500ms", input=LINES.splitlines(True)[0] * 2)
     assert run.exit_code == Exit.UNREACHABLE
     assert [outcome["ok"] for outcome in outcomes(run.stdout_bytes)] == [False, False]
 
 
-def test_send_answers_line_by_line_and_is_silent_where_nothing_is_owed() -> None:
+def test_send_prints_one_line_per_answer_and_none_for_notifications() -> None:
     notification = b'{"jsonrpc":"2.0","method":"notify_hello","params":[7]}\n'
     run = wirecall("send", HELLO, stdin=SUM + notification + b"\ngarbage\n" + SUM)
     answers = outcomes(run.stdout)
@@ -148,7 +148,7 @@ def test_a_pipe_that_is_full_at_once_goes_in_whole_blocks() -> None:
     assert [outcome["line"] for outcome in outcomes(run.stdout)] == list(range(2, 2502))
 
 
-def test_who_waits_at_the_pipe_is_interrupted_and_told_where_it_stands() -> None:
+def test_a_batch_that_waits_for_input_is_interrupted_and_reports_its_position() -> None:
     with running("batch", SHOP) as run:
         run.write(PRICE)
         run.answer()
@@ -167,7 +167,7 @@ def test_an_answer_does_not_wait_for_those_after_it(tmp_path: Path) -> None:
         assert [json.loads(run.answer())["line"] for _ in range(2)] == [2, 3]
 
 
-def test_what_was_under_way_at_an_interruption_is_told(tmp_path: Path) -> None:
+def test_calls_in_flight_at_an_interruption_are_reported(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     wait = {"method": "wait", "params": {"path": str(tmp_path / "never")}}
     with running("batch", str(tmp_path / "waits.py"), "--as", "mcp") as run:
@@ -185,7 +185,7 @@ def test_send_answers_while_its_input_is_open() -> None:
             assert json.loads(run.answer())["result"] == 6
 
 
-def test_send_prints_what_a_process_says_whatever_its_length() -> None:
+def test_send_prints_lines_of_any_length() -> None:
     says = "import sys; sys.stdout.write('first\\n' + 'x' * 40_000_000)"
     run = wirecall("send", "--", sys.executable, "-c", says)
     assert (run.returncode, run.stderr) == (0, b"")

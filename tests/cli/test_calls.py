@@ -96,7 +96,7 @@ def test_any_revision_can_be_asked_for(revision: str) -> None:
         (["price", "--args", "[1]"], 5, "Invalid params", "-32602"),
     ],
 )
-def test_what_is_wrong_with_a_call(words: list[str], exit: int, what: str, why: str) -> None:
+def test_mistakes_in_a_call_are_reported(words: list[str], exit: int, what: str, why: str) -> None:
     run = invoke("call", SHOP, *words)
     assert run.exit_code == exit
     assert what in run.stderr
@@ -160,7 +160,7 @@ def test_a_key_that_was_used_otherwise_is_refused(tmp_path: Path) -> None:
     assert "use a new key" in error["next"]
 
 
-def test_a_made_up_key_is_told() -> None:
+def test_a_generated_key_is_printed() -> None:
     run = invoke("call", SHOP, "charge", "order=7", "cents=5", "--key", "auto")
     assert "   key 0" in run.stderr
     assert len(json.loads(invoke("call", SHOP, "charge", "order=7", "cents=5", "--json").stdout)["key"]) == 36
@@ -220,7 +220,7 @@ def test_a_destructive_call_asks_first_on_a_terminal(odd: str) -> None:
     assert (code, "may destroy" in seen) == (0, False)
 
 
-def test_where_nobody_can_be_asked_nobody_is(odd: str) -> None:
+def test_without_a_terminal_there_is_no_question(odd: str) -> None:
     assert invoke("call", odd, "wipe", "what=disk").stdout == "disk is gone\n"
 
 
@@ -281,7 +281,7 @@ def test_a_list_as_json(protocol: str) -> None:
     assert ("reminder" in [offer["name"] for offer in offers]) == (protocol == "mcp")
 
 
-def test_what_is_not_said_is_shown_as_unstated() -> None:
+def test_missing_hints_are_shown_as_unstated() -> None:
     shown = invoke("list", SHOP, "--revision", "2024-11-05").stdout  # which has no annotations
     assert shown.count("? unstated") == 3
 
@@ -310,7 +310,7 @@ def test_a_list_can_be_narrowed() -> None:
     assert invoke("list", SHOP, "--filter", "no such thing").stderr == "None of 6 entries matches.\n"
 
 
-def test_show_tells_what_to_type() -> None:
+def test_show_prints_a_command_to_type() -> None:
     shown = invoke("show", SHOP, "charge").stdout
     assert "cents  a whole number  required" in shown
     assert f"wirecall call {SHOP} charge order=... cents=... --key auto" in shown
@@ -319,7 +319,7 @@ def test_show_tells_what_to_type() -> None:
     assert json.loads(invoke("show", SHOP, "charge", "--json").stdout)["result"]["kind"] == "command"
 
 
-def test_show_of_what_is_not_there() -> None:
+def test_show_of_an_unknown_name() -> None:
     run = invoke("show", SHOP, "chrage")
     assert run.exit_code == Exit.USAGE
     assert "did you mean charge?" in run.stderr

@@ -45,7 +45,7 @@ def test_every_verb_has_help(verb: str) -> None:
     assert "Usage: wirecall" in run.stdout
 
 
-def test_help_imports_neither_the_loop_nor_what_verbs_need() -> None:
+def test_help_imports_neither_asyncio_nor_the_modules_of_verbs() -> None:
     script = (
         "import sys\n"
         "from wirecall.cli import main\n"
@@ -89,7 +89,7 @@ def test_help_imports_neither_the_loop_nor_what_verbs_need() -> None:
         (["dev", "nowhere.py"], "There is no file nowhere.py", ""),
     ],
 )
-def test_mistakes_are_told_in_words_with_exit_code_2(words: list[str], what: str, why: str) -> None:
+def test_mistakes_are_reported_with_exit_code_2(words: list[str], what: str, why: str) -> None:
     run = invoke(*words)
     assert run.exit_code == Exit.USAGE, run.stderr
     assert what in run.stderr
@@ -122,7 +122,7 @@ def test_json_is_one_document_also_on_failure(words: list[str]) -> None:
     assert run.stderr == ""
 
 
-def test_json_after_two_dashes_is_somebody_elses() -> None:
+def test_json_after_two_dashes_belongs_to_the_child_command() -> None:
     run = invoke("call", "x", "--", "nosuchprogram", "--json")
     assert run.stdout == ""
     assert run.exit_code == Exit.UNREACHABLE

@@ -136,7 +136,7 @@ def test_paths_in_the_file_are_relative_to_it(here: Path) -> None:
         ("[server\n", 1, "it is not TOML", "see https://toml.io"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(text: str, line: int, what: str, fix: str) -> None:
+def test_a_mistake_is_reported_with_its_line(text: str, line: int, what: str, fix: str) -> None:
     write(text)
     _, problems = check_config(environment={})
     assert problems[0].line == line
@@ -157,19 +157,19 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, what: str, fix: s
         ("WIRECALL_CONFIG", "gone.toml", "there is no such file"),
     ],
 )
-def test_a_mistake_in_a_variable_is_told_with_its_name(name: str, value: str, what: str) -> None:
+def test_a_mistake_in_a_variable_is_reported_with_its_name(name: str, value: str, what: str) -> None:
     _, problems = check_config(environment={name: value})
     assert [each.what for each in problems] == [what]
     assert problems[0].where == (value if name == "WIRECALL_CONFIG" else name)
 
 
-def test_an_empty_variable_is_none_and_a_password_is_not_repeated() -> None:
+def test_an_empty_variable_is_ignored_and_a_password_is_not_shown() -> None:
     assert load_config(environment={"WIRECALL_SERVER_WORKERS": "", "WIRECALL_CONFIG": ""}).stated() == {}
     _, problems = check_config(environment={"WIRECALL_LEDGER_URL": "mysql://me:secret@db/shop"})
     assert problems[0].what == "it must be the URL of a ledger, got 'mysql://me:***@db/shop'"
 
 
-def test_a_file_that_is_not_text_is_told() -> None:
+def test_a_file_that_is_not_text_is_reported() -> None:
     Path("wirecall.toml").write_bytes(b"# a\n# \xff\n")
     assert check_config(environment={})[1][0].where == "wirecall.toml:2"
     with pytest.raises(UsageError, match="cannot be read"):
@@ -200,7 +200,7 @@ def test_files_that_we_show_are_sound(text: str) -> None:
 # --- the verbs --------------------------------------------------------------------------------------------------------
 
 
-def test_check_says_that_all_is_well() -> None:
+def test_check_reports_that_all_is_well() -> None:
     write(WHOLE)
     Path("app.py").touch()
     result = invoke("config", "check", "--json")

@@ -22,7 +22,7 @@ def app() -> App:
     return made
 
 
-def test_what_is_given_is_replaced_and_the_rest_stays() -> None:
+def test_given_settings_are_replaced_and_the_others_stay() -> None:
     made = app()
     made.configure(limits=Limits(bytes_in=10))
     assert made.ledger_url == "memory:"
@@ -116,7 +116,7 @@ def test_a_flag_goes_over_wirecall_toml(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["call", "app.py", "charge", "order=7"], ["batch", "app.py"], ["send", "app.py"]])
-def test_a_mistake_in_wirecall_toml_is_told_before_anything_runs(words: list[str], folder: Path) -> None:
+def test_a_mistake_in_wirecall_toml_is_reported_before_anything_runs(words: list[str], folder: Path) -> None:
     Path("wirecall.toml").write_text("[ledger]\nurl = 'mysql://localhost/shop'\n")
     run = invoke(*words, input=LINE)
     assert run.exit_code == 2

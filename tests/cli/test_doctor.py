@@ -39,7 +39,7 @@ def test_a_healthy_machine() -> None:
     assert {level for name, rows in found.items() for level, _ in rows if name != "files"} == {"ok"}
 
 
-def test_the_table_has_next_steps_for_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_next_steps_for_each_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WIRECALL_LEDGER_URL", "redis://127.0.0.1:1/0")
     result = invoke("doctor")
     assert result.exit_code == 9
@@ -95,7 +95,7 @@ def test_a_ledger_in_a_folder_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) 
     assert found["ledger"][0][0] == "fail"
 
 
-def test_a_port_that_somebody_else_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_another_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         monkeypatch.setenv("WIRECALL_SERVER_HTTP", f"127.0.0.1:{other.getsockname()[1]}")
@@ -127,7 +127,7 @@ def test_an_open_address_wants_a_secret_and_production_mode(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("soft", "level"), [(4096, "ok"), (1024, "warn"), (64, "fail")])
-def test_few_files_are_told(soft: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_open_files_is_reported(soft: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (soft, 65_536))

@@ -111,7 +111,7 @@ def test_the_wirecall_toml_beside_the_app_goes_along() -> None:
     assert entry["env"] == {"WIRECALL_CONFIG": str(Path("wirecall.toml").resolve())}
 
 
-def test_what_is_written_starts_a_server_that_speaks_mcp() -> None:
+def test_the_written_entry_starts_a_server_that_speaks_mcp() -> None:
     entry = told(SHOP, "--client", "cursor")
     words = json.loads(Path(entry["file"]).read_text())["mcpServers"]["shop"]
     run = wirecall("probe", "--revision", "2025-11-25", "--json", "--", words["command"], *words["args"])
@@ -172,7 +172,7 @@ def test_undo_takes_out_the_entry_and_leaves_later_changes_alone() -> None:
     assert refused(SHOP, "--client", "cursor", "--undo")["message"] == "There is nothing to undo for shop."
 
 
-def test_undo_puts_back_what_was_replaced_and_needs_only_the_name() -> None:
+def test_undo_restores_the_replaced_entry_and_needs_only_the_name() -> None:
     path = existing('{"mcpServers": {"shop": {"url": "http://old"}}}')
     told(SHOP, "--client", "cursor")
     assert "command" in json.loads(path.read_text())["mcpServers"]["shop"]
@@ -200,7 +200,7 @@ def test_undo_after_the_servers_were_all_removed_by_hand() -> None:
     assert json.loads(path.read_text()) == {"mcpServers": {"shop": {"url": "http://mine"}}}
 
 
-def test_people_are_told_where_the_file_is_as_it_was() -> None:
+def test_the_path_of_the_backup_is_printed() -> None:
     path = existing()
     result = invoke("install", SHOP, "--client", "cursor")
     assert f"The old file: {path}.before-shop.bak" in result.stderr
@@ -274,7 +274,7 @@ def test_a_file_that_cannot_be_understood_is_left_alone(text: str, what: str, wh
     assert os.listdir(path.parent) == ["mcp.json"]
 
 
-def test_who_has_to_add_the_entry_by_hand_is_told_which_lines() -> None:
+def test_the_lines_to_add_by_hand_are_printed() -> None:
     existing('{\n  // mine\n  "mcpServers": {}\n}')
     result = invoke("install", SHOP, "--client", "cursor", "--name", "shop")
     assert result.exit_code == 2
@@ -285,7 +285,7 @@ def test_who_has_to_add_the_entry_by_hand_is_told_which_lines() -> None:
     assert refused(SHOP, "--client", "cursor", "--name", "shop")["entry"] == printed
 
 
-def test_bytes_that_are_no_text_are_left_alone() -> None:
+def test_bytes_that_are_not_text_are_left_alone() -> None:
     path = existing("")
     path.write_bytes(b"\xff{}")
     assert refused(SHOP, "--client", "cursor")["why"] == "it is not UTF-8"
@@ -298,7 +298,7 @@ def test_a_read_only_file_is_left_alone() -> None:
     assert os.listdir(path.parent) == ["mcp.json"]
 
 
-def test_a_file_that_somebody_writes_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_process_writes_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     path = existing()
     monkeypatch.setattr("wirecall.cli.install.ask", lambda _question: bool(path.write_text("{}")))
     result = invoke("install", SHOP, "--client", "cursor")
@@ -308,7 +308,7 @@ def test_a_file_that_somebody_writes_meanwhile_is_left_alone(monkeypatch: pytest
     assert os.listdir(path.parent) == ["mcp.json"]
 
 
-def test_a_link_to_itself_and_a_folder_in_the_way_are_told(home: Path) -> None:
+def test_a_link_to_itself_and_a_folder_in_the_way_are_reported(home: Path) -> None:
     (home / ".claude.json").symlink_to(home / ".claude.json")
     assert refused(SHOP, "--client", "claude-code")["why"] == "it is a link to itself"
     (home / ".cursor").write_text("a file where the folder should be")
@@ -334,12 +334,12 @@ def test_a_link_to_a_file_that_is_not_there_yet_is_followed(home: Path) -> None:
         ((SHOP, "--client", "cursor", "--env", "A"), "'A' is not a variable."),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(words: tuple[str, ...], message: str, home: Path) -> None:
+def test_mistakes_are_reported_before_anything_is_written(words: tuple[str, ...], message: str, home: Path) -> None:
     assert refused(*words)["message"] == message
     assert not list(home.iterdir())
 
 
-def test_an_unknown_client_is_told_what_there_is() -> None:
+def test_an_unknown_client_gets_the_list_of_clients() -> None:
     result = invoke("install", SHOP, "--client", "netscape")
     assert result.exit_code == 2
     assert "claude-desktop" in result.stderr

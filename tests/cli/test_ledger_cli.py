@@ -96,7 +96,7 @@ def test_records_are_listed_page_by_page() -> None:
     assert cursor is None
 
 
-def test_the_table_says_how_to_go_on() -> None:
+def test_the_table_prints_the_command_for_the_next_page() -> None:
     for number in range(3):
         call("put", number, f"k{number}")
     result = invoke("ledger", "list", "app.py", "--limit", "2")
@@ -292,7 +292,7 @@ def test_no_ledger_at_all() -> None:
     assert refused("ledger", "stats")["message"] == "Which ledger?"
 
 
-def test_a_file_that_is_no_ledger_is_told() -> None:
+def test_a_file_that_is_not_a_ledger_is_reported() -> None:
     Path("other.db").write_text("not a database " * 1000)
     error = refused("ledger", "list", "sqlite:other.db")
     assert error["exit"] in (2, 4)
@@ -316,7 +316,7 @@ def test_a_cursor_that_is_none() -> None:
     assert refused("ledger", "list", URL, "--after", "%%%")["message"] == "'%%%' is not a cursor."
 
 
-def test_what_is_looked_at_is_left_as_it_is() -> None:
+def test_looking_at_a_ledger_does_not_change_it() -> None:
     call("crash", 1, "b")
     for words in (("list", URL), ("show", URL, "crash", "b"), ("stats", URL)):
         assert invoke("ledger", *words).exit_code == 0

@@ -62,7 +62,7 @@ def test_a_scheme_may_be_written_in_capitals() -> None:
 
 
 @pytest.mark.parametrize("bytes_", [b"\0\1\2", b"\xff\xfe x = 1"])
-def test_a_binary_file_is_no_app(tmp_path: Path, bytes_: bytes) -> None:
+def test_a_binary_file_is_not_an_app(tmp_path: Path, bytes_: bytes) -> None:
     (tmp_path / "binary.py").write_bytes(bytes_)
     run = invoke("list", str(tmp_path / "binary.py"))
     assert run.exit_code == Exit.USAGE
@@ -71,7 +71,7 @@ def test_a_binary_file_is_no_app(tmp_path: Path, bytes_: bytes) -> None:
     assert "\ufffd" not in run.stderr
 
 
-def test_what_comes_next_for_a_command_can_be_typed(tmp_path: Path) -> None:
+def test_the_next_step_of_a_command_can_be_typed(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP + "@app.query\ndef one(n: int) -> int:\n    return n\napp.run('stdio')\n")
     command = ("--", sys.executable, str(tmp_path / "app.py"))
     assert f"next: wirecall list {' '.join(command)}" in invoke("call", "two", *command).stderr
@@ -114,14 +114,14 @@ def test_a_whole_number_may_be_written_as_1e3() -> None:
     assert json.loads(invoke("call", SHOP, "charge", "order=7", "cents=1e3").stdout)["paid"] == 1000
 
 
-def test_a_bad_key_is_told_with_what_a_good_one_is() -> None:
+def test_an_invalid_key_is_reported_with_the_rule_for_keys() -> None:
     run = invoke("call", SHOP, "charge", "order=7", "cents=5", "--key", "a b")
     assert run.exit_code == Exit.USAGE
     assert "next: use 1 to 255 printable ASCII characters without spaces" in run.stderr
 
 
 @pytest.mark.parametrize(("name", "kind"), [("shop://articles", "resource"), ("reminder", "prompt")])
-def test_what_is_not_called_is_named_as_what_it_is(name: str, kind: str) -> None:
+def test_a_name_that_is_not_callable_is_reported_with_its_kind(name: str, kind: str) -> None:
     run = invoke("call", SHOP, name)
     assert run.exit_code == Exit.USAGE
     assert f"{name} is a {kind}." in run.stderr
@@ -163,7 +163,7 @@ def test_a_ledger_whose_driver_is_not_installed(url: str, package: str, monkeypa
         assert 'next: pip install "wirecall[' in run.stderr
 
 
-def test_a_ledger_that_cannot_be_used_is_told_once(tmp_path: Path) -> None:
+def test_a_ledger_that_cannot_be_used_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "ledger.db").write_bytes(b"no database at all" * 100)
     run = invoke("call", SHOP, "charge", "order=7", "cents=5", "--ledger", f"sqlite:{tmp_path / 'ledger.db'}")
     assert run.exit_code == Exit.UNREACHABLE
@@ -178,7 +178,7 @@ def test_the_path_of_a_ledger_is_not_its_url(tmp_path: Path) -> None:
     assert f"next: sqlite:{tmp_path / 'ledger.db'}" in run.stderr
 
 
-def test_an_audit_trail_that_cannot_be_written_is_told_before_anybody_listens(tmp_path: Path) -> None:
+def test_an_audit_trail_that_cannot_be_written_is_reported_before_the_server_listens(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, why in ((tmp_path, "it is a folder"), (tmp_path / "file" / "trail", "cannot be written to")):
         run = invoke("serve", SHOP, "--audit", f"file:{path}")
@@ -187,7 +187,7 @@ def test_an_audit_trail_that_cannot_be_written_is_told_before_anybody_listens(tm
         assert why in run.stderr
 
 
-def test_lines_that_are_no_trail_are_marked(tmp_path: Path) -> None:
+def test_lines_that_are_not_part_of_a_trail_are_marked(tmp_path: Path) -> None:
     (tmp_path / "trail").write_bytes(b'{}\n{"time":"x","method":5}\n\xff\x1b[31m\n')
     run = invoke("audit", "tail", str(tmp_path / "trail"))
     assert run.exit_code == Exit.DONE
@@ -207,7 +207,7 @@ def test_a_project_beside_a_folder_that_is_not_there(tmp_path: Path) -> None:
 # --- servers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_told_in_the_words_of_the_command(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_with_the_flags_of_the_command(tmp_path: Path) -> None:
     with running("serve", SHOP, "--http", "127.0.0.1:0") as first:
         address = first.wait_for("Listening on").split("//")[-1].strip()
         run = wirecall("serve", SHOP, "--http", address, cwd=tmp_path)
@@ -216,7 +216,7 @@ def test_a_port_in_use_is_told_in_the_words_of_the_command(tmp_path: Path) -> No
     assert "next: use another port: --http HOST:PORT" in run.stderr.decode()
 
 
-def test_dev_says_that_it_waits_when_the_server_has_ended(tmp_path: Path) -> None:
+def test_dev_reports_that_it_waits_when_the_server_has_ended(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text("x = = 1\n")
     with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
         run.wait_for("restarts when a file changes")
@@ -239,13 +239,13 @@ def test_a_process_that_does_not_want_to_end_is_ended() -> None:
 
 
 @pytest.mark.parametrize("words", [["ls"], ["/no/such/program"]])
-def test_a_probe_of_what_is_no_server_speaks_of_a_command(words: list[str], tmp_path: Path) -> None:
+def test_a_probe_of_a_command_that_is_not_a_server_suggests_to_run_it(words: list[str], tmp_path: Path) -> None:
     run = wirecall("probe", "--", *words, cwd=tmp_path)
     assert run.returncode == Exit.UNREACHABLE
     assert b"next: run the command by itself" in run.stderr
 
 
-def test_a_lost_line_of_a_batch_says_how_to_repeat_it(tmp_path: Path) -> None:
+def test_a_lost_line_of_a_batch_names_the_command_to_retry_it(tmp_path: Path) -> None:
     source = APP + "import os\n@app.command\ndef leave() -> int:\n    os._exit(9)\n"
     (tmp_path / "app.py").write_text(source + "if __name__ == '__main__':\n    app.run('stdio')\n")
     run = wirecall("batch", "--", sys.executable, "app.py", stdin=b'{"method":"leave","key":"k-1"}\n', cwd=tmp_path)
@@ -257,7 +257,7 @@ def test_a_lost_line_of_a_batch_says_how_to_repeat_it(tmp_path: Path) -> None:
 SLOW = "import asyncio\n@app.command\nasync def slow() -> None:\n    await asyncio.sleep(60)\n"
 
 
-def test_a_key_that_nobody_keeps_is_not_offered_for_a_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_without_a_lasting_record_is_not_offered_for_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wirecall.cli.connecting.GRACE", 0.1)
     (tmp_path / "app.py").write_text(APP + SLOW)
     words = ("call", str(tmp_path / "app.py"), "slow", "--timeout", "300ms", "--json")
@@ -282,7 +282,7 @@ async def answering(text: bytes, *words: str) -> subprocess.CompletedProcess[byt
         return await asyncio.to_thread(wirecall, words[0], url, *words[1:], stdin=b"{}\n")
 
 
-async def test_an_answer_that_is_no_greeting_has_no_unknown_outcome() -> None:
+async def test_an_invalid_answer_to_the_handshake_is_not_an_unknown_outcome() -> None:
     body = b'{"jsonrpc":"2.0","id":1,"result":{}}'
     run = await answering(b"content-length: %d\r\n\r\n%s" % (len(body), body), "list", "--revision", "2025-11-25")
     assert run.returncode == Exit.PROTOCOL
@@ -304,7 +304,7 @@ async def test_an_answer_that_is_cut_off(words: list[str], exit: int, next: byte
     assert b"why: the connection broke before the end of the answer\n  next: " + next in run.stderr
 
 
-def test_who_gives_a_key_to_a_ledger_in_memory_is_told_where_it_would_be_kept(tmp_path: Path) -> None:
+def test_a_key_for_a_ledger_in_memory_prints_a_hint_for_a_lasting_ledger(tmp_path: Path) -> None:
     run = wirecall("call", SHOP, "charge", "order=7", "cents=1", "--key", "k", cwd=tmp_path)
     assert run.returncode == Exit.DONE
     assert b"--ledger sqlite:PATH keeps it, or [ledger] url = ... in wirecall.toml." in run.stderr
@@ -316,7 +316,7 @@ def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
     assert "next: use an address of this machine" in run.stderr
 
 
-def test_a_server_that_dies_of_a_command_is_told_in_plain_words(tmp_path: Path) -> None:
+def test_a_server_that_dies_during_a_command_has_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP + "import os\n@app.command\ndef leave() -> int:\n    os._exit(9)\n")
     with serving(str(tmp_path / "app.py")) as url:
         run = invoke("call", url, "leave", "--key", "k-1", "--timeout", "2s")
@@ -327,7 +327,7 @@ def test_a_server_that_dies_of_a_command_is_told_in_plain_words(tmp_path: Path) 
 
 @pytest.mark.parametrize("protocol", ["rpc", "mcp"])
 @pytest.mark.parametrize("words", [["list"], ["show", "price"], ["call", "price", "sku=tea"]], ids=lambda words: words[0])
-def test_an_echo_is_no_answer(words: list[str], protocol: str) -> None:
+def test_an_echo_is_not_an_answer(words: list[str], protocol: str) -> None:
     run = invoke(*words, "--as", protocol, "--", "cat")
     assert run.exit_code == Exit.PROTOCOL
     assert "the server sent back the request itself" in run.stderr
@@ -335,7 +335,7 @@ def test_an_echo_is_no_answer(words: list[str], protocol: str) -> None:
 
 
 @pytest.mark.parametrize("words", [["list"], ["call", "price"]], ids=lambda words: words[0])
-def test_that_nobody_answers_a_question_is_no_unknown_outcome(words: list[str]) -> None:
+def test_a_server_that_does_not_answer_is_not_an_unknown_outcome(words: list[str]) -> None:
     run = invoke(*words, "--as", "rpc", "--timeout", "300ms", "--json", "--", "sleep", "60")
     error = json.loads(run.stdout)["error"]
     assert (run.exit_code, error["message"], error["ran"]) == (Exit.UNREACHABLE, "The server does not answer.", "no")
@@ -345,13 +345,13 @@ def test_that_nobody_answers_a_question_is_no_unknown_outcome(words: list[str]) 
 
 
 @pytest.mark.parametrize("words", [f"call {SHOP} price --args -", f"batch {SHOP}", f"send {SHOP}"])
-def test_a_closed_stdin_is_told(words: str, tmp_path: Path) -> None:
+def test_a_closed_stdin_is_reported(words: str, tmp_path: Path) -> None:
     run = shell(f"wirecall {words} <&-", tmp_path)
     assert run.returncode == Exit.USAGE
     assert "There is no standard input: it is closed." in run.stderr
 
 
-def test_closed_outputs_are_no_fault(tmp_path: Path) -> None:
+def test_closed_outputs_are_not_a_fault(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text('{"method":"price","params":{"sku":"tea"}}\n')
     assert shell(f"wirecall call {SHOP} price sku=tea 2>&-", tmp_path).stdout == "450\n"
     assert shell(f"wirecall batch {SHOP} lines >&-", tmp_path).returncode == Exit.DONE
@@ -361,13 +361,13 @@ def test_closed_outputs_are_no_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [f"list {SHOP}", f"call {SHOP} price sku=tea", f"call {SHOP} price sku=tea --json", f"batch {SHOP}"]
 )
-def test_a_full_disk_is_told(words: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(words: str, tmp_path: Path) -> None:
     run = shell(f'echo \'{{"method":"x"}}\' | wirecall {words} > /dev/full', tmp_path)
     assert run.returncode == Exit.FAULT
     assert "The output cannot be written.\n  why: No space left on device" in run.stderr
 
 
-def test_a_reader_that_leaves_early_hears_no_complaint(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_early_causes_no_error(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text('{"method":"price","params":{"sku":"tea"}}\n' * 5000)
     run = shell(f"wirecall batch {SHOP} lines | head -1", tmp_path)
     assert run.stdout == '{"line":1,"ok":true,"result":450}\n'
@@ -383,14 +383,14 @@ def test_a_reader_that_leaves_early_hears_no_complaint(tmp_path: Path) -> None:
         (["send", SHOP], b"reading", b"Interrupted."),
     ],
 )
-def test_one_ctrl_c_ends_what_waits_for_its_user(words: list[str], sign: bytes, told: bytes) -> None:
+def test_one_ctrl_c_ends_a_command_that_waits_for_its_user(words: list[str], sign: bytes, told: bytes) -> None:
     said, code = at_terminal(words, sign)
     assert code == Exit.INTERRUPTED
     assert told in said
     assert b"Ctrl-C again" not in said
 
 
-def test_who_leaves_a_question_unanswered_says_no() -> None:
+def test_an_unanswered_confirmation_counts_as_no() -> None:
     said, code = at_terminal(["call", SHOP, "refund", "order=7"], b"Call it?", key=b"\x04")
     assert code == Exit.INTERRUPTED
     assert b"Nothing was sent." in said

@@ -30,7 +30,7 @@ def test_a_new_project_has_a_test_that_passes_and_a_sound_configuration() -> Non
     assert wirecall("config", "check", cwd="shop").returncode == 0
 
 
-def test_what_is_written_is_formatted_as_we_write_ourselves() -> None:
+def test_generated_files_are_formatted_like_our_own() -> None:
     invoke("new", "shop")
     ruff = Path(sys.executable).with_name("ruff")
     for verb in (["format", "--check"], ["check"]):
@@ -74,7 +74,7 @@ def test_a_completion_script_is_printed(shell: str, word: str) -> None:
     assert "_WIRECALL_COMPLETE" in result.stdout
 
 
-def test_another_shell_is_told_what_there_is() -> None:
+def test_an_unknown_shell_gets_the_list_of_shells() -> None:
     result = invoke("completion", "tcsh")
     assert result.exit_code == 2
     assert "'bash', 'zsh', 'fish'" in result.stderr

@@ -161,14 +161,14 @@ def test_tools_without_keys_and_annotations_are_advised_about(tmp_path: Path) ->
         ({"initialize": initialized(capabilities={"tools": {}})}, "it declares tools, and tools/list gives no list"),
     ],
 )
-def test_a_rule_that_is_broken_is_told_with_exit_code_9(tmp_path: Path, answers: dict[str, str], what: str) -> None:
+def test_a_broken_rule_is_reported_with_exit_code_9(tmp_path: Path, answers: dict[str, str], what: str) -> None:
     code, found = scripted(tmp_path, answers)
     assert code == 9
     assert any(what in problem for problem in problems(found)), problems(found)
     assert found["problems"][0]["where"] == ["2025-11-25"]
 
 
-def test_a_server_that_ends_when_it_is_asked_something_new_is_told(tmp_path: Path) -> None:
+def test_a_server_that_exits_on_an_unknown_request_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "server.py"
     table = {"initialize": initialized(), "ping": EMPTY, "else": UNKNOWN}
     code = SCRIPT.format(answers=repr(table), noise="''").replace(
@@ -182,13 +182,13 @@ def test_a_server_that_ends_when_it_is_asked_something_new_is_told(tmp_path: Pat
     assert "it breaks off: the server process ended with 1" in found["problems"][0]["what"]
 
 
-def test_a_tool_without_a_schema_is_told(tmp_path: Path) -> None:
+def test_a_tool_without_a_schema_is_reported(tmp_path: Path) -> None:
     tools = '{"jsonrpc":"2.0","id":ID,"result":{"tools":[{"name":"a"}]}}'
     code, found = scripted(tmp_path, {"initialize": initialized(capabilities={"tools": {}}), "tools/list": tools})
     assert (code, problems(found)) == (9, ["the tool 'a' has no inputSchema of type object"])
 
 
-def test_text_on_stdout_is_told_with_its_first_words(tmp_path: Path) -> None:
+def test_text_on_stdout_is_reported_with_its_first_words(tmp_path: Path) -> None:
     code, found = scripted(tmp_path, {}, noise="Loading model...\n")
     assert (code, problems(found)) == (9, ["it prints text that is not JSON-RPC to stdout: 'Loading model...'"])
 
@@ -233,7 +233,7 @@ for line in sys.stdin:
 """
 
 
-def test_who_never_answers_is_asked_twice_and_given_up(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_is_tried_twice(tmp_path: Path) -> None:
     code, error = probed("--timeout", "1s", "--", sys.executable, "-c", MUTE, str(tmp_path / "log"))
     started, *questions = (tmp_path / "log").read_text().splitlines()
     assert started == "started"  # once
@@ -243,7 +243,7 @@ def test_who_never_answers_is_asked_twice_and_given_up(tmp_path: Path) -> None:
     assert "serves on stdio" in error["next"]
 
 
-def test_who_is_silent_about_the_first_question_alone_is_there(tmp_path: Path) -> None:
+def test_a_server_that_ignores_only_the_first_request_is_found(tmp_path: Path) -> None:
     answers = {"initialize": "", "server/discover": "", "array": f"[{UNKNOWN},{UNKNOWN}]"}
     code, found = scripted(tmp_path, answers, "--timeout", "1500ms", "--revision", "2025-11-25")
     assert (code, problems(found)) == (9, ["it speaks neither MCP nor JSON-RPC"])
@@ -268,7 +268,7 @@ async def test_an_address_that_never_answers_is_asked_at_both_endpoints() -> Non
 
 
 @pytest.mark.parametrize("line", ["y", '{"jsonrpc": "2.0", "method": "notifications/message"}'])
-async def test_what_a_server_says_without_end_is_not_kept_without_end(line: str) -> None:
+async def test_endless_output_of_a_server_is_kept_only_in_part(line: str) -> None:
     class Flood:
         async def open(self, on_line: Any, on_end: Any) -> None:
             self.on_line = on_line
@@ -290,13 +290,13 @@ async def test_what_a_server_says_without_end_is_not_kept_without_end(line: str)
     assert len(reply.noise) <= NOISE
 
 
-def test_an_echo_is_no_server() -> None:
+def test_an_echo_is_not_a_server() -> None:
     code, error = probed("--", "cat")
     assert (code, error["message"]) == (10, "The server sends every message back.")
     assert error["why"] == "the answer to initialize is the request itself"
 
 
-async def test_what_is_no_server_of_either_protocol_is_told() -> None:
+async def test_a_target_that_speaks_neither_protocol_is_reported() -> None:
     async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 405 Nope\r\ncontent-type: text/html\r\ncontent-length: 6\r\nconnection: close\r\n\r\n<html>")

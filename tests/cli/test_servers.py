@@ -96,7 +96,7 @@ def test_calls_on_stdio() -> None:
 
 
 @pytest.mark.parametrize("server", ["granian", "uvicorn"])
-def test_serve_stops_when_told_to(server: str) -> None:
+def test_serve_stops_on_a_signal(server: str) -> None:
     with running("serve", SHOP, "--http", "127.0.0.1:0", "--server", server, "--grace", "5s") as run:
         address = run.wait_for("Listening on").split()[-1]
         assert invoke("call", address, "price", "sku=tea").stdout == "450\n"
@@ -155,7 +155,7 @@ def test_the_log_of_calls() -> None:
         assert "✗ price" in run.wait_for("error 4040")
 
 
-def test_dev_starts_anew_when_a_file_changes(tmp_path: Path) -> None:
+def test_dev_restarts_when_a_file_changes(tmp_path: Path) -> None:
     source = "from wirecall import App\napp = App('a')\n@app.query\ndef one() -> int:\n    return 1\n"
     (tmp_path / "app.py").write_text(source)
     with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
@@ -193,7 +193,7 @@ def test_a_server_that_is_not_there(path: str) -> None:
         ("import time; time.sleep(60)", Exit.UNREACHABLE, "does not answer"),
     ],
 )
-def test_a_process_that_is_no_server(script: str, exit: int, told: str) -> None:
+def test_a_process_that_is_not_a_server(script: str, exit: int, told: str) -> None:
     run = wirecall("call", "price", "sku=tea", "--timeout", "1s", "--", sys.executable, "-c", script)
     assert run.returncode == exit, run.stderr
     assert told in run.stderr.decode()
@@ -261,7 +261,7 @@ def test_a_server_that_speaks_another_protocol(strange: str, path: str, exit: in
 
 
 @pytest.mark.parametrize("protocol", ["rpc", "mcp"])
-def test_a_server_that_wants_to_know_who_calls(slow: str, protocol: str) -> None:
+def test_a_server_that_requires_authentication(slow: str, protocol: str) -> None:
     with serving(f"{slow}:private") as address:
         words = ["call", address, "secret", "--as", protocol]
         run = invoke(*words)
@@ -287,14 +287,14 @@ def test_an_answer_that_does_not_come(slow: str) -> None:
         assert "--key k-7" in error["next"]
 
 
-def test_https_to_a_server_of_http_is_told_as_what_it_is(shop: str) -> None:
+def test_https_to_an_http_server_has_a_clear_error(shop: str) -> None:
     run = wirecall("call", shop.replace("http:", "https:"), "price", "sku=tea", "--json")
     error = json.loads(run.stdout)["error"]
     assert (run.returncode, error["type"]) == (Exit.UNREACHABLE, "unreachable")
     assert "it does not agree to TLS (https): " in error["why"]
 
 
-def test_a_call_that_is_cut_at_the_end_is_no_traceback(
+def test_a_call_that_is_cut_at_the_end_does_not_print_a_traceback(
     slow: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("wirecall.cli.connecting.GRACE", 0.1)

@@ -50,7 +50,7 @@ def test_an_app_by_name(tmp_path: Path) -> None:
     assert invoke("call", f"{tmp_path / 'two.py'}:app", "one").stdout == "1\n"
 
 
-def test_what_a_file_and_its_handlers_print_is_not_the_answer(tmp_path: Path) -> None:
+def test_prints_of_a_file_and_its_handlers_are_not_part_of_the_answer(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text("print('loading')\n" + APP.replace("    return", "    print('at work')\n    return"))
     for words in (["call", "loud.py", "one"], ["call", "loud.py", "one", "--as", "mcp"]):
         run = wirecall(*words, cwd=tmp_path)

@@ -174,7 +174,7 @@ async def test_a_batch_ends_as_well(behave: Behaviour) -> None:
         assert all(isinstance(entry.error, CallFailed | RpcError) for entry in entries if not entry.ok)
 
 
-async def test_an_answer_after_the_deadline_meets_nobody() -> None:
+async def test_an_answer_after_the_deadline_is_dropped() -> None:
     async with Peer(too_late) as peer, connect(peer.url, discover=False) as client:
         with pytest.raises(TimedOut):
             await client.call("first", timeout=0.1)
@@ -220,7 +220,7 @@ async def test_a_call_that_is_cancelled_leaves_nothing() -> None:
             await call
 
 
-async def test_closing_ends_the_calls_under_way() -> None:
+async def test_closing_ends_the_calls_in_flight() -> None:
     async with Peer(never) as peer:
         async with connect(peer.url, discover=False) as client:
             calls = [asyncio.create_task(client.call("x", key=True)) for _ in range(3)]
@@ -256,7 +256,7 @@ async def test_a_mute_server_costs_half_of_the_first_call_at_most() -> None:
         assert await client.call("x", timeout=0.5) == "fine"
 
 
-async def test_nobody_waits_longer_for_the_kinds_than_its_own_time() -> None:
+async def test_a_call_waits_for_rpc_discover_no_longer_than_its_own_timeout() -> None:
     async with Peer(never) as peer, connect(peer.url) as client:
         first = asyncio.create_task(client.call("x", timeout=PATIENCE))
         await until(lambda: peer.bodies)

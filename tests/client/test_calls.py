@@ -107,7 +107,7 @@ async def test_a_server_s_error_is_the_exception_of_its_code(way: str) -> None:
         assert misread.value.ran == "yes"
 
 
-async def test_what_cannot_be_sent_is_told_before() -> None:
+async def test_params_that_cannot_be_sent_fail_before_sending() -> None:
     async with in_memory(shop()) as client:
         with pytest.raises(NotSent, match="cannot be written as JSON"):
             await client.call("price", {"sku": object()})
@@ -132,7 +132,7 @@ async def test_a_client_that_is_closed_says_so() -> None:
         await client.call("price", ["tea"])
 
 
-async def test_nobody_listens() -> None:
+async def test_a_server_that_is_not_reachable() -> None:
     async with connect(f"http://127.0.0.1:{free_port()}/rpc", discover=False) as client:
         with pytest.raises(NotSent, match="cannot be reached") as caught:
             await client.call("price", ["tea"])
@@ -158,7 +158,7 @@ async def test_options_of_mcp_are_refused_for_jsonrpc() -> None:
         connect(shop(), revision="2025-11-25")
 
 
-async def test_a_foreign_server_is_asked_for_its_kinds_once_and_gets_no_key() -> None:
+async def test_a_foreign_server_gets_one_rpc_discover_and_no_key() -> None:
     def foreign(message: Any) -> bytes:
         if message["method"] == "rpc.discover":
             return http(b'{"jsonrpc":"2.0","id":%d,"error":{"code":-32601,"message":"?"}}' % message["id"])

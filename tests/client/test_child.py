@@ -58,7 +58,7 @@ async def test_answers_in_another_order_and_lines_that_are_none() -> None:
         assert [entry.result() for entry in entries] == [[n] for n in range(5)]
 
 
-async def test_a_child_that_dies_is_told_with_its_last_words_and_started_anew() -> None:
+async def test_a_child_that_dies_is_reported_with_its_last_output_and_restarted() -> None:
     dies = 'message["method"] == "die" and (print("out of tea", file=sys.stderr), sys.exit(3))'
     async with connect(echo(dies), discover=False) as client:
         assert await client.call("x", [1]) == [1]
@@ -68,7 +68,7 @@ async def test_a_child_that_dies_is_told_with_its_last_words_and_started_anew() 
         assert await client.call("x", [2]) == [2]
 
 
-async def test_a_child_that_ends_before_it_is_written_to_is_told_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_child_that_ends_before_the_first_write_is_reported_with_its_last_output(tmp_path: Path) -> None:
     go = tmp_path / "go"
     wait = f"while not os.path.exists({str(go)!r}): time.sleep(0.01)"
     code = f"import os, time\nos.close(0)\n{wait}\nraise SystemExit('no licence')"

@@ -31,7 +31,7 @@ async def test_calls_of_one_moment_are_one_array() -> None:
         assert sizes == [1, 1, 13]  # what may not be repeated goes alone
 
 
-async def test_one_call_alone_is_no_array() -> None:
+async def test_a_single_call_is_not_sent_as_an_array() -> None:
     async with Peer(answers(answered)) as peer, connect(peer.url, discover=False, coalesce=0.001) as client:
         assert await client.call("q", [1], query=True) == [1]
         assert not isinstance(peer.bodies[0], list)
@@ -60,7 +60,7 @@ async def test_a_server_that_refuses_arrays_gets_single_calls() -> None:
         assert [isinstance(body, list) for body in peer.bodies] == [True, *[False] * 5]
 
 
-async def test_a_slow_entry_holds_nobody_where_answers_come_one_by_one() -> None:
+async def test_a_slow_entry_does_not_delay_others_if_answers_come_one_by_one() -> None:
     """A child answers line by line: the quick ones are there while the slow one still waits for a sign."""
     import sys
 

@@ -196,7 +196,7 @@ async def test_one_deadline_over_all_attempts() -> None:
     assert len(clock.slept) == 4
 
 
-async def test_what_was_lost_once_is_not_said_to_have_not_run() -> None:
+async def test_after_a_lost_attempt_ran_is_not_no() -> None:
     """The answer to the first attempt is dropped, then nobody is reached: that the last one did not run says nothing."""
     app, ran = counter()
     faults = Faults(drop_reply=1, cut_after=1)
@@ -232,7 +232,7 @@ FINAL = [(50910, "outcome_unknown", OutcomeUnknown, "unknown"), (42210, "idempot
 
 
 @pytest.mark.parametrize(("code", "kind", "expected", "ran"), FINAL)
-async def test_what_only_the_caller_can_decide_goes_to_the_caller(code: int, kind: str, expected: Any, ran: str) -> None:
+async def test_errors_that_only_the_caller_can_decide_are_not_retried(code: int, kind: str, expected: Any, ran: str) -> None:
     async with Peer(answers(error(code, kind, ran=ran))) as peer, connect(peer.url, discover=False) as client:
         with pytest.raises(expected) as caught:
             await client.call("x", key="k")
@@ -240,7 +240,7 @@ async def test_what_only_the_caller_can_decide_goes_to_the_caller(code: int, kin
         assert len(peer.bodies) == 1
 
 
-async def test_a_pause_longer_than_the_deadline_is_not_begun() -> None:
+async def test_a_pause_longer_than_the_deadline_ends_the_call_at_once() -> None:
     busy = error(40910, "idempotency_key_in_progress", ran="unknown", retry_after_ms=60_000)
     async with Peer(answers(busy)) as peer, connect(peer.url, discover=False) as client:
         with pytest.raises(KeyInProgress):
@@ -314,7 +314,7 @@ async def test_a_wish_of_one_entry_does_not_end_the_others() -> None:
         assert isinstance(long.error, Busy)
 
 
-async def test_back_off_has_no_end_of_doublings() -> None:
+async def test_thousands_of_attempts_do_not_overflow_the_back_off() -> None:
     app, _ = counter()
     retry = Retry(attempts=3000, first=0.001, cap=0.002)
     async with in_memory(app, faults=Faults(cut_after=0), clock=FakeClock(), retry=retry) as client:

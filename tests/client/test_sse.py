@@ -40,6 +40,6 @@ def test_an_event_may_not_grow_for_ever() -> None:
         Parser(max_bytes=100).feed(b"data: " + b"x" * 120)
 
 
-def test_many_small_events_are_no_large_one() -> None:
+def test_many_small_events_do_not_count_as_one_large_event() -> None:
     parser = Parser(max_bytes=100)
     assert len(parser.feed(b"data: x\n\n" * 1000)) == 1000

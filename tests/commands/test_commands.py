@@ -203,7 +203,7 @@ async def test_a_cancelled_thread_stops_at_its_commit_point() -> None:
 
 
 @pytest.mark.parametrize("refusal", [Busy(ran="no"), InvalidParams("too much")])
-def test_a_refusal_is_no_outcome(refusal: RpcError) -> None:
+def test_a_refusal_is_not_an_outcome(refusal: RpcError) -> None:
     app, answers = make_app(), [refusal, None]
 
     @app.command
@@ -371,7 +371,7 @@ async def test_reconcile(verdict: Any, expected: Any, runs: int, form: str) -> N
     assert len(ran) == runs
 
 
-def test_a_reconcile_function_that_cannot_be_asked_is_told_at_registration() -> None:
+def test_an_unusable_reconcile_function_is_an_error_at_registration() -> None:
     with pytest.raises(UsageError, match=r"it takes \(order\), the command takes \(order, cents\)"):
         make_app().command(name="put", on_crash="reconcile", reconcile=lambda order: NotDone())(lambda order, cents: 1)
     with pytest.raises(UsageError, match="asked only with"):
@@ -450,7 +450,7 @@ async def test_the_shortest_lease_does_not_keep_the_event_loop_busy(monkeypatch:
     assert (beats[9] - beats[0]) / 9 > 0.008
 
 
-async def test_nothing_begins_after_the_app_has_stopped() -> None:
+async def test_no_command_starts_after_the_app_has_stopped() -> None:
     app, ran = make_app(), list[int]()
     app.command(name="put", wait=5)(lambda n: ran.append(n))
     ledger, clock = await vanished(app)
@@ -616,7 +616,7 @@ async def test_a_verdict_whose_result_cannot_be_written_settles_nothing() -> Non
 
 
 @pytest.mark.parametrize("verdict", [Done, NotDone, CannotTell(), "done", True, None])
-async def test_what_is_no_verdict_settles_nothing(verdict: Any) -> None:
+async def test_an_invalid_verdict_settles_nothing(verdict: Any) -> None:
     """Else a forgotten pair of brackets would remove the evidence, and the command would run again."""
     app = await with_an_unknown_outcome()
     with pytest.raises(UsageError, match="must be Done"):

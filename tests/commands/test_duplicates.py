@@ -34,7 +34,7 @@ async def test_a_duplicate_in_the_same_process_does_not_wait_for_ever(app: App, 
     assert result(await first)["number"] == 1
 
 
-async def test_a_duplicate_elsewhere_is_told_to_come_back_after_its_wait(new_app: NewApp, world: World) -> None:
+async def test_a_duplicate_elsewhere_gets_in_progress_after_its_wait(new_app: NewApp, world: World) -> None:
     here, there = new_app(), new_app()
     here.command(name="charge")(world.held_after)
     there.command(name="charge", wait=0.01)(world.charge)

@@ -140,7 +140,7 @@ async def test_a_caller_that_hangs_up_at_any_step_leaves_one_effect(app: App, le
 # --- an app that stops -----------------------------------------------------------------------------------------------
 
 
-async def test_closing_an_app_finishes_what_may_have_happened_and_releases_the_rest(
+async def test_closing_an_app_finishes_commands_past_their_commit_point_and_releases_the_others(
     new_app: NewApp, ledger: Ledger, world: World
 ) -> None:
     app, other = new_app(), World()

@@ -88,7 +88,7 @@ async def test_other_params_under_the_same_key_are_refused(new_app: NewApp, worl
     assert world.effects == [5]
 
 
-async def test_what_is_no_difference_is_no_conflict(app: App, world: World) -> None:
+async def test_equal_params_do_not_conflict(app: App, world: World) -> None:
     """1 equals 1.0, the order of members and `_meta` do not matter."""
 
     @app.command(name="charge")

@@ -22,7 +22,7 @@ async def app(store: Store) -> AsyncIterator[App]:
 # --- refused before anything runs: no record (P3, P4, P7) -------------------------------------------------------------
 
 
-async def test_what_is_refused_before_it_runs_leaves_no_record(app: App, ledger: Ledger) -> None:
+async def test_a_call_refused_before_it_runs_leaves_no_record(app: App, ledger: Ledger) -> None:
     effects: list[int] = []
     app.command(name="put")(lambda n: effects.append(n))
 

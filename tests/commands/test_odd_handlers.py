@@ -235,7 +235,7 @@ async def run_sql(db: Any, statement: str) -> Any:
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("statement", ["COMMIT", "ROLLBACK"])
-async def test_a_handler_that_ends_its_transaction_is_never_said_to_have_done_nothing_if_it_has(
+async def test_a_handler_that_ends_its_transaction_never_gets_ran_no_if_it_acted(
     statement: str, fails: bool, app: App, store: Store
 ) -> None:
     """Record and effect are apart then. What the caller hears must be true, and nothing may run twice."""
@@ -280,7 +280,7 @@ ENDINGS = {
 @pytest.mark.parametrize("store", ["postgres"], indirect=True)
 @pytest.mark.parametrize("leaves", ["raises", "times out"])
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_a_handler_that_commits_and_begins_anew_is_not_said_to_have_done_nothing(
+async def test_a_handler_that_commits_and_starts_a_new_transaction_does_not_get_ran_no(
     ending: str, leaves: str, app: App
 ) -> None:
     """A transaction was open when it failed, so that was undone, and taken for the one that had been committed."""
@@ -396,7 +396,7 @@ async def test_a_handler_that_returns_after_a_commit_of_its_own_is_not_said_to_h
 # --- handlers that cancel themselves ---------------------------------------------------------------------------------
 
 
-async def test_a_cancellation_that_a_handler_leaves_behind_costs_nobody_its_outcome(app: App) -> None:
+async def test_a_cancellation_that_a_handler_leaves_behind_does_not_lose_an_outcome(app: App) -> None:
     """As `asyncio.timeout` does in Python 3.11, if it comes in the same turn as the end of its block."""
     effects: list[int] = []
 

@@ -201,7 +201,9 @@ async def test_other_params_are_a_conflict_in_a_transaction_too(app: App, effect
 
 
 @transactional
-async def test_what_a_transaction_does_not_keep(app: App, effects: Effects, ledger: Ledger, store: Store) -> None:
+async def test_a_transactional_result_that_is_not_stored_is_not_retained(
+    app: App, effects: Effects, ledger: Ledger, store: Store
+) -> None:
     @app.command(name="charge", on_crash="transactional", retention=100, max_stored_result=100)
     async def handler(cents: int, ctx: Context) -> Any:
         await effects.add(ctx, cents)

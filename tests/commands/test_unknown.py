@@ -72,7 +72,7 @@ async def test_a_paused_holder_comes_back_with_the_truth(
     assert world.effects == [5]
 
 
-async def test_an_operator_says_that_it_was_done(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_an_operator_resolves_a_command_as_done(app: App, ledger: Ledger, store: Store, world: World) -> None:
     app.command(world.charge)
     await vanish(ledger, store)
     await app.handle(charge())
@@ -81,7 +81,7 @@ async def test_an_operator_says_that_it_was_done(app: App, ledger: Ledger, store
     assert world.effects == []
 
 
-async def test_an_operator_says_that_it_was_not_done(app: App, ledger: Ledger, store: Store, world: World) -> None:
+async def test_an_operator_resolves_a_command_as_not_done(app: App, ledger: Ledger, store: Store, world: World) -> None:
     app.command(world.charge)
     await vanish(ledger, store)
     await app.handle(charge())

@@ -48,7 +48,7 @@ def test_every_step_is_killed_in_every_mode() -> None:
 
 
 @durable
-def test_a_retry_is_told_what_was_promised(bench: Bench, crew: Crew, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_retry_gets_the_promised_answer(bench: Bench, crew: Crew, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(SEED)
     trials = all_trials(bench.store.kind, rng)
     trials = sized(small=rng.sample(trials, 16), full=trials)
@@ -65,7 +65,7 @@ def test_retries_may_be_killed_too_or_come_together(bench: Bench, crew: Crew) ->
 
 
 @durable
-def test_after_five_runs_nobody_runs_it_again(bench: Bench, crew: Crew) -> None:
+def test_after_five_runs_a_command_is_not_run_again(bench: Bench, crew: Crew) -> None:
     trial = Trial(ledger=bench.store.kind, mode="rerun", point=False, steps=("effect_done",) * 5)
     (story,) = tell(crew, bench, [trial])
     assert (story.kills, story.answer, len(story.effects_again)) == (5, "unknown", 5), story

@@ -32,7 +32,7 @@ async def test_a_lost_claim_is_refused_and_the_retry_runs(
 @losses
 @pytest.mark.parametrize("front", ["postgres"], indirect=True)
 @pytest.mark.parametrize("transition", ["claim", "complete"])
-async def test_what_is_lost_once_is_sent_again_where_that_is_safe(
+async def test_a_lost_statement_is_sent_again_if_that_is_safe(
     front: Front, two: Two, caller: Caller, effects: Effects, transition: str, loss: Loss
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern(transition))
@@ -203,7 +203,7 @@ async def test_a_lost_release_ends_with_the_lease(
 
 
 @losses
-async def test_a_lost_abandon_ends_with_the_lease_and_nobody_runs_it_again(
+async def test_a_lost_abandon_ends_with_the_lease_and_the_command_is_not_run_again(
     front: Front, two: Two, caller: Caller, effects: Effects, loss: Loss
 ) -> None:
     fault = front.proxy.lose(loss, front.pattern("abandon"))

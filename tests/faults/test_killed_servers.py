@@ -285,7 +285,7 @@ async def test_a_commit_that_was_not_confirmed_is_settled_by_asking_the_server(f
 
 @only_postgres
 @losses
-async def test_a_commit_that_nobody_can_be_asked_about_is_said_to_be_unknown_and_the_retry_is_definite(
+async def test_a_commit_that_cannot_be_checked_is_unknown_and_the_retry_is_definite(
     front: Front, bank: Bank, loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(postgres_transaction, "SETTLE", 0.3)

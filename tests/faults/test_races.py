@@ -38,7 +38,7 @@ async def test_each_key_takes_effect_once_however_many_processes_send_it(store: 
 
 
 @durable
-async def test_a_storm_on_one_key_of_a_ledger_that_nobody_has_opened_yet(store: Store, effects: Effects) -> None:
+async def test_a_storm_on_one_key_of_a_ledger_that_is_not_open_yet(store: Store, effects: Effects) -> None:
     async with AsyncExitStack() as stack:
         children = [await stack.enter_async_context(child(store.url, effects)) for _ in range(PROCESSES)]
         told = await race(children, ["the-key"], copies=STORM)

@@ -142,9 +142,7 @@ async def test_a_file_that_is_moved_away_and_back_while_it_is_open(path: Path, e
     assert len(effects.all()) == 2
 
 
-async def test_a_file_that_is_removed_and_made_anew_does_not_part_the_apps(
-    path: Path, effects: Effects, caller: Caller
-) -> None:
+async def test_a_removed_and_recreated_file_does_not_split_the_ledger(path: Path, effects: Effects, caller: Caller) -> None:
     async with make_shop(url_of(path), effects) as app:
         await caller.call(app, "charge", "known")
         for name in path.parent.glob("ledger.db*"):
@@ -182,7 +180,7 @@ async def test_a_file_that_another_process_locks_for_long(
 # --- SQLite on a disk that fails -------------------------------------------------------------------------------------
 
 
-async def test_a_process_that_may_write_no_more_bytes(path: Path, effects: Effects) -> None:
+async def test_a_process_at_its_file_size_limit(path: Path, effects: Effects) -> None:
     """The kernel's own refusal: RLIMIT_FSIZE, which is for a process what a full disk is for all of them."""
     async with child(url_of(path), effects) as one, child(url_of(path), effects) as other:
         answers = [await one.call("charge", "first")]

@@ -172,7 +172,9 @@ class Stages:
 
 
 @durable
-async def test_a_stop_finishes_what_has_begun_and_releases_the_rest(store: Store, effects: Effects, caller: Caller) -> None:
+async def test_a_stop_finishes_commands_past_their_commit_point_and_releases_the_others(
+    store: Store, effects: Effects, caller: Caller
+) -> None:
     stopped, other = Stages(store.url, effects), Stages(store.url, effects)
     other.before.go.set()
     async with other.app:
@@ -194,7 +196,7 @@ async def test_a_stop_finishes_what_has_begun_and_releases_the_rest(store: Store
 
 
 @durable
-async def test_an_app_that_stops_claims_nothing_more(store: Store, effects: Effects, caller: Caller) -> None:
+async def test_an_app_that_stops_does_not_claim_any_more(store: Store, effects: Effects, caller: Caller) -> None:
     stopped = Stages(store.url, effects)
     late = asyncio.create_task(caller.call(stopped.app, "late", "late"))
     await stopped.after.entered()
@@ -244,7 +246,7 @@ async def test_a_stop_may_come_at_any_moment(store: Store, effects: Effects, cal
     assert len(effects.all()) == 25 * 9
 
 
-async def test_a_stop_gives_back_a_claim_that_is_under_way(front: Front, two: Two, caller: Caller, effects: Effects) -> None:
+async def test_a_stop_releases_a_claim_that_is_in_flight(front: Front, two: Two, caller: Caller, effects: Effects) -> None:
     claim = front.proxy.delay(front.pattern("claim"))
     under_way = asyncio.create_task(caller.call(two.cut, "hold", "key"))
     await claim.wait()
@@ -258,9 +260,7 @@ async def test_a_stop_gives_back_a_claim_that_is_under_way(front: Front, two: Tw
     assert len(effects.of("key")) == 1
 
 
-async def test_a_stop_records_what_the_store_could_not_take_at_first(
-    front: Front, two: Two, caller: Caller, effects: Effects
-) -> None:
+async def test_a_stop_retries_writes_that_failed_at_first(front: Front, two: Two, caller: Caller, effects: Effects) -> None:
     first = await two.held(caller, "hold")
     with front.proxy.away():
         two.pause.go.set()

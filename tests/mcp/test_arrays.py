@@ -340,7 +340,7 @@ async def test_one_entry_is_answered_with_an_array(transport: str, entry: Any) -
 
 @every_transport
 @pytest.mark.parametrize("shape", ["notifications", "responses"])
-async def test_nothing_to_say_is_nothing(transport: str, shape: str) -> None:
+async def test_an_array_without_requests_gets_no_reply(transport: str, shape: str) -> None:
     """Never `[]`: 202 without a body, or no line."""
     async with speak(transport, Shop().app, R2) as client:
         await send_in_vain(client, SHAPES[shape])

@@ -51,7 +51,7 @@ async def test_a_question_is_a_result_at_2026_07_28(transport: str, tool: str) -
 @every_transport
 @pytest.mark.parametrize("revision", [R1, R2])
 @pytest.mark.parametrize("tool", ["sample", "roots"])
-async def test_what_the_oldest_revisions_can_ask(transport: str, revision: str, tool: str) -> None:
+async def test_questions_at_the_oldest_revisions(transport: str, revision: str, tool: str) -> None:
     async with speak(transport, desk(), revision, ALL, REPLIES) as client:
         assert text(await client.tool(tool)) == CASES[tool]
 
@@ -71,7 +71,7 @@ async def test_prompts_and_resources_may_ask_too(transport: str, method: str, pa
 # --- the shape of the questions --------------------------------------------------------------------------------------
 
 
-async def test_what_an_elicitation_looks_like() -> None:
+async def test_the_form_of_an_elicitation() -> None:
     for revision in (R3, R4):
         async with over_http(desk(), revision, capabilities=ALL, replies=REPLIES) as client:
             await client.tool("elicit")
@@ -110,7 +110,7 @@ async def test_a_page_to_open(revision: str) -> None:
     assert "requestedSchema" not in params
 
 
-async def test_what_a_sampling_request_looks_like() -> None:
+async def test_the_form_of_a_sampling_request() -> None:
     async with over_http(desk(), R4, capabilities=ALL, replies=REPLIES) as client:
         await client.tool("sample")
     params = client.told("sampling/createMessage")[0]
@@ -179,7 +179,7 @@ BAD: list[Any] = [{}, {"action": "maybe"}, {"action": 5}, {"action": "accept", "
 
 
 @pytest.mark.parametrize("bad", BAD)
-async def test_an_answer_that_is_none_is_an_error(bad: Any) -> None:
+async def test_an_invalid_answer_is_an_error(bad: Any) -> None:
     """Matrix 1.8: malformed answers SHOULD be a JSON-RPC error."""
     async with over_http(desk(), R5, capabilities=ALL) as client:
         answer = await client.call("tools/call", {"name": "typed", "inputResponses": {"user_name": bad}})
@@ -187,7 +187,7 @@ async def test_an_answer_that_is_none_is_an_error(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("responses", [None, [], "x", {"user_name": 12345}, {"user_name": None}, {"user_name": []}])
-async def test_input_responses_that_are_none_are_an_error(responses: Any) -> None:
+async def test_invalid_input_responses_are_an_error(responses: Any) -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         answer = await client.call("tools/call", {"name": "elicit", "inputResponses": responses})
     assert answer["error"]["code"] == -32602
@@ -203,7 +203,7 @@ async def test_a_missing_answer_is_asked_for_again(responses: Any) -> None:
     assert again["inputRequests"].keys() == {"user_name"}
 
 
-async def test_answers_nobody_asked_for_are_ignored() -> None:
+async def test_answers_to_questions_that_were_not_asked_are_ignored() -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         found = await client.tool("elicit", members={"inputResponses": {"user_name": ANN, "more": ANN}})
     assert text(found) == CASES["elicit"]
@@ -262,7 +262,7 @@ CAPABLE: list[tuple[str, str, Any, bool]] = [
 
 @every_transport
 @pytest.mark.parametrize(("tool", "revision", "declared", "enough"), CAPABLE)
-async def test_only_what_the_client_declared_is_asked(
+async def test_only_declared_capabilities_are_used(
     transport: str, tool: str, revision: str, declared: Any, enough: bool
 ) -> None:
     """Trap 40: `elicitation: {}` means forms alone."""
@@ -293,7 +293,7 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("tool", "declared", "needed", "said"), MISSING)
-async def test_what_is_missing_is_named(tool: str, declared: Any, needed: Any, said: str) -> None:
+async def test_missing_capabilities_are_named(tool: str, declared: Any, needed: Any, said: str) -> None:
     async with over_http(desk(), R5, capabilities=declared) as client:
         error = await client.tool_error(tool)
     assert error["data"]["requiredCapabilities"] == needed

@@ -108,7 +108,7 @@ async def test_a_duplicate_while_the_command_waits_gets_the_same_question() -> N
 
 
 @pytest.mark.parametrize("revision", [R1, R2, R3, R4])
-async def test_a_waiting_command_is_not_told_to_older_revisions_as_a_result(revision: str) -> None:
+async def test_older_revisions_do_not_get_a_waiting_command_as_a_result(revision: str) -> None:
     """`input_required` is a word of 2026-07-28: to others the command is in progress."""
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
@@ -122,7 +122,7 @@ async def test_a_waiting_command_is_not_told_to_older_revisions_as_a_result(revi
     assert till.paid == ["Ann"]
 
 
-async def test_a_waiting_command_asks_nothing_that_the_duplicate_cannot_answer() -> None:
+async def test_a_waiting_command_asks_only_questions_that_the_duplicate_can_answer() -> None:
     """Matrix 1.8: no kind that is not declared in this request's capabilities."""
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
@@ -185,7 +185,7 @@ async def test_two_answers_at_once_are_one_effect() -> None:
     assert till.paid == ["Ann"]
 
 
-async def test_a_no_is_an_outcome() -> None:
+async def test_a_declined_question_leads_to_an_outcome() -> None:
     till = Till()
     async with over_http(till.app, R5, capabilities=ALL) as client:
         asked = await client.tool("pay", {"cents": 5}, meta=KEYED)

@@ -96,7 +96,7 @@ async def traced() -> AsyncIterator[None]:
         tracemalloc.stop()
 
 
-async def test_what_finished_streams_hold_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_memory_of_finished_streams_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_KEPT", 50_000)
     app = make_app()
 
@@ -272,7 +272,7 @@ async def test_one_caller_leaves_streams_to_the_others(kind: str) -> None:
         assert (await ann.listen().started()).status == 200
 
 
-async def test_a_stream_forgets_what_was_read_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_cannot_be_resumed_from_events_that_it_has_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_BYTES", 50_000)
     app = make_app()
 

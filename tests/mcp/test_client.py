@@ -244,7 +244,7 @@ async def test_changes_are_heard_in_both_eras(target: Any, revision: str) -> Non
 
 
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_a_callback_hears_of_lists_and_of_what_was_subscribed_to(target: Any, revision: str) -> None:
+async def test_a_callback_gets_changes_of_lists_and_of_subscribed_resources(target: Any, revision: str) -> None:
     heard: list[Change] = []
     async with client_of(target, revision, on_change=heard.append) as client:
         await client.subscribe(WATCHED)
@@ -272,7 +272,7 @@ async def test_a_client_that_is_not_open_says_so(shop: App) -> None:
     await client.aclose()
 
 
-async def test_who_subscribes_without_a_callback_is_told_how(shop: App) -> None:
+async def test_subscribing_without_a_callback_raises_with_a_fix(shop: App) -> None:
     async with client_of(shop) as client:
         with pytest.raises(UsageError, match="on_change"):
             await client.subscribe("x://y")
@@ -316,7 +316,7 @@ async def test_results_are_read_as_types(shop: App, revision: str) -> None:
 
 
 @pytest.mark.parametrize("revision", [R2, R5])
-async def test_errors_of_a_tool_come_with_what_the_server_knows(shop: App, revision: str) -> None:
+async def test_tool_errors_keep_the_code_data_and_ran_of_the_server(shop: App, revision: str) -> None:
     async with client_of(shop, revision) as client:
         with pytest.raises(RpcError, match="it did not work") as failed:
             await client.call_tool("fail", {"code": 40499})
@@ -338,7 +338,7 @@ async def test_arguments_that_do_not_fit_run_nothing(shop: App, revision: str, t
 
 
 @pytest.mark.parametrize("revision", [R1, R4])
-async def test_a_client_that_cannot_be_asked_hears_that_nothing_ran(revision: str) -> None:
+async def test_a_client_that_cannot_be_asked_gets_ran_no(revision: str) -> None:
     """Until 2025-11-25 that is a result."""
     app = App("test", ledger="memory:")
 
@@ -353,7 +353,7 @@ async def test_a_client_that_cannot_be_asked_hears_that_nothing_ran(revision: st
     assert refused.value.ran == "no"
 
 
-async def test_what_ran_at_a_server_that_does_not_say_it_is_unknown() -> None:
+async def test_ran_is_unknown_for_a_server_that_does_not_report_it() -> None:
     """A result with `isError` may be about the arguments, or about what the tool has done."""
     app = App("test", ledger="memory:")
     app.tool(name="fail")(lambda: ToolResult(content=["it did not work"], is_error=True))
@@ -374,7 +374,7 @@ async def test_a_lost_answer_is_asked_for_again_under_the_same_key(shop: App, re
     assert calls(shop)["order tea"] == 1
 
 
-async def test_the_callers_key_is_kept_and_a_conflict_is_told(shop: App) -> None:
+async def test_the_callers_key_is_kept_and_a_conflict_is_raised(shop: App) -> None:
     async with client_of(shop) as client:
         assert await client.call_tool("order", {"sku": "a"}, key="k-1", type=int) == 1
         assert (await client.call_tool("order", {"sku": "a"}, key="k-1")).replayed
@@ -392,7 +392,7 @@ async def test_without_a_key_a_lost_answer_is_unknown(shop: App) -> None:
     assert calls(shop)["order tea"] == 1
 
 
-async def test_who_stops_waiting_ends_the_call(shop: App) -> None:
+async def test_a_caller_that_stops_waiting_cancels_the_call(shop: App) -> None:
     """Older revisions and pipes: `notifications/cancelled`. 2026-07-28 over HTTP: the stream is closed."""
     async with served(shop) as url:
         targets: list[Any] = [(shop, R4), (shop, R5), (f"{url}/mcp", R4), (f"{url}/mcp", R5)]
@@ -483,7 +483,7 @@ async def test_a_batch_leaves_as_its_revision_allows(shop: App, revision: str) -
                 assert len(listed.result()["tools"]) == 6 and [entry.result() for entry in orders] == [1] * 5
 
 
-async def test_an_array_is_cut_to_what_the_server_takes(shop: App) -> None:
+async def test_an_array_is_cut_to_the_server_s_limit(shop: App) -> None:
     small = App("small", limits=Limits(batch=7))
     small.query(name="double")(lambda n: 2 * n)
     async with client_of(small, R2) as client, client.batch() as batch:
@@ -555,7 +555,7 @@ async def test_a_server_that_was_restarted_gets_a_new_session(shop: App, revisio
         assert way.session not in (first, None, "of-a-server-that-is-no-more")
 
 
-async def test_what_was_subscribed_to_is_told_to_a_new_session(everything: Everything) -> None:
+async def test_subscriptions_are_sent_again_to_a_new_session(everything: Everything) -> None:
     async with client_of(everything.url, R4) as client, client.listen(uris=[WATCHED]) as changes:
         way: Any = client._conversation.link
         way.session = "gone"
@@ -565,7 +565,7 @@ async def test_what_was_subscribed_to_is_told_to_a_new_session(everything: Every
         assert await anext(changes) == Change("updated", WATCHED)
 
 
-async def test_nobody_there(shop: App) -> None:
+async def test_a_server_that_cannot_be_reached_or_started(shop: App) -> None:
     with pytest.raises(NotSent):
         async with client_of("http://127.0.0.1:9/mcp"):
             raise AssertionError

@@ -163,7 +163,7 @@ async def test_a_wish_for_a_long_pause_is_honoured_up_to_the_deadline(wish: byte
     assert asked == []
 
 
-async def test_the_id_of_an_event_that_no_header_can_carry_is_not_a_place_to_go_on_from() -> None:
+async def test_an_event_id_that_does_not_fit_a_header_is_not_used_to_resume() -> None:
     begin = stream(b"id: a\x01b\nretry: 0\n\n")
     async with McpPeer(begin, get=resumed(stream(b""))) as peer, client_of(peer.url, "2025-11-25", retry=QUICK) as client:
         with pytest.raises(ConnectionLost, match="cannot be resumed"):
@@ -171,7 +171,7 @@ async def test_the_id_of_an_event_that_no_header_can_carry_is_not_a_place_to_go_
 
 
 @pytest.mark.parametrize("address", ["http://[::1", "//[", "http://127.0.0.1:99999999/", "javascript:1", "\x01"])
-async def test_an_address_that_is_none_is_not_waited_for(address: str) -> None:
+async def test_the_client_does_not_wait_for_an_invalid_address(address: str) -> None:
     """The transport of 2024-11-05: then the refusal of the newer one counts."""
 
     async def behave(peer: Peer, _body: bytes, writer: Writer) -> None:
@@ -208,7 +208,7 @@ async def test_a_handshake_waits_as_long_as_the_server_asks_up_to_its_timeout(to
 
 
 @pytest.mark.parametrize("value", [5, [], {"protocolVersion": []}, b'{"x":' + b"[" * 900 + b"]" * 900 + b"}"])
-async def test_an_answer_to_the_handshake_that_is_none_is_a_bad_answer(value: Any) -> None:
+async def test_an_invalid_answer_to_the_handshake_is_a_bad_answer(value: Any) -> None:
     async def behave(_peer: Peer, body: bytes, writer: Writer) -> None:
         writer.write(result(value)(msgspec.json.decode(body)))
 

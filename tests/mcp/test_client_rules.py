@@ -93,7 +93,7 @@ async def test_a_pinned_revision_is_the_only_one_that_is_tried(revision: str) ->
     assert server.methods() == ["server/discover" if revision == R5 else "initialize"]
 
 
-async def test_who_is_not_let_in_is_told_so() -> None:
+async def test_a_refused_client_gets_the_refusal() -> None:
     async with Scripted(lambda message, seen: Reply(status=401)) as server:
         with pytest.raises(Refused) as barred:
             async with client_of(server.url):
@@ -102,7 +102,7 @@ async def test_who_is_not_let_in_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("revision", [None, R5])
-async def test_a_server_that_has_no_way_to_begin_needs_none(revision: str | None) -> None:
+async def test_a_server_without_a_handshake_works_without_one(revision: str | None) -> None:
     """2026-07-28 without `server/discover`: it must have it, but one can do without."""
 
     def answer(message: Any, seen: Seen) -> Reply:
@@ -210,7 +210,7 @@ async def test_headers_of_a_session() -> None:
     assert all("mcp-method" not in seen.headers for seen in server.seen[1:])
 
 
-async def test_a_session_that_is_gone_is_begun_again_once() -> None:
+async def test_a_lost_session_is_renewed_once() -> None:
     """Trap 44: 404 for a session; the message goes again, whatever it is, since nothing of it ran."""
     live = ["s1"]
 
@@ -233,7 +233,7 @@ async def test_a_session_that_is_gone_is_begun_again_once() -> None:
     assert server.methods().count("initialize") == 3
 
 
-async def test_a_session_that_cannot_be_begun_again_is_tried_again_by_the_next_call() -> None:
+async def test_a_session_that_cannot_be_renewed_is_retried_by_the_next_call() -> None:
     state = {"session": "s1", "is_well": True}
 
     def answer(message: Any, seen: Seen) -> Any:
@@ -499,7 +499,7 @@ async def test_a_list_without_an_end_is_a_bad_answer() -> None:
     assert server.methods().count("tools/list") == 2
 
 
-async def test_a_list_that_changes_while_it_is_read_is_read_anew() -> None:
+async def test_a_list_that_changes_while_it_is_read_is_read_again() -> None:
     asked: list[Any] = []
 
     def answer(message: Any, _seen: Seen) -> Reply:
@@ -556,7 +556,7 @@ async def test_the_state_of_a_call_goes_back_byte_by_byte_with_its_key() -> None
         ({"resultType": "input_required", "requestState": "again"}, "goes on asking"),
     ],
 )
-async def test_a_result_that_is_none_is_told(told: Any, error: str) -> None:
+async def test_an_invalid_result_is_reported(told: Any, error: str) -> None:
     async with Scripted(newest(lambda message, _: result(message, told))) as server, client_of(server.url) as client:
         with pytest.raises((BadAnswer, NotSent), match=error):
             await client.call_tool("t")
@@ -611,7 +611,7 @@ async def test_a_stream_of_changes_that_breaks_is_asked_for_again(monkeypatch: p
     assert server.methods().count("subscriptions/listen") == 2
 
 
-async def test_a_server_that_has_no_changes_to_tell_says_so() -> None:
+async def test_listening_to_a_server_without_subscriptions_raises() -> None:
     answer = newest(lambda message, _: refusal(message, -32601, status=404))
     async with Scripted(answer) as server, client_of(server.url) as client:
         with pytest.raises(RpcError, match="-32601"):

@@ -203,7 +203,7 @@ async def test_a_type_is_asked_with_a_form_and_comes_back_as_that_type(
     jsonschema.validate({name: given for name, given in content.items() if given is not None}, form)
 
 
-def test_what_a_form_says_of_a_field() -> None:
+def test_the_schema_of_each_field_of_a_form() -> None:
     fields = form_of(Person).schema(REVISIONS[R5])["properties"]
     assert fields["name"] == {"type": "string", "minLength": 2, "maxLength": 20, "description": "As in the passport"}
     assert fields["age"] == {"type": "integer", "minimum": 18, "maximum": 120}
@@ -308,7 +308,7 @@ def test_a_field_that_a_form_cannot_have_is_named(wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("wanted", [dict[str, int], list[str], Any, object, str | int, 5, "Person", None, Number])
-def test_what_has_no_form_is_an_error_that_says_so(wanted: Any) -> None:
+def test_a_type_without_a_form_is_an_error_that_names_it(wanted: Any) -> None:
     with pytest.raises(UsageError, match="cannot be asked with a form"):
         form_of(wanted)
 
@@ -385,7 +385,7 @@ NOT_BY_HAND: list[Any] = [
 
 
 @pytest.mark.parametrize("wanted", NOT_BY_HAND)
-def test_a_schema_that_is_no_form_is_an_error(wanted: Any) -> None:
+def test_a_schema_that_is_not_a_form_is_an_error(wanted: Any) -> None:
     with pytest.raises(UsageError, match="The schema cannot be asked with a form"):
         form_of(wanted)
 

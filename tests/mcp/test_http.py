@@ -150,7 +150,7 @@ UNREADABLE = [
 
 
 @every_revision
-async def test_what_is_no_message_is_400(revision: str) -> None:
+async def test_an_invalid_message_is_400(revision: str) -> None:
     async with over_http(Lab().app, revision) as client:
         for body, code in UNREADABLE:
             answered = await client.post(body).started()
@@ -162,7 +162,7 @@ async def test_what_is_no_message_is_400(revision: str) -> None:
 
 @every_revision
 @pytest.mark.parametrize("id", [None, True, False, 1.5, [], {}])
-async def test_ids_that_are_none_are_400(revision: str, id: Any) -> None:
+async def test_invalid_ids_are_400(revision: str, id: Any) -> None:
     """Trap 13: `id: null` is neither a notification nor a request."""
     lab = Lab()
     async with over_http(lab.app, revision) as client:

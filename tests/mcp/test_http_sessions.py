@@ -92,7 +92,7 @@ async def test_without_a_session_there_is_no_stream(method: str) -> None:
         assert (await client.exchange(method, {**stream, "mcp-protocol-version": R4}).started()).status == 400
 
 
-async def test_initialize_with_an_old_session_begins_anew() -> None:
+async def test_initialize_with_an_old_session_starts_a_new_one() -> None:
     """Trap 44: after a 404 a client starts over; some still send the old id."""
     async with over_http(Lab().app, R4) as client:
         answered = await client.post(hello(R4), {**BASIC, "mcp-session-id": "long gone"}).started()
@@ -123,7 +123,7 @@ async def test_a_session_belongs_to_its_caller() -> None:
         assert await client.tool("look")
 
 
-async def test_who_does_not_say_who_he_is_is_401() -> None:
+async def test_a_request_without_credentials_is_401() -> None:
     lab = Lab(authenticate=who)
     async with over_http(lab.app, R5, headers={"authorization": "ann"}) as client:
         for method in ("POST", "GET", "DELETE"):
@@ -174,7 +174,7 @@ async def test_an_id_is_in_use_on_a_pipe_until_it_is_answered(revision: str) -> 
 @pytest.mark.parametrize(
     "params", [None, {}, {"requestId": 99}, {"requestId": None}, {"requestId": [7]}, {"requestId": 7.5}]
 )
-async def test_a_cancellation_of_nothing_is_met_with_silence(revision: str, params: Any) -> None:
+async def test_a_cancellation_of_an_unknown_request_is_ignored(revision: str, params: Any) -> None:
     lab = Lab()
     async with over_stdio(lab.app, revision) as client:
         client.write(client.message("tools/call", {"name": "wait"}, 7))

@@ -88,7 +88,7 @@ async def test_a_stream_that_was_cut_is_resumed(revision: str) -> None:
 
 
 @pytest.mark.parametrize("revision", [R2, R3, R4])
-async def test_an_answer_that_came_while_nobody_read_is_kept(revision: str) -> None:
+async def test_an_answer_that_arrives_without_a_reader_is_kept(revision: str) -> None:
     lab = Lab()
     async with over_http(lab.app, revision) as client:
         cut = client.post(client.message("tools/call", {"name": "stream"}, 7))
@@ -135,7 +135,7 @@ async def test_ids_of_events_are_unique_in_a_session() -> None:
     assert len(set(ids)) == len(ids)
 
 
-async def test_a_reader_misses_nothing_however_fast_it_is_told() -> None:
+async def test_a_reader_misses_no_event_however_fast_they_are_sent() -> None:
     async with over_http(Lab().app, R4) as client:
         await client.tool("many", {"count": 1500})
     assert [params["data"] for params in client.told("notifications/message")] == list(range(1500))
@@ -259,7 +259,7 @@ async def test_a_command_on_a_pipe_outlives_its_caller() -> None:
 
 
 @legacy
-async def test_a_call_does_not_wait_for_a_reader_who_is_gone(revision: str) -> None:
+async def test_a_call_does_not_wait_for_a_reader_that_is_gone(revision: str) -> None:
     """More events than are kept: the call ends all the same."""
     lab = Lab()
     async with over_http(lab.app, revision) as client:
@@ -272,7 +272,7 @@ async def test_a_call_does_not_wait_for_a_reader_who_is_gone(revision: str) -> N
 
 
 @pytest.mark.parametrize("revision", [R4, R5])
-async def test_a_reader_who_does_not_read_is_cut(revision: str) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(revision: str) -> None:
     """Limits.write_time; until 2025-11-25 its call goes on, at 2026-07-28 it is over one way or the other."""
     lab = Lab(limits=Limits(write_time=1))
     async with over_http(lab.app, revision) as client:
@@ -432,7 +432,7 @@ async def test_a_command_whose_client_hangs_up_is_recorded_over_granian() -> Non
 
 
 @every_revision
-async def test_nothing_is_told_after_the_answer(revision: str) -> None:
+async def test_nothing_is_sent_after_the_answer(revision: str) -> None:
     """Matrix 1.5: progress stops with the completion, also of a handler that leaves a task behind."""
     app, gate, tasks = make_app(), asyncio.Event(), list[asyncio.Task[None]]()
 

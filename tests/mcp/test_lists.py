@@ -189,7 +189,7 @@ BAD_REFS: list[Any] = [
 
 @pytest.mark.parametrize("revision", [R1, R4, R5])
 @pytest.mark.parametrize("ref", BAD_REFS)
-async def test_completion_of_what_is_not_there(revision: str, ref: Any) -> None:
+async def test_completion_of_an_unknown_name(revision: str, ref: Any) -> None:
     async with over_http(completing(), revision) as client:
         for argument in ("who", "id"):
             assert (await client.error("completion/complete", ask(argument, ref=ref)))["code"] == -32602
@@ -234,7 +234,7 @@ async def test_a_level_is_set_for_the_session(transport: str, revision: str) -> 
 
 
 @every_transport
-async def test_a_level_is_told_with_each_request_at_2026_07_28(transport: str) -> None:
+async def test_a_level_is_sent_with_each_request_at_2026_07_28(transport: str) -> None:
     async with speak(transport, loud(), R5) as client:
         for number, level in enumerate(LEVELS):
             client.heard.clear()
@@ -254,7 +254,7 @@ async def test_a_level_of_one_session_is_not_anothers() -> None:
 
 
 @every_revision
-async def test_a_level_that_is_none_is_the_tools_mistake(revision: str) -> None:
+async def test_an_invalid_level_is_an_error_of_the_tool(revision: str) -> None:
     async with over_http(loud(), revision) as client:
         assert (await client.tool("wrong"))["isError"]
 
@@ -284,7 +284,7 @@ def from_thread(*calls: Any) -> None:
 
 
 @legacy
-async def test_changes_are_told_on_the_get_stream(revision: str) -> None:
+async def test_changes_are_sent_on_the_get_stream(revision: str) -> None:
     app = changing()
     async with over_http(app, revision) as client:
         stream = await client.listen().started()
@@ -298,7 +298,7 @@ async def test_changes_are_told_on_the_get_stream(revision: str) -> None:
 
 
 @legacy
-async def test_changes_are_told_on_a_pipe(revision: str) -> None:
+async def test_changes_are_sent_on_a_pipe(revision: str) -> None:
     app = changing()
     async with over_stdio(app, revision) as client:
         await client.result("ping")
@@ -308,7 +308,7 @@ async def test_changes_are_told_on_a_pipe(revision: str) -> None:
         assert (await client.hear())["method"] == "notifications/resources/list_changed"
 
 
-async def test_nothing_is_told_before_initialized() -> None:
+async def test_nothing_is_sent_before_initialized() -> None:
     """Matrix 1.1: until then only pings and logs."""
     app = changing()
     client = LineClient(app, R4)
@@ -363,13 +363,13 @@ async def test_many_changes_of_one_list_are_not_many_messages() -> None:
         assert len(seen) < 100
 
 
-def test_changes_may_be_told_when_nobody_serves() -> None:
+def test_changes_may_be_reported_without_a_server() -> None:
     app = changing()
     app.changed("tools")
     app.updated("test://a")
 
 
-def test_only_what_can_change_is_told() -> None:
+def test_an_unknown_kind_of_change_raises() -> None:
     with pytest.raises(UsageError):
         changing().changed("nonsense")  # type: ignore[arg-type]
 
@@ -429,7 +429,7 @@ FILTERS: list[tuple[Any, Any]] = [
 
 @every_transport
 @pytest.mark.parametrize(("wanted", "honoured"), FILTERS)
-async def test_what_is_honoured_is_told(transport: str, wanted: Any, honoured: Any) -> None:
+async def test_the_accepted_filter_is_acknowledged(transport: str, wanted: Any, honoured: Any) -> None:
     async with speak(transport, changing(), R5) as client:
         if isinstance(client, LineClient):
             client.write(enveloped("subscriptions/listen", {"notifications": wanted}, "l"))
@@ -441,7 +441,7 @@ async def test_what_is_honoured_is_told(transport: str, wanted: Any, honoured: A
     assert told == honoured
 
 
-async def test_what_cannot_happen_is_not_honoured() -> None:
+async def test_a_filter_for_impossible_changes_is_not_acknowledged() -> None:
     app = make_app()
     app.query(name="tool")(lambda: "")
     async with over_http(app) as client:
@@ -449,7 +449,7 @@ async def test_what_cannot_happen_is_not_honoured() -> None:
     assert first["params"]["notifications"] == {"toolsListChanged": True}
 
 
-async def test_only_what_was_asked_for_is_told() -> None:
+async def test_only_requested_changes_are_sent() -> None:
     app = changing()
     async with over_http(app) as client:
         prompts, one = (
@@ -472,7 +472,7 @@ async def test_only_what_was_asked_for_is_told() -> None:
 @pytest.mark.parametrize(
     "wanted", [{"toolsListChanged": "yes"}, {"resourceSubscriptions": "test://a"}, {"resourceSubscriptions": [1]}, 5]
 )
-async def test_a_filter_that_is_none_is_refused(wanted: Any) -> None:
+async def test_an_invalid_filter_is_refused(wanted: Any) -> None:
     async with over_http(changing()) as client:
         answered = await listen(client, wanted).started()
         assert (await answered.json())["error"]["code"] == -32602

@@ -88,7 +88,7 @@ async def test_workers_hear_each_other_whatever_lies_in_their_folder(
     assert all(record.levelname == "WARNING" for record in caplog.records)
 
 
-async def test_what_waits_for_other_workers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_wait_for_other_workers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(others, "MAX_WAITING", 100_000)
     monkeypatch.setattr(others, "PATIENCE", 0.2)
     async with workers(tmp_path / "relay", "one") as [(one, _)]:
@@ -102,7 +102,7 @@ async def test_what_waits_for_other_workers_is_bounded(tmp_path: Path, monkeypat
         assert one._waiting == 0
 
 
-async def test_marks_are_bounded_and_what_has_ended_stays_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_marks_are_bounded_and_ended_sessions_stay_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller that opens and ends sessions all day fills no disk, and revives neither its sessions nor those of others."""
     monkeypatch.setattr(others, "MAX_MARKS", 20)
     monkeypatch.setattr(others, "MARKS_ADDED", 10)

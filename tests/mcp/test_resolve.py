@@ -7,7 +7,7 @@ from wirecall.errors import InternalError, OutcomeUnknown
 
 
 @pytest.mark.parametrize("revision", ["2025-03-26", "2025-11-25", "2026-07-28"])
-async def test_what_an_operator_found_out_is_what_the_client_gets(revision: str) -> None:
+async def test_the_client_gets_the_outcome_that_an_operator_resolved(revision: str) -> None:
     runs: list[str] = []
     async with App("shop") as app:
 

@@ -298,7 +298,7 @@ async def test_discover_without_a_version_is_invalid(params: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_the_client_need_not_say_who_it_is(transport: str) -> None:
+async def test_the_client_may_leave_out_its_name(transport: str) -> None:
     async with speak(transport, zoo(), R5) as client:
         found = await client.result("server/discover")
     assert found["supportedVersions"] == [R5]
@@ -343,7 +343,7 @@ UNOFFERED = [
 
 
 @every_way
-async def test_what_is_not_declared_is_not_there(transport: str, revision: str) -> None:
+async def test_methods_of_undeclared_capabilities_are_not_found(transport: str, revision: str) -> None:
     """Matrix 1.2: -32601 also answers a method of a capability that the server does not advertise."""
     async with speak(transport, make_app(), revision) as client:
         declared = (client.info or await client.result("server/discover"))["capabilities"]
@@ -401,7 +401,7 @@ CACHED = ("server/discover", "tools/list", "prompts/list", "resources/list", "re
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_results_of_the_newest_revision_say_what_they_are(transport: str) -> None:
+async def test_results_of_the_newest_revision_have_a_result_type(transport: str) -> None:
     async with speak(transport, zoo(), R5) as client:
         for method, params, cells in METHODS:
             if not has(cells, R5):
@@ -431,7 +431,7 @@ async def test_results_of_the_others_gain_nothing(transport: str, revision: str)
 
 
 @pytest.mark.parametrize("method", CACHED)
-async def test_what_is_for_one_caller_is_private(method: str) -> None:
+async def test_results_for_one_caller_are_cached_as_private(method: str) -> None:
     """Matrix 1.10: `public` may be served to anyone."""
     app = zoo()
     app._authenticate = lambda headers: "ann"
@@ -478,7 +478,7 @@ async def test_a_tool_is_described_in_the_words_of_the_revision(transport: str, 
 
 
 @pytest.mark.parametrize("revision", REVISIONS)
-async def test_titles_are_told_from_2025_06_18_on(revision: str) -> None:
+async def test_titles_are_sent_from_2025_06_18_on(revision: str) -> None:
     async with over_http(zoo(), revision) as client:
         found = [
             (await client.result("prompts/list"))["prompts"][0],
@@ -576,7 +576,7 @@ async def test_a_resource_that_is_not_there_is_named(transport: str, revision: s
 
 @pytest.mark.parametrize("revision", LEGACY)
 @pytest.mark.parametrize("broken", [b"{", b"[]", b'"text"', b"17", b'{"jsonrpc":"2.0"}'])
-async def test_the_id_of_what_cannot_be_read(revision: str, broken: bytes) -> None:
+async def test_the_id_of_an_invalid_message(revision: str, broken: bytes) -> None:
     """Trap 15: null until 2025-06-18, whose schemas want one; left out later, whose schemas have no null."""
     async with over_stdio(zoo(), revision) as client:
         client.write(broken)

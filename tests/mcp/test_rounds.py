@@ -84,7 +84,7 @@ async def test_a_state_is_for_one_call_one_caller_and_one_server() -> None:
         assert found["error"]["code"] == -32602
 
 
-async def test_a_session_id_is_no_state() -> None:
+async def test_a_session_id_is_not_accepted_as_a_state() -> None:
     """One seal for one use."""
     app = desk()
     async with over_http(app, R4) as old, over_http(app, R5, capabilities=ALL) as client:

@@ -92,7 +92,7 @@ async def test_the_same_on_rpc() -> None:
     await bank.app.aclose()
 
 
-async def test_an_empty_name_is_nobody() -> None:
+async def test_an_empty_caller_name_is_refused() -> None:
     """ANONYMOUS is "": who was asked for a name and gave none must not be taken for it."""
     bank = Bank()
     for headers in (BASIC, {**BASIC, "authorization": ""}, {**BASIC, "authorization": " \t"}):
@@ -146,7 +146,7 @@ def test_a_sealed_text_is_for_one_use_one_caller_and_some_time() -> None:
     assert seals.open("session", "ann", sealed) is None
 
 
-async def test_a_state_is_no_session() -> None:
+async def test_a_state_is_not_accepted_as_a_session() -> None:
     app = make_app()
 
     @app.tool
@@ -202,7 +202,7 @@ async def none_left() -> bool:
 @pytest.mark.parametrize("way", ["leave", "deaf", "cancel"])
 @pytest.mark.parametrize("tool", ["at_once", "later", "threaded"])
 @every_revision
-async def test_whoever_leaves_at_any_moment_finds_one_effect_and_leaves_nothing_behind(
+async def test_a_client_that_leaves_at_any_moment_finds_one_effect_and_leaves_nothing_behind(
     revision: str, tool: str, way: str
 ) -> None:
     """45 combinations, each at eight moments: the request ends, a retry gets the one outcome, no task is left."""
@@ -296,7 +296,7 @@ async def test_no_text_of_an_exception_is_on_the_wire(revision: str, caplog: pyt
     assert "correct horse" not in caplog.text  # params are never logged
 
 
-async def test_who_asks_whether_we_are_ready_is_not_told_where_the_ledger_is(
+async def test_readyz_does_not_reveal_the_url_of_the_ledger(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app()

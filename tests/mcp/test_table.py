@@ -51,7 +51,7 @@ def test_every_row_of_the_page_is_one_of_the_code_s() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_the_page_says_what_the_code_says(row: str) -> None:
+def test_the_page_matches_the_code(row: str) -> None:
     for name in ROWS[row]:
         values = [revision.value(name) for revision in REVISIONS.values()]
         assert drawn()[row] == [WORDS.get(value, str(value)) for value in values], name
@@ -62,7 +62,7 @@ def test_an_unknown_row_is_a_mistake_and_not_a_no() -> None:
         REVISIONS["2025-11-25"].has("request tools/cal")
 
 
-def test_the_page_names_no_revision_that_is_not_there() -> None:
+def test_the_page_names_only_known_revisions() -> None:
     assert set(re.findall(r"\b20\d\d-\d\d-\d\d\b", PAGE)) == set(NAMES)
 
 

@@ -71,7 +71,7 @@ async def test_a_tool_that_fails_gives_a_result(transport: str, revision: str, t
 
 
 @every_revision
-async def test_what_json_cannot_carry_is_a_failure(revision: str) -> None:
+async def test_a_result_that_json_cannot_hold_is_a_failure(revision: str) -> None:
     """J15: NaN is never emitted."""
     async with over_http(failing(), revision) as client:
         answer = await client.call("tools/call", {"name": "nan"})
@@ -125,7 +125,7 @@ async def test_a_reply_that_is_too_large_is_not_sent() -> None:
     assert (answer["error"]["code"], answer["error"]["data"]["limit"]) == (-32603, "bytes_out")
 
 
-async def test_a_tool_that_takes_too_long_is_told_so() -> None:
+async def test_a_tool_that_takes_too_long_times_out() -> None:
     app = make_app()
 
     @app.query(timeout=0.05)
@@ -138,7 +138,7 @@ async def test_a_tool_that_takes_too_long_is_told_so() -> None:
     assert answer["error"]["data"]["type"] == "deadline_exceeded"
 
 
-async def test_too_many_calls_at_once_are_told_to_come_back() -> None:
+async def test_too_many_calls_at_once_get_busy() -> None:
     app, entered, gate = make_app(limits=Limits(in_flight=1)), asyncio.Event(), asyncio.Event()
 
     @app.query
@@ -160,7 +160,7 @@ async def test_too_many_calls_at_once_are_told_to_come_back() -> None:
 # --- middleware ------------------------------------------------------------------------------------------------------
 
 
-async def test_middleware_sees_what_comes_over_mcp() -> None:
+async def test_middleware_sees_calls_over_mcp() -> None:
     app, seen = make_app(), []
 
     @app.middleware
@@ -236,7 +236,7 @@ async def test_middleware_can_change_a_result() -> None:
 
 
 @every_way
-async def test_a_handler_knows_who_calls(transport: str, revision: str) -> None:
+async def test_a_handler_knows_its_caller(transport: str, revision: str) -> None:
     app = make_app()
 
     @app.query

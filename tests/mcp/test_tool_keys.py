@@ -134,7 +134,7 @@ async def test_replays_in_every_revision_and_on_every_way(transport: str, revisi
 
 
 @pytest.mark.parametrize("first", REVISIONS)
-async def test_a_replay_speaks_the_revision_of_the_one_who_asks(first: str) -> None:
+async def test_a_replay_has_the_form_of_the_retry_s_revision(first: str) -> None:
     """What is recorded is whole, whoever called first."""
     app, ran = make_app(), []
 
@@ -299,7 +299,7 @@ async def test_a_key_may_be_asked_of_the_model(revision: str) -> None:
     assert ran == [5]
 
 
-async def test_a_query_needs_no_key_and_minds_none() -> None:
+async def test_a_query_works_with_and_without_a_key() -> None:
     app = make_app()
     app.query(name="give")(returning(str, "x"))
     async with over_http(app) as client:

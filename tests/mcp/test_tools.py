@@ -60,7 +60,7 @@ DECLARED: list[tuple[str, Declare, tuple[bool, bool | None, bool | None, bool]]]
 
 
 @pytest.mark.parametrize(("declare", "expected"), [row[1:] for row in DECLARED], ids=[row[0] for row in DECLARED])
-async def test_hints_follow_from_what_was_declared(declare: Declare, expected: tuple[Any, ...]) -> None:
+async def test_hints_follow_from_the_declaration(declare: Declare, expected: tuple[Any, ...]) -> None:
     """T1, T2. A reader that knows the defaults and one that does not must come to the same."""
     app = make_app()
     declare(app)
@@ -85,7 +85,7 @@ async def test_hints_follow_from_what_was_declared(declare: Declare, expected: t
         lambda app: app.tool(annotations=ToolAnnotations(title="Nice"))(nothing),
     ],
 )
-async def test_a_title_is_told_where_the_revision_has_it(declare: Declare) -> None:
+async def test_a_title_is_sent_if_the_revision_has_it(declare: Declare) -> None:
     app = make_app()
     declare(app)
     for revision in REVISIONS:
@@ -117,7 +117,7 @@ def test_a_contradiction_is_an_error_at_registration(declare: Declare) -> None:
         declare(make_app())
 
 
-async def test_what_is_for_json_rpc_alone_is_no_tool() -> None:
+async def test_a_method_for_json_rpc_only_is_not_a_tool() -> None:
     app = make_app()
     app.query(expose=("rpc",), name="hidden")(nothing)
     app.query(expose=("mcp",), name="shown")(nothing)
@@ -296,7 +296,7 @@ async def test_bytes_travel_as_base64() -> None:
         ]
 
 
-async def test_a_whole_result_is_told_as_it_was_stated() -> None:
+async def test_a_tool_result_is_sent_unchanged() -> None:
     app = make_app()
 
     @app.tool(output_schema={"type": "array", "items": {"type": "integer"}})
@@ -315,7 +315,7 @@ async def test_a_whole_result_is_told_as_it_was_stated() -> None:
 
 
 @every_way
-async def test_the_message_of_a_refusal_says_what_is_wrong(transport: str, revision: str) -> None:
+async def test_the_message_of_a_refusal_contains_the_reason(transport: str, revision: str) -> None:
     """Most clients show a person, or a model, the message of an error and nothing else of it."""
     app = make_app()
     app.query(name="double")(_double)

@@ -121,14 +121,14 @@ def test_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYNTAX)
-def test_refused_as_no_json(name: str) -> None:
+def test_refused_as_invalid_json(name: str) -> None:
     """J8."""
     assert verdicts(SYNTAX[name]) == {"-32700 all"}
 
 
 @pytest.mark.parametrize("method", [b"take", b"number"])
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
-def test_refused_as_params_that_no_number_can_hold(name: str, method: bytes) -> None:
+def test_numbers_that_do_not_fit_a_float_are_refused_as_invalid_params(name: str, method: bytes) -> None:
     assert verdicts(OUT_OF_RANGE[name], method) == {"-32602 own"}
 
 
@@ -179,7 +179,7 @@ def test_frames_that_are_refused_whole(data: bytes) -> None:
     assert json.loads(jsonrpc.dispatch_line(data, lambda *_: 1) or b"")["error"]["code"] == reply["error"]["code"]
 
 
-def test_invalid_utf8_is_refused_where_nobody_would_look() -> None:
+def test_invalid_utf8_is_refused_even_in_unused_members() -> None:
     """A raw slice and a member that is passed over are not checked by the decoder itself."""
     for data in (
         b'{"jsonrpc":"2.0","method":"nobody","params":["\xff"],"id":7}',

@@ -175,7 +175,7 @@ def test_params_by_name_and_by_position(function: Any, raw: str | None, expected
         (pay, '{"order":"x","cents":1e400}', "params.cents: number out of range"),
     ],
 )
-def test_misfits_say_what_and_where(function: Any, raw: str | None, expected: str) -> None:
+def test_mismatches_name_the_path_and_the_type(function: Any, raw: str | None, expected: str) -> None:
     assert reason(function, raw) == expected
 
 
@@ -415,7 +415,7 @@ def test_a_constraint_that_would_be_ignored_is_refused(function: Any) -> None:
         App("test").query(function)
 
 
-def test_schemas_describe_what_is_taken() -> None:
+def test_schemas_describe_the_accepted_params() -> None:
     signature = Signature(rich, inject=Context)
     jsonschema.Draft202012Validator.check_schema(signature.schema)
     jsonschema.validate(RICH, signature.schema)
@@ -448,7 +448,7 @@ def test_callables_of_every_kind() -> None:
     assert bind(len, '["abc"]') == 3
 
 
-def test_what_cannot_be_decoded_is_an_error_at_registration() -> None:
+def test_a_type_that_cannot_be_decoded_is_an_error_at_registration() -> None:
     class Socket:
         pass
 
@@ -502,7 +502,7 @@ def test_surplus_names_never_meet_the_function_s_own() -> None:
     assert reason(functools.partial(surplus, 1), '{"a":1}') == "params.a: unknown name"
 
 
-def test_a_default_that_is_no_json_is_left_out_of_the_schema() -> None:
+def test_a_default_that_is_not_json_is_left_out_of_the_schema() -> None:
     def limited(most: float = float("inf")) -> None: ...
 
     assert Signature(limited, inject=Context).schema["properties"]["most"] == {"type": "number"}

@@ -130,7 +130,7 @@ async def test_a_command_whose_caller_left_is_noted_when_it_ends(trail: Path) ->
     assert [(line["outcome"], line["replayed"]) for line in lines(trail)] == [("ok", False)]
 
 
-async def test_a_command_that_was_stopped_before_its_commit_point_is_no_error_of_its_own(trail: Path) -> None:
+async def test_a_command_stopped_before_its_commit_point_is_not_an_error(trail: Path) -> None:
     app, begun = make_app(audit=f"file:{trail}"), asyncio.Event()
 
     async def wait(ctx: Context) -> None:
@@ -151,7 +151,7 @@ async def test_a_command_that_was_stopped_before_its_commit_point_is_no_error_of
     assert [(line["outcome"], line["code"]) for line in lines(trail)] == [("cancelled", None)] * 2
 
 
-async def test_a_command_that_asks_its_caller_is_no_error(trail: Path) -> None:
+async def test_a_command_that_asks_its_caller_is_not_an_error(trail: Path) -> None:
     app = make_app(audit=f"file:{trail}")
 
     @app.command
@@ -314,7 +314,7 @@ async def test_an_event_loop_does_not_wait_for_a_lock_that_another_program_keeps
     assert not caplog.records
 
 
-async def test_lines_that_wait_for_a_lock_are_lost_when_the_grace_is_over_and_the_log_says_so(
+async def test_lines_still_waiting_for_a_lock_after_the_grace_are_lost_and_logged(
     trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("wirecall.audit.PATIENCE", 30.0)
@@ -335,7 +335,7 @@ async def test_lines_that_wait_for_a_lock_are_lost_when_the_grace_is_over_and_th
     assert verify(trail).ok
 
 
-async def test_lines_that_wait_have_no_other_overtake_them(trail: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lines_that_wait_are_not_overtaken(trail: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock comes and goes while lines are added, with a loop and without."""
     monkeypatch.setattr("wirecall.audit.PATIENCE", 30.0)
     audit = Audit(str(trail))
@@ -436,6 +436,6 @@ def test_a_link_in_a_folder_that_others_can_write_is_not_followed(tmp_path: Path
 
 
 @pytest.mark.parametrize("url", ["audit.jsonl", "file:", "syslog:x"])
-def test_a_url_that_is_no_trail_is_told_at_once(url: str) -> None:
+def test_an_invalid_audit_url_is_reported_at_once(url: str) -> None:
     with pytest.raises(UsageError, match="is not an audit trail"):
         make_app(audit=url)

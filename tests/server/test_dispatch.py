@@ -42,7 +42,9 @@ FAILURES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_result_that_cannot_be_sent_hurts_no_neighbour(name: str, guarded: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_result_that_cannot_be_sent_does_not_affect_its_neighbours(
+    name: str, guarded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     app = make_app()
     if guarded:
 
@@ -127,7 +129,7 @@ def test_an_error_whose_data_cannot_be_sent_is_an_internal_error() -> None:
     assert error(app.handle_sync(call("fail"))) == {"code": -32603, "message": "Internal error"}
 
 
-def test_a_keyboard_interrupt_is_nobody_s_answer() -> None:
+def test_a_keyboard_interrupt_is_not_answered() -> None:
     app = make_app()
 
     @app.query
@@ -337,7 +339,7 @@ async def test_anything_that_can_be_awaited_is(logged: bool, caplog: pytest.LogC
 
 @pytest.mark.parametrize("key", [None, "k"])
 @pytest.mark.parametrize("raw", [b"", b"{oops", b"NaN", b"1 2"])
-def test_a_raw_result_that_is_no_json_costs_its_own_entry(raw: bytes, key: str | None) -> None:
+def test_a_raw_result_that_is_not_json_fails_only_its_own_entry(raw: bytes, key: str | None) -> None:
     app = make_app()
     app.query(name="fine")(lambda: 1)
     app.command(name="raw")(lambda: Raw(raw))
@@ -372,7 +374,7 @@ def test_deep_results_with_null_are_sent_or_refused_and_nothing_is_raised(levels
         assert levels > 700 and answer["error"]["code"] == -32603
 
 
-async def test_a_cancelled_batch_begins_nothing_more_whatever_a_handler_makes_of_it() -> None:
+async def test_a_cancelled_batch_starts_no_further_entry_even_if_a_handler_swallows_the_cancel() -> None:
     app, begun, effects = make_app(limits=Limits(concurrency=2)), asyncio.Semaphore(0), list[int]()
 
     @app.query
@@ -394,7 +396,7 @@ async def test_a_cancelled_batch_begins_nothing_more_whatever_a_handler_makes_of
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_worker_that_joins_does_not_inherit_what_a_middleware_has_set() -> None:
+async def test_a_joining_worker_does_not_inherit_context_variables_of_middleware() -> None:
     app, seen, all_begun = make_app(), list[str](), asyncio.Event()
     variable = contextvars.ContextVar("variable", default="clean")
 
@@ -412,7 +414,7 @@ async def test_a_worker_that_joins_does_not_inherit_what_a_middleware_has_set() 
     assert seen == ["clean"] * 4
 
 
-async def test_syntax_outranks_busy_and_a_batch_larger_than_the_limit_is_served_when_nobody_waits() -> None:
+async def test_syntax_outranks_busy_and_an_idle_app_serves_a_batch_larger_than_the_limit() -> None:
     app, stage = staged(limits=Limits(in_flight=2))
     held = asyncio.create_task(app.handle(call("query", ["a"])))
     await stage.has_begun("a").wait()

@@ -113,7 +113,7 @@ async def test_a_caller_that_leaves_before_the_commit_point_undoes_the_command(a
     assert effects == [0, 1]
 
 
-async def test_a_timeout_ends_a_command_that_has_begun_at_once(app: App) -> None:
+async def test_a_timeout_ends_a_command_that_started_eagerly(app: App) -> None:
     @app.command(timeout=0.05)
     async def put(ctx: Context) -> None:
         await asyncio.sleep(PATIENCE)

@@ -89,7 +89,7 @@ def test_a_notification_gets_a_correlation_id_for_logs_only(log: Collector) -> N
     assert seen[0] != seen[1]
 
 
-def test_a_crash_is_logged_with_its_correlation_id_and_an_unsendable_result_is_no_success(log: Collector) -> None:
+def test_a_crash_is_logged_with_its_correlation_id_and_an_unsendable_result_is_a_failure(log: Collector) -> None:
     app = served()
     app.query(name="nan")(lambda: float("nan"))
     app.handle_sync(call("crash", id="x"))
@@ -124,7 +124,7 @@ async def test_a_command_is_named_as_in_the_ledger(log: Collector) -> None:
     assert log.records[3].getMessage() == "broken failed, correlation_id 1, caller ada, key b"
 
 
-def test_nothing_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_record_is_built_when_the_log_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that nobody logs pays nothing for it."""
     app = served()
     app.handle_sync(call("q"))
@@ -136,7 +136,7 @@ def test_nothing_is_made_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) ->
     app.handle_sync(batch(call("q"), call("q")))
 
 
-def test_the_library_says_nothing_on_stderr_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_library_does_not_write_to_stderr_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
     served().handle_sync(call("q"))
     assert capfd.readouterr() == ("", "")
 
@@ -180,7 +180,7 @@ def hostile(kind: str) -> tuple[App, bytes, str]:
 
 
 @pytest.mark.parametrize("kind", ["method", "id", "caller", "exception"])
-async def test_what_a_caller_chooses_is_escaped_for_every_formatter(log: Collector, kind: str) -> None:
+async def test_text_from_a_caller_is_escaped_for_every_formatter(log: Collector, kind: str) -> None:
     app, message, caller = hostile(kind)
     await app.handle(message, caller=caller)
     formats = (

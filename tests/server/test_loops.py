@@ -124,7 +124,7 @@ def test_the_first_two_calls_of_an_app_meet_in_one_dispatcher(app: App, monkeypa
     asyncio.run(app.aclose())
 
 
-async def test_who_joins_a_flight_that_has_just_landed_has_the_outcome() -> None:
+async def test_a_duplicate_of_a_run_that_has_just_ended_gets_its_outcome() -> None:
     """In another thread it may land between the look for it and the wait."""
     outcome = Outcome("result", b"1", b"digest")
     flight = Flight(b"print", landed=(outcome,))

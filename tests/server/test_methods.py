@@ -119,7 +119,7 @@ def test_a_generator_is_refused_beside_the_methods_too(declare: str) -> None:
         getattr(app, declare)(*named.get(declare, ()))(generator)
 
 
-def test_a_method_of_no_object_is_refused() -> None:
+def test_an_unbound_method_is_refused() -> None:
     app = make_app()
     with pytest.raises(UsageError, match=r"`self`[\s\S]*fix: register the method of an object"):
         app.query(Rows.of)
@@ -176,7 +176,7 @@ def test_names_of_tools(name: str) -> None:
         ("test://fixed", "id", "neither a prompt nor a resource template"),
     ],
 )
-def test_a_completion_of_nothing_is_refused(of: str, argument: str, why: str) -> None:
+def test_a_completion_without_a_target_is_refused(of: str, argument: str, why: str) -> None:
     app = make_app()
     app.prompt(name="greet")(lambda who: who)
     app.resource("test://{id}")(lambda id: id)
@@ -207,7 +207,7 @@ def test_a_nameless_callable_needs_a_name() -> None:
 
 
 @pytest.mark.parametrize("mode", ["prod", "", "Production"])
-def test_a_mode_that_is_none_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_mode_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mode:
         with pytest.raises(UsageError, match="is not a mode"):
             App("x", mode=mode)  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ async def test_a_batch_keeps_no_more_than_one_reply_may_hold(name: str, watched:
         assert len(effects) == 50
 
 
-async def test_in_flight_calls_are_bounded_and_the_rest_told_to_come_back() -> None:
+async def test_calls_beyond_the_in_flight_limit_get_busy() -> None:
     app = make_app(limits=Limits(in_flight=3))
     started, release = asyncio.Semaphore(0), asyncio.Event()
 
@@ -350,7 +350,7 @@ def test_a_number_without_measure_is_refused(number: str) -> None:
         ("idempotencyKey", lambda **others: others["idempotencyKey"]),
     ],
 )
-async def test_what_a_function_takes_counts_whatever_its_name(name: str, function: Any) -> None:
+async def test_every_argument_of_a_function_counts_whatever_its_name(name: str, function: Any) -> None:
     """P5: only `idempotency_key` and `_meta` are not the function's own."""
     app = make_app()
     app.command(name="put")(function)

@@ -58,7 +58,7 @@ async def test_a_message_is_answered_with_200_or_204_j7() -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b"\xff", b"7", call("nothing")])
-async def test_what_has_a_jsonrpc_answer_is_200(body: bytes) -> None:
+async def test_messages_with_a_jsonrpc_answer_get_200(body: bytes) -> None:
     reply = await ask(make_server(Limits()), body=body)
     assert (reply.status, reply.json["error"]["code"] in (-32700, -32600, -32601)) == (200, True)
 
@@ -174,7 +174,7 @@ async def test_a_body_over_the_limit_is_413_and_not_read_to_its_end_j11(headers:
 
 
 @pytest.mark.parametrize("length", ["x", "-1", "1_0", "٣", ""])
-async def test_a_length_that_is_no_number_is_400(length: str) -> None:
+async def test_a_content_length_that_is_not_a_number_is_400(length: str) -> None:
     server = server_of()
     client = Client(piece(b""))
     scope = scope_of("POST", "/rpc", [*LOCAL, ("content-type", "application/json")])
@@ -262,7 +262,7 @@ async def test_one_host_and_at_most_one_origin() -> None:
 @pytest.mark.parametrize(
     "origin", ["null", "", "localhost", "http://", "http://localhost http://evil.example", "://evil.example"]
 )
-async def test_an_origin_that_is_none_is_403(origin: str) -> None:
+async def test_an_invalid_origin_is_403(origin: str) -> None:
     assert (await ask(server_of(), headers=[("Origin", origin)])).status == 403
 
 
@@ -374,7 +374,7 @@ async def test_other_pages_are_refused_and_read_nothing(origin: str) -> None:
         assert (reply.status, cors(reply.headers)) == (403, {"vary": "Origin"})
 
 
-async def test_without_origins_nothing_is_said_about_pages() -> None:
+async def test_without_origins_there_are_no_cors_headers() -> None:
     """Requests of local pages are let in, as before; to read the answer, a page has to be named."""
     for headers in ([], [("origin", "http://localhost:5173"), ASKED]):
         assert cors((await ask(server_of(), body=ADD, headers=headers)).headers) == {}
@@ -392,7 +392,7 @@ async def test_a_star_is_answered_with_the_origin_and_never_with_credentials() -
     assert "access-control-allow-credentials" not in reply.headers
 
 
-async def test_what_is_remembered_of_hosts_is_bounded() -> None:
+async def test_the_cache_of_hosts_is_bounded() -> None:
     server = server_of(hosts=["*"])
     for number in range(600):
         assert (await ask(server, host=[("host", f"h{number}.example")])).status == 200
@@ -406,7 +406,7 @@ async def test_a_header_over_the_limit_is_431() -> None:
     assert (await ask(server, headers=[("x", "y")] * 200)).status == 431
 
 
-async def test_probes_need_no_name_and_no_secret_but_no_page_may_ask() -> None:
+async def test_probes_need_neither_host_nor_credentials_but_are_closed_to_pages() -> None:
     server = server_of(authenticate=lambda headers: None)
     for path in ("/healthz", "/readyz"):
         for host in ([], [("host", "10.0.0.7:8420")]):
@@ -464,7 +464,7 @@ async def test_a_mounted_application_knows_its_paths() -> None:
 # --- who calls ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_caller_is_what_authenticate_says() -> None:
+async def test_the_caller_is_the_name_that_authenticate_returns() -> None:
     async def slow(headers: Mapping[str, str]) -> str | None:
         return {"Bearer a": "alice"}.get(headers["AUTHORIZATION"])
 
@@ -483,7 +483,7 @@ async def test_the_caller_is_what_authenticate_says() -> None:
         assert len(handle.calls) == 1
 
 
-async def test_authenticate_may_say_what_it_wants(caplog: pytest.LogCaptureFixture) -> None:
+async def test_authenticate_may_set_its_own_www_authenticate(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(headers: Mapping[str, str]) -> str:
         raise Unauthorized("the token is old", www_authenticate='Bearer error="invalid_token"')
 
@@ -524,7 +524,7 @@ async def test_an_endpoint_that_fails_is_500_or_a_stream_that_is_cut(caplog: pyt
     assert [record.exc_info is not None for record in caplog.records] == [True, True]
 
 
-async def test_a_stream_is_events_that_nobody_holds_back() -> None:
+async def test_events_of_a_stream_are_sent_at_once() -> None:
     async def stream(request: Request) -> None:
         await request.open_stream([("Mcp-Session-Id", "7")])
         assert request.started
@@ -590,7 +590,7 @@ async def test_gone_tells_that_the_client_left_and_can_be_asked_again() -> None:
     assert seen == ["gone"]
 
 
-async def test_writing_to_nobody_is_noticed() -> None:
+async def test_writing_to_a_closed_connection_is_noticed() -> None:
     seen: list[str] = []
 
     async def stream(request: Request) -> None:
@@ -671,7 +671,7 @@ async def test_lifespan_opens_and_closes() -> None:
     await life.task
 
 
-async def test_a_startup_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failed_startup_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def startup() -> None:
         raise ValueError("no ledger")
 

@@ -81,7 +81,7 @@ async def test_a_body_in_drops_is_put_together(server: str) -> None:
 
 @every_server
 @pytest.mark.parametrize("path", ["/rpc", "/mcp"])
-async def test_chunks_that_are_none_are_400(server: str, path: str) -> None:
+async def test_malformed_chunks_are_400(server: str, path: str) -> None:
     async with serving(server) as served:
         for chunks in (
             b"zz\r\nhello\r\n",
@@ -158,7 +158,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: str) -
 
 
 @every_server
-async def test_a_client_that_sends_all_before_it_reads_is_told_why(server: str) -> None:
+async def test_a_client_that_sends_everything_before_it_reads_gets_the_reason(server: str) -> None:
     def upload() -> int:
         connection = HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE)
         with closing(connection):
@@ -270,7 +270,7 @@ async def test_a_thread_that_does_not_end_delays_nothing(server: str) -> None:
 
 
 @both
-async def test_clients_that_leave_at_the_end_do_no_harm(server: str) -> None:
+async def test_clients_that_leave_at_the_end_do_not_disturb_the_server(server: str) -> None:
     for _ in range(3):
         async with serving(server, grace=4.0) as served:
             streams = [await opened(served, "/polite") for _ in range(30)]
@@ -319,7 +319,7 @@ async def test_a_query_that_crashes_its_worker_does_not_end_the_server(server: s
 
 
 @both
-async def test_nothing_waits_for_an_acknowledgement_and_dead_readers_are_left_to_the_kernel(server: Any) -> None:
+async def test_sockets_send_without_delay_and_the_kernel_ends_dead_readers(server: Any) -> None:
     """Small pieces of a stream leave at once, and a client that takes no byte for `write_time` is cut."""
     stop, listening = asyncio.Event(), asyncio.Event()
     with bind("127.0.0.1", 0) as bound:
@@ -343,7 +343,7 @@ async def test_nothing_waits_for_an_acknowledgement_and_dead_readers_are_left_to
         writer.close()
 
 
-def test_a_port_that_is_taken_is_told_in_words() -> None:
+def test_a_port_in_use_has_a_readable_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="use another port="):
         bind("127.0.0.1", taken.getsockname()[1])
     with bind("127.0.0.1", 0) as ours:
@@ -392,7 +392,7 @@ async def test_a_client_that_does_not_read_is_cut(server: str, path: str) -> Non
 
 
 @both
-async def test_500_dead_peers_keep_nobody_else_waiting(server: str) -> None:
+async def test_500_dead_peers_do_not_delay_other_clients(server: str) -> None:
     count = min(500, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200) // 2)
     share = count // 4
     drip = post("/rpc", b"", b"Content-Length: 100")

@@ -250,7 +250,7 @@ def test_lines_are_the_same_however_they_arrive(size: int) -> None:
 # --- many calls --------------------------------------------------------------------------------------------------------
 
 
-def test_lines_begin_in_order_and_one_that_waits_holds_nobody(server: Server) -> None:
+def test_lines_start_in_order_and_one_that_waits_does_not_block_the_others(server: Server) -> None:
     texts = [str(number) for number in range(60)]
     server.write(*(call(id, "note", text, id % 3 == 0) for id, text in enumerate(texts)))
     first = [server.answer() for _ in range(40)]
@@ -288,7 +288,7 @@ def test_large_answers_to_a_slow_reader_stay_whole(server: Server) -> None:
     assert server.answer()["result"] == 2
 
 
-def test_who_does_not_read_is_not_read_from(server: Server) -> None:
+def test_a_client_that_does_not_read_is_not_read_from(server: Server) -> None:
     # 3,000 answers of 100 KB would be 300 MB; the calls themselves are more than the two pipes hold.
     lines = memoryview(b"".join(call(id, "large", 100_000) for id in range(3000)))
     written = 0
@@ -302,7 +302,7 @@ def test_who_does_not_read_is_not_read_from(server: Server) -> None:
 # --- nothing but the protocol on stdout --------------------------------------------------------------------------------
 
 
-def test_what_is_printed_goes_to_stderr_and_stdin_is_out_of_reach(server: Server) -> None:
+def test_prints_of_handlers_go_to_stderr_and_stdin_is_closed_to_them(server: Server) -> None:
     server.write(call(1, "noisy"), call(2, "add", 1, 2))
     assert server.answer()["result"] == "nothing to read"
     assert server.answer()["result"] == 3
@@ -376,7 +376,7 @@ def test_a_terminal() -> None:
 # --- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_under_way_at_eof_is_answered(server: Server) -> None:
+def test_a_call_in_flight_at_eof_is_answered(server: Server) -> None:
     server.write(call(1, "within", 0.3), call(2, "block", 0.3))
     code, out, _ = server.end()
     assert code == 0 and answers(out.removesuffix(b"after\n")) == {1: "done", 2: "done"}
@@ -391,7 +391,7 @@ def test_a_call_that_outlasts_the_grace_is_cancelled(start: Callable[..., Server
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_calls_under_way_finish(server: Server, number: int) -> None:
+def test_a_signal_lets_the_calls_in_flight_finish(server: Server, number: int) -> None:
     server.write(call(1, "block", 0.5))
     assert server.error_line() == "blocked"
     server.process.send_signal(number)

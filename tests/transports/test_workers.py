@@ -75,7 +75,7 @@ def test_workers_that_never_served_end_the_server() -> None:
         assert "a worker ended before it could serve" in logged
 
 
-def test_a_worker_that_cannot_start_anew_is_tried_again(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_restart_is_retried(tmp_path: Path) -> None:
     """Perhaps its ledger is away for a moment."""
     with supervised("fail_later", 1000.0, f"{tmp_path}/once") as process:
         assert delays(process, 4) == [0.001, 0.002, 0.004, 0.006]

@@ -235,7 +235,7 @@ async def test_closing_twice_is_closing_once(store: Store) -> None:
     await ledger.aclose()
 
 
-async def test_closing_what_was_never_used(store: Store) -> None:
+async def test_closing_an_unused_ledger(store: Store) -> None:
     await close_at_once(store)
 
 

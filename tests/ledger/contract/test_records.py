@@ -86,7 +86,7 @@ async def test_a_digest_without_a_payload_is_kept_also_in_the_tombstone(digest: 
     assert (buried.state, buried.outcome) == (State.TOMBSTONE, outcome)
 
 
-async def test_a_payload_does_not_outlive_what_follows_it(ledger: Ledger) -> None:
+async def test_a_payload_does_not_outlive_its_outcome(ledger: Ledger) -> None:
     """A result without a payload after an interim one with it: nothing of the older may show."""
     record = await granted(ledger)
     assert await ledger.suspend(record.token, outcome_of(b'"interim"', "error"), RETENTION)
@@ -143,7 +143,7 @@ ODD = [
 ]
 
 
-async def test_callers_methods_and_keys_of_any_shape_are_told_apart(ledger: Ledger) -> None:
+async def test_callers_methods_and_keys_of_any_shape_are_distinct(ledger: Ledger) -> None:
     """P5: what belongs to one caller, method and key is never found under another."""
     assert len(set(ODD)) == len(ODD)
     for number, id in enumerate(ODD):
@@ -235,7 +235,7 @@ async def test_records_are_listed_in_the_order_of_their_ids_a_page_at_a_time(led
     assert await ledger.list(limit=0) == []
 
 
-async def test_a_listed_record_is_what_get_gives(ledger: Ledger, store: Store) -> None:
+async def test_a_listed_record_equals_the_one_from_get(ledger: Ledger, store: Store) -> None:
     for state in State:
         await in_state(state, ledger, store, structs.replace(ID, key=state.value))
     listed = await ledger.list()

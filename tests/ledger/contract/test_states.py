@@ -147,7 +147,7 @@ async def test_a_lease_that_is_over_after_the_commit_point_turns_to_unknown(ledg
 
 
 @pytest.mark.parametrize("on_crash", ["rerun", "reconcile"])
-async def test_a_lease_that_is_over_is_taken_over_by_whoever_may_run_it_again(
+async def test_an_expired_lease_is_taken_over_by_a_claim_that_may_run_it_again(
     on_crash: str, ledger: Ledger, store: Store
 ) -> None:
     first = await granted(ledger)
@@ -316,7 +316,7 @@ async def test_a_heartbeat_renews_the_lease(ledger: Ledger, store: Store) -> Non
     assert (await ledger.claim(claim_of(on_crash="rerun"))).token == record.token
 
 
-async def test_a_heartbeat_revives_a_lease_that_nobody_took(ledger: Ledger, store: Store) -> None:
+async def test_a_heartbeat_revives_a_lease_that_was_not_taken_over(ledger: Ledger, store: Store) -> None:
     record = await granted(ledger)
     store.age(ID, LEASE + 1)
     assert await ledger.heartbeat(record.token, LEASE)
@@ -405,7 +405,7 @@ async def test_an_operator_resolves_unknown_as_not_done(ledger: Ledger, store: S
 
 @pytest.mark.parametrize("state", [state for state in State if state is not State.UNKNOWN])
 @pytest.mark.parametrize("outcome", [None, outcome_of(b'"found"')], ids=["not done", "done"])
-async def test_nothing_but_unknown_is_resolved(state: State, outcome: Any, ledger: Ledger, store: Store) -> None:
+async def test_only_unknown_records_are_resolved(state: State, outcome: Any, ledger: Ledger, store: Store) -> None:
     before = await in_state(state, ledger, store)
     assert await ledger.resolve(ID, outcome) is False
     assert same(await ledger.get(ID), before)
@@ -429,7 +429,7 @@ async def test_a_resolved_record_is_kept_for_a_day_by_default(ledger: Ledger, st
 # --- WAITING ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_suspended_record_waits_with_what_it_said_and_goes_on_under_a_new_token(ledger: Ledger) -> None:
+async def test_a_suspended_record_keeps_its_answer_and_resumes_with_a_new_token(ledger: Ledger) -> None:
     first = await granted(ledger)
     assert await ledger.suspend(first.token, outcome_of(b'"which account?"'), RETENTION)
     waiting = await ledger.claim(claim_of())
@@ -452,7 +452,7 @@ async def test_a_call_may_wait_more_often_than_it_may_crash(ledger: Ledger) -> N
         record = await granted(ledger, continues=True)
 
 
-async def test_a_claim_that_continues_has_no_special_right_elsewhere(ledger: Ledger, store: Store) -> None:
+async def test_a_continuing_claim_has_no_special_right_in_other_states(ledger: Ledger, store: Store) -> None:
     for state in (State.RUNNING, State.DONE, State.UNKNOWN, State.TOMBSTONE):
         id = structs.replace(ID, key=state.value)
         before = await in_state(state, ledger, store, id)
@@ -490,7 +490,7 @@ async def test_after_its_retention_a_claim_finds_a_tombstone_that_knows_it_was_d
     assert same(await ledger.get(ID), buried)
 
 
-async def test_until_a_claim_or_the_sweep_buries_it_a_reader_sees_what_was_done(ledger: Ledger, store: Store) -> None:
+async def test_a_reader_sees_the_outcome_until_a_claim_or_the_sweep_makes_a_tombstone(ledger: Ledger, store: Store) -> None:
     """Reading changes nothing, and every store shows the same."""
     done = await in_state(State.DONE, ledger, store)
     store.age(ID, RETENTION + 1)
@@ -549,7 +549,7 @@ async def test_a_clock_that_jumps_forward_does_not_let_a_command_run_again_that_
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.WAITING])
-async def test_the_sweep_removes_what_did_nothing(state: State, ledger: Ledger, store: Store) -> None:
+async def test_the_sweep_removes_records_of_runs_that_did_nothing(state: State, ledger: Ledger, store: Store) -> None:
     """A run that never reached its commit point, and a call whose caller never answered, leave nothing to look into."""
     record = await granted(ledger, committed=state is State.WAITING)
     assert state is State.RUNNING or await ledger.suspend(record.token, outcome_of(), RETENTION)

@@ -168,13 +168,13 @@ async def test_every_primary_is_checked(cluster_server: RedisCluster, store: Sto
 
 
 @pytest.mark.parametrize("database", [1, 99])
-async def test_a_database_that_is_not_there_is_told_at_once(database: int, store: Store) -> None:
+async def test_a_missing_database_is_reported_at_once(database: int, store: Store) -> None:
     """A cluster has only the first (in Valkey 9, as many as it is given)."""
     with pytest.raises(LedgerDown, match=r"SELECT is not allowed in cluster mode|DB index is out of range"):
         await open_ledger(store.url.replace("/0?", f"/{database}?"))
 
 
-async def test_a_cluster_that_hides_what_it_is_is_found_out(cluster_server: RedisCluster, store: Store) -> None:
+async def test_a_cluster_that_forbids_info_is_detected(cluster_server: RedisCluster, store: Store) -> None:
     """A managed server may forbid INFO: then the first record that another node holds tells, and the others follow."""
     for node in cluster_server.nodes:
         node.ask("ACL", "SETUSER", "guest", "on", "nopass", "~*", "+@all", "-info")
@@ -209,7 +209,7 @@ async def _is_granted(ledger: Ledger) -> bool:
 # --- a primary that is gone ------------------------------------------------------------------------------------------
 
 
-async def test_what_goes_through_all_records_fails_rather_than_leave_some_out() -> None:
+async def test_an_operation_on_all_records_fails_rather_than_leave_some_out() -> None:
     """And the sweep goes on with the others, as long as they serve without the one."""
     cluster = RedisCluster()
     try:
@@ -306,7 +306,7 @@ def pair() -> Iterator[tuple[Redis, Redis]]:
         yield primary, replica
 
 
-async def test_what_was_acknowledged_is_on_the_replica(pair: tuple[Redis, Redis]) -> None:
+async def test_acknowledged_writes_are_on_the_replica(pair: tuple[Redis, Redis]) -> None:
     primary, replica = pair
     ledger = await open_ledger(primary.url + "?replicas=1")
     records = await asyncio.gather(*(granted(ledger, id) for id in IDS))
@@ -341,7 +341,7 @@ async def test_without_enough_replicas_nothing_runs_and_nothing_is_left(pair: tu
     check(caller.history, effects.all())
 
 
-async def test_nothing_is_replayed_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
+async def test_an_outcome_that_only_the_primary_holds_is_not_replayed(pair: tuple[Redis, Redis]) -> None:
     """Whoever wrote it: the replica that takes over would know nothing of what this caller was told."""
     primary, replica = pair
     writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")
@@ -364,7 +364,9 @@ async def _is_absent(ledger: Ledger, id: RecordId) -> bool:
     return await ledger.get(id) is None
 
 
-async def test_an_effect_whose_record_too_few_hold_is_told_as_it_is(pair: tuple[Redis, Redis], effects: Effects) -> None:
+async def test_an_effect_whose_record_too_few_replicas_hold_is_answered_and_recorded_later(
+    pair: tuple[Redis, Redis], effects: Effects
+) -> None:
     primary, replica = pair
     caller, entered, go = Caller(), asyncio.Event(), asyncio.Event()
 

@@ -33,7 +33,7 @@ async def test_a_claim_that_is_sent_twice_is_one_attempt(ledger: Ledger) -> None
 
 
 @pytest.mark.parametrize("change", sorted(set(CHANGES) - {"release"}))
-async def test_what_a_token_allows_is_accepted_though_it_is_sent_twice(change: str, ledger: Ledger) -> None:
+async def test_a_transition_with_a_valid_token_is_accepted_even_if_it_is_sent_twice(change: str, ledger: Ledger) -> None:
     record = await granted(ledger)
     assert await CHANGES[change](ledger, record.token)
 

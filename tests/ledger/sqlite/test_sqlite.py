@@ -74,7 +74,7 @@ async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedge
     assert len(commits) == 2 and (await ledger.counts())[State.DONE] == 64
 
 
-async def test_a_duplicate_is_answered_by_reading_whoever_writes(ledger: SqliteLedger, path: Path) -> None:
+async def test_a_duplicate_is_answered_by_a_read_during_any_write(ledger: SqliteLedger, path: Path) -> None:
     """While another connection has the lock of the file."""
     first = await ledger.claim(claim("one"))
     assert await ledger.complete(first.token, DONE, 60)
@@ -85,7 +85,7 @@ async def test_a_duplicate_is_answered_by_reading_whoever_writes(ledger: SqliteL
     other.close()
 
 
-async def test_a_caller_that_cannot_wait_gets_what_reading_finds(path: Path) -> None:
+async def test_a_caller_that_cannot_wait_gets_the_result_of_a_read(path: Path) -> None:
     app = make_app(ledger=f"sqlite:{path}")
 
     @app.command
@@ -97,7 +97,7 @@ async def test_a_caller_that_cannot_wait_gets_what_reading_finds(path: Path) -> 
         assert result(app.handle_sync(call("put", {"value": 1}, key="one", id=2))) == 1
 
 
-async def test_a_caller_that_cannot_wait_is_told_before_anything_runs(path: Path) -> None:
+async def test_a_caller_that_cannot_wait_gets_an_error_before_anything_runs(path: Path) -> None:
     app, effects = make_app(ledger=f"sqlite:{path}"), list[int]()
 
     @app.command
@@ -166,7 +166,7 @@ async def test_a_claim_that_is_given_up_is_taken_back_when_the_lock_of_another_p
     assert await ledger.get(RecordId("", "put", "given up")) is None
 
 
-async def test_among_others_a_duplicate_hears_of_the_record(ledger: SqliteLedger) -> None:
+async def test_a_duplicate_in_a_group_commit_sees_the_record(ledger: SqliteLedger) -> None:
     """Of one that was there, and of one that came in the same turn."""
     first = await ledger.claim(claim("one"))
     assert await ledger.complete(first.token, DONE, 60)
@@ -175,7 +175,7 @@ async def test_among_others_a_duplicate_hears_of_the_record(ledger: SqliteLedger
     assert new.state is State.RUNNING and twice.token == new.token
 
 
-async def test_what_the_disk_refuses_to_one_it_gives_to_the_others(ledger: SqliteLedger) -> None:
+async def test_a_write_that_the_disk_refuses_does_not_fail_the_others(ledger: SqliteLedger) -> None:
     def refuse(*_: object) -> None:
         raise apsw.FullError("on purpose")
 
@@ -230,7 +230,9 @@ async def test_a_caller_that_is_interrupted_in_a_transition_does_not_keep_the_th
 
 
 @pytest.mark.parametrize("count", [1, 2])
-async def test_the_lock_of_another_process_keeps_no_loop_waiting(ledger: SqliteLedger, path: Path, count: int) -> None:
+async def test_the_lock_of_another_process_does_not_block_the_event_loop(
+    ledger: SqliteLedger, path: Path, count: int
+) -> None:
     other = apsw.Connection(str(path))
     other.execute("BEGIN IMMEDIATE")
     claimed = asyncio.gather(*(ledger.claim(claim(f"locked {n}")) for n in range(count)))
@@ -329,7 +331,7 @@ def test_few_among_many_are_found_by_an_index(name: str, is_analyzed: bool) -> N
 # --- fences ---
 
 
-async def test_fences_grow_whoever_gives_them(ledger: SqliteLedger, path: Path) -> None:
+async def test_fences_grow_across_processes(ledger: SqliteLedger, path: Path) -> None:
     """Two processes take turns, a record is removed and made again, and one of them starts anew."""
     other, fences = SqliteLedger(path), []
     for number in range(12):
@@ -479,7 +481,7 @@ def file(path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> Itera
     file.close()
 
 
-def test_while_its_folder_stands_still_no_name_is_looked_up(file: LedgerFile, asked: list[str]) -> None:
+def test_names_are_not_looked_up_while_the_folder_is_unchanged(file: LedgerFile, asked: list[str]) -> None:
     for _ in range(5):
         file.check()
     assert asked == []
@@ -493,7 +495,7 @@ def test_a_folder_that_has_just_changed_is_not_relied_on(file: LedgerFile, asked
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "renamed"])
-def test_what_happens_to_the_file_is_noticed_at_once(file: LedgerFile, path: Path, how: str) -> None:
+def test_changes_of_the_file_are_noticed_at_once(file: LedgerFile, path: Path, how: str) -> None:
     if how == "removed":
         path.unlink()
     elif how == "renamed":
@@ -506,7 +508,7 @@ def test_what_happens_to_the_file_is_noticed_at_once(file: LedgerFile, path: Pat
             file.check()
 
 
-def test_what_happens_further_up_is_noticed_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_parent_folders_are_noticed_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_file, "SETTLED", -60.0)  # any time of a folder will do
     monkeypatch.setattr(sqlite_file, "AGAIN", 0.0)  # it has passed
     file = LedgerFile(str(tmp_path / "above" / "folder" / "ledger.db"))

@@ -41,7 +41,7 @@ async def opened(path: Path, clock: Clock) -> SqliteLedger:
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0, 10 * 365 * 86_400.0, -10 * 365 * 86_400.0])
-async def test_setting_the_wall_clock_ends_no_lease(jump: float, path: Path) -> None:
+async def test_setting_the_wall_clock_does_not_end_a_lease(jump: float, path: Path) -> None:
     clock = Clock()
     ledger = await opened(path, clock)
     record = await granted(ledger)
@@ -55,7 +55,7 @@ async def test_setting_the_wall_clock_ends_no_lease(jump: float, path: Path) -> 
     await ledger.aclose()
 
 
-async def test_a_lease_that_is_over_is_over_though_the_wall_clock_stands_still(path: Path) -> None:
+async def test_a_lease_expires_even_if_the_wall_clock_stands_still(path: Path) -> None:
     clock = Clock()
     ledger = await opened(path, clock)
     record = await granted(ledger)
@@ -129,7 +129,7 @@ async def test_a_holder_of_another_boot_is_gone(since_boot: float, path: Path, m
     await after.aclose()
 
 
-async def test_where_no_boot_is_told_a_clock_that_began_anew_shows_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_boot_id_a_clock_that_restarted_shows_a_boot(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "_boot_id", lambda: b"")
     clock = Clock()
     before = await opened(path, clock)
@@ -216,7 +216,7 @@ async def test_a_link_that_only_we_can_write_is_followed(tmp_path: Path) -> None
     await ledger.aclose()
 
 
-async def test_a_link_to_itself_is_told(path: Path) -> None:
+async def test_a_link_to_itself_is_reported(path: Path) -> None:
     path.symlink_to(path)
     with pytest.raises(LedgerDown, match="Too many levels of symbolic links"):
         await open_ledger(f"sqlite:{path}")
@@ -243,7 +243,7 @@ async def test_a_relative_path_means_the_folder_of_the_start(tmp_path: Path, mon
         ("sqlite://host/ledger.db", "names a host"),
     ],
 )
-async def test_a_url_without_a_file_is_told(url: str, what: str) -> None:
+async def test_a_url_without_a_file_is_reported(url: str, what: str) -> None:
     with pytest.raises(UsageError, match=what) as caught:
         await open_ledger(url)
     assert "fix:" in str(caught.value)

@@ -285,7 +285,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite_file, "PATIENCE", 0.0)
 
 
-def test_what_is_committed_together_comes_to_the_same_as_one_after_the_other() -> None:
+def test_a_group_commit_gives_the_same_records_as_single_commits() -> None:
     """P5: in every order, with every trouble."""
     run_state_machine_as_test(
         Groups, settings=settings(QUIET, max_examples=sized(small=20, full=60), stateful_step_count=25)
