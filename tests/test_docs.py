@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# Commands that run the whole project; they are run by whoever runs this test.
+# Commands that run the whole project, this test included.
 TOO_LARGE = ("make ",)
 
 

@@ -1,4 +1,4 @@
-"""`wirecall audit`: the trail for people, and the proof that nobody has changed it (T6)."""
+"""`wirecall audit`: shows the trail, and proves that it is unchanged (T6)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""wirecall.toml: what is read, who wins, and how mistakes are told."""
+"""wirecall.toml: its values, their precedence, and the reports of mistakes."""
 
 import json
 import re

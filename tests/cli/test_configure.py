@@ -92,7 +92,7 @@ def charged(*more: str) -> Any:
 
 
 def test_call_batch_and_send_have_the_ledger_of_wirecall_toml(folder: Path) -> None:
-    """They used to have the app's own, in memory: a key that was told to be good for a repetition was forgotten at once."""
+    """They used to have the app's own ledger in memory, which forgot a key that was offered for a retry."""
     assert (charged()["replayed"], charged()["replayed"]) == (False, True)
     assert json.loads(invoke("batch", "app.py", input=LINE).stdout)["replayed"] is True
     assert json.loads(invoke("send", "app.py", input=RAW).stdout)["result"] == 1

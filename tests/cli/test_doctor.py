@@ -89,7 +89,7 @@ def test_a_ledger_that_is_not_there_yet_and_one_with_unknown_outcomes() -> None:
 
 def test_a_ledger_in_a_folder_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:locked/ledger.db"\n')
-    monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root, who may run the tests, may write everywhere
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root may run the tests, and can write everywhere
     code, found = diagnosis()
     assert code == 9
     assert found["ledger"][0][0] == "fail"

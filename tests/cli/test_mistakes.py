@@ -396,7 +396,7 @@ def test_an_unanswered_confirmation_counts_as_no() -> None:
     assert b"Nothing was sent." in said
 
 
-# Says when the command begins to wait for its user, who may type now.
+# Prints a line when the command begins to wait for its user.
 TELLING = """
 import sys
 from contextlib import contextmanager
@@ -416,7 +416,7 @@ main(sys.argv[1:])
 
 
 def at_terminal(words: list[str], sign: bytes, key: bytes = b"") -> tuple[bytes, int]:
-    """What is said on a terminal until the end. A key, or Ctrl-C, is pressed once, at a sign."""
+    """Return the output on a terminal until the end. A key, or Ctrl-C, is pressed once, after a given text."""
     leader, follower = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", TELLING, *words], stdin=follower, stdout=follower, stderr=follower)
     os.close(follower)
@@ -447,5 +447,5 @@ def _chunk(leader: int) -> bytes:
         return b""
     try:
         return os.read(leader, 4096)
-    except OSError:  # EIO: nobody is at the other end any more
+    except OSError:  # EIO: the other end is closed
         return b""

@@ -327,7 +327,7 @@ def test_the_second_ctrl_c_stops_at_once(slow: str) -> None:
 
 
 def test_the_second_ctrl_c_ends_the_server_process_too(tmp_path: Path) -> None:
-    """It would ignore the end of its input, and live on with nobody to end it. A pipe that it holds tells of its end."""
+    """It would ignore the end of its input and stay alive for ever. The end of a pipe that it holds shows its own end."""
     os.mkfifo(tmp_path / "held")
     held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
     stubborn = f"import sys, time; f = open({str(tmp_path / 'held')!r}, 'wb'); print('up', file=sys.stderr); time.sleep(600)"

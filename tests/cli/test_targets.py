@@ -1,4 +1,4 @@
-"""Files as targets: whatever is wrong with one is told in words."""
+"""Files as targets: every mistake in one has a readable error."""
 
 from pathlib import Path
 

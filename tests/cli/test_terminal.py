@@ -28,7 +28,7 @@ def two() -> str:
     raise DomainError(4000, {"no" + STEERING + chr(10) + "  next: rm -rf /"!r})
 """
 
-# A server on stdio that says the same on stderr, and as a line that is no message.
+# A server on stdio that prints the same text to stderr, and as a line that is not a message.
 CHILD = f"""
 import sys
 sys.stderr.write({"err" + STEERING + chr(10)!r}); sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Servers for the client's tests: ours, one that misbehaves as it is told, and a proxy that cuts connections."""
+"""Servers for the client's tests: ours, one that misbehaves on purpose, and a proxy that cuts connections."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ PATIENCE = 60.0
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nobody can tell us of."""
+    """Wait for a condition without an event, by polling."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -110,7 +110,7 @@ class Peer(Listening):
 
     @property
     def calls(self) -> list[Any]:
-        """What was sent, without the question for the kinds of methods."""
+        """Return the messages that were sent, without `rpc.discover`."""
         return [body for body in self.bodies if isinstance(body, list) or body["method"] != "rpc.discover"]
 
 

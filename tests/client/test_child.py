@@ -121,7 +121,9 @@ time.sleep(600)
         await asyncio.wait_for(child.aclose(), PATIENCE)
     own, other = map(int, (tmp_path / "pids").read_text().split())
     assert not is_alive(own)
-    await until(lambda: not is_alive(other) or _state(other) == "Z")  # who adopts it may take its time to bury it
+    await until(
+        lambda: not is_alive(other) or _state(other) == "Z"
+    )  # the process that adopts it may take its time to reap it
 
 
 def _state(pid: int) -> str:

@@ -197,7 +197,7 @@ async def test_one_deadline_over_all_attempts() -> None:
 
 
 async def test_after_a_lost_attempt_ran_is_not_no() -> None:
-    """The answer to the first attempt is dropped, then nobody is reached: that the last one did not run says nothing."""
+    """The first answer is dropped, then the server is unreachable: the last attempt did not run, the first may have."""
     app, ran = counter()
     faults = Faults(drop_reply=1, cut_after=1)
     async with in_memory(app, faults=faults, clock=FakeClock()) as client:

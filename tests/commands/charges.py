@@ -1,4 +1,4 @@
-"""Words of the tests of commands: an app whose one command charges somebody, bytes in and bytes out, over every ledger.
+"""Words of the tests of commands: an app with one command that charges, bytes in and bytes out, over every ledger.
 
 A second app on the same ledger counts as another process. A holder that vanished is a claim made directly in the ledger,
 whose record is then aged.
@@ -33,7 +33,7 @@ transactional = pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 
 
 class World:
-    """What commands do to the world: handlers that count their effects, and wait where they are told to."""
+    """The effects of commands: handlers that count their effects, and wait where a test asks them to."""
 
     def __init__(self) -> None:
         self.effects: list[int] = []
@@ -112,7 +112,7 @@ def is_in_progress(refused: Any) -> None:
 
 
 async def watch(app: App, method: str) -> "asyncio.Queue[Any]":
-    """What the calls of a method of the app's ledger gave, as they come."""
+    """Collect the results of a method of the app's ledger as they come."""
     ledger = await app.ledger()
     inner, given = getattr(ledger, method), asyncio.Queue[Any]()
 

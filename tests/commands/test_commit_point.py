@@ -1,4 +1,4 @@
-"""Before its commit point a handler has done nothing, after it nobody can say so (B2); every ledger."""
+"""Before its commit point a handler has done nothing, after it that is unknown (B2); every ledger."""
 
 import asyncio
 from typing import Any

@@ -29,7 +29,7 @@ async def test_a_deadline_before_the_commit_point_did_nothing(app: App, ledger: 
 async def test_a_deadline_after_the_commit_point_lets_the_handler_finish(
     handler: str, app: App, ledger: Ledger, world: World
 ) -> None:
-    """The caller is told that it may have run; the outcome is recorded, and a retry gets it."""
+    """The caller gets `ran: "unknown"`; the outcome is recorded, and a retry gets it."""
     app.command(name="charge", timeout=1.5)(getattr(world, handler))
     await (await app.ledger()).counts()  # connected: the deadline is for the handler, and a busy machine is slow
     refused = error(await app.handle(charge(1)))

@@ -1,4 +1,4 @@
-"""What a key stands for (P5, P10), what needs none, and other params under the same key; every ledger."""
+"""The meaning of a key (P5, P10), calls that need none, and other params under the same key; every ledger."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What takes no claim, what a handler may do to its own call, and the housekeeping that nobody asks for; every ledger."""
+"""Calls that do not claim, handlers that change their own call, and background sweeps; every ledger."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -149,7 +149,7 @@ async def test_commands_go_on_while_the_ledger_is_swept(app: App, ledger: Ledger
 
 
 async def test_a_sweep_and_a_claim_of_one_record_at_once_leave_it_done(store: Store, ledger: Ledger) -> None:
-    """Whoever comes first: the command is not run a second time."""
+    """In either order, the command is not run a second time."""
     await old_records(ledger, store, 8)
     others = [await store.open() for _ in range(2)]
     claims = [claim_of(RecordId("", "put", f"old-{n:03}")) for n in range(8)]

@@ -1,4 +1,4 @@
-"""Handlers that do what nobody expects, over every ledger: still no effect is doubled, and no answer is untrue."""
+"""Handlers that do unexpected things, over every ledger: no effect is doubled, and every answer is true."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -205,7 +205,7 @@ async def test_a_refusal_of_another_server_undoes_a_transaction(theirs: ErrorObj
 async def test_a_transaction_finds_the_record_of_a_holder_that_vanished_before_the_method_became_transactional(
     committed: bool, app: App, ledger: Ledger, store: Store
 ) -> None:
-    """It used to be "in progress" for as long as its retention, although nobody was at it."""
+    """It used to be "in progress" for as long as its retention, although no run held it."""
     effects: list[int] = []
 
     @app.command(on_crash="transactional")
@@ -238,7 +238,7 @@ async def run_sql(db: Any, statement: str) -> Any:
 async def test_a_handler_that_ends_its_transaction_never_gets_ran_no_if_it_acted(
     statement: str, fails: bool, app: App, store: Store
 ) -> None:
-    """Record and effect are apart then. What the caller hears must be true, and nothing may run twice."""
+    """Record and effect are apart then. The caller's answer must be true, and nothing may run twice."""
 
     @app.command(on_crash="transactional")
     async def prepare(ctx: Context) -> None:
@@ -335,7 +335,7 @@ async def test_a_handler_that_fails_in_its_own_transaction_has_done_nothing(stat
 
 
 # What a handler may do so that its transaction cannot be committed although it returns, by ledger. SQLite takes back a
-# statement that failed, and nothing else; and it commits for nobody but us, so that after a ROLLBACK there is nothing.
+# statement that failed, and nothing else; and only we commit, so that after a ROLLBACK there is nothing.
 DEFERRED = [
     "CREATE TABLE owner (n INTEGER PRIMARY KEY)",
     "CREATE TABLE owned (n INTEGER REFERENCES owner (n) DEFERRABLE INITIALLY DEFERRED)",

@@ -153,7 +153,7 @@ async def test_a_successor_whose_claim_was_not_acknowledged_does_not_destroy_the
 
 
 async def still_stands(ledger: Ledger) -> None:
-    """Give whoever tidies up behind a lost claim more than enough round trips; the record must be there all the time."""
+    """Give the clean-up after a lost claim more than enough round trips; the record must be there all the time."""
     for _ in range(20):
         await asyncio.sleep(0)
         assert await stands(ledger) is State.RUNNING

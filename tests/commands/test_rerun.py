@@ -1,4 +1,4 @@
-"""`on_crash="rerun"`: a command whose holder vanished or failed is run again, and its handler is told (B2); every ledger."""
+"""`on_crash="rerun"`: a command whose holder vanished or failed runs again, and its handler can see that (B2)."""
 
 import asyncio
 from typing import Any

@@ -30,7 +30,7 @@ from wirecall.ledger.base import Ledger, State
 
 @transactional
 async def test_effect_and_record_commit_together(app: App, effects: Effects, ledger: Ledger) -> None:
-    """B1: and until the commit, nobody sees either."""
+    """B1: until the commit, neither is visible."""
     seen: list[Any] = []
 
     @app.command(name="charge", on_crash="transactional")

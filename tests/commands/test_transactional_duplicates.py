@@ -183,7 +183,7 @@ async def eventually_open(store: Store, number: int) -> None:
 
 @only_postgres
 async def test_a_statement_that_a_failed_handler_left_behind_is_waited_for(store: Store, effects: Effects) -> None:
-    """Whether the session lives is not asked while somebody waits for its answer: the answer would be lost to them."""
+    """The server does not probe a session while a caller waits for its answer: the probe would take the answer."""
     left: list[asyncio.Task[Any]] = []
     async with make_app(ledger=f"{store.url}&pool=1") as app:
 
@@ -192,7 +192,7 @@ async def test_a_statement_that_a_failed_handler_left_behind_is_waited_for(store
             if not left:
                 left.append(asyncio.create_task(ctx.db.execute("SELECT pg_sleep(0.05)")))
                 await asyncio.sleep(0.01)
-                time.sleep(0.2)  # noqa: ASYNC251  # the answer is there by now, and nobody has read it
+                time.sleep(0.2)  # noqa: ASYNC251  # the answer is there by now, and is still unread
                 raise psycopg.OperationalError("of another server")
             return await effects.add(ctx, cents)
 
@@ -209,7 +209,7 @@ async def test_a_statement_that_a_failed_handler_left_behind_is_waited_for(store
 async def test_a_duplicate_that_waits_for_an_open_transaction_can_be_left(
     how: str, new_app: NewApp, effects: Effects, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever leaves does not know what becomes of the first; and an app that stops does not wait for it."""
+    """A duplicate that leaves gets "unknown" about the first call, and an app that stops does not wait for it."""
     here, there = new_app(), new_app()
     await here.ledger()
     in_short_turns(monkeypatch)

@@ -1,4 +1,4 @@
-"""`on_crash="unknown"`: a holder that vanished leaves an outcome nobody knows, until somebody does (B2); every ledger."""
+"""`on_crash="unknown"`: a holder that vanished leaves an unknown outcome until it is settled (B2); every ledger."""
 
 import asyncio
 from typing import Any
@@ -58,7 +58,7 @@ async def test_a_late_truth_makes_an_unknown_outcome_definite(app: App, ledger: 
 async def test_a_paused_holder_comes_back_with_the_truth(
     new_app: NewApp, ledger: Ledger, store: Store, world: World
 ) -> None:
-    """B2: its caller gets the true answer, the retry in between was told that nobody knows, the next one gets it too."""
+    """B2: its caller gets the true answer, the retry in between gets "unknown", the next one gets the answer too."""
     here, there = new_app(), new_app()
     here.command(name="charge")(world.held_after)
     there.command(name="charge")(world.charge)

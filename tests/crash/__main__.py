@@ -1,6 +1,6 @@
 """The long run: `python -m tests.crash --kills 10000 --seed 1 --ledger all`.
 
-Random cells of the matrix, kills at moments that nobody chose, retries that are killed as well, retries that compete; all
+Random cells of the matrix, kills at random moments, retries that are killed as well, retries that compete; all
 from one seed. Ends with a table, and with code 1 if any answer or any number of effects was wrong.
 """
 

@@ -1,10 +1,10 @@
-"""The processes that the crash tests kill: each runs one command, and dies at the moment it was told to.
+"""The processes that the crash tests kill: each runs one command, and dies at a given moment.
 
 As a program this file is a fork server. It imports everything once; then, for every order that it reads (a line of JSON on
 stdin), it forks a process, before there is any thread or event loop, and waits for its end. What there is to tell goes to
 stdout, in lines of a process id, a word and the rest:
 
-    71 sent                     a transition is on its way, and nobody will see its answer: kill me
+    71 sent                     a transition is on its way, and its answer will be lost: kill me
     71 reply {"jsonrpc":...     the bytes of the answer; one that dies halfway leaves half a line
     71 facts {"ran":1,...       what the answer does not tell
     71 ended -9                 from the server: how the process ended
@@ -58,7 +58,7 @@ LIFETIME = 60
 
 
 class Order(Struct, frozen=True, kw_only=True):
-    """What a process is to do."""
+    """The orders of a process."""
 
     url: str
     mode: OnCrash
@@ -70,14 +70,14 @@ class Order(Struct, frozen=True, kw_only=True):
     lease: float = 30.0
     wait: float = 0.05
     die_at: Step | None = None
-    by_parent: bool = False  # who kills at a step that ends in "_sent"
+    by_parent: bool = False  # the killer at a step that ends in "_sent"
     delay: float = 0.0  # seconds before the death,
     turns: int = 2  # or turns of the event loop, at a step that ends in "_sent"
     rivals: int = 1  # so many processes do the same at once
 
 
 class Facts(Struct, frozen=True):
-    """What a reply does not tell: how often the handler was entered, and whether the answer is a replay."""
+    """Facts beside the reply: how often the handler was entered, and whether the answer is a replay."""
 
     ran: int
     replayed: bool
@@ -143,7 +143,7 @@ class Fate:
             _die()
 
     async def unheard(self, step: Step, transition: Coroutine[Any, Any, T]) -> T:
-        """Hand a transition to the store; if this is the step, nobody lives to see its answer."""
+        """Hand a transition to the store; if this is the step, the process is killed before the answer."""
         if step == self._order.die_at:
             await self._die_during(asyncio.ensure_future(transition))
         return await transition

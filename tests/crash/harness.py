@@ -4,7 +4,7 @@
 processes that die over it, then retries, each in a process of its own, until there is a definite answer, then one more. The
 rules of the checker are those of reliability.md, A7.
 
-Nobody sleeps until a lease is over. Either it is made older in the store, after a retry was told to come back (`aged`); or
+No test sleeps until a lease is over. Either it is made older in the store, after a retry got "in progress" (`aged`); or
 it is short and the retry waits for it, as every duplicate does that comes while the first still runs (`waited`).
 """
 
@@ -35,7 +35,7 @@ from wirecall.ledger.base import RecordId
 from wirecall.server.method import OnCrash
 from wirecall.server.policy import ANONYMOUS
 
-# What a retry is told after a process was killed at a step, and how many effects the key has then. The columns say what the
+# The answer to a retry after a process was killed at a step, and how many effects the key has then. The columns say what the
 # method declared; "point" means that its handler calls ctx.commit_point(). Where that changes nothing, one column holds for
 # both.
 #
@@ -47,7 +47,7 @@ from wirecall.server.policy import ANONYMOUS
 #   ~? before it perhaps
 #
 # There are two answers only where the store may or may not have got the last transition. (A completion may even reach a
-# server after the retry was told to come back.)
+# server after the retry got "in progress".)
 EXPECTED = """
 step            | unknown, point           | unknown                  | rerun                | reconcile                   | transactional
 before_claim    | ran/1                    | ran/1                    | ran/1                | ran/1                       | ran/1
@@ -70,7 +70,7 @@ BOUNDS: dict[OnCrash, tuple[int, float]] = {
     "rerun": (1, float("inf")),
 }
 
-# What one more retry is told after an answer.
+# The answer to one more retry after an answer.
 AFTERWARDS = {"ran": "replayed", "reconciled": "replayed", "replayed": "replayed", "unknown": "unknown"}
 
 LEASE, SHORT_LEASE = 30.0, 1.0  # of the trials that age it, and of those that wait for it
@@ -102,7 +102,7 @@ def _allowed(cell: str) -> Iterator[str]:
 
 
 def _anytime(matrix: Matrix) -> Matrix:
-    """Killed at a moment that nobody knows: everything that a kill at any of the steps may lead to."""
+    """Killed at an unknown moment: everything that a kill at any of the steps may lead to."""
     kinds = {(mode, point) for _, mode, point in matrix}
     return {("anytime", *kind): frozenset().union(*(matrix[c] for c in matrix if c[1:] == kind)) for kind in kinds}
 
@@ -134,7 +134,7 @@ class Trial(Struct, frozen=True, kw_only=True):
 
     @property
     def is_foreseen(self) -> bool:
-        """Whether it is known which retries are told to come back."""
+        """Whether it is known which retries get "in progress"."""
         return self.is_leased and self.lapse == "aged" and len(self.steps) == 1 and self.rivals == 1
 
 
@@ -192,7 +192,7 @@ class End(Struct):
 
 
 class Workshop:
-    """A fork server. Every process it forks ends, if need be by its own alarm, so nobody here watches the clock."""
+    """A fork server. Every process it forks ends, if need be by its own alarm, so this class needs no timeouts."""
 
     def __init__(self, log: Path) -> None:
         with open(log, "ab") as stderr:
@@ -290,14 +290,14 @@ def _ask_postgres(url: str, statement: str) -> list[Any]:
 
 
 class Answer(Struct, frozen=True):
-    """What a retry was told: a word of the table above, or another that is not in it; and the bytes of the result."""
+    """The answer to a retry: a word of the table above, or another that is not in it; and the bytes of the result."""
 
     word: str
     result: bytes | None = None
 
 
 class Story(Struct):
-    """What came of a trial."""
+    """The outcome of a trial."""
 
     trial: Trial
     key: str
@@ -364,7 +364,7 @@ class Teller:
         self._story.answers = answers
 
     def _until_definite(self, step: Step | None, rivals: int) -> list[Answer]:
-        """What the processes were told; nothing, if they were killed."""
+        """The answers to the processes; none, if they were killed."""
         deadline = time.monotonic() + PATIENCE
         told: list[Answer] = []
         while True:
@@ -474,7 +474,7 @@ def _afterwards(story: Story) -> Iterator[str]:
 
 
 def _late(trial: Trial) -> list[tuple[str, str]]:
-    """A completion that is under way when its sender dies may come in late: that turns UNKNOWN into DONE."""
+    """A completion that is in flight when its sender dies may arrive late: it turns UNKNOWN into DONE."""
     return [("unknown", "replayed")] if {"completion_sent", "anytime"}.intersection(trial.steps) else []
 
 
@@ -523,7 +523,7 @@ class Crew:
 
 
 class Tally(Struct):
-    """What came of the trials in one row of the summary."""
+    """The outcomes of the trials in one row of the summary."""
 
     kills: int = 0
     effects: Counter[str] = msgspec.field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""F1 and F2: real processes, killed at every step of a command, and what their successors are told."""
+"""F1 and F2: real processes, killed at every step of a command, and the answers to their successors."""
 
 import os
 import random

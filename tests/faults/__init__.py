@@ -1,7 +1,7 @@
 """Faults on purpose: races, lost answers, killed servers, full disks, paused processes.
 
 What the tests of this folder share: effects that can be counted (`Effects`), a caller that tries again with the same key and
-remembers what it was told (`Caller`), the rules that its memories must keep (`check`), and the same app in a process of its
+remembers its answers (`Caller`), the rules that its memories must keep (`check`), and the same app in a process of its
 own (`child`, `serve`).
 """
 
@@ -32,7 +32,7 @@ LEASE = 1.0
 PATIENCE = 60.0  # seconds after which a test gives up on something that should have happened
 
 
-# --- effects, and who asks for them ----------------------------------------------------------------------------------
+# --- effects, and their callers --------------------------------------------------------------------------------------
 
 
 class Effect(NamedTuple):
@@ -66,7 +66,7 @@ class Effects:
 
 
 class Answer(msgspec.Struct):
-    """What a caller was told about one attempt."""
+    """The answer to one attempt of a caller."""
 
     key: str
     attempt: int
@@ -93,7 +93,7 @@ class Answer(msgspec.Struct):
         return (self.code, self.ran) == (50910, "unknown")
 
     def repeats(self, first: "Answer") -> bool:
-        """It came from the ledger, and is what the first caller was told."""
+        """It came from the ledger, and equals the first caller's answer."""
         return self.is_replayed and self.result == first.result
 
 
@@ -212,7 +212,7 @@ class Child:
         await self._process.stdin.drain()
 
     async def hear(self, word: str) -> Any:
-        """What comes with the next word, which must be this one."""
+        """Return the value of the next word, which must be this one."""
         assert self._process.stdout is not None
         async with asyncio.timeout(2 * PATIENCE):
             line = await self._process.stdout.readline()
@@ -259,7 +259,7 @@ async def child(url: str, effects: Effects) -> AsyncIterator[Child]:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        process._transport.close()  # type: ignore[attr-defined]  # else it warns that nobody did
+        process._transport.close()  # type: ignore[attr-defined]  # else it warns that it was not closed
 
 
 def serve() -> None:
@@ -268,7 +268,7 @@ def serve() -> None:
 
 
 class Served:
-    """What a child does when it is told to."""
+    """The orders that a child obeys."""
 
     def __init__(self, url: str, effects: str) -> None:
         self._app = make_shop(url, Effects(effects), pause=self._pause)
@@ -331,7 +331,7 @@ class Served:
         self._say("race", {key: {answer.decode(): n for answer, n in answers.items()} for key, answers in told.items()})
 
     async def become(self, user: int, group: int) -> None:
-        """Another user, who may not be allowed to import anything: so all that is imported late is imported now."""
+        """Become another user. It may not be allowed to import anything, so all late imports happen now."""
         with tempfile.TemporaryDirectory() as folder:
             async with make_shop(f"sqlite:{folder}/ledger.db", Effects(f"{folder}/effects")) as app:
                 await self._caller.call(app, "charge", "any")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of faults: what happened, who was told what, and ledgers behind proxies."""
+"""Fixtures of the tests of faults: effects, the answers to callers, and ledgers behind proxies."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ def effects(tmp_path: Path) -> Effects:
 
 @pytest.fixture
 def caller(effects: Effects) -> Iterator[Caller]:
-    """At the end of the test, what it was told is compared with what happened."""
+    """At the end of the test, its answers are compared with the effects."""
     caller = Caller()
     yield caller
     check(caller.history, effects.all(), most=caller.most)

@@ -1,4 +1,4 @@
-"""Ledgers behind a proxy that loses what it is told to lose, and handlers that stand still."""
+"""Ledgers behind a proxy that loses messages on purpose, and handlers that stand still."""
 
 import asyncio
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that stands between a ledger and its server, and loses what it is told to lose.
+"""A TCP proxy on loopback between a ledger and its server that loses messages on purpose.
 
 It lives in a thread with an event loop of its own, so it works on while the test waits, and a plain call from the test arms
 a fault. A fault meets the bytes that come by afterwards, on whatever connection:
@@ -14,7 +14,7 @@ a fault. A fault meets the bytes that come by afterwards, on whatever connection
 
     stall("down")                 nothing goes in that direction, on any connection, until `flow()`
     cut()                         all connections are gone
-    refuse(), admit()             nobody listens any more, or again
+    refuse(), admit()             new connections are refused, or accepted again
     away()                        both, for a `with` block
 """
 

@@ -89,7 +89,7 @@ async def test_a_lost_claim_is_taken_back_even_if_the_store_stays_away_for_longe
     await lease_is_over(front.store, "hold", "key")
     front.proxy.admit()
     two.pause.go.set()
-    unsure = await caller.call(two.safe, "hold", "key")  # perhaps before the clean-up; then nobody knows, for a moment
+    unsure = await caller.call(two.safe, "hold", "key")  # perhaps before the clean-up; then it is unknown, for a moment
     assert unsure.error is None or unsure.ran == "unknown"
     assert (await caller.insist(two.cut, "hold", "key", seconds=5)).error is None
     assert len(effects.of("key")) == 1

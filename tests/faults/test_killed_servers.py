@@ -40,7 +40,7 @@ Servers: TypeAlias = Redis | OnePrimary | Postgres
 
 @pytest.fixture(params=[Redis, OnePrimary, Postgres])
 def own_server(request: pytest.FixtureRequest) -> Iterator[Servers]:
-    """A server that nobody misses."""
+    """A server that this test may kill."""
     server: Servers = request.param()
     try:
         start(server)
@@ -91,7 +91,7 @@ def replicated() -> Iterator[RedisCluster]:
 async def test_a_replica_that_takes_over_under_load_doubles_nothing_and_loses_nothing(
     effects: Effects, caller: Caller, replicated: RedisCluster
 ) -> None:
-    """With `replicas=1`, what was acknowledged is on the replica; and who was not told so was not told that it is done."""
+    """With `replicas=1`, acknowledged writes are on the replica, and no caller got an outcome that is not."""
     cluster = replicated
     url = f"{cluster.nodes[1].url}?replicas=1"
     app, again = make_shop(url, effects), make_shop(url, effects)
@@ -327,7 +327,7 @@ async def test_a_host_that_vanishes_within_a_message_locks_its_key_for_a_while_a
 ) -> None:
     """The server hears no end of the connection, and must not wait for the rest while it holds the record."""
     monkeypatch.setattr(postgres_transaction, "SILENCE", 1.0)  # seconds that a handler may be silent
-    monkeypatch.setattr(postgres_transaction, "SETTLE", 0.01)  # nobody is left to ask what became of its commit
+    monkeypatch.setattr(postgres_transaction, "SETTLE", 0.01)  # no server is left to ask about its commit
     caller, passed = Caller(), dict[str, int]()
     place: int | None = None
 
@@ -377,7 +377,7 @@ async def fail() -> None:
 @pytest.mark.parametrize("own_server", [Postgres], indirect=True)
 @pytest.mark.parametrize("afterwards", AFTERWARDS)
 async def test_a_server_killed_while_a_handler_runs_has_committed_nothing(own_server: Postgres, afterwards: str) -> None:
-    """COMMIT was not sent, so nobody need be asked: the answer is definite, and it is there at once."""
+    """COMMIT was not sent, so there is nothing to ask: the answer is definite, and comes at once."""
     bank, caller = Bank(own_server.url, own_server.url), Caller()
 
     @bank.app.command(on_crash="transactional")

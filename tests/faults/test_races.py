@@ -1,4 +1,4 @@
-"""Many processes send the same commands at the same moment: each takes effect once, and everybody hears the same."""
+"""Many processes send the same commands at the same moment: each takes effect once, and all get the same answer."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ COPIES = sized(small=8, full=16)
 KEYS = sized(small=50, full=200)
 STORM = sized(small=100, full=500)
 
-# Calls of one process under way at once: below `Limits.in_flight`, else some are told "busy".
+# Calls of one process in flight at once: below `Limits.in_flight`, else some get "busy".
 SIDE_BY_SIDE = 40
 
 durable = pytest.mark.parametrize("store", DURABLE, indirect=True)

@@ -18,7 +18,7 @@ from wirecall.ledger.memory import MemoryLedger
 
 
 class Probe:
-    """What a supervisor asks an app over HTTP."""
+    """The probes of a supervisor over HTTP."""
 
     def __init__(self, app: App) -> None:
         self._server = app.asgi()

@@ -33,7 +33,7 @@ def url_of(path: Path) -> str:
     return f"sqlite:{path}"
 
 
-def the_file_is_no_database(path: Path) -> Callable[[], None]:
+def the_file_is_not_a_database(path: Path) -> Callable[[], None]:
     path.write_bytes(b"Dear diary, " * 500)
     return path.unlink
 
@@ -67,7 +67,7 @@ def the_file_is_from_the_future(path: Path) -> Callable[[], None]:
 @pytest.mark.parametrize(
     "spoil",
     [
-        the_file_is_no_database,
+        the_file_is_not_a_database,
         the_file_is_a_folder,
         the_folder_is_a_file,
         the_file_is_another_program_s,
@@ -115,7 +115,7 @@ async def test_a_file_or_folder_that_may_only_be_read(what: str) -> None:
 
 @contextmanager
 def folder_of_a_mere_user() -> Iterator[tuple[Path, tuple[int, int]]]:
-    """A folder, and a user whom its permissions bind: root passes by all of them, so there it is `nobody`."""
+    """A folder, and a user that its permissions bind. They do not bind root, so under root it is another user."""
     folder = Path(tempfile.mkdtemp(prefix="wirecall-"))
     nobody = pwd.getpwnam("nobody")
     user = (nobody.pw_uid, nobody.pw_gid) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
@@ -206,7 +206,7 @@ async def test_a_process_at_its_file_size_limit(path: Path, effects: Effects) ->
 
 
 class Disk(apsw.VFS):
-    """The disk below all SQLite connections that are opened meanwhile. It can be told to fail."""
+    """The disk below all SQLite connections that are opened meanwhile. It can fail on purpose."""
 
     def __init__(self) -> None:
         self.base = apsw.vfs_names()[0]

@@ -1,6 +1,6 @@
 """Servers that cannot keep the contract are refused when they are opened, and those that might not are warned about.
 
-What a real server can be told to be, it is told; other versions and roles are played by a server that only says so.
+Real servers are configured where that is possible; a fake server plays other versions and roles.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from wirecall.ledger.base import LedgerDown, RecordId, open_ledger
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Redis]:
-    """A server that nobody misses."""
+    """A server that this test may kill."""
     own = Redis()
     try:
         own.start()

@@ -180,7 +180,7 @@ class World(RuleBasedStateMachine):
         return attempt
 
     def hear(self, claim: Claim, record: Record) -> None:
-        """The worker was told what is known of the command, and passes it on to its caller."""
+        """The worker got the state of the command, and passes it on to its caller."""
         if record.fingerprint == claim.fingerprint and record.state is State.DONE:
             fingerprint, outcome, until = self.done[record.id]
             assert (record.fingerprint, record.outcome) == (fingerprint, outcome), "an answer was not the recorded one"
@@ -269,7 +269,7 @@ class World(RuleBasedStateMachine):
 
     @rule(id=ids)
     def resolve(self, id: RecordId) -> None:
-        """An operator finds out the truth, once nobody is at work any more."""
+        """An operator finds out the truth, once no worker is busy any more."""
         before = self.look(id)
         had = self.effects.get((id, self.generations[id]), [])
         if before is None or before.state is not State.UNKNOWN:

@@ -237,7 +237,7 @@ class Refusal(NamedTuple):
 
 
 class Client:
-    """What the two ways have in common."""
+    """The common part of the two transports."""
 
     def __init__(self, revision: str, capabilities: Any, replies: Mapping[str, Any] | None) -> None:
         self.revision = revision
@@ -321,7 +321,7 @@ class HttpClient(Client):
         await self.notify("notifications/initialized")
 
     def headers(self, message: Any = None) -> dict[str, str]:
-        """What a client of this revision sends with a message."""
+        """Return the headers that a client of this revision sends with a message."""
         told = {**BASIC, **self._own}
         if self.revision == R5:
             is_request = isinstance(message, dict) and "method" in message

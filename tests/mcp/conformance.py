@@ -33,7 +33,7 @@ SUITE = "@modelcontextprotocol/conformance"
 VERSION = "0.2.0-alpha.12"
 PATIENCE = 600.0  # seconds that one run of the suite may take; it gives up on a scenario after 30
 
-# How the suite is told what to run. Of the two older revisions it requires nothing, but knows scenarios.
+# The options that select the scenarios. The suite requires nothing of the two older revisions, but knows scenarios.
 SETS = {
     "2026-07-28": ("--requirements", "2026-07-28"),
     "2025-11-25": ("--requirements", "2025-11-25"),
@@ -190,7 +190,7 @@ def run_client(only: str | None = None) -> bool:
 
 
 def client_checks(scenario: str, revision: str) -> tuple[int, Verdict]:
-    """What the suite saw of our client, and the code it ended with."""
+    """The suite's report on our client, and its exit code."""
     command = f"{sys.executable} -m tests.mcp.conformance_client"  # the suite splits it at its spaces
     with tempfile.TemporaryDirectory() as folder:
         options = ("--scenario", scenario, "--spec-version", revision, "-o", folder)

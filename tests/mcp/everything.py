@@ -1,4 +1,4 @@
-"""`examples/everything.py` as a process of its own, for clients that nobody here wrote."""
+"""`examples/everything.py` as a process of its own, for clients of other projects."""
 
 import signal
 import subprocess

@@ -84,7 +84,7 @@ def tool(name: str, id: Any = 1, meta: Any = None, **arguments: Any) -> Any:
 
 
 def by_id(answers: list[Any]) -> dict[Any, Any]:
-    """Order is free, so nobody may look at it."""
+    """The order is free, so tests must not depend on it."""
     found = {json.dumps(answer.get("id")): answer for answer in answers}
     assert len(found) == len(answers), answers
     return {json.loads(id): answer for id, answer in found.items()}

@@ -318,7 +318,7 @@ async def test_plain_json_rpc_cannot_be_asked() -> None:
     assert "error" in answer
 
 
-# --- who answers, and who does not -----------------------------------------------------------------------------------
+# --- clients with and without answers--------------------------------------------------------------------------------
 
 
 async def test_an_answer_comes_from_the_session_that_was_asked() -> None:

@@ -1,4 +1,4 @@
-"""What the server keeps is bounded, and one client does not touch what belongs to another."""
+"""The server's memory is bounded, and one client cannot touch the state of another."""
 
 import asyncio
 import gc
@@ -311,7 +311,7 @@ async def test_subscriptions_are_bounded(monkeypatch: pytest.MonkeyPatch, revisi
 
 
 async def test_an_array_is_answered_within_the_limit() -> None:
-    """Limits.bytes_out is about the whole reply; who does not fit is told so."""
+    """Limits.bytes_out limits the whole reply; an entry that does not fit gets an error."""
     app = make_app(limits=Limits(bytes_out=10_000))
 
     @app.query

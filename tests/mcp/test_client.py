@@ -1,6 +1,6 @@
-"""The client of MCP against our own server, at all five revisions, in memory, over HTTP and with a child process.
+"""The MCP client against our own server, at all five revisions, in memory, over HTTP and with a child process.
 
-What only a strange server does is in test_client_rules.py; servers that nobody here wrote are in test_foreign_servers.py.
+test_client_rules.py has servers that behave oddly; test_foreign_servers.py has the servers of other projects.
 """
 
 import asyncio

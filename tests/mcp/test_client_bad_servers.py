@@ -84,7 +84,7 @@ async def test_a_session_id_with_control_characters_is_a_bad_answer(session: byt
             async with client_of(peer.url, "2025-11-25"):
                 raise AssertionError
         assert caught.value.ran == "unknown"
-        assert peer.methods() == ["initialize"]  # it is sent back to nobody
+        assert peer.methods() == ["initialize"]  # it is never sent back
 
 
 @pytest.mark.parametrize("session", [b"a b", b"x" * 8000, "é".encode()])
@@ -109,7 +109,7 @@ def resumed(answer: Answer) -> Answer:
 
 
 async def test_a_server_that_asks_to_be_asked_again_at_once_is_not_asked_all_the_time() -> None:
-    """`retry: 0` with a new place each time: there is progress, so nobody gives up, and there is a pause."""
+    """`retry: 0` with a new place each time: there is progress, so the client does not give up, and there is a pause."""
     clock, ids, places = FakeClock(), list[int](), iter(range(100))
 
     def begin(message: Any) -> bytes:

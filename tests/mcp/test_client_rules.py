@@ -187,7 +187,7 @@ async def test_an_old_server_on_a_pipe_is_found_out(manner: str, monkeypatch: py
 
 
 async def test_a_server_on_a_pipe_that_drops_arrays_gets_single_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """V7: on a pipe nobody refuses; a ping alone is risked to find out."""
+    """V7: on a pipe a server cannot refuse an array; the client risks only a ping to find out."""
     monkeypatch.setattr("wirecall.mcp.client.conversation.ARRAY_PROBE", 0.3)
     async with client_of([sys.executable, "-c", OLD_CHILD, "answers"], R2) as client:
         for _ in range(2):

@@ -1,7 +1,7 @@
-"""Clients that nobody here wrote talk to `examples/everything.py` (V8): the SDKs for Python and TypeScript, and FastMCP.
+"""Clients of other projects talk to `examples/everything.py` (V8): the SDKs for Python and TypeScript, and FastMCP.
 
 Every client lives through the same story, over HTTP and over stdin and stdout, at the newest revision and at older ones, and
-tells what it saw. What it has to have seen depends on the revision alone: `expected` says it.
+reports what it saw. The expected report depends only on the revision: see `expected`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from pydantic import FileUrl
 from tests.mcp.everything import PROGRAM, Everything
 from tests.mcp.node import installed, node
 
-# The SDKs warn of what the newest revision deprecates (sampling, roots); that is no matter of ours.
+# The SDKs warn of features that the newest revision deprecates (sampling, roots); these tests ignore that.
 pytestmark = pytest.mark.filterwarnings("ignore::mcp.MCPDeprecationWarning")
 
 PATIENCE = 120.0  # seconds for one story

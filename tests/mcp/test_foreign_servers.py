@@ -1,4 +1,4 @@
-"""Our client talks to servers that nobody here wrote: FastMCP, and the official SDKs for Python and TypeScript.
+"""Our client talks to servers of other projects: FastMCP, and the official SDKs for Python and TypeScript.
 
 The same story with each of them, over HTTP and with a child process, at the newest revision that both speak and at
 2025-03-26, where a batch is one array if the server takes it (V7): the TypeScript servers do over HTTP, the Python ones

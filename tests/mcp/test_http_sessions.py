@@ -1,4 +1,4 @@
-"""Sessions over HTTP: who may use them, and when they end."""
+"""Sessions over HTTP: their owners, and their end."""
 
 import json
 from collections.abc import Mapping
@@ -132,7 +132,7 @@ async def test_a_request_without_credentials_is_401() -> None:
 
 
 async def test_any_worker_serves_any_session() -> None:
-    """What was negotiated travels in the session id."""
+    """The session id contains the negotiated terms."""
     one, two, stranger = Lab(secret="s3cret"), Lab(secret="s3cret"), Lab(secret="another")
     async with over_http(one.app, R2, capabilities={"sampling": {}}) as client:
         for lab, status in ((two, 200), (stranger, 404)):

@@ -210,7 +210,7 @@ def _arrived(stream: Exchange) -> list[str]:
     return [json.loads(line.removeprefix("data:"))["method"] for line in lines if line.startswith("data:")]
 
 
-# --- who leaves (trap 34) --------------------------------------------------------------------------------------------
+# --- disconnects (trap 34) -------------------------------------------------------------------------------------------
 
 
 @every_revision

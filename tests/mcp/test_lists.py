@@ -513,7 +513,7 @@ async def test_subscriptions_on_a_pipe() -> None:
 
 
 async def test_the_end_of_a_pipe_ends_its_subscriptions() -> None:
-    """Open point 6: `notifications/cancelled`, then the result; and at once, for nothing is under way to wait for."""
+    """Open point 6: `notifications/cancelled`, then the result; and at once, because no call is in flight."""
     app = changing()
     client = LineClient(app, R5, grace=2 * PATIENCE)
     await client.open()

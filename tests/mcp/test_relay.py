@@ -218,7 +218,7 @@ async def test_a_session_ends_although_no_mark_can_be_made(tmp_path: Path, monke
     client = HttpClient(asgi, R4)
     await client.open()
     (folder,) = tmp_path.iterdir()
-    (folder / others.MARKS).rmdir()  # somebody tidies up
+    (folder / others.MARKS).rmdir()  # another process tidies up
     assert (await client.exchange("DELETE").started()).status == 204
     assert (await client.post(request("ping")).started()).status == 404
     await client.close()

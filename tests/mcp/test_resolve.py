@@ -1,4 +1,4 @@
-"""An operator settles a tool's call whose outcome nobody knew, and the next retry gets that outcome."""
+"""An operator settles a tool call with an unknown outcome, and the next retry gets that outcome."""
 
 import pytest
 

@@ -191,7 +191,7 @@ async def test_a_known_version_is_echoed(transport: str, revision: str) -> None:
 
 @pytest.mark.parametrize("offer", ["1999-01-01", "2024-10-07", "2025-11-26", "9999-12-31", "", "latest", "2025-3-26", R5])
 async def test_an_unknown_version_is_answered_with_our_newest_of_the_handshake(offer: str) -> None:
-    """A success, not an error; 2026-07-28 has no handshake, so it is none to offer (traps 19 and 20)."""
+    """A success, not an error; 2026-07-28 has no handshake, so the server does not offer it there (traps 19 and 20)."""
     async with over_http(zoo(), R5) as http, over_stdio(zoo(), R5) as stdio:
         answered = await http.post(hello(offer), BASIC).started()
         for answer in (await answered.json(), await stdio.exchange(hello(offer))):
@@ -608,7 +608,7 @@ CALLS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("revision", REVISIONS)
 async def test_no_message_breaks_the_server(revision: str) -> None:
-    """Whatever is wrong with a message is its sender's fault, and is told as such: no 500, no -32603."""
+    """A bad message is its sender's fault, so the answer is neither 500 nor -32603."""
     wrong = []
     async with over_http(zoo(), revision) as client:
         for method, params in CALLS:
@@ -633,7 +633,7 @@ async def test_no_line_breaks_the_server(revision: str) -> None:
         for method, params in CALLS:
             for odd in bent(client.message(method, params)):
                 client.write(odd)
-                await asyncio.sleep(0)  # a pipe that is full blocks who writes
+                await asyncio.sleep(0)  # a full pipe blocks its writer
             assert await client.result("tools/list", id=f"after {method}")
         await client.end()
         told = [client.unasked.get_nowait() for _ in range(client.unasked.qsize())]
@@ -647,7 +647,7 @@ async def test_methods_of_another_revision_say_so() -> None:
 
 
 async def test_a_notification_that_is_a_request_runs_nothing() -> None:
-    """A tool call without an id is none: it is refused aloud where that can be told."""
+    """A tool call without an id does not run; the server answers with an error where the transport allows it."""
     app, ran = make_app(), []
 
     @app.command

@@ -1,4 +1,4 @@
-"""What an attacker, a careless client or a bad moment must not bring about."""
+"""Harm that an attacker, a careless client or a bad moment must not cause."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from wirecall import Context, Limits, RpcError
 from wirecall.ledger.base import LedgerDown
 from wirecall.mcp.server.sessions import Seals
 
-# --- who may have an answer ------------------------------------------------------------------------------------------
+# --- owners of an answer --------------------------------------------------------------------------------------------
 
 
 class Bank:
@@ -93,7 +93,7 @@ async def test_the_same_on_rpc() -> None:
 
 
 async def test_an_empty_caller_name_is_refused() -> None:
-    """ANONYMOUS is "": who was asked for a name and gave none must not be taken for it."""
+    """ANONYMOUS is "": a caller without valid credentials must not become the anonymous caller."""
     bank = Bank()
     for headers in (BASIC, {**BASIC, "authorization": ""}, {**BASIC, "authorization": " \t"}):
         answered = await Exchange(bank.app.asgi(), "POST", headers, b"{}").started()
@@ -160,7 +160,7 @@ async def test_a_state_is_not_accepted_as_a_session() -> None:
             assert answered.status == 404
 
 
-# --- whoever leaves, whenever ----------------------------------------------------------------------------------------
+# --- disconnects at any moment ---------------------------------------------------------------------------------------
 
 
 class Till:
@@ -219,7 +219,7 @@ async def test_a_client_that_leaves_at_any_moment_finds_one_effect_and_leaves_no
                 await client.notify("notifications/cancelled", {"requestId": 7})
             else:
                 exchange.leave()
-            exchange.reads.set()  # servers let those go on who write to nobody
+            exchange.reads.set()  # servers accept writes to a closed connection
             again = await client.tool(tool, meta={KEY: "k"})
             done, _ = await asyncio.wait([exchange.task], timeout=PATIENCE)
             assert done and not exchange.task.cancelled() and exchange.task.exception() is None
@@ -253,7 +253,7 @@ async def test_nothing_runs_on_when_the_server_is_closed() -> None:
     await eventually(none_left)
 
 
-# --- what is told, and what is not -----------------------------------------------------------------------------------
+# --- secrets in answers ----------------------------------------------------------------------------------------------
 
 
 @every_revision

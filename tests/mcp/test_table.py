@@ -67,7 +67,7 @@ def test_the_page_names_only_known_revisions() -> None:
 
 
 def test_every_row_is_asked_for() -> None:
-    """A row that no code reads would promise a difference that nobody makes."""
+    """A row that no code reads would promise a difference that does not exist."""
     source = "".join(path.read_text() for path in (ROOT / "src" / "wirecall").rglob("*.py"))
     asked = set(re.findall(r"(?:has|value)\(f?\"([^\"]+)\"\)", source))
     kinds = {row.partition("{")[0] for row in asked if "{" in row} | {"request ", "notification "}

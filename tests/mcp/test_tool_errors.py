@@ -98,7 +98,7 @@ async def test_a_command_whose_result_json_cannot_carry_was_done_all_the_same(re
 
 @every_revision
 async def test_a_result_that_is_not_recorded_yet_says_so(revision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger was lost after the effect: the caller gets the truth, and is told that a retry may not yet."""
+    """The ledger was lost after the effect: the caller gets the outcome, marked as not recorded yet."""
     app = make_app()
     app.command(name="put")(lambda: 1)
     lose_completions(monkeypatch, await app.ledger(), 1)

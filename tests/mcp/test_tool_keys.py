@@ -135,7 +135,7 @@ async def test_replays_in_every_revision_and_on_every_way(transport: str, revisi
 
 @pytest.mark.parametrize("first", REVISIONS)
 async def test_a_replay_has_the_form_of_the_retry_s_revision(first: str) -> None:
-    """What is recorded is whole, whoever called first."""
+    """The record holds the full result, at whatever revision the first call was."""
     app, ran = make_app(), []
 
     @app.command
@@ -290,7 +290,7 @@ async def test_a_key_may_be_asked_of_the_model(revision: str) -> None:
         assert len(schema["properties"]["idempotency_key"]["description"]) > 40
         assert sorted(schema["required"]) == ["cents", "idempotency_key"]
         missing = await client.call("tools/call", {"name": "pay", "arguments": {"cents": 5}})
-        if revision in (R4, R5):  # an argument is missing: the model is told
+        if revision in (R4, R5):  # an argument is missing: the model gets the error
             assert missing["result"]["isError"] and "idempotency_key" in missing["result"]["content"][0]["text"]
         else:
             assert missing["error"]["code"] == -32602

@@ -195,7 +195,7 @@ def test_a_worker_that_is_killed_is_replaced_and_sessions_go_on(server: Server) 
     token = server.session()
 
     def served() -> set[int]:
-        """Who answers; a connection that was given to the killed one may break."""
+        """Return the worker that answers; a connection to the killed one may break."""
         found = set()
         for number in range(1, 30):
             with suppress(OSError, http.client.HTTPException):
@@ -205,7 +205,7 @@ def test_a_worker_that_is_killed_is_replaced_and_sessions_go_on(server: Server) 
         return found
 
     killed = set()
-    for _ in range(2):  # the second one is young: that is no reason to give up
+    for _ in range(2):  # the second one is young: do not give up
         victim = max(served())
         killed.add(victim)
         os.kill(victim, signal.SIGKILL)

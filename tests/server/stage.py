@@ -8,7 +8,7 @@ from wirecall import App
 
 
 class Stage:
-    """Handlers that say when they begin and end, and wait until they are told to go on."""
+    """Handlers that report their start and end, and wait for the test to continue."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

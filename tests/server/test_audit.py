@@ -243,7 +243,7 @@ def test_after_a_disk_that_was_full_the_chain_goes_on(
 def test_a_trail_that_is_moved_away_is_followed_by_a_new_one(
     trail: Path, is_moved: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else the lines would go to a file that nobody finds."""
+    """Else the lines would go to a deleted file."""
     audit, old = Audit(str(trail)), trail.with_suffix(".1")
     audit.append(entry(0))
     trail.rename(old) if is_moved else trail.unlink()

@@ -298,7 +298,7 @@ async def test_a_call_can_be_closed_from_outside(name: str, key: str | None) -> 
     pending: Any = app.handle(call(name, key=key))
     pending.send(None)
     pending.close()
-    assert closed == ([] if key else ["closed"])  # with a key, its effect does not depend on who waits for it
+    assert closed == ([] if key else ["closed"])  # with a key, its effect does not depend on its caller's patience
     go.set()
     async with asyncio.timeout(10):
         assert result(await app.handle(call(name, key=key))) == 1

@@ -59,7 +59,7 @@ async def test_a_command_and_its_duplicates_take_effect_once(app: App) -> None:
 
 
 async def test_a_command_that_is_over_at_once_leaves_no_task_behind() -> None:
-    """Its task used to be over before it was in the table of those under way, and stayed there for ever."""
+    """Its task used to end before it was in the table of tasks in flight, and stayed there for ever."""
     async with make_app() as app:
 
         @app.command
@@ -157,7 +157,7 @@ async def test_lines_are_answered(tmp_path: Any) -> None:
 
 
 async def test_work_that_was_cancelled_before_it_began_never_begins() -> None:
-    """Nor does Python complain that nobody awaited it."""
+    """Python does not warn about a coroutine that was never awaited either."""
     begun: list[int] = []
 
     async def work() -> None:

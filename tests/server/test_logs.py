@@ -1,4 +1,4 @@
-"""One record per call, structured, and nothing at all when nobody listens (P8)."""
+"""One structured record per call, and no work at all when the log is off (P8)."""
 
 import asyncio
 import json
@@ -104,7 +104,7 @@ def test_a_crash_is_logged_with_its_correlation_id_and_an_unsendable_result_is_a
 
 
 async def test_a_command_is_named_as_in_the_ledger(log: Collector) -> None:
-    """P8: an id tells one call of one client, and says nothing to who looks for a record."""
+    """P8: a JSON-RPC id is unique only within one client, so it does not find a record."""
     app = served()
     app.command(name="odd")(lambda: object())
     app.command(name="broken")(lambda: 1 / 0)
@@ -125,7 +125,7 @@ async def test_a_command_is_named_as_in_the_ledger(log: Collector) -> None:
 
 
 def test_no_record_is_built_when_the_log_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that nobody logs pays nothing for it."""
+    """A call pays nothing for a log that is off."""
     app = served()
     app.handle_sync(call("q"))
     logger = logging.getLogger("wirecall")

@@ -84,7 +84,7 @@ def test_an_app_whose_loop_was_closed_in_the_middle_can_be_closed_and_used_again
 
 
 def test_of_two_threads_without_a_loop_one_runs_the_command(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They look whether it is under way at the same moment."""
+    """They look at the same moment whether it is in flight."""
     effects, together = list[int](), threading.Barrier(2)
 
     @app.command
@@ -106,7 +106,7 @@ def test_of_two_threads_without_a_loop_one_runs_the_command(app: App, monkeypatc
 
 
 def test_the_first_two_calls_of_an_app_meet_in_one_dispatcher(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each used to make one if they came at the same moment, and then none knew what was under way in the other."""
+    """Each used to make one if they came at the same moment, and then neither knew the calls in flight of the other."""
     made, together = list[Commands](), threading.Barrier(2)
     app.command(name="put")(lambda: 1)
 
@@ -136,7 +136,7 @@ async def test_a_duplicate_of_a_run_that_has_just_ended_gets_its_outcome() -> No
 def test_threads_that_ask_first_at_the_same_moment_share_one_server_of_mcp(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who listens to another one would never be told of a change."""
+    """A listener of another one would never get a change."""
     app, made, both = make_app(), list[Any](), threading.Barrier(2)
     make = pkgutil.resolve_name(part).__init__
 

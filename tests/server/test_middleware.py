@@ -114,7 +114,7 @@ async def test_a_call_that_its_middleware_refused_has_not_run(refusal: RpcError,
 
 
 async def test_a_replay_passes_the_middleware_again() -> None:
-    """A replay leaks to nobody who may not make the call."""
+    """A caller that may not make the call does not get a replay."""
     app = make_app()
     allowed = True
 

@@ -42,7 +42,7 @@ class Reply(NamedTuple):
 
 
 class Client:
-    """An ASGI client that says what it is told to, and leaves at the end if asked to."""
+    """An ASGI client that sends given messages, and disconnects at the end if asked to."""
 
     def __init__(self, *events: Any, leaves: bool = False) -> None:
         self.events = list(events)
@@ -212,7 +212,7 @@ class Served:
             return await asyncio.open_connection("127.0.0.1", self.port)
 
     async def raw(self, data: bytes) -> bytes:
-        """What comes back until the server closes the connection."""
+        """Return all bytes until the server closes the connection."""
         reader, writer = await self.connect()
         try:
             writer.write(data)
@@ -262,4 +262,4 @@ async def serving(
         if process.returncode is None:
             process.kill()
             await process.wait()
-        process._transport.close()  # type: ignore[attr-defined]  # else it warns that nobody did
+        process._transport.close()  # type: ignore[attr-defined]  # else it warns that it was not closed

@@ -184,7 +184,7 @@ async def test_a_content_length_that_is_not_a_number_is_400(length: str) -> None
 
 
 async def test_two_ways_to_tell_the_length_are_400() -> None:
-    """RFC 9112, section 6.3: whoever is in front may have cut the body elsewhere."""
+    """RFC 9112, section 6.3: a proxy in front may have cut the body elsewhere."""
     handle = Handler()
     both = [("content-length", str(len(ADD))), ("transfer-encoding", "chunked")]
     reply = await ask(server_of(handle), body=ADD, headers=both)
@@ -461,7 +461,7 @@ async def test_a_mounted_application_knows_its_paths() -> None:
     assert client.reply.status == 200
 
 
-# --- who calls ---------------------------------------------------------------------------------------------------------
+# --- callers -----------------------------------------------------------------------------------------------------------
 
 
 async def test_the_caller_is_the_name_that_authenticate_returns() -> None:
@@ -713,7 +713,7 @@ def test_headers_are_a_mapping() -> None:
 
 
 async def test_a_request_that_is_ended_by_the_stop_ends_quietly() -> None:
-    """Servers print a traceback for each that raises. Before the stop a cancellation is somebody's will, and goes on up."""
+    """Servers print a traceback for each that raises. Before the stop a cancellation is intended, and propagates."""
     entered = asyncio.Event()
 
     async def wait(request: Request) -> None:

@@ -179,7 +179,7 @@ async def test_every_transition_finds_a_record_of_any_name(id: RecordId, ledger:
 
 @pytest.mark.parametrize("caller", ["nul\0", "half \ud83d", "\udcff"], ids=["NUL", "surrogate", "escaped byte"])
 async def test_a_caller_that_a_store_cannot_write_is_refused_without_harm(caller: str, ledger: Ledger) -> None:
-    """Kept exactly or refused with the ledger's own error; never mangled, and nobody else suffers."""
+    """Kept exactly or refused with the ledger's own error; never mangled, and other records stay intact."""
     strange = structs.replace(ID, caller=caller)
     others = [structs.replace(ID, key=f"key-{number}") for number in range(5)]
     results = await asyncio.gather(*(ledger.claim(claim_of(id)) for id in (*others, strange, ID)), return_exceptions=True)

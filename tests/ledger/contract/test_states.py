@@ -61,7 +61,7 @@ async def test_the_first_claim_is_granted_with_everything_the_claim_said(ledger:
 async def test_a_claim_leaves_a_record_whose_lease_or_retention_is_not_over(
     state: State, on_crash: str, ledger: Ledger, store: Store
 ) -> None:
-    """P5: RUNNING is waited for, DONE is replayed, UNKNOWN and TOMBSTONE are told; WAITING replays what it said so far."""
+    """P5: RUNNING is waited for, DONE is replayed, UNKNOWN and TOMBSTONE are reported; WAITING replays its last answer."""
     before = await in_state(state, ledger, store)
     seen = await ledger.claim(claim_of(on_crash=on_crash))
     assert same(seen, before)
@@ -135,7 +135,7 @@ async def test_a_lease_that_is_over_before_the_commit_point_is_taken_over(
 
 
 async def test_a_lease_that_is_over_after_the_commit_point_turns_to_unknown(ledger: Ledger, store: Store) -> None:
-    """B2: nobody knows whether it was done, and nobody runs it again. The fence stays: its holder may still tell."""
+    """B2: the outcome is unknown, and the command is not run again. The fence stays: its holder may still report."""
     first = await granted(ledger)
     store.age(ID, LEASE + 1)
     aged = await present(ledger)
@@ -334,7 +334,7 @@ async def test_the_commit_point_is_marked_and_renews_the_lease(ledger: Ledger, s
 
 
 async def test_the_commit_point_is_refused_once_the_lease_is_over(ledger: Ledger, store: Store) -> None:
-    """Another may be about to take over: who comes late must stop before the effect."""
+    """Another may be about to take over: a late holder must stop before the effect."""
     record = await granted(ledger, committed=False)
     store.age(ID, LEASE + 1)
     aged = await present(ledger)

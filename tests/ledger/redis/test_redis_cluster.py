@@ -1,4 +1,4 @@
-"""Redis in a cluster, and with replicas: whoever holds a record at the moment is found, and nobody answers in its place.
+"""Redis in a cluster, and with replicas: the node that holds a record is found, and no other node answers for it.
 
 Killed primaries under load stand in `tests/faults/test_killed_servers.py`; the contract of a cluster, in `tests/ledger`.
 """
@@ -142,7 +142,7 @@ async def test_servers_that_send_a_command_round_in_a_circle_are_ledger_down(
     assert (await granted(ledger)).attempts == 1
 
 
-# --- who opens it ----------------------------------------------------------------------------------------------------
+# --- opening ---------------------------------------------------------------------------------------------------------
 
 
 async def test_any_node_stands_for_the_whole_cluster(cluster_server: RedisCluster, store: Store, ledger: Ledger) -> None:
@@ -329,7 +329,7 @@ async def test_without_enough_replicas_nothing_runs_and_nothing_is_left(pair: tu
         replica.kill()
         refused = await caller.call(app, "charge", "key")
         assert (refused.code, refused.ran) == (50310, "no")
-        assert (await caller.call(app, "charge", "before")).code == 50310  # a replay too: who knows for how long
+        assert (await caller.call(app, "charge", "before")).code == 50310  # a replay too, for a time that is not known
         assert len(effects.all()) == 1
         ledger = await open_ledger(primary.url)
         await eventually(lambda: _is_absent(ledger, RecordId("", "charge", "key")))
@@ -342,7 +342,7 @@ async def test_without_enough_replicas_nothing_runs_and_nothing_is_left(pair: tu
 
 
 async def test_an_outcome_that_only_the_primary_holds_is_not_replayed(pair: tuple[Redis, Redis]) -> None:
-    """Whoever wrote it: the replica that takes over would know nothing of what this caller was told."""
+    """A replica that takes over would not know the answer that this caller got."""
     primary, replica = pair
     writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")
     token = (await granted(ledger)).token

@@ -405,7 +405,7 @@ def test_a_ledger_that_is_closed_while_another_thread_opens_it_stays_closed(
     assert begun.wait(10)
     threads[1].start()
     assert closing.wait(10)
-    threads[1].join(0.05)  # where it waits for nobody, it is over by now
+    threads[1].join(0.05)  # if it did not wait, it would be over by now
     go_on.set()
     for thread in threads:
         thread.join(10)

@@ -115,7 +115,7 @@ async def test_a_wrong_wall_clock_after_a_boot_does_not_forget_that_a_command_wa
 
 @pytest.mark.parametrize("since_boot", [10.0, 5000.0, 1e6])
 async def test_a_holder_of_another_boot_is_gone(since_boot: float, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the clock says, which began anew: the machine was restarted, so nobody holds anything."""
+    """The clock restarted, so its value does not matter: after a reboot no process holds a lease."""
     clock = Clock()
     before = await opened(path, clock)
     record = await granted(before)

@@ -1,9 +1,9 @@
-"""What is asked of the SQLite ledger in one turn and committed together comes to the same as one after the other in
-the memory ledger; whatever goes wrong on the way to the disk.
+"""Transitions that the SQLite ledger commits together give the same records as one after the other in the memory
+ledger, whatever goes wrong on the way to the disk.
 
 Two processes take turns on one file. In a turn their tasks ask for any transitions, of any records, with any tokens; some
-give up their claims. Then another process has the lock of the file, or the disk is full in the middle of it. What is refused
-has not happened; everything else has, in its order, and each is told what came of it.
+give up their claims. Then another process has the lock of the file, or the disk is full in the middle of it. Refused
+transitions have not happened; all others have, in their order, and each task gets its true answer.
 
 The model is worth something only if it notices mistakes. So some are made, one at a time, and it has to find them.
 """
@@ -123,7 +123,7 @@ troubles = st.sampled_from(["", "", "locked", "full once", "full twice", "full"]
 
 
 class Asked(Struct):
-    """What came of a wish; `error` says that it was refused. Without a job it was answered by a read."""
+    """The outcome of a wish; `error` means that it was refused. Without a job it was answered by a read."""
 
     wish: Wish
     claim: Claim | None
