@@ -278,8 +278,8 @@ class App(Declarations):
         """Return the object that answers MCP's own methods."""
         if self._mcp is not None:
             return self._mcp
+        from wirecall.mcp.server.seals import Seals
         from wirecall.mcp.server.server import Identity, Server
-        from wirecall.mcp.server.sessions import Seals
 
         catalog = self.catalog()
         with self._building:

@@ -27,7 +27,7 @@ from tests.mcp.asgi import (
 from tests.mcp.lab import FORM, READS, every_revision, who
 from wirecall import Context, Limits, RpcError
 from wirecall.ledger.base import LedgerDown
-from wirecall.mcp.server.sessions import Seals
+from wirecall.mcp.server.seals import Seals
 
 # --- owners of an answer --------------------------------------------------------------------------------------------
 

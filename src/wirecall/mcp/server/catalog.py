@@ -20,6 +20,9 @@ from wirecall.protocol.messages import JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Method, Registry
 
+_NAME = re.compile(r"\{(\+?)([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
+_UNSAFE = re.compile(r"[/\\\x00-\x1f\x7f]")  # separators of both kinds of file systems, and control characters
+
 # Written for the model that fills in the argument (T1: key="ask").
 KEY_SCHEMA = {
     "type": "string",
@@ -97,7 +100,14 @@ class Catalog:
         self.prompts[name] = PromptEntry(name, method)
 
     def add_resource(self, method: Method, uri: str, name: str, mime_type: str | None) -> None:
-        pattern, names = _template(uri)
+        # A URI template as a pattern: `{name}` is one segment, `{name*}` (or RFC 6570's `{+name}`) is one or more.
+        pattern, end, names = "", 0, []
+        for match in _NAME.finditer(uri):
+            plus, field, star = match.groups()
+            pattern += re.escape(uri[end : match.start()]) + f"(?P<{field}>{'[^?#]+' if plus or star else '[^/?#]+'})"
+            names.append(field)
+            end = match.end()
+        found = re.compile(pattern + re.escape(uri[end:])) if names else None
         kind = self.templates if names else self.resources
         _refuse_second(kind, uri, "resource")
         theirs = [p.name for p in method.signature.parameters]
@@ -107,7 +117,7 @@ class Catalog:
                 f"it takes ({', '.join(theirs)}), the URI names ({', '.join(names)})",
                 "give it one parameter for every {name} of the URI, of the same name",
             )
-        kind[uri] = ResourceEntry(uri, name, mime_type, method, pattern if names else None)
+        kind[uri] = ResourceEntry(uri, name, mime_type, method, found)
 
     def add_completion(self, method: Method, of: str, argument: str) -> None:
         if (of, argument) in self.completions:
@@ -131,14 +141,26 @@ class Catalog:
     # --- finding -----------------------------------------------------------------------------------------------------
 
     def resource(self, uri: str) -> tuple[ResourceEntry, dict[str, str]] | None:
-        """Return the resource at a URI, and the values of the names in its template; None if no resource matches."""
+        """Return the resource at a URI, and the values of the names in its template; None if no resource matches.
+
+        Handlers build paths from these values. So a segment is never empty, `.` or `..`, and the decoded text of a segment
+        has no separator in it: `/` ends a segment only where the URI itself says so, and `%2F` never does.
+        """
         if uri in self.resources:
             return self.resources[uri], {}
+        from urllib.parse import unquote  # late: only templates need it
+
         for template in self.templates.values():
             match = None if template.pattern is None else template.pattern.fullmatch(uri)
-            names = None if match is None else _filled_in(match.groupdict())
-            if names is not None:
-                return template, names
+            if match is None:
+                continue
+            names = {name: value.split("/") for name, value in match.groupdict().items()}
+            try:
+                names = {name: [unquote(one, errors="strict") for one in given] for name, given in names.items()}
+            except UnicodeDecodeError:
+                continue
+            if not any(one in ("", ".", "..") or _UNSAFE.search(one) for given in names.values() for one in given):
+                return template, {name: "/".join(given) for name, given in names.items()}
         return None
 
     # --- describing --------------------------------------------------------------------------------------------------
@@ -265,43 +287,3 @@ def _resolved(schema: JsonObject) -> JsonObject:
 
 def _titled(method: Method, revision: Revision) -> JsonObject:
     return {"title": method.title} if method.title and revision.has("title") else {}
-
-
-# --- prompts and resources -------------------------------------------------------------------------------------------
-
-
-_NAME = re.compile(r"\{(\+?)([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
-
-
-def _template(uri: str) -> tuple[re.Pattern[str], list[str]]:
-    """Return a URI template as a pattern: `{name}` is one segment, `{name*}` (or RFC 6570's `{+name}`) is one or more."""
-    pattern, end, names = "", 0, []
-    for match in _NAME.finditer(uri):
-        plus, name, star = match.groups()
-        pattern += re.escape(uri[end : match.start()]) + f"(?P<{name}>{'[^?#]+' if plus or star else '[^/?#]+'})"
-        names.append(name)
-        end = match.end()
-    return re.compile(pattern + re.escape(uri[end:])), names
-
-
-def _filled_in(values: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the decoded values of a template's names; None if one of them is not made of plain segments.
-
-    Handlers build paths from these values. So a segment is never empty, `.` or `..`, and the decoded text of a segment has
-    no separator in it: `/` ends a segment only where the URI itself says so, and `%2F` never does.
-    """
-    from urllib.parse import unquote  # late: only templates need it
-
-    found = {}
-    for name, value in values.items():
-        try:
-            segments = [unquote(segment, errors="strict") for segment in value.split("/")]
-        except UnicodeDecodeError:
-            return None
-        if any(segment in ("", ".", "..") or _UNSAFE.search(segment) for segment in segments):
-            return None
-        found[name] = "/".join(segments)
-    return found
-
-
-_UNSAFE = re.compile(r"[/\\\x00-\x1f\x7f]")  # separators of both kinds of file systems, and control characters

@@ -26,6 +26,7 @@ Schema = JsonObject
 # The name of the only field, where the wanted type is not an object but a single value.
 VALUE = "value"
 
+_OF_FORMS = {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
 _LABELS = ("title", "description", "default")
 _FORMATS = {  # what MCP has, and how an answer is checked
     "email": lambda text: bool(re.fullmatch(r"[^@\s]+@[^@\s]+", text)),
@@ -90,28 +91,16 @@ class RequestedForm(Struct, frozen=True):
 
 def form_of(wanted: Any) -> RequestedForm:
     """Return the form that asks for a type, or that a JSON Schema describes. Raises `UsageError` if there is none."""
-    if isinstance(wanted, dict):
-        return _of_schema(wanted)
-    try:
-        return _of_type(wanted)
-    except (TypeError, RuntimeError) as error:  # from msgspec or pydantic: this is not a type that they know
-        raise _no_form(wanted, str(error)) from error
-
-
-def _of_schema(schema: Schema) -> RequestedForm:
-    """Return the form of a schema that was written by hand. Raises `UsageError` for a member that a form cannot have."""
-    properties, required = schema.get("properties"), schema.get("required")
-    if schema.get("type") != "object" or not isinstance(properties, dict):
+    if not isinstance(wanted, dict):
+        try:
+            return _of_type(wanted)
+        except (TypeError, RuntimeError) as error:  # from msgspec or pydantic: this is not a type that they know
+            raise _no_form(wanted, str(error)) from error
+    # A schema that was written by hand. A member that a form cannot have is an error: a client would not honour it.
+    properties, required = wanted.get("properties"), wanted.get("required")
+    if wanted.get("type") != "object" or not isinstance(properties, dict):
         raise _no_form("The schema", 'it must be {"type": "object", "properties": {...}}')
-    if extra := schema.keys() - {
-        "type",
-        "properties",
-        "required",
-        "additionalProperties",
-        "title",
-        "description",
-        "$schema",
-    }:
+    if extra := wanted.keys() - _OF_FORMS:
         raise _no_form("The schema", f"{min(extra)} is not part of a form")
     if required is not None and not set(required) <= properties.keys():
         raise _no_form("The schema", f"required names {min(set(required) - properties.keys())}, which is not a property")

@@ -170,10 +170,8 @@ class McpEndpoint:
                 outlet = Direct(request)
                 work: Coroutine[Any, Any, bytes | None] | None = ready
                 if work is None:
-                    session, key = described_session(params), _single(request, KEY)
-                    work = self._server.respond(
-                        message, session, outlet, caller=request.caller, key=key, cancellable=False, params=params
-                    )
+                    session, caller, key = described_session(params), request.caller, _single(request, KEY)
+                    work = self._server.respond(message, session, outlet, caller=caller, key=key, params=params)
                 answer = await _while_there(request, work, outlet)
         except Gone:
             if outlet is not None and outlet.refusal is not None and not outlet.is_cut:
@@ -305,7 +303,7 @@ class McpEndpoint:
             return
         message = messages.read(data, self._limits)
         if isinstance(message, (Envelope, ClientAnswer)):
-            self._start(self._server.answer(message, known.session, Nowhere(), caller=caller, cancellable=False))
+            self._start(self._server.answer(message, known.session, Nowhere(), caller=caller))
 
     # --- GET and DELETE ----------------------------------------------------------------------------------------------
 

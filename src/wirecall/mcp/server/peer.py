@@ -36,6 +36,7 @@ from wirecall.logs import logger
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.forms import RequestedForm, form_of
 from wirecall.mcp.server.messages import Id
+from wirecall.mcp.server.seals import Seals
 from wirecall.mcp.types import LEVELS, Elicited, Message, Params, Resumed, Roots, Sampled, block
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
 from wirecall.server.call import Call, InputRequired
@@ -43,7 +44,6 @@ from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
 
 if TYPE_CHECKING:
-    from wirecall.mcp.server.sessions import Seals
     from wirecall.server.dispatch import Dispatcher
 
 T = TypeVar("T")
@@ -119,13 +119,6 @@ class Session:
         # exception that is not retrieved, and a call that is cancelled in the same moment does not retrieve it.
         self.asked: dict[Id, tuple[Peer, asyncio.Future[Raw | RpcError]]] = {}
 
-    def wants(self, level: str) -> bool:
-        """Return whether the client wants messages of a level. Without one, a server with a handshake sends from `info` on,
-        and at 2026-07-28 it sends none."""
-        if self.level is None:
-            return not self.revision.is_stateless and LEVELS.index(level) >= LEVELS.index("info")
-        return LEVELS.index(level) >= LEVELS.index(self.level)
-
     async def request(self, peer: "Peer", method: str, params: JsonObject) -> Raw:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
         id = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
@@ -196,7 +189,7 @@ class Questions:
     questions open would stop all other callers. They have limits of their own, which stop only that client.
     """
 
-    def __init__(self, seals: "Seals", limits: Limits, dispatcher: "Callable[[], Dispatcher]") -> None:
+    def __init__(self, seals: Seals, limits: Limits, dispatcher: "Callable[[], Dispatcher]") -> None:
         self.limits = limits
         self._seals = seals
         self._dispatcher = dispatcher
@@ -351,10 +344,11 @@ class Peer:
     async def log(self, level: str, data: object, logger: str | None) -> None:
         if level not in LEVELS:
             raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
-        if self.session.wants(level):
-            await self._tell(
-                "notifications/message", {"level": level, **({"logger": logger} if logger else {}), "data": data}
-            )
+        # A client that has set no level gets messages from `info` on, and none at 2026-07-28 (server/utilities, "Logging").
+        least = self.session.level or ("info" if not self.session.revision.is_stateless else None)
+        if least is not None and LEVELS.index(level) >= LEVELS.index(least):
+            named = {"logger": logger} if logger else {}
+            await self._tell("notifications/message", {"level": level, **named, "data": data})
 
     async def _tell(self, method: str, params: JsonObject) -> None:
         """Send a notification, unless the call is answered."""

@@ -39,12 +39,12 @@ from wirecall.mcp.server.catalog import Catalog
 from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
 from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming, failure
 from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session
+from wirecall.mcp.server.seals import Seals
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.server.batch import run_batch
 
 if TYPE_CHECKING:
-    from wirecall.mcp.server.sessions import Seals
     from wirecall.server.dispatch import Dispatcher
 
 Handler = Callable[[Peer], Coroutine[Any, Any, object]]
@@ -95,7 +95,7 @@ class Server:
         identity: Identity,
         catalog: Catalog,
         dispatcher: "Callable[[], Dispatcher]",
-        seals: "Seals",
+        seals: Seals,
         *,
         is_public: bool,
         limits: Limits,
@@ -171,13 +171,10 @@ class Server:
         caller: str,
         key: str | None = None,
         position: int | None = None,
-        cancellable: bool = True,
     ) -> bytes | None:
         """Return the answer to one message, as bytes; None if it is owed none, or was cancelled."""
         try:
-            return await self.respond(
-                message, session, outlet, caller=caller, key=key, position=position, cancellable=cancellable
-            )
+            return await self.respond(message, session, outlet, caller=caller, key=key, position=position)
         except RpcError as error:
             return failure(None if message.id is UNSET else message.id, error, session.revision)
 
@@ -190,7 +187,6 @@ class Server:
         caller: str,
         key: str | None = None,
         position: int | None = None,
-        cancellable: bool = True,
         params: Any = None,
     ) -> bytes | None:
         """Return the same as `answer`, but raise errors. `params` are those of the message, if they are decoded already."""
@@ -226,8 +222,9 @@ class Server:
             position=position,
         )
         # Step 3: its result. A call that may take long is a task of its own, so that `notifications/cancelled` can end it
-        # (basic/utilities, "Cancellation"). Nothing can interrupt a plain function that reads, so that needs no task.
-        is_long = cancellable and method.is_long
+        # (basic/utilities, "Cancellation"). It needs none at 2026-07-28 over HTTP, where a client cancels by leaving, and if
+        # it is a plain function that reads, which nothing can interrupt.
+        is_long = method.is_long and (outlet.is_shared or not revision.is_stateless)
         if is_long and isinstance(params, CallTool):
             tool = self.catalog.tools.get(params.name)
             is_long = tool is None or not tool.plain or tool.is_async

@@ -1,28 +1,22 @@
-"""Sessions of the revisions with a handshake over HTTP, and the sealed texts that carry them.
+"""Sessions of the revisions with a handshake over HTTP.
 
-A session's id is a sealed text that carries what was negotiated, so any process with the same secret serves it. Only calls
-in flight, streams and questions to the client stay in this process. So a session that is forgotten because there are too
-many is read from its token again, and a session that has ended has to be remembered (`workers.EndedSession`).
-
-A sealed text is `payload.signature`, both in base64url; the state of a call that takes several rounds is one as well. An
-attacker may have written a text that comes back, so `Seals.open` checks the signature first, then the use and the caller
-that the text was made for, and its age. The payload is not secret: it holds only values that the caller may see.
+A session's id is a sealed text (`seals`) that carries what was negotiated, so any process with the same secret serves it.
+Only calls in flight, streams and questions to the client stay in this process. So a session that is forgotten because there
+are too many is read from its token again, and a session that has ended has to be remembered (`workers.EndedSession`).
 """
 
-import base64
 import hashlib
-import hmac
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from wirecall.mcp.revisions import REVISIONS
 from wirecall.mcp.server.peer import Session
+from wirecall.mcp.server.seals import Seals
 from wirecall.mcp.server.workers import EndedSession, within
 from wirecall.protocol.messages import JsonObject
 from wirecall.transports.request import HttpError
@@ -40,14 +34,6 @@ MAX_CHANNELS = 32  # of one session, open or waiting for a reader to come back
 _USED = {"sampling": ("context", "tools"), "elicitation": ("form", "url"), "roots": ("listChanged",)}
 
 
-class _Payload(Struct, array_like=True):
-    use: str
-    caller: bytes  # a digest: the text does not reveal the caller's name
-    until: float
-    id: str
-    value: Raw
-
-
 class _Negotiated(Struct):
     """The negotiated state in a session's token."""
 
@@ -56,50 +42,7 @@ class _Negotiated(Struct):
     opened: int = 0  # Unix time in milliseconds
 
 
-_decode_payload = msgspec.json.Decoder(_Payload).decode
-_decode_negotiated = msgspec.json.Decoder(_Negotiated).decode
-
-
-class Seals:
-    """Seals and opens texts with one secret."""
-
-    def __init__(self, secret: str | bytes, clock: Callable[[], float] = time.time) -> None:
-        self._key = hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
-        self.name = hashlib.sha256(b"name" + self._key).hexdigest()[:12]  # does not reveal the secret
-        self._clock = clock
-
-    def seal(self, use: str, caller: str, value: object, lifetime: float) -> str:
-        """Return a text that `open` accepts for this use and this caller, for `lifetime` seconds."""
-        raw, until = Raw(msgspec.json.encode(value)), self._clock() + lifetime
-        payload = msgspec.json.encode(_Payload(use, _digest(caller), until, os.urandom(12).hex(), raw))
-        return _written(payload, hmac.digest(self._key, payload, "sha256"))
-
-    def open(self, use: str, caller: str, sealed: str) -> tuple[str, bytes] | None:
-        """Return the random id of a sealed text, and the JSON of its value; None if it is not good for this."""
-        head, _, tail = sealed.partition(".")
-        try:
-            payload = base64.b64decode(head + "=" * (-len(head) % 4), b"-_", validate=True)
-            signature = base64.b64decode(tail + "=" * (-len(tail) % 4), b"-_", validate=True)
-        except ValueError:
-            return None
-        # One value has one text: base64 has several forms of the same bytes, and another could pass a list of texts.
-        if _written(payload, signature) != sealed:
-            return None
-        # `compare_digest` takes the same time for every wrong signature, so the time does not help to guess one.
-        if not hmac.compare_digest(hmac.digest(self._key, payload, "sha256"), signature):
-            return None
-        told = _decode_payload(payload)
-        if told.use != use or told.caller != _digest(caller) or told.until < self._clock():
-            return None
-        return told.id, bytes(told.value)
-
-
-def _digest(caller: str) -> bytes:
-    return hashlib.sha256(caller.encode()).digest()[:12]
-
-
-def _written(payload: bytes, signature: bytes) -> str:
-    return ".".join([base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in (payload, signature)])
+_decode = msgspec.json.Decoder(_Negotiated).decode
 
 
 class Known:
@@ -164,7 +107,7 @@ class Sessions:
         id, value = found
         known = self._known.get(id)
         if known is None:
-            told = _decode_negotiated(value)
+            told = _decode(value)
             ended = EndedSession(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
             if ended.is_among(self._ended.get) or self._is_ended(ended):
                 raise HttpError(404, "the session has ended: send initialize")
