@@ -57,6 +57,7 @@ def check(fields: Fields, method: str, params: Params) -> None:
     assert params.meta is not UNSET and params.meta.version is not UNSET
     named: str | None = getattr(params, _NAMED.get(method, ""), None)
     first = fields.first
+    # A header that differs from the body is refused (2026-07-28, basic/transports/streamable-http, "Server Validation").
     # Nearly always the bytes are the same. Only if they differ, blanks and base64 are decoded and compared.
     if (
         fields.has_doubles
@@ -100,13 +101,7 @@ def check_marked(fields: Fields, arguments: Raw, marked: Marks) -> None:
 
 def marked(schema: JsonObject) -> dict[tuple[str, ...], str]:
     """Return the marked properties of a schema, by the path to them. Only plain `properties` are followed."""
-    found: dict[tuple[str, ...], str] = {}
-    for name, inner in schema.get("properties", {}).items():
-        if isinstance(inner, dict):
-            if isinstance(inner.get(MARK), str):
-                found[name,] = inner[MARK]
-            found |= {(name, *path): header for path, header in marked(inner).items()}
-    return found
+    return {path: declared[MARK] for path, declared in _plain_marks(schema) if isinstance(declared[MARK], str)}
 
 
 def _only(fields: Fields, name: str) -> str:
@@ -175,7 +170,7 @@ def rendered(value: object) -> str:
 
 def fault_of(schema: object) -> str | None:
     """Return the reason why the marks of a tool's schema are invalid, or None. Such a tool must not be called over HTTP."""
-    plain = list(_plain_marks(schema))
+    plain = [declared for _, declared in _plain_marks(schema)]
     if len(list(_all_marks(schema))) > len(plain):
         return f"{MARK} is allowed on plain properties only"
     seen: set[str] = set()
@@ -191,14 +186,14 @@ def fault_of(schema: object) -> str | None:
     return None
 
 
-def _plain_marks(schema: object) -> Iterable[JsonObject]:
-    """Find the marked properties that can be followed from the top."""
+def _plain_marks(schema: object, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], JsonObject]]:
+    """Find the marked properties that can be followed from the top, and the path to each."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    for inner in properties.values() if isinstance(properties, dict) else ():
+    for name, inner in properties.items() if isinstance(properties, dict) else ():
         if isinstance(inner, dict):
             if MARK in inner:
-                yield inner
-            yield from _plain_marks(inner)
+                yield (*path, name), inner
+            yield from _plain_marks(inner, (*path, name))
 
 
 def _all_marks(schema: object, is_schema: bool = True) -> Iterable[object]:

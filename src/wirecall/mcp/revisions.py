@@ -7,7 +7,7 @@ no code compares dates. A version that is not in the table is unknown, whatever 
 The first word of a row says what it is about:
 
     request, notification    what a client may send
-    ask, tell                what a server may request of its client, and what it may notify it of
+    ask                      what a server may request of its client
     capability               what a server may declare
     content, tool, ...       kinds and members that the schema of the revision knows
     http                     rules of Streamable HTTP
@@ -47,7 +47,7 @@ _TABLE: Final = {
     "notification notifications/progress":          "+           +           +           +           -",
     "notification notifications/roots/list_changed": "+          +           +           +           -",
 
-    # --- what a server may send
+    # --- what a server may ask its client
     "ask sampling/createMessage":                   "+           +           +           +           +",
     "ask sampling tools":                           "-           -           -           +           +",
     "ask sampling context":                         "-           -           -           +           +",
@@ -55,13 +55,6 @@ _TABLE: Final = {
     "ask elicitation/create":                       "-           -           +           +           +",
     "ask elicitation url":                          "-           -           -           +           +",
     "ask elicitation choices":                      "-           -           -           +           +",
-    "tell notifications/progress":                  "+           +           +           +           +",
-    "tell notifications/message":                   "+           +           +           +           +",
-    "tell notifications/tools/list_changed":        "+           +           +           +           +",
-    "tell notifications/prompts/list_changed":      "+           +           +           +           +",
-    "tell notifications/resources/list_changed":    "+           +           +           +           +",
-    "tell notifications/resources/updated":         "+           +           +           +           +",
-    "tell notifications/subscriptions/acknowledged": "-          -           -           -           +",
 
     # --- what a server may declare
     "capability tools":                             "+           +           +           +           +",

@@ -6,7 +6,7 @@ that a struct does not name are tolerated, as the schemas of all revisions do.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -263,5 +263,5 @@ class Cancelled(Struct, frozen=True):
 
 
 # The levels of RFC 5424, the least severe first.
-LEVELS = ("debug", "info", "notice", "warning", "error", "critical", "alert", "emergency")
 Level: TypeAlias = Literal["debug", "info", "notice", "warning", "error", "critical", "alert", "emergency"]
+LEVELS: tuple[str, ...] = get_args(Level)

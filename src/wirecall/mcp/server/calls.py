@@ -350,7 +350,8 @@ def read_result(resource: ResourceEntry, uri: str) -> Callable[[Any], JsonObject
 
 
 def completed(value: Iterable[object]) -> JsonObject:
-    """Return the result of a completion: at most 100 values travel, the rest is only counted."""
+    """Return the result of a completion."""
+    # At most 100 values travel, the rest is only counted (server/utilities/completion, "Completion Results").
     values = [str(item) for item in value]
     return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}
 
@@ -360,6 +361,8 @@ def _as_result(error: RpcError, method: Method, revision: Revision) -> CallResul
 
     A model sees only the text; code and data stay in `_meta`, from which our client restores the error and its `ran`.
     """
+    # Errors that a model can mend belong into the result, all others are the protocol's (server/tools, "Error Handling";
+    # SEP-1303 for bad arguments).
     data = error.data
     text = str(data.get("reason", error.message)) if isinstance(data, dict) else error.message
     if isinstance(error, InvalidParams):

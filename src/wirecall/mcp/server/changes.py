@@ -135,7 +135,8 @@ async def unsubscribe(peer: "Peer") -> object:
 
 async def listen(hub: Hub, catalog: "Catalog", peer: "Peer") -> object:
     """Answer `subscriptions/listen`: send changes until the client leaves or the server stops."""
-    # Of what the client asks for, only what can happen here is honoured.
+    # Of what the client asks for, only what can happen here is honoured. The acknowledgement says which, and comes before
+    # any change (2026-07-28, basic/patterns/subscriptions, "Acknowledgment").
     asked, has = peer.params.notifications, catalog.offered
     kinds = {
         "tools": asked.tools_list_changed,
@@ -160,4 +161,5 @@ async def listen(hub: Hub, catalog: "Catalog", peer: "Peer") -> object:
         hub.remove(listener)
     if peer.outlet.is_shared:  # on a pipe a message tells the end of a stream
         await send("notifications/cancelled", {"requestId": peer.id})
+    # The answer tells the client that the server has ended the stream, and no network has cut it ("Graceful Closure").
     return {"_meta": meta}

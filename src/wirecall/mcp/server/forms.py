@@ -169,7 +169,7 @@ def _field(name: str, given: Any, defs: Mapping[str, Schema], wanted: Any) -> tu
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     titled = schema.get("oneOf")
 
-    # Step 1: one of several choices. MCP's choices are texts.
+    # Step 1: one of several choices. MCP's choices are texts (client/elicitation, "Requested Schema"; SEP-1330).
     if choices is not None:
         if not choices or not all(isinstance(choice, str) for choice in choices):
             raise _no_form(wanted, f"field {name!r}: its choices must be strings, got {choices}")

@@ -65,7 +65,8 @@ _NEWEST = STATELESS[-1].name.encode()
 # Requests that change the state of a session in every worker.
 _FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
 
-# Errors at 2026-07-28 that have a status of their own, as long as no stream has begun (Streamable HTTP).
+# Errors at 2026-07-28 that have a status of their own, as long as no stream has begun (basic/transports/streamable-http,
+# "Request Metadata").
 _STATUS: dict[type[RpcError], int] = {
     ParseError: 400,
     InvalidRequest: 400,
@@ -312,6 +313,8 @@ class McpEndpoint:
         known = self._standing_session(request)
         if not _accepts(request, frozenset({EVENTS})):
             raise HttpError(406, f"Accept: expected {EVENTS}")
+        # The id of an event names its stream, so only events of that one are sent again (2025-11-25, transports,
+        # "Resumability and Redelivery").
         last = request.headers.get(LAST_EVENT)
         if last is not None:
             name, _, number = last.partition(".")
@@ -362,6 +365,7 @@ class McpEndpoint:
         token = _single(request, SESSION)
         if token is not None:
             return self.sessions.find(request.caller, token)
+        # Without a header 2025-03-26 is assumed (2025-11-25, transports, "Protocol Version Header").
         return Known(Session(REVISIONS.get(version or "", UNSTATED)))
 
 

@@ -18,6 +18,7 @@ from wirecall.mcp.server import messages
 from wirecall.mcp.server.changes import forward, session_listener
 from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming, failure
 from wirecall.mcp.server.peer import Session, described_session
+from wirecall.mcp.types import Params
 from wirecall.protocol import messages as jsonrpc
 from wirecall.protocol.messages import Envelope, Invalid, Limits
 from wirecall.server.policy import ANONYMOUS
@@ -113,13 +114,15 @@ class StdioConnection:
             self._told.cancel()
 
     async def _answer(self, message: Envelope) -> bytes | None:
+        params: Params | None = None
         try:
             # A message that describes itself has a session of its own (2026-07-28).
             if messages.has_envelope(message) or (self._session is None and message.method in _MODERN_ONLY):
                 if message.id is UNSET:
                     session = Session(STATELESS[-1], calls=self._calls)
                 else:
-                    session = described_session(self._server.described(message), self._calls)
+                    params = self._server.described(message)
+                    session = described_session(params, self._calls)
             # Any other belongs to the session of the connection, which `initialize` opens.
             elif message.method == "initialize":
                 if self._session is not None:
@@ -149,7 +152,7 @@ class StdioConnection:
                     self._server.hub.remove(listener)
 
             self._told = asyncio.get_running_loop().create_task(tell())
-        return await self._server.answer(message, session, self._outlet, caller=ANONYMOUS)
+        return await self._server.answer(message, session, self._outlet, caller=ANONYMOUS, params=params)
 
     async def _answer_array(self, entries: list[Incoming]) -> bytes | None:
         assert self._session is not None

@@ -219,7 +219,8 @@ class Questions:
         params: Resumed = peer.params
         given, is_command = {} if params.responses is UNSET else params.responses, call.method.is_command
         if params.state is not UNSET:
-            # Step 1: the state is ours, was sealed for this caller, and belongs to this call.
+            # Step 1: the state is ours, was sealed for this caller, and belongs to this call. Any client may have written
+            # it, and its integrity must be checked (basic/patterns/mrtr, "Server Requirements").
             found = self._seals.open("state", call.frame.caller, params.state)
             if found is None:
                 raise BadInput("requestState: it was not issued for this call, or has expired")
@@ -228,7 +229,8 @@ class Questions:
                 raise BadInput("requestState: it belongs to another call")
             if call.key not in (None, state.key):
                 raise BadInput("requestState: the call began with another idempotency key, or without one")
-            # Step 2: a command takes answers only to the questions that the state asked.
+            # Step 2: a command takes answers only to the questions that the state asked. A call that only reads ignores the
+            # others, as "Error Handling" there recommends.
             unasked = sorted(given.keys() - state.asked)
             if unasked and is_command:
                 raise BadInput(f"inputResponses: {unasked[0][:100]!r} was not asked; expected {', '.join(state.asked)}")
@@ -329,7 +331,8 @@ class Peer:
     # --- notifications -----------------------------------------------------------------------------------------------------
 
     async def progress(self, progress: float, total: float | None, message: str | None) -> None:
-        """Send a progress notification. A number that is not above the last one is dropped: MCP wants numbers to grow."""
+        """Send a progress notification, if the client has asked for them and the number is above the last one."""
+        # Only with the client's token, and the number must increase (basic/utilities/progress, "Progress Flow").
         token = UNSET if self.params.meta is UNSET else self.params.meta.token
         if token is UNSET or (self._progress is not None and progress <= self._progress):
             return
@@ -352,7 +355,7 @@ class Peer:
 
     async def _tell(self, method: str, params: JsonObject) -> None:
         """Send a notification, unless the call is answered."""
-        if not self._closed and self.session.revision.has(f"tell {method}"):
+        if not self._closed:
             await sent(self.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params})))
 
     async def hang_up(self, retry: float) -> None:
@@ -369,6 +372,7 @@ class Peer:
         return self._question(key, "elicitation/create", params, lambda answer: _elicited(answer, form))
 
     def elicit_url(self, message: str, url: str, key: str | None) -> Question:
+        # For secrets: a form must not ask for one (client/elicitation, "User Interaction Model").
         params = {"mode": "url", "message": message, "url": url}
         if not self.session.revision.is_stateless:
             params["elicitationId"] = os.urandom(12).hex()
@@ -422,6 +426,7 @@ class Peer:
 
 def check_capability(session: Session, method: str, params: JsonObject) -> None:
     """Raise `NotCapable` unless the client has declared everything that a question needs of it."""
+    # A server must not ask for what its client has not declared (2026-07-28, basic/patterns/mrtr, "Server Requirements").
     revision, name = session.revision, method.partition("/")[0]
     declared = session.capabilities.get(name)
     exists, modes = revision.has(f"ask {method}"), []

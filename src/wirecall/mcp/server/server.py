@@ -156,6 +156,8 @@ class Server:
         for name, (value, kind) in _CAPABILITIES.items():
             if revision.has(f"capability {name}") and (kind is None or any(self.catalog.offered[kind])):
                 declared[name] = value
+        # Settings by the id of the extension (2026-07-28, basic/versioning, "Extension Negotiation"). Hosts of 2025-11-25
+        # read them as well: MCP Apps began there.
         if self.extensions and revision.has("capability extensions"):
             declared["extensions"] = self.extensions
         return declared
@@ -171,10 +173,14 @@ class Server:
         caller: str,
         key: str | None = None,
         position: int | None = None,
+        params: Any = None,
     ) -> bytes | None:
-        """Return the answer to one message, as bytes; None if it is owed none, or was cancelled."""
+        """Return the answer to one message, as bytes; None if it is owed none, or was cancelled.
+
+        `params` are those of the message, if they are decoded already.
+        """
         try:
-            return await self.respond(message, session, outlet, caller=caller, key=key, position=position)
+            return await self.respond(message, session, outlet, caller=caller, key=key, position=position, params=params)
         except RpcError as error:
             return failure(None if message.id is UNSET else message.id, error, session.revision)
 
@@ -189,7 +195,7 @@ class Server:
         position: int | None = None,
         params: Any = None,
     ) -> bytes | None:
-        """Return the same as `answer`, but raise errors. `params` are those of the message, if they are decoded already."""
+        """Return the same as `answer`, but raise errors."""
         if isinstance(message, Invalid):
             raise message.error
         if isinstance(message, ClientAnswer) or message.id is UNSET:
@@ -204,6 +210,7 @@ class Server:
             raise MethodNotFound(f"there is no method {name[:100]!r}{elsewhere}")
         if method.needs is not None and not any(self.catalog.offered[method.needs]):
             raise MethodNotFound(f"{name}: this server has no {method.needs}")
+        # One side alone cannot use an extension: the other falls back to the core protocol or refuses (the same section).
         if method.extension is not None:
             declared = session.capabilities.get("extensions")
             if not isinstance(declared, dict) or method.extension not in declared:
@@ -298,6 +305,7 @@ class Server:
             raise InvalidRequest(f"{message.method} is a request: it needs an id")
         if message.method != "notifications/cancelled":
             return True  # the other notifications, known or not, change nothing here
+        # A cancellation that is wrong or comes too late is ignored (basic/utilities/cancellation, "Behavior Requirements").
         try:
             id = UNSET if message.params is UNSET else msgspec.json.decode(message.params, type=types.Cancelled).id
         except msgspec.ValidationError:
@@ -325,7 +333,7 @@ class Server:
         The params are decoded for their method; params that do not fit it are decoded as any params, since the envelope is
         checked first.
         """
-        # Step 1: the envelope in `_meta` (2026-07-28): version and capabilities are required.
+        # Step 1: the envelope in `_meta`: version and capabilities are required (basic, "`_meta`").
         raw = _EMPTY if message.params is UNSET else message.params
         try:
             params: Params = self.methods[message.method].decode(raw)
@@ -367,12 +375,10 @@ class Server:
         return b"{}"
 
     async def _list(self, kind: str, peer: Peer) -> object:
-        """Return one page of a list, with a cursor for the next one while there is more.
-
-        A cursor must be one that this server gave: the empty text is not (server/utilities, "Pagination").
-        """
+        """Return one page of a list, with a cursor for the next one while there is more."""
         revision, cursor, start = peer.session.revision, peer.params.cursor, 0
         entries = self.catalog.list(kind, revision)
+        # A cursor must be one that this server gave: the empty text is not (server/utilities/pagination, "Error Handling").
         if cursor is not None:
             try:
                 start = int(base64.b64decode(cursor, altchars=b"-_", validate=True).removeprefix(b"from "))

@@ -56,7 +56,8 @@ class Known:
         self._standing: Listener | None = None
 
     def stand(self, listener: "Listener | None") -> None:
-        """Make a listener the standing stream, and end the one before: a message goes to one stream only."""
+        """Make a listener the standing stream, and end the one before."""
+        # A message must go to one stream only (2025-11-25, transports, "Multiple Connections").
         if self._standing is not None:
             self._standing.close()
         self._standing = listener
@@ -101,6 +102,7 @@ class Sessions:
 
     def find(self, caller: str, token: str) -> Known:
         """Return the session behind a token; HttpError 404 if the caller has no such session, or it has ended."""
+        # A client that gets 404 has to send `initialize` again (2025-11-25, transports, "Session Management").
         found = self._seals.open("session", caller, token)
         if found is None:
             raise HttpError(404, "no such session: send initialize")

@@ -111,7 +111,8 @@ class Direct:
         await self._request.close_stream()
 
     def cut(self) -> None:
-        """Cancel the call: the client has left, or does not read. At 2026-07-28 closing the stream is the cancellation."""
+        """Cancel the call: the client has left, or does not read."""
+        # Closing the stream is the cancellation (2026-07-28, basic/transports/streamable-http, "Cancellation").
         self.is_cut = True
         if self.on_cut is not None:  # once: a write that fails and the watcher may both notice
             on_cut, self.on_cut = self.on_cut, None
