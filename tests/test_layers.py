@@ -17,8 +17,8 @@ LAYERS = [
     {"server", "ledger", "transports", "mcp", "jsonrpc"},
     {"commands", "client", "audit", "tracing"},
     {"mcp.server", "mcp.client", "declarations"},
-    {"app", "config"},
-    {"client.connect", "auth", "gateway", "console"},
+    {"app", "config", "client.connect"},
+    {"auth", "gateway", "console"},
     {"cli", "testing"},
 ]
 DOORS = {"__init__", "__main__"}  # what users import and start
