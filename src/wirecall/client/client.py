@@ -359,17 +359,17 @@ class Loop:
 
     def stop(self) -> None:
         """End what still runs, then the thread."""
+
+        async def cancel_all() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._loop.shutdown_asyncgens()
+
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             if threading.current_thread() is not self._thread:
                 self._thread.join()
         self._loop.close()
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()

@@ -162,24 +162,22 @@ class Child:
         on_end: OnEnd,
     ) -> None:
         lines = Splitter(self._max_bytes)
-        while data := await stdout.read(CHUNK):
-            if self._process is process:
-                await self._tell(lines.feed(data), on_line)
-        await self._tell(lines.rest(), on_line)
+        is_over = False
+        while not is_over:
+            data = await stdout.read(CHUNK)
+            is_over = not data
+            for number, line in enumerate(lines.rest() if is_over else lines.feed(data), start=1):
+                if self._process is not process:  # `aclose` has begun: its output is read and dropped
+                    break
+                on_line(line)
+                if number % TURN == 0:
+                    await asyncio.sleep(0)
         # A child that closes stdout is about to end, and its last words on stderr are on their way.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace):
                 await process.wait()
                 await asyncio.shield(hearing)
         on_end(ConnectionLost(self._last_words(process)))
-
-    async def _tell(self, lines: list[bytes], on_line: OnLine) -> None:
-        for number, line in enumerate(lines, start=1):
-            if self._process is None:
-                return
-            on_line(line)
-            if number % TURN == 0:
-                await asyncio.sleep(0)
 
     def _last_words(self, process: asyncio.subprocess.Process) -> str:
         code = process.returncode

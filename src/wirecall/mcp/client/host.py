@@ -83,16 +83,13 @@ class Host(Struct, frozen=True, kw_only=True):
         handlers = {"form": self.elicit, "url": self.elicit_url}
         modes: JsonObject = {mode: {} for mode, handler in handlers.items() if handler}
         has_modes = revision.has("ask elicitation url")
-        found: dict[str, JsonObject] = {
-            "sampling/createMessage": {"sampling": {}} if self.sample else {},
-            "elicitation/create": {"elicitation": modes if has_modes else {}}
-            if modes and (has_modes or self.elicit)
-            else {},
-            "roots/list": {"roots": {}} if self.roots is not None else {},
-        }
         declared: JsonObject = {}
-        for method, capability in found.items():
-            declared |= capability if revision.has(f"ask {method}") else {}
+        if self.sample and revision.has("ask sampling/createMessage"):
+            declared["sampling"] = {}
+        if revision.has("ask elicitation/create") and (modes if has_modes else self.elicit):
+            declared["elicitation"] = modes if has_modes else {}
+        if self.roots is not None and revision.has("ask roots/list"):
+            declared["roots"] = {}
         return declared
 
     async def answer(self, method: str, params: Raw | UnsetType) -> JsonObject:

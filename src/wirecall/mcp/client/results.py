@@ -123,9 +123,11 @@ def safest_first(tools: Iterable[Tool], is_trusted: Callable[[Tool], bool]) -> l
     """Sort tools: read-only, additive, destructive, then those that are not trusted; otherwise in the server's order."""
 
     def danger(tool: Tool) -> tuple[bool, ...]:
-        return (not is_trusted(tool), not tool.read_only, tool.destructive, not tool.idempotent, tool.open_world)
+        if not is_trusted(tool):
+            return (True,)
+        return (False, not tool.read_only, tool.destructive, not tool.idempotent, tool.open_world)
 
-    return sorted(tools, key=lambda tool: danger(tool) if is_trusted(tool) else (True,))
+    return sorted(tools, key=danger)
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ def read_called(raw: Raw | bytes) -> Called:
         structured = UNSET if answer.structured_content is UNSET else decode_value(answer.structured_content)
     except UNREADABLE as error:
         raise _misfit(error) from None
-    return Called(read_content(answer.content), structured, answer.is_error is True, answer.meta or {})
+    return Called([_block(item) for item in answer.content], structured, answer.is_error is True, answer.meta or {})
 
 
 def as_type(called: Called, wanted: type[T]) -> T:
@@ -277,10 +279,6 @@ class Unknown(Content, frozen=True):
 
     def on_wire(self) -> JsonObject:
         return self.members
-
-
-def read_content(blocks: Iterable[Any]) -> list[Content]:
-    return [_block(item) for item in blocks]
 
 
 def _block(item: Any) -> Content:
