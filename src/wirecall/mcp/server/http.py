@@ -42,7 +42,7 @@ from wirecall.mcp.server.changes import forward, session_listener
 from wirecall.mcp.server.messages import BadEnvelope, ClientAnswer, Incoming, failure
 from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
-from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf
+from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf, event
 from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool
 from wirecall.protocol.messages import Envelope, Invalid, Limits
@@ -188,7 +188,9 @@ class McpEndpoint:
                 outlet.close()
         # Step 3: it goes out, at the end of the stream if one was opened.
         if outlet is not None and outlet.is_stream:
-            await outlet.finish(answer)
+            if answer is not None:
+                await request.write(event(answer))
+            await request.close_stream()
         elif answer is None:
             await request.respond(202)
         else:
@@ -334,7 +336,7 @@ class McpEndpoint:
             await outlet.open()
             known.stand(listener)
             await _while_there(request, forward(listener, outlet), outlet)
-            await outlet.finish(None)
+            await request.close_stream()
         finally:
             outlet.close()
             known.leave(listener)

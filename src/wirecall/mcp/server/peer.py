@@ -98,26 +98,18 @@ async def sent(sending: Awaitable[None]) -> bool:
     return True
 
 
-class Session:
+class Session(Struct, eq=False):
     """The negotiated state of a client: its revision, its capabilities and its calls."""
 
-    def __init__(
-        self,
-        revision: Revision,
-        capabilities: JsonObject | None = None,
-        *,
-        level: str | None = None,
-        calls: "dict[Id, asyncio.Task[object]] | None" = None,
-    ) -> None:
-        self.revision = revision
-        self.capabilities = capabilities or {}
-        self.level = level  # the least log level it wants to see; None: none was set
-        self.calls = {} if calls is None else calls  # what it may cancel
-        self.subscriptions: set[str] = set()  # URIs of resources
-        self.waiting = 0  # calls that wait for its answers
-        # Questions that it has not answered yet. An error is a value of the future and not its exception: asyncio reports an
-        # exception that is not retrieved, and a call that is cancelled in the same moment does not retrieve it.
-        self.asked: dict[Id, tuple[Peer, asyncio.Future[Raw | RpcError]]] = {}
+    revision: Revision
+    capabilities: JsonObject = {}
+    level: str | None = None  # the least log level it wants to see; None: none was set
+    calls: dict[Id, asyncio.Task[object]] = {}  # what it may cancel
+    subscriptions: set[str] = set()  # URIs of resources
+    waiting: int = 0  # calls that wait for its answers
+    # Questions that it has not answered yet. An error is a value of the future and not its exception: asyncio reports an
+    # exception that is not retrieved, and a call that is cancelled in the same moment does not retrieve it.
+    asked: "dict[Id, tuple[Peer, asyncio.Future[Raw | RpcError]]]" = {}
 
     async def request(self, peer: "Peer", method: str, params: JsonObject) -> Raw:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
@@ -170,7 +162,7 @@ def described_session(params: Params, calls: "dict[Id, asyncio.Task[object]] | N
     meta = params.meta
     assert meta is not UNSET and meta.version is not UNSET and meta.capabilities is not UNSET  # `Server.described`
     level = None if meta.level is UNSET else meta.level
-    return Session(REVISIONS[meta.version], meta.capabilities, level=level, calls=calls)
+    return Session(REVISIONS[meta.version], meta.capabilities, level, {} if calls is None else calls)
 
 
 class _State(Struct):
@@ -257,56 +249,40 @@ def _digest(record: str, params: Raw | UnsetType) -> str:
     return f"{record} {fingerprint(params).hex()}"
 
 
-class Question:
+class Question(Struct, eq=False):
     """Something to ask the client; awaited, it is the answer."""
 
-    __slots__ = ("decode", "key", "method", "params", "peer")
-
-    def __init__(self, peer: "Peer", key: str, method: str, params: JsonObject, decode: Callable[[object], Any]) -> None:
-        self.peer = peer
-        self.key = key
-        self.method = method
-        self.params = params
-        self.decode = decode
+    peer: "Peer"
+    key: str
+    method: str
+    params: JsonObject
+    decode: Callable[[object], Any]
 
     def __await__(self) -> Generator[Any, Any, Any]:
         answers = yield from self.peer.ask([self]).__await__()
         return answers[0]
 
 
-class Peer:
+class Peer(Struct, eq=False):
     """One request, and the client at its other end."""
 
-    def __init__(
-        self,
-        session: Session,
-        outlet: Outlet,
-        questions: Questions,
-        *,
-        id: Id,
-        raw: Raw | UnsetType,
-        params: Any,
-        caller: str,
-        key: str | None,
-        position: int | None,
-    ) -> None:
-        self.session = session
-        self.outlet = outlet
-        self.questions = questions
-        self.id = id
-        self.params = params  # decoded
-        self.caller = caller
-        self.key = key  # from the HTTP header
-        self.position = position
-        self.answers: dict[str, JsonObject] = {}  # by the key of their question
-        self.continues: str | None = None  # the state of the round before; None in the first round
-        self.is_committed = False  # the handler has called ctx.commit_point()
-        self.marks: JsonObject = {}  # `_meta` of the result, as far as the ledger has to do with it
-        self.about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
-        self._raw = raw
-        self._progress: float | None = None
-        self._count = 0
-        self._closed = False
+    session: Session
+    outlet: Outlet
+    questions: Questions
+    id: Id
+    raw: Raw | UnsetType  # its params, as they came
+    params: Any  # decoded
+    caller: str
+    key: str | None  # from the HTTP header
+    position: int | None  # in an array
+    answers: dict[str, JsonObject] = {}  # by the key of their question
+    continues: str | None = None  # the state of the round before; None in the first round
+    is_committed: bool = False  # the handler has called ctx.commit_point()
+    marks: JsonObject = {}  # `_meta` of the result, as far as the ledger has to do with it
+    about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
+    _progress: float | None = None  # the last number sent
+    _count: int = 0  # questions so far
+    _closed: bool = False
 
     def close(self) -> None:
         """End the conversation with the client: the call is answered or cancelled. A question that still waits fails."""
@@ -324,7 +300,7 @@ class Peer:
 
     @property
     def meta(self) -> JsonObject:
-        params = {} if self._raw is UNSET else decode_any(self._raw)
+        params = {} if self.raw is UNSET else decode_any(self.raw)
         meta = params.get("_meta") if isinstance(params, dict) else None
         return meta if isinstance(meta, dict) else {}
 

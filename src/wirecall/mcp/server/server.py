@@ -219,15 +219,7 @@ class Server:
         # Step 2: its params, and the client it came from.
         if type(params) is not method.params:
             params = _decoded(message, method.decode)
-        peer = Peer(
-            *(session, outlet, self._questions),
-            id=id,
-            raw=message.params,
-            params=params,
-            caller=caller,
-            key=key,
-            position=position,
-        )
+        peer = Peer(session, outlet, self._questions, id, message.params, params, caller, key, position)
         # Step 3: its result. A call that may take long is a task of its own, so that `notifications/cancelled` can end it
         # (basic/utilities, "Cancellation"). It needs none at 2026-07-28 over HTTP, where a client cancels by leaving, and if
         # it is a plain function that reads, which nothing can interrupt.

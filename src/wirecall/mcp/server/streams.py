@@ -104,12 +104,6 @@ class Direct:
         """Wait for the end of the server: a client that leaves has cancelled, and its call is over anyway."""
         await self.stopping.wait()
 
-    async def finish(self, message: bytes | None) -> None:
-        """End the stream with the answer."""
-        if message is not None:
-            await self._request.write(event(message))
-        await self._request.close_stream()
-
     def cut(self) -> None:
         """Cancel the call: the client has left, or does not read."""
         # Closing the stream is the cancellation (2026-07-28, basic/transports/streamable-http, "Cancellation").
