@@ -31,8 +31,7 @@ from wirecall import App, Context, Limits
 from wirecall.errors import HeaderMismatch
 from wirecall.mcp.headers import check_marked
 from wirecall.mcp.server import changes, sessions, streams
-from wirecall.transports.request import Headers
-from wirecall.transports.request import Request as HttpRequest
+from wirecall.transports.request import Headers, HttpRequest
 
 
 @asynccontextmanager

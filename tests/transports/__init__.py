@@ -16,7 +16,7 @@ from wirecall.mcp.server.http import McpEndpoint
 from wirecall.protocol.messages import Data, Id
 from wirecall.transports import request
 from wirecall.transports.asgi import HttpServer
-from wirecall.transports.request import Endpoint, Request
+from wirecall.transports.request import Endpoint, HttpRequest
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 from wirecall.transports.serve import serve
 
@@ -123,7 +123,7 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
     async def handle(data: Data, *, caller: str, replayed: list[Id] | None, key: str | None) -> bytes | None:
         return await app.handle(data, caller=caller, replayed=replayed)
 
-    async def polite(request: Request) -> None:
+    async def polite(request: HttpRequest) -> None:
         await request.body()
         await request.open_stream()
         await request.write(b"data: hello\n\n")
@@ -131,27 +131,27 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         await request.write(b"data: bye\n\n")
         await request.close_stream()
 
-    async def stubborn(request: Request) -> None:
+    async def stubborn(request: HttpRequest) -> None:
         await request.body()
         await request.open_stream()
         await request.write(b"data: hello\n\n")
         await request.gone()
 
-    async def flood(request: Request) -> None:
+    async def flood(request: HttpRequest) -> None:
         await request.body()
         await request.open_stream()
         while True:
             await request.write(b"x" * 65536)
 
-    async def headers(request: Request) -> None:
+    async def headers(request: HttpRequest) -> None:
         names = {name: request.headers.all(name) for name in request.headers}
         await request.respond(200, json.dumps(names).encode())
 
-    async def large(request: Request) -> None:
+    async def large(request: HttpRequest) -> None:
         await request.body()
         await request.respond(200, b"x" * (8 << 20), "text/plain")
 
-    async def medium(request: Request) -> None:
+    async def medium(request: HttpRequest) -> None:
         await request.respond(200, b"x" * (200 << 10), "text/plain")
 
     async def shutdown(seconds: float) -> None:

@@ -14,7 +14,7 @@ from wirecall import Limits
 from wirecall.errors import Gone, Unauthorized
 from wirecall.protocol.messages import Data, Id
 from wirecall.transports.asgi import HttpServer
-from wirecall.transports.request import Headers, Request
+from wirecall.transports.request import Headers, HttpRequest
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 
 ADD = call("add", {"a": 1, "b": 2})
@@ -299,7 +299,7 @@ async def test_a_stream_without_a_pause_leaves_the_loop_its_turns() -> None:
     """A server drops what is written to a client that has left, so writing never waits: the leaving must be noticed."""
     written = 0
 
-    async def flood(request: Request) -> None:
+    async def flood(request: HttpRequest) -> None:
         nonlocal written
         await request.body()
         await request.open_stream()
@@ -510,7 +510,7 @@ async def test_authenticate_that_fails_is_500_without_detail(caplog: pytest.LogC
 
 
 async def test_an_endpoint_that_fails_is_500_or_a_stream_that_is_cut(caplog: pytest.LogCaptureFixture) -> None:
-    async def broken(request: Request) -> None:
+    async def broken(request: HttpRequest) -> None:
         if request.method == "POST":
             await request.open_stream()
             await request.write(b"data: 1\n\n")
@@ -525,7 +525,7 @@ async def test_an_endpoint_that_fails_is_500_or_a_stream_that_is_cut(caplog: pyt
 
 
 async def test_events_of_a_stream_are_sent_at_once() -> None:
-    async def stream(request: Request) -> None:
+    async def stream(request: HttpRequest) -> None:
         await request.open_stream([("Mcp-Session-Id", "7")])
         assert request.started
         await request.write(b"data: 1\n\n")
@@ -551,7 +551,7 @@ async def test_a_large_answer_is_sent_in_pieces() -> None:
 
 
 async def test_streams_are_counted() -> None:
-    async def stream(request: Request) -> None:
+    async def stream(request: HttpRequest) -> None:
         await request.open_stream()
         await request.gone()
 
@@ -574,7 +574,7 @@ async def test_gone_tells_that_the_client_left_and_can_be_asked_again() -> None:
     seen: list[str] = []
     asked = asyncio.Event()
 
-    async def wait(request: Request) -> None:
+    async def wait(request: HttpRequest) -> None:
         await request.body()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(request.gone(), 0.01)
@@ -593,7 +593,7 @@ async def test_gone_tells_that_the_client_left_and_can_be_asked_again() -> None:
 async def test_writing_to_a_closed_connection_is_noticed() -> None:
     seen: list[str] = []
 
-    async def stream(request: Request) -> None:
+    async def stream(request: HttpRequest) -> None:
         await request.body()
         await request.open_stream()
         await request.write(b"1")
@@ -612,7 +612,7 @@ async def test_writing_to_a_closed_connection_is_noticed() -> None:
 async def test_writing_to_a_client_that_does_not_read_ends() -> None:
     seen: list[str] = []
 
-    async def stream(request: Request) -> None:
+    async def stream(request: HttpRequest) -> None:
         await request.open_stream()
         client.reading.clear()
         try:
@@ -682,12 +682,12 @@ async def test_a_failed_startup_is_reported(caplog: pytest.LogCaptureFixture) ->
 async def test_stopping_asks_streams_to_end_and_cuts_those_that_do_not() -> None:
     closed = asyncio.Event()
 
-    async def polite(request: Request) -> None:
+    async def polite(request: HttpRequest) -> None:
         await request.open_stream()
         await request.stopping.wait()
         await request.close_stream()
 
-    async def stubborn(request: Request) -> None:
+    async def stubborn(request: HttpRequest) -> None:
         await request.open_stream()
         await asyncio.Event().wait()
 
@@ -716,7 +716,7 @@ async def test_a_request_that_is_ended_by_the_stop_ends_quietly() -> None:
     """Servers print a traceback for each that raises. Before the stop a cancellation is intended, and propagates."""
     entered = asyncio.Event()
 
-    async def wait(request: Request) -> None:
+    async def wait(request: HttpRequest) -> None:
         entered.set()
         await asyncio.Event().wait()
 

@@ -5,7 +5,7 @@
     2 route     the path is an endpoint (404)
     3 preflight a browser that asks for a listed origin is answered (204)
     4 identify  `authenticate` names the caller (401)
-    5 serve     the endpoint reads `Request.body`, then responds or streams
+    5 serve     the endpoint reads `HttpRequest.body`, then responds or streams
 
 The rules of the file:
 
@@ -14,7 +14,7 @@ The rules of the file:
 2. A refusal carries a JSON-RPC error without an id, because no message was read (MCP 2025-11-25 and later: "a JSON-RPC
    error response that has no id").
 3. Supervisors ask probes (`PROBES`) by address and without a secret: no Host check, no authentication.
-4. `stop` sets `Request.stopping`, and after three quarters of the grace time it cuts the streams that are left. The last
+4. `stop` sets `HttpRequest.stopping`, and after three quarters of the grace time it cuts the streams that are left. The last
    quarter is for the application to close its resources.
 """
 
@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 from wirecall.errors import Gone, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
-from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, Pairs, Receive, Request, Scope, Send, Waits
+from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, HttpRequest, Pairs, Receive, Scope, Send, Waits
 
 Authenticate: TypeAlias = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
 
@@ -64,10 +64,10 @@ class HttpServer:
         self._guard = Guard(hosts or (), origins or ())
         self._startup = startup
         self._shutdown = shutdown
-        self._active: dict[Request, asyncio.Task[Any] | None] = {}
-        self._streams: set[Request] = set()
+        self._active: dict[HttpRequest, asyncio.Task[Any] | None] = {}
+        self._streams: set[HttpRequest] = set()
         self._held: Counter[str] = Counter()  # streams of each caller, or of each session of an anonymous one
-        self._cut: set[Request] = set()  # requests that were cancelled here
+        self._cut: set[HttpRequest] = set()  # requests that were cancelled here
         self._idle: asyncio.Event | None = None  # set when no request is active
         self._deadline = self._cut_at = 0.0
 
@@ -86,7 +86,7 @@ class HttpServer:
         root: str = scope.get("root_path") or ""
         if root and path.startswith(root):
             path = path[len(root) :]
-        request = Request(self, scope, path, receive, send)
+        request = HttpRequest(self, scope, path, receive, send)
         guard, headers = self._guard, request.headers
         task = self._active[request] = asyncio.current_task()
         try:
@@ -156,7 +156,7 @@ class HttpServer:
 
     # --- streams and stopping ----------------------------------------------------------------------------------------
 
-    def enter_stream(self, request: Request) -> None:
+    def enter_stream(self, request: HttpRequest) -> None:
         """Count a stream; HttpError 503 if too many are open."""
         if request in self._streams:
             return

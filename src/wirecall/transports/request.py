@@ -1,7 +1,7 @@
 """One HTTP request as an endpoint sees it, and the way to answer it.
 
 1. The straight path has no task and no timer. A limit is set when something really waits: for a body that has not arrived,
-   or for a client that does not read. A client's leaving is watched only while `Request.gone` is awaited.
+   or for a client that does not read. A client's leaving is watched only while `HttpRequest.gone` is awaited.
 2. An endpoint ends with an answer or with an exception. `HttpError` is an answer; `Gone` means that the client has left.
 3. A body is refused as too long before it is read, if its length is known. For a moment the server takes and drops the
    rest of it, so that the client reads the refusal.
@@ -24,7 +24,7 @@ Scope: TypeAlias = Event
 Receive: TypeAlias = Callable[[], Awaitable[Event]]
 Send: TypeAlias = Callable[[Event], Awaitable[None]]
 Pairs: TypeAlias = Sequence[tuple[str, str]]
-Endpoint: TypeAlias = Callable[["Request"], Awaitable[None]]
+Endpoint: TypeAlias = Callable[["HttpRequest"], Awaitable[None]]
 
 # A longer body is sent in pieces, so that the server notices a client that stops reading in the middle of it.
 PIECE = 256 << 10
@@ -147,11 +147,11 @@ class Around(Protocol):
     waits: Waits
     stopping: asyncio.Event
 
-    def enter_stream(self, request: "Request") -> None:
+    def enter_stream(self, request: "HttpRequest") -> None:
         """HttpError 503 if too many streams are open."""
 
 
-class Request:
+class HttpRequest:
     """One HTTP request as an endpoint sees it, and the way to answer it."""
 
     __slots__ = (

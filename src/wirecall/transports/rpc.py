@@ -16,7 +16,7 @@ from typing import Protocol
 from wirecall.errors import InvalidParams, LimitExceeded
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Data, Id
-from wirecall.transports.request import Endpoint, HttpError, Pairs, Request
+from wirecall.transports.request import Endpoint, HttpError, HttpRequest, Pairs
 
 KEY_HEADER = "idempotency-key"
 REPLAYED_HEADER = "idempotent-replayed"
@@ -33,7 +33,7 @@ class Handle(Protocol):
 def rpc_endpoint(handle: Handle) -> Endpoint:
     """Return the endpoint that passes message by message to `handle`."""
 
-    async def rpc(request: Request) -> None:
+    async def rpc(request: HttpRequest) -> None:
         if request.method != "POST":
             raise HttpError(405, "send a JSON-RPC message with POST", [("allow", "POST")])
         request.check_json()
@@ -72,11 +72,11 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
 def health_endpoints(ready: Callable[[], Awaitable[str | None]] | None = None) -> dict[str, Endpoint]:
     """Return `/healthz`, which answers while the process does, and `/readyz`: `ready` gives the reason why not, or None."""
 
-    async def healthz(request: Request) -> None:
+    async def healthz(request: HttpRequest) -> None:
         _check_read(request)
         await request.respond(200, b'{"status":"ok"}')
 
-    async def readyz(request: Request) -> None:
+    async def readyz(request: HttpRequest) -> None:
         _check_read(request)
         reason = "stopping" if request.stopping.is_set() else await ready() if ready else None
         if reason is None:
@@ -87,6 +87,6 @@ def health_endpoints(ready: Callable[[], Awaitable[str | None]] | None = None) -
     return {"/healthz": healthz, "/readyz": readyz}
 
 
-def _check_read(request: Request) -> None:
+def _check_read(request: HttpRequest) -> None:
     if request.method not in ("GET", "HEAD"):
         raise HttpError(405, "ask with GET", [("allow", "GET, HEAD")])

@@ -47,7 +47,7 @@ from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool
 from wirecall.protocol.messages import Envelope, Invalid, Limits
 from wirecall.stepping import resume
-from wirecall.transports.request import JSON, HttpError, Pairs, Request
+from wirecall.transports.request import JSON, HttpError, HttpRequest, Pairs
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
@@ -104,7 +104,7 @@ class McpEndpoint:
             await asyncio.wait(self._work, timeout=grace)
         await self._relay.aclose()
 
-    async def __call__(self, request: Request) -> None:
+    async def __call__(self, request: HttpRequest) -> None:
         if request.method != "POST":
             serve = {"GET": self._get, "DELETE": self._delete}.get(request.method)
             if serve is None:
@@ -136,7 +136,7 @@ class McpEndpoint:
         else:
             await self._post_older(request, message, version)
 
-    async def _post_described(self, request: Request, message: Envelope) -> None:
+    async def _post_described(self, request: HttpRequest, message: Envelope) -> None:
         """Answer a message of 2026-07-28, which describes itself. A client that leaves cancels its call."""
         # The revision has no notifications of clients over HTTP: one that comes is checked and has no effect.
         if message.id is UNSET:
@@ -197,7 +197,7 @@ class McpEndpoint:
             replayed = outlet is not None and outlet.replayed
             await request.respond(200, answer, headers=[(REPLAYED, "true")] if replayed else ())
 
-    async def _post_older(self, request: Request, message: "Envelope | ClientAnswer", version: str | None) -> None:
+    async def _post_older(self, request: HttpRequest, message: "Envelope | ClientAnswer", version: str | None) -> None:
         """Answer a message of a revision with a handshake."""
         # `initialize` opens a session. Its id comes with every further request.
         if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
@@ -234,7 +234,7 @@ class McpEndpoint:
             self._relay.pass_on(request.caller, request.headers.get(SESSION), await request.body())
         await self._serve(request, known, message)
 
-    async def _post_array(self, request: Request, entries: list[Incoming], version: str | None) -> None:
+    async def _post_array(self, request: HttpRequest, entries: list[Incoming], version: str | None) -> None:
         """Answer the messages of an array (2025-03-26): as an array, or one by one in the stream if there is one."""
         known = None if _is_newer(version) else self._session(request, version)
         revision = STATELESS[-1] if known is None else known.session.revision
@@ -248,7 +248,7 @@ class McpEndpoint:
         assert known is not None
         await self._serve(request, known, entries)
 
-    async def _serve(self, request: Request, known: Known, message: Envelope | list[Incoming]) -> None:
+    async def _serve(self, request: HttpRequest, known: Known, message: Envelope | list[Incoming]) -> None:
         """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
         request.holder = request.holder or known.id
         session, caller, key = known.session, request.caller, _single(request, KEY)
@@ -310,7 +310,7 @@ class McpEndpoint:
 
     # --- GET and DELETE ----------------------------------------------------------------------------------------------
 
-    async def _get(self, request: Request) -> None:
+    async def _get(self, request: HttpRequest) -> None:
         """Send the standing stream of a session, or the rest of a stream that was cut."""
         known = self._standing_session(request)
         if not _accepts(request, frozenset({EVENTS})):
@@ -342,14 +342,14 @@ class McpEndpoint:
             known.leave(listener)
             self._server.hub.remove(listener)
 
-    async def _delete(self, request: Request) -> None:
+    async def _delete(self, request: HttpRequest) -> None:
         ended = self._standing_session(request).ended
         assert ended is not None
         self.sessions.end(ended)
         self._relay.tell_ended(ended)
         await request.respond(204)
 
-    def _standing_session(self, request: Request) -> Known:
+    def _standing_session(self, request: HttpRequest) -> Known:
         """Return the session of a GET or a DELETE, which need one."""
         version = _single(request, headers.VERSION)
         if version is not None and version not in REVISIONS:
@@ -362,7 +362,7 @@ class McpEndpoint:
             raise HttpError(405, f"expected POST: MCP {version} has no other method", [("allow", "POST")])
         return self._session(request, version)
 
-    def _session(self, request: Request, version: str | None) -> Known:
+    def _session(self, request: HttpRequest, version: str | None) -> Known:
         """Return the session of a request; without a token, a session for this request alone, by its version header."""
         token = _single(request, SESSION)
         if token is not None:
@@ -374,7 +374,7 @@ class McpEndpoint:
 # --- requests and answers --------------------------------------------------------------------------------------------
 
 
-def _accepts(request: Request, media: frozenset[str]) -> bool:
+def _accepts(request: HttpRequest, media: frozenset[str]) -> bool:
     """Return whether a client takes these media types. A request without an Accept header takes all (RFC 9110, 12.5.1)."""
     fields = request.headers
     accepted = ",".join(fields.all("accept")).encode() if fields.has_doubles else fields.first.get(b"accept")
@@ -388,7 +388,7 @@ def _media(accepted: bytes) -> frozenset[str]:
     return frozenset(media for media in BOTH if kinds & {media, "*/*", media.partition("/")[0] + "/*"})
 
 
-def _single(request: Request, name: str) -> str | None:
+def _single(request: HttpRequest, name: str) -> str | None:
     """Return a header that decides something. Raises if it is there twice: a proxy may have read the other value."""
     fields = request.headers
     if fields.has_doubles and len(fields.all(name)) > 1:
@@ -401,12 +401,12 @@ def _is_newer(version: str | None) -> bool:
     return version is not None and (version not in REVISIONS or REVISIONS[version].is_stateless)
 
 
-async def _refuse(request: Request, error: RpcError, id: object, revision: Revision, status: int = 400) -> None:
+async def _refuse(request: HttpRequest, error: RpcError, id: object, revision: Revision, status: int = 400) -> None:
     """Answer with an error and its status."""
     await request.respond(status, failure(None if id is UNSET else id, error, revision))
 
 
-async def _while_there(request: Request, work: Coroutine[Any, Any, T], outlet: Direct) -> T:
+async def _while_there(request: HttpRequest, work: Coroutine[Any, Any, T], outlet: Direct) -> T:
     """Await work that ends when its client leaves. The client is watched only if the work has to wait."""
     try:
         awaited = work.send(None)

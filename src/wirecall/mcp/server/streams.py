@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from wirecall.errors import Gone
-from wirecall.transports.request import HttpError, Request
+from wirecall.transports.request import HttpError, HttpRequest
 
 KEEP_ALIVE = 15.0  # seconds; proxies close connections that are silent for longer
 MAX_BYTES = 4 << 20  # of one channel's events that a reader has seen, or that have no reader
@@ -57,7 +57,7 @@ class Direct:
 
     is_shared = False
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: HttpRequest) -> None:
         self.stopping = request.stopping
         self.replayed: list[int | str] = []
         self.is_stream = False
@@ -216,7 +216,7 @@ class Channel:
         """Return whether every event behind this one is still kept."""
         return self._first - 1 <= number < self._count
 
-    async def follow(self, request: Request, after: int = -1) -> None:
+    async def follow(self, request: HttpRequest, after: int = -1) -> None:
         """Write the events behind `after` to a reader, and those to come, until the end or until it leaves."""
         # A reader that comes back with the id of an event goes on after `hang_up`.
         self._hung_up = self._hung_up and after < 0
