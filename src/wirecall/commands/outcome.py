@@ -3,8 +3,7 @@
 With an outcome: values become bytes once (`outcome_of`); the ledger may keep less of them (`stored`); a record returns them,
 or raises the reason why it cannot (`recorded`); and an outcome becomes an answer (`answer`), marked when it is a replay.
 
-Without one (`failure_of`): `ran` is "no" only if the command cannot have had an effect. A handler's own refusal is passed on
-unchanged, unless the handler had passed its commit point. The cause of a failure goes to the log, not to the caller.
+Without one (`failure_of`): `ran` is "no" only if the command cannot have had an effect.
 """
 
 import asyncio
@@ -108,9 +107,11 @@ def is_refusal(error: BaseException) -> bool:
 def failure_of(call: Call, run: Run, error: BaseException, *, stopped: bool) -> BaseException:
     """Return the error for the caller of a handler that ended without an outcome; `stopped` says that we cancelled it."""
     undone = run.ran == "no"
-    if is_closing(error) or (isinstance(error, asyncio.CancelledError) and stopped):
+    # These end more than the call. A cancellation that we did not make is the handler's own failure.
+    if is_closing(error) or isinstance(error, KeyboardInterrupt) or (isinstance(error, asyncio.CancelledError) and stopped):
         return error
-    if isinstance(error, KeyboardInterrupt) or (is_refusal(error) and undone):
+    # A handler's own refusal is passed on unchanged, unless the handler had passed its commit point.
+    if is_refusal(error) and undone:
         return error
     if run.loop is None and needs_loop(error):
         return CannotWait()
@@ -118,6 +119,7 @@ def failure_of(call: Call, run: Run, error: BaseException, *, stopped: bool) -> 
         return in_progress()
     if isinstance(error, LedgerDown) and undone:  # at the commit point, so the handler went no further
         return unavailable(error)
+    # The cause goes to the log, not to the caller (J15).
     id = run.claim.id
     failed(run.method.name, call.correlation_id, error, caller=id.caller, key=id.key)
     return InternalError(ran=run.ran)
@@ -127,6 +129,7 @@ def failure_in_transaction(call: Call, run: Run, error: BaseException) -> BaseEx
     """Return the error for the caller of a transaction that was not committed, as far as is known."""
     if isinstance(error, InputRequired):
         return error
+    # An answer of ours: a conflict, a refusal, or an outcome of an earlier run.
     if isinstance(error, RpcError) and not isinstance(error, InternalError) and not error.is_remote:
         return error
     if isinstance(error, Locked):

@@ -8,9 +8,7 @@ The rules of the file:
 1. Reading never raises on bad input. An unreadable message becomes an `Invalid`, with its id if that could be read.
 2. One typed decode for the good case. Only when it fails, the slow path takes the message apart entry by entry. Both
    paths give one verdict on every input; tests/protocol/test_json_verdicts.py freezes it.
-3. Syntax outranks shape (J8): a message that is not JSON gets one -32700, whatever else is wrong with it.
-4. Of duplicate members the last counts, as in every decoder our users meet; member names are compared byte by byte.
-5. A number id whose digits a Python int or float would not give back is carried as its bytes (J14). (-0 is 0.)
+3. Of duplicate members the last counts, as in every decoder our users meet; member names are compared byte by byte.
 """
 
 from collections.abc import Callable, Iterable
@@ -219,7 +217,8 @@ def read(
                 return Invalid(_too_deep(max_depth))
         return read if count is None or 0 < count <= max_batch else Invalid(_batch_error(count, max_batch))
 
-    # The slow path: the message is broken, or some part of it is unusual. Syntax first, then each entry for itself.
+    # The slow path: the message is broken, or some part of it is unusual. Syntax outranks shape (J8): a message that is not
+    # JSON gets one -32700, whatever else is wrong with it. Then each entry is read for itself (JSON-RPC 2.0, section 6).
     try:
         data.decode()
         if _is_deeper(data, max_depth):
@@ -250,6 +249,7 @@ def _salvage(raw: Raw, strict: bool) -> Message | Invalid:
         return Invalid(InvalidRequest(f"expected an object, got {_kind_of(raw)}"))
     id: Json = UNSET
     try:
+        # The id comes first: an error about another member is answered under it (JSON-RPC 2.0, section 5).
         if "id" in members:
             id = read_id(members["id"])
         version = members.get("jsonrpc")
@@ -290,7 +290,9 @@ def read_messages(data: bytes) -> tuple[bool, list[Received]]:
 
 
 def _checked(message: Arrived) -> Received:
-    """Return a message if it is sound. An answer has an id, and either a result or an error (JSON-RPC 2.0, section 5)."""
+    """Return a message if it is sound."""
+    # An answer has an id, and either a result or an error (JSON-RPC 2.0, section 5). The id may be missing beside an error:
+    # MCP's servers send one that way for a request that they could not read.
     if message.method is UNSET and (message.id is UNSET and message.error is UNSET):
         return Unreadable("an answer without an id")
     if message.method is UNSET and (message.result is UNSET) == (message.error is UNSET):
@@ -299,7 +301,7 @@ def _checked(message: Arrived) -> Received:
 
 
 def read_id(raw: Raw) -> Json:
-    """Return the id as a Python value that is written back with the same digits, or as its bytes (J14)."""
+    """Return the id as a Python value, or as its bytes."""
     kind = _kind_of(raw)
     if kind not in ("string", "number", "null"):
         raise InvalidRequest(f"id: expected a string, a number or null, got {kind}")
@@ -310,6 +312,8 @@ def read_id(raw: Raw) -> Json:
         return Raw(text)
     if len(id if isinstance(id, str) else text) > MAX_ID:
         raise InvalidRequest(f"id: longer than {MAX_ID} characters")
+    # An answer has the digits of the request's id (J14): where a Python int or float would be written with others, the bytes
+    # are kept. (-0 is 0.)
     return id if kind != "number" or _encoder.encode(id) == text else Raw(text)
 
 

@@ -163,6 +163,7 @@ class Dispatcher:
 
             concurrency = 1 if frame.alone else self._policy.limits.concurrency
             replies = await run_batch(begun, partial(self._begin, frame), in_lane, concurrency=concurrency)
+            # A batch of notifications gets no answer at all, not even an empty array (JSON-RPC 2.0, section 6; J7).
             owed = [reply for reply in replies if reply is not None]
             return self._seal(owed) if owed else None
         finally:
@@ -217,7 +218,9 @@ class Dispatcher:
     def _failure(self, frame: Frame, message: Message, method: Method, error: BaseException) -> Reply:
         """Return the answer to a plain query that failed."""
         if isinstance(error, InvalidParams):
-            try:  # params that are neither array nor object make the request invalid, so that error takes precedence
+            # Params that are neither array nor object make the request invalid (JSON-RPC 2.0, section 4.2), so that error
+            # takes precedence.
+            try:
                 frames.check_params_shape(message.params)
             except RpcError as shape:
                 error = shape
@@ -392,10 +395,8 @@ class Dispatcher:
     # --- the reply ---------------------------------------------------------------------------------------------------
 
     def _answer(self, frame: Frame, result: object, id: Id) -> "Answer | Pending":
-        """Return the answer with a result; or an error, if the results of the batch are too long with this one.
-
-        That is found out here and not when the reply is written, so that no batch keeps more than one reply may hold.
-        """
+        """Return the answer with a result; or an error, if the results of the batch are too long with this one."""
+        # This is found out here and not when the reply is written, so that no batch keeps more than one reply may hold.
         if frame.room is not None and isinstance(result, (str, Raw)):
             size = len(result) if isinstance(result, str) else memoryview(result).nbytes
             if size > frame.room:

@@ -1,20 +1,10 @@
 """An ASGI application around a few endpoints: the rules of HTTP before and after a message.
 
-    1 guard     the header is not too long (431), has no field twice that decides something (400), and its Host and Origin
-                are allowed (403)
-    2 route     the path is an endpoint (404)
-    3 preflight a browser that asks for a listed origin is answered (204)
-    4 identify  `authenticate` names the caller (401)
-    5 serve     the endpoint reads `HttpRequest.body`, then responds or streams
-
-The rules of the file:
+`HttpServer.__call__` has the steps of a request.
 
 1. An endpoint ends with an answer or with an exception. `HttpError` is an answer. `Gone` means that the client has left: no
    answer. Any other exception is logged and becomes 500 without detail, or cuts the stream if one is open.
-2. A refusal carries a JSON-RPC error without an id, because no message was read (MCP 2025-11-25 and later: "a JSON-RPC
-   error response that has no id").
-3. Supervisors ask probes (`PROBES`) by address and without a secret: no Host check, no authentication.
-4. `stop` sets `HttpRequest.stopping`, and after three quarters of the grace time it cuts the streams that are left. The last
+2. `stop` sets `HttpRequest.stopping`, and after three quarters of the grace time it cuts the streams that are left. The last
    quarter is for the application to close its resources.
 """
 
@@ -79,7 +69,7 @@ class HttpServer:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        if scope["type"] != "http":
+        if scope["type"] != "http":  # a websocket
             await send({"type": "websocket.close", "code": 1000})
             return
         path: str = scope["path"]
@@ -90,9 +80,12 @@ class HttpServer:
         guard, headers = self._guard, request.headers
         task = self._active[request] = asyncio.current_task()
         try:
+            # Step 1: the header is not too long (431), has no field twice that decides something (400), and its Host and
+            # Origin are allowed (403). Supervisors ask probes by address, so any Host will do for those.
             if guard.is_shared:
                 request.add_headers(guard.cors(headers))
             guard.check(headers, self.limits.header_bytes, any_host=path in PROBES)
+            # Step 2: the path is an endpoint (404).
             endpoint = self.routes.get(path)
             if endpoint is None and "://" in path:
                 # The absolute form of a target (RFC 9112, section 3.2.2): its host counts as Host does. uvicorn shows it;
@@ -103,12 +96,15 @@ class HttpServer:
                 endpoint = self.routes.get(path)
             if endpoint is None:
                 raise HttpError(404, f"there is no {path[:100]!r}; there are {', '.join(sorted(self.routes))}")
+            # Step 3: a browser that asks for a page of a listed origin is answered (204). This comes before authentication,
+            # because a browser sends no secret with this question (fetch.spec.whatwg.org, "CORS-preflight fetch").
             if guard.is_shared and request.method == "OPTIONS" and (answer := guard.preflight(headers)) is not None:
-                # Before authentication: a browser sends no secret with this question.
                 await request.respond(204, headers=answer)
                 return
+            # Step 4: `authenticate` names the caller (401). Probes come without a secret.
             if self._authenticate is not None and path not in PROBES:
                 request.caller = request.holder = await self._identify(self._authenticate, headers)
+            # Step 5: the endpoint reads the body, then responds or streams.
             await endpoint(request)
         except HttpError as refusal:
             await request.refuse(refusal)

@@ -309,6 +309,8 @@ class HttpRequest:
 
     async def refuse(self, error: HttpError) -> None:
         """Answer with a JSON-RPC error without an id. An answer that has begun is cut by the server instead."""
+        # Without an id, because no message was read (MCP 2025-11-25 and later, basic/transports: "a JSON-RPC error response
+        # that has no id").
         if not self.started:
             code = (InternalError if error.status == 500 else InvalidRequest).CODE
             told: dict[str, Any] = {"code": code, "message": error.message}
