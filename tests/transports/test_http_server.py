@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from tests.calls import batch, call
 from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scope_of
@@ -136,6 +137,8 @@ async def test_answers_from_the_ledger_are_marked() -> None:
     reply = await ask(server_of(Handler(replays=[1, 'a"ü😀\n'])), body=batch(ADD))
     assert reply.headers["idempotent-replayed"].isascii()
     assert json.loads(reply.headers["idempotent-replayed"]) == [1, 'a"ü😀\n']
+    huge = Raw(b"1e400")  # J14: an id that only its bytes keep
+    assert (await ask(server_of(Handler(replays=[huge])), body=batch(ADD))).headers["idempotent-replayed"] == "[1e400]"
 
 
 # --- the body ----------------------------------------------------------------------------------------------------------
