@@ -8,12 +8,11 @@ from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauth
 from wirecall.protocol.messages import Limits
 from wirecall.server.call import Context
 from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
+from wirecall.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from wirecall.client.connect import connect, connect_sync
     from wirecall.client.delivery import Retry
-
-__version__ = "0.2.0"
 
 __all__ = [
     "App",

@@ -231,6 +231,7 @@ class Declarations:
 
     def _use_ledger(self, scheme: str) -> None:
         """Replace the ledger, and check that all declared commands suit it."""
+        # They were checked against the app's own ledger; `wirecall serve --ledger` may name another.
         for method in (*self.registry.methods.values(), *self.registry.tools.values()):
             _check_transactional(method.terms, scheme)
         self._ledger_scheme = scheme

@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections import deque
+from pathlib import Path
 
 from wirecall.errors import UsageError
 
@@ -16,30 +16,19 @@ def real_path(path: str | os.PathLike[str], what: str) -> str:
     Another user could have made such a link, or could replace it, and so choose the file that is read and written. This
     holds in a folder with the sticky bit too, such as /tmp: there, the link may have been made before ours.
     """
-    here, names, links = "/", deque(os.path.abspath(path).split("/")), 0
-    while names:
-        name = names.popleft()
-        if name in ("", "."):
-            continue
-        if name == "..":
-            here = os.path.dirname(here)
-            continue
-        step = os.path.join(here, name)
-        try:
-            target = os.readlink(step)
-        except OSError:  # it is not a link, or it does not exist yet
-            here = step
-            continue
-        links += 1
-        if links > MAX_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
-        mode = stat.S_IMODE(os.stat(here).st_mode)
+    here = Path(os.path.abspath(path))
+    for _ in range(MAX_LINKS + 1):
+        # Links are followed one by one, from the root on, because each is judged by the folder that it is in.
+        link = next((each for each in (*reversed(here.parents), here) if os.path.islink(each)), None)
+        if link is None:
+            return os.path.normpath(here)  # a ".." comes from a link, and can be dropped now that none is left
+        folder, target = link.parent, os.readlink(link)
+        mode = stat.S_IMODE(os.stat(folder).st_mode)
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise UsageError(
                 f"{what} {os.fspath(path)} is behind a symbolic link that other users can replace.",
-                f"expected no link in a folder that others can write, got {step} in {here} (mode {mode:o})",
-                f"name the file itself ({os.path.join(here, target)}), or take the right to write: chmod go-w {here}",
+                f"expected no link in a folder that others can write, got {link} in {folder} (mode {mode:o})",
+                f"name the file itself ({folder / target}), or take the right to write: chmod go-w {folder}",
             )
-        here = "/" if target.startswith("/") else here
-        names.extendleft(reversed(target.split("/")))
-    return here
+        here = folder / target / here.relative_to(link)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))

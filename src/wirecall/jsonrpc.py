@@ -177,7 +177,7 @@ def parse_response_batch(data: Data) -> ResponseBatch:
     """Parse a reply of one response or of many."""
     try:
         raw = as_bytes(data)
-        raw.decode()
+        raw.decode()  # a `Raw` is not checked for UTF-8
         is_batch = opens_array(raw)
         items = decode_items(raw) if is_batch else [decode_raw(raw)]
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli import invoke
 from wirecall import Limits
-from wirecall.cli.settings import serve_settings
+from wirecall.cli.targets import serve_settings
 from wirecall.config import SETTINGS, ConfigError, check_config, load_config, variable
 from wirecall.errors import UsageError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import PATIENCE, SHOP, invoke, running, serving, wirecall
-from wirecall.cli import settings
+from wirecall.cli import stores
 from wirecall.cli.failures import Exit
 
 APP = "from wirecall import App\napp = App('a')\n"
@@ -155,7 +155,7 @@ def test_a_ledger_that_is_a_folder(tmp_path: Path, verb: str) -> None:
     ("url", "package"), [("redis://127.0.0.1:1", "redis"), ("postgresql://127.0.0.1:1/shop", "psycopg")]
 )
 def test_a_ledger_whose_driver_is_not_installed(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(stores, "find_spec", lambda name: None)
     for words in (["serve", SHOP], ["call", SHOP, "charge", "order=7", "cents=5"]):
         run = invoke(*words, "--ledger", url)
         assert run.exit_code == Exit.USAGE

@@ -24,8 +24,8 @@ from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.input import Input, InputLines, Numbered, run
 from wirecall.cli.output import Printer, count_of, json_option, print_lines, progress, result_of
-from wirecall.cli.settings import app_of, ledger_option
-from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.cli.stores import check_ledger, ledger_option, ready
+from wirecall.cli.targets import Target, TargetCommand, app_of, target_argument
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
 
@@ -101,8 +101,7 @@ def command(target: Target, lines: BinaryIO, ledger: str | None, way: Way, out: 
 async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way, totals: Totals) -> None:
     app = app_of(target, ledger)
     if app is not None:
-        from wirecall.cli.settings import check_ledger, ready
-
+        # A wrong ledger fails here once, not in every line. Only one that was asked for is opened: queries need none.
         check_ledger(app.ledger_url)
         if ledger:
             await ready(app)

@@ -12,8 +12,8 @@ from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.input import reading, run
 from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of
 from wirecall.cli.output import Printer, ask, json_option, readable, result_of
-from wirecall.cli.settings import app_of, ledger_option
-from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.cli.stores import ledger_option, ready
+from wirecall.cli.targets import Target, TargetCommand, app_of, target_argument
 from wirecall.client.delivery import mint_key
 from wirecall.errors import OutcomeUnknown, UsageError
 
@@ -99,8 +99,6 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
         if wanted.key == "auto" or (wanted.key is None and effects and effects.keyed and isinstance(params, dict)):
             wanted.key = mint_key()
         if app is not None and wanted.key:
-            from wirecall.cli.settings import ready  # late: a query needs no ledger
-
             await ready(app)
 
         # 4. The call, as the only entry of a batch: an entry knows its key and whether it was replayed.

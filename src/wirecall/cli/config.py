@@ -7,7 +7,7 @@ import msgspec
 
 from wirecall.cli.failures import Exit
 from wirecall.cli.output import Printer, count_of, json_option
-from wirecall.cli.settings import shown
+from wirecall.cli.stores import shown
 from wirecall.config import FILE, Problem, check_config, load_config, variable
 
 _FILE = click.argument("file", required=False, metavar="[FILE]")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, redirect_stdout
 from functools import wraps
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import click
@@ -20,10 +20,12 @@ from msgspec import Struct
 
 from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
-from wirecall.cli.targets import Target
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.logs import logger
 from wirecall.protocol.messages import Unreadable
+
+if TYPE_CHECKING:
+    from wirecall.cli.targets import Target
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 GRACE = 10.0  # seconds for the calls in flight of an app in this process when the verb ends
@@ -51,13 +53,13 @@ class Way(Struct, frozen=True):
     timeout: float = 30.0
     headers: dict[str, str] = {}
 
-    def protocol_to(self, target: Target) -> Protocol:
+    def protocol_to(self, target: "Target") -> Protocol:
         if self.protocol or self.revision:
             return self.protocol or "mcp"
         is_endpoint = target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp")
         return "mcp" if target.kind == "command" or is_endpoint else "jsonrpc"
 
-    def address(self, target: Target) -> str:
+    def address(self, target: "Target") -> str:
         """Return the URL of the endpoint that speaks the protocol."""
         return target.address("/mcp" if self.protocol_to(target) == "mcp" else "/rpc")
 
@@ -96,7 +98,7 @@ def way_options(function: Callable[..., object]) -> Callable[..., object]:
 
 
 @asynccontextmanager
-async def opened(target: Target, way: Way, *, app: App | None = None) -> AsyncIterator[Any]:
+async def opened(target: "Target", way: Way, *, app: App | None = None) -> AsyncIterator[Any]:
     """Open a client of the target. `app` is the target's app, if the verb has loaded it already."""
     from wirecall.client.connect import connect
 
@@ -152,7 +154,7 @@ class _Noise(logging.Filter):
 _ASKED = {"url": "is this its address", "command": "does it serve on stdio", "file": "is this its file"}
 
 
-def _unopened(error: CallFailed, target: Target, noise: _Noise) -> CliError:
+def _unopened(error: CallFailed, target: "Target", noise: _Noise) -> CliError:
     """Return the error of a client that could not be opened: no call has run."""
     failure = failure_of(error)
     if target.kind == "command" and noise.seen:

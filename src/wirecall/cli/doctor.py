@@ -17,13 +17,14 @@ from typing import Literal
 import click
 from msgspec import Struct
 
-import wirecall
 from wirecall.cli.failures import Exit, failure_of
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option
-from wirecall.cli.settings import DRIVERS, configured_ledger, opened_ledger, shown
+from wirecall.cli.stores import DRIVERS, opened_ledger, shown
+from wirecall.cli.targets import configured_ledger, parse
 from wirecall.config import Config, ConfigError, check_config
 from wirecall.ledger.base import State
+from wirecall.version import __version__
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -80,7 +81,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
     missing = [name for name in _PACKAGES if installed(name) is None]
     # Of wirecall the version that runs: a checkout on the path hides the installed one.
-    found = {"wirecall": wirecall.__version__} | {name: installed(name) for name in _PACKAGES}
+    found = {"wirecall": __version__} | {name: installed(name) for name in _PACKAGES}
     versions = ", ".join(f"{name} {number}" for name, number in found.items() if number)
     yield Finding("packages", "fail" if missing else "ok", versions, f"pip install {' '.join(missing)}" if missing else "")
     package, extra = DRIVERS.get((config.get("ledger.url") or "").partition(":")[0], ("", ""))
@@ -100,8 +101,6 @@ def check_file(config: Config) -> Iterator[Finding]:
 
 
 def check_app(config: Config) -> Iterator[Finding]:
-    from wirecall.cli.targets import parse
-
     if config.get("server.app") is None:
         yield Finding("app", "ok", "wirecall.toml does not name one")
         return
@@ -133,7 +132,7 @@ def check_ledger(config: Config) -> Iterator[Finding]:
     else:
 
         async def counted() -> dict[State, int]:
-            async with opened_ledger(where) as ledger:
+            async with opened_ledger(where.url, where.origin) as ledger:
                 await ledger.list(limit=1)
                 return dict(await ledger.counts())
 
@@ -152,6 +151,7 @@ def check_port(config: Config) -> Iterator[Finding]:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
+            # As servers set it: a port that a server has just left counts as free.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
         yield Finding("port", "ok", f"{address} is free")
@@ -174,7 +174,7 @@ def check_port(config: Config) -> Iterator[Finding]:
 def check_clock(_: Config) -> Iterator[Finding]:
     """Compare the wall clock with the installation. The store measures leases; people and certificates read the clock."""
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    if time.time() < Path(wirecall.__file__).stat().st_mtime - 60:
+    if time.time() < Path(__file__).stat().st_mtime - 60:
         what = f"it says {now}, before wirecall was installed here"
         yield Finding("clock", "warn", what, "set it: timedatectl set-ntp true")
     else:

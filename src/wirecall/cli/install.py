@@ -80,7 +80,7 @@ class ClientProgram(Struct, frozen=True):
             # All paths are absolute: a client starts the server in another folder.
             path = Path(target.text).resolve()
             command = sys.executable
-            args = ["-m", "wirecall", "serve", f"{path}:{target.name}" if target.name else str(path), "--stdio"]
+            args = ["-m", "wirecall", "serve", target.of(str(path)), "--stdio"]
             if path.with_name(FILE).is_file():  # the wirecall.toml beside the app applies there too
                 env = {FILE_VARIABLE: str(path.with_name(FILE)), **env}
         entry: JsonObject = {"type": "stdio"} if self.is_typed else {}

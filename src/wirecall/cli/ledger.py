@@ -16,7 +16,8 @@ import msgspec
 from wirecall.cli.failures import CliError, Interrupted, nearest
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, ask, count_of, json_option, progress
-from wirecall.cli.settings import Found, found, opened_ledger
+from wirecall.cli.stores import opened_ledger
+from wirecall.cli.targets import Found, found
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
 from wirecall.protocol.messages import JsonObject
 
@@ -41,7 +42,7 @@ def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
     """Open the ledger, and return the result of the work on it."""
 
     async def session() -> T:
-        async with opened_ledger(where) as ledger:
+        async with opened_ledger(where.url, where.origin) as ledger:
             return await work(ledger)
 
     return run(session())
@@ -71,6 +72,7 @@ def list_records(target: str | None, state: str | None, limit: int, after: str |
         except (binascii.Error, msgspec.DecodeError, ValueError):
             raise CliError(f"{after!r} is not a cursor.", "", "give the cursor that the page before printed") from None
     wanted = State(state) if state else None
+    # One record more than asked for: it shows whether a page follows.
     records = _with(found(target), lambda ledger: _page(ledger, wanted, limit + 1, place))
     cursor = None
     if len(records) > limit:
@@ -228,6 +230,7 @@ async def _get(ledger: Ledger, id: RecordId) -> Record:
     record = await ledger.get(id)
     if record is not None:
         return record
+    # Two pages are enough to find a typing error; a ledger may have millions of records.
     others = [each.id for each in await _page(ledger, None, 2 * PAGE, None)]
     near = nearest(str(id), [str(each) for each in others])
     callers = sorted({each.caller for each in others if (each.method, each.key) == (id.method, id.key)})

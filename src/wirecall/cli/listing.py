@@ -74,6 +74,7 @@ def show_command(target: Target, name: str, way: Way, out: Printer) -> None:
 
 async def listed(target: Target, way: Way) -> list[Offer]:
     """Return all offers of a target; for an app, those of both protocols unless one is chosen."""
+    # No protocol lists everything: methods may be exposed by one of them alone.
     if target.kind == "file" and way.protocol is None and way.revision is None:
         return of_app(target.app())
     protocol = way.protocol_to(target)

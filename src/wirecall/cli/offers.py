@@ -98,6 +98,7 @@ def of_app(app: App, protocol: str | None = None) -> list[Offer]:
         offers.append(Offer(kind, method.name, *texts, effects, _without_key(input_schema(method)), output_schema(method)))
     if protocol == "jsonrpc":
         return offers
+    # The newest revision describes the most.
     catalog, newest = app.catalog(), list(REVISIONS.values())[-1]
     resources = [*catalog.resources.values(), *catalog.templates.values()]
     offers += [_resource(entry.described(newest)) for entry in resources]

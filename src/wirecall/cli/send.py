@@ -12,8 +12,7 @@ from wirecall.cli.connecting import Way, way_options
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.cli.input import CHUNK, Input, InputLines, run
 from wirecall.cli.output import print_raw
-from wirecall.cli.settings import app_of
-from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.cli.targets import Target, TargetCommand, app_of, target_argument
 from wirecall.errors import ConnectionLost
 
 LEAVE = 1.0  # seconds for a process to end by itself after it closed its stdout
@@ -78,6 +77,7 @@ async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:
 
 async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
     """Write lines to its stdin, close it, and print its output until it ends."""
+    # A pipe for stderr too: what a server prints there must not steer the terminal either.
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, stderr=pipe)

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+import msgspec
 from msgspec import Struct
 
 from wirecall.cli.connecting import duration
-from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
-from wirecall.cli.settings import check_ledger, configured, ledger_option, limit_option, read_limits, serve_settings
-from wirecall.cli.targets import Target, optional_target_argument, parse
+from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of, no_such
+from wirecall.cli.stores import check_ledger, ledger_option
+from wirecall.cli.targets import Target, configured, optional_target_argument, parse, serve_settings
 from wirecall.errors import UsageError
+from wirecall.protocol.messages import Limits
 
 ADDRESS = "127.0.0.1:8420"
 GRACE = 10.0
@@ -50,6 +52,31 @@ _FLAGS = {
     "another port=": "another port: --http HOST:PORT",
     'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."': "--ledger sqlite:PATH, redis://... or postgresql://...",
 }
+
+
+# The option `--limit NAME=NUMBER`, as the parameter `limits`, a tuple of texts.
+limit_option = click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help=f"One of: {', '.join(Limits.__struct_fields__)}. May be repeated.",
+)
+
+
+def read_limits(words: tuple[str, ...]) -> dict[str, float]:
+    """Return the limits that `--limit` states."""
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        if name not in Limits.__struct_fields__:
+            raise no_such("limit", name, Limits.__struct_fields__, "--limit batch=100")
+        try:
+            found[name] = msgspec.convert(number, Limits.__annotations__[name], strict=False)
+        except msgspec.ValidationError:
+            what = f"The limit {name} must be a number, got {number!r}."
+            raise CliError(what, "", f"--limit {name}={getattr(Limits(), name)}") from None
+    return found
 
 
 @click.command("serve")
@@ -174,7 +201,7 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
     target = target or named(how)
     if target.kind != "file" or not Path(target.text).is_file():
         target.app()  # raises the error that explains the target
-    name = f"{target.text}:{target.name}" if target.name else target.text
+    name = target.of(target.text)
     words = [sys.executable, "-m", "wirecall", "serve", name, "--http", how.http, "--log", "text", f"--grace={RESTART:g}s"]
     words += ["--ledger", how.ledger] if how.ledger else []
     folder = str(Path(target.text).resolve().parent)

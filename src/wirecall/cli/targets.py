@@ -10,18 +10,23 @@ prints goes to stderr: stdout belongs to the verb.
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import click
+import msgspec
 from msgspec import Struct
 
 from wirecall.app import App
 from wirecall.cli.failures import CliError, nearest
+from wirecall.config import Config, load_config
 from wirecall.errors import UsageError
+from wirecall.ledger.base import check_url
+from wirecall.server.method import Method
 
 # Stands for the words after `--`; no argument of a program can contain a null character.
 _COMMAND = "\0command"
@@ -49,10 +54,13 @@ class Target(Struct, frozen=True):
         parts = urlsplit(self.text)
         return parts._replace(path=path).geturl() if parts.path in ("", "" if keep_root else "/") else self.text
 
+    def of(self, path: str) -> str:
+        """Return the target with this path to its file."""
+        return f"{path}:{self.name}" if self.name else path
+
     def line(self, verb: str, *words: str) -> str:
         """Return the command line of another verb on this target, for people."""
-        where = f"{self.text}:{self.name}" if self.name else self.text
-        parts = [verb, *words, "--", self.text] if self.kind == "command" else [verb, where, *words]
+        parts = [verb, *words, "--", self.text] if self.kind == "command" else [verb, self.of(self.text), *words]
         return " ".join(["wirecall", *filter(None, parts)])
 
 
@@ -155,6 +163,7 @@ def _load(path: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise CliError(f"{path} is not a Python file.", "its name does not end in .py", _GIVE, type="target")
     module = importlib.util.module_from_spec(spec)
+    # As `python FILE` would: the file's neighbours can be imported, and pickling finds the module by its name.
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
@@ -181,3 +190,99 @@ def _load(path: str) -> ModuleType:
         why = f"line {line}: {why}" if line else why
         raise CliError(f"{path} cannot be loaded.", why, next_step, type="target") from error
     return module
+
+
+# --- the app as it is served here -----------------------------------------------------------------------------------
+
+
+def app_of(target: Target, ledger: str | None = None) -> App | None:
+    """Return the app in a file, as `wirecall serve` would serve it here; None for a server elsewhere."""
+    if target.kind == "file":
+        stated = serve_settings()
+        chosen = ledger or stated.get("ledger")
+        return configured(target.app(), ledger=chosen, audit=stated.get("audit"), limits=stated.get("limits"))
+    if ledger is not None:
+        raise CliError("--ledger is for an app in a file.", f"{target.text} has a ledger of its own", "drop --ledger")
+    return None
+
+
+def configured(
+    app: App, *, ledger: str | None = None, audit: str | None = None, limits: Mapping[str, float] | None = None
+) -> App:
+    """Return the app with these settings in place of its own."""
+    changed: Any = dict(limits or {})
+    app.configure(ledger=ledger, audit=audit, limits=msgspec.structs.replace(app.limits, **changed) if changed else None)
+    return app
+
+
+def serve_settings(path: str | None = None) -> dict[str, Any]:
+    """Return the settings that the file and the environment state; flags go on top. A mistake raises `ConfigError`."""
+    stated = load_config(path).stated()
+    settings: dict[str, Any] = {}
+    for place, value in stated.items():
+        section, _, name = place.partition(".")
+        if section == "limits":
+            settings.setdefault("limits", {})[name] = value
+        else:  # the URL of the ledger and the file of the audit trail have options named after their sections
+            settings[name if section == "server" else section] = f"file:{value}" if section == "audit" else value
+    return settings
+
+
+# --- its ledger -------------------------------------------------------------------------------------------------------
+
+RETENTION = 86_400.0
+
+
+class Found(Struct, frozen=True):
+    """A ledger's URL, the origin of that URL, and the app that uses it, if it is known: loaded, or as a target."""
+
+    url: str
+    origin: str
+    app: App | str | None = None
+
+    def method(self, name: str) -> Method | None:
+        """Return the method of a record. The record of a tool has the method `tools/call:NAME`."""
+        app = parse(self.app).app() if isinstance(self.app, str) else self.app
+        if app is None:
+            return None
+        tool = name.removeprefix("tools/call:")
+        return app.registry.methods.get(name) if tool == name else app.registry.tools.get(tool)
+
+    def retention(self, method: str) -> float:
+        declared = self.method(method)
+        return RETENTION if declared is None else declared.terms.retention
+
+
+def found(text: str | None) -> Found:
+    """Return the ledger that a text names; without a text, that of wirecall.toml."""
+    if text is None:
+        where = configured_ledger(load_config())
+        if where is None:
+            next_step = "wirecall ledger ... sqlite:ledger.db, or [ledger] url = ... in wirecall.toml"
+            raise CliError("Which ledger?", "the command line and wirecall.toml name none", next_step)
+        return where
+    if text.partition(":")[0].endswith(".py"):
+        return _of_app(text)
+    if Path(text).is_file():
+        raise CliError(f"{text!r} is not a ledger.", "it is the path of a file", f"sqlite:{text}")
+    try:
+        check_url(text)
+    except UsageError:
+        next_step = "sqlite:ledger.db, redis://..., postgresql://..., or a file: app.py"
+        raise CliError(f"{text!r} is not a ledger.", "expected the URL of a ledger or a Python file", next_step) from None
+    return Found(text, "the command line")
+
+
+def configured_ledger(config: Config) -> Found | None:
+    """Return the ledger of a configuration, or of the app that it names."""
+    app, url = config.get("server.app"), config.values["ledger.url"]
+    if url.value is not None:
+        return Found(url.value, url.origin, app)
+    return _of_app(app) if app else None
+
+
+def _of_app(text: str) -> Found:
+    app = app_of(parse(text))
+    assert app is not None  # it is a file
+    stated = load_config().values["ledger.url"]
+    return Found(app.ledger_url, text if stated.value is None else stated.origin, app)

@@ -55,6 +55,7 @@ from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
+from wirecall.version import __version__
 
 T = TypeVar("T")
 Trust: TypeAlias = bool | Callable[[Tool], bool]
@@ -123,8 +124,6 @@ class Conversation(Dialect):
     """The client's side of one conversation."""
 
     def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
-        import wirecall  # late: it imports this
-
         self.link = link
         self.revision: Revision | None = None  # None: nothing is agreed yet
         self.has_rounds = False
@@ -135,7 +134,7 @@ class Conversation(Dialect):
         self.lists = Lists(self.ask, options.clock.time)
         self._options = options
         self._settings = settings
-        self._me = Raw(encode(dict(settings.identity or {"name": "wirecall", "version": wirecall.__version__})))
+        self._me = Raw(encode(dict(settings.identity or {"name": "wirecall", "version": __version__})))
         self._pinned = None if settings.revision is None else REVISIONS[settings.revision]
         self._has_tried_arrays = False
         self._level: str | None = None
