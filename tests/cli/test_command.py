@@ -45,6 +45,12 @@ def test_every_verb_has_help(verb: str) -> None:
     assert "Usage: wirecall" in run.stdout
 
 
+@pytest.mark.parametrize("verb", ["list", "show", "call", "batch", "send", "probe", "install"])
+def test_the_help_of_a_verb_explains_its_target(verb: str) -> None:
+    shown = invoke(verb, "--help").stdout
+    assert all(text in shown for text in ("shop.py:app", "http://127.0.0.1:8420", "-- COMMAND ..."))
+
+
 def test_help_imports_neither_asyncio_nor_the_modules_of_verbs() -> None:
     script = (
         "import sys\n"

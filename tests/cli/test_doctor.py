@@ -11,7 +11,7 @@ import pytest
 from tests.cli import SHOP, invoke
 from tests.client.peers import served
 from tests.ports import free_port
-from wirecall import App
+from wirecall import App, __version__
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +147,12 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     code, found = diagnosis()
     assert code == 9
     assert [level for level, _ in found["packages"]] == ["fail", "fail", "fail"]
+
+
+def test_of_wirecall_the_version_that_runs_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout on the path hides the installed one, whose metadata may be older."""
+    monkeypatch.setattr("wirecall.cli.doctor.version", lambda _name: "0.0.0")
+    assert diagnosis()[1]["packages"][0][1].startswith(f"wirecall {__version__}, msgspec 0.0.0")
 
 
 def test_a_clock_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import click
+import msgspec
 from msgspec import Struct
 
 from wirecall.cli.arguments import arguments
@@ -68,7 +69,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
     # 1. The way to the server. A tool that an app offers only over MCP is called over MCP.
     app, name = app_of(target, wanted.ledger), wanted.name
     if app is not None and way.protocol is None and name in app.registry.tools and name not in app.registry.methods:
-        way = Way("mcp", way.revision, way.timeout, way.headers)
+        way = msgspec.structs.replace(way, protocol="mcp")
     protocol = way.protocol_to(target)
     async with opened(target, way, app=app) as client:
         # 2. The method or tool, if the server lists them.

@@ -48,10 +48,10 @@ def duration(text: str | float) -> float:
 class Way(Struct, frozen=True):
     """The user's choices about the way to the server."""
 
-    protocol: Protocol | None = None
-    revision: str | None = None
-    timeout: float = 30.0
-    headers: dict[str, str] = {}
+    protocol: Protocol | None
+    revision: str | None
+    timeout: float
+    headers: dict[str, str]
 
     def protocol_to(self, target: "Target") -> Protocol:
         if self.protocol or self.revision:
@@ -66,7 +66,7 @@ class Way(Struct, frozen=True):
 
 _OPTIONS = (
     click.option("--as", "protocol", type=click.Choice(["rpc", "mcp"]), help="Protocol. [default: the target decides]"),
-    click.option("--revision", metavar="DATE", help="Revision of MCP, such as 2025-03-26. [default: the newest of both]"),
+    click.option("--revision", metavar="DATE", help="MCP revision: 2025-03-26. [default: the newest that both speak]"),
     click.option("--timeout", type=duration, default=30.0, help="Time for a call, including its retries. [default: 30s]"),
     click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="HTTP header; may be repeated."),
 )

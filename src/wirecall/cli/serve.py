@@ -24,27 +24,28 @@ from wirecall.cli.connecting import duration
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of, no_such
 from wirecall.cli.stores import check_ledger, ledger_option
 from wirecall.cli.targets import Target, configured, optional_target_argument, parse, serve_settings
+from wirecall.config import SETTINGS
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import Limits
 
-ADDRESS = "127.0.0.1:8420"
-GRACE = 10.0
+DEFAULTS = {place[7:]: setting.default for place, setting in SETTINGS.items() if place.startswith("server.")}
+ADDRESS = DEFAULTS["http"]
 Log = Literal["off", "text", "json"]
 
 
 class Serving(Struct, frozen=True, kw_only=True):
-    """How an app is served, with the defaults."""
+    """How an app is served."""
 
-    app: str | None = None
-    http: str = ADDRESS
-    workers: int = 1
-    server: Literal["granian", "uvicorn"] = "granian"
-    grace: float = GRACE
+    app: str | None
+    http: str
+    workers: int
+    server: Literal["granian", "uvicorn"]
+    grace: float
+    hosts: Sequence[str] | None
+    origins: Sequence[str] | None
+    limits: dict[str, float]
     ledger: str | None = None
     audit: str | None = None
-    hosts: Sequence[str] = ()
-    origins: Sequence[str] = ()
-    limits: dict[str, float] = {}
 
 
 # Fixes in the words of Python, and the same as flags.
@@ -85,15 +86,19 @@ def read_limits(words: tuple[str, ...]) -> dict[str, float]:
 @click.option("--stdio", is_flag=True, help="Serve on stdin and stdout instead.")
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes that share the address. [default: 1]")
 @click.option("--server", type=click.Choice(["granian", "uvicorn"]), help="HTTP server. [default: granian]")
-@click.option("--grace", type=duration, help=f"Time for calls in flight when the server stops. [default: {GRACE:g}s]")
+@click.option("--grace", type=duration, help=f"Time for calls in flight at the end. [default: {DEFAULTS['grace']:g}s]")
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A name of this server: api.example.com.")
 @click.option(
-    "--allow-origin", "origins", multiple=True, metavar="URL", help="A web page that may call: https://app.example.com."
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="URL",
+    help="A web page that may call: https://app.example.com.",
 )
 @limit_option
-@click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="A line per call on stderr.")
+@click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="Log calls on stderr. [default: off]")
 def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...], **given: Any) -> None:
     """Serve the app in TARGET, or the one that wirecall.toml names, until SIGTERM or Ctrl-C.
 
@@ -107,7 +112,7 @@ def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...
         raise CliError("--stdio serves one client.", "--http and --workers are for HTTP", "drop them, or --stdio")
     how = serving({**given, "limits": read_limits(limits)})
     app = configured((target or named(how)).app(), ledger=how.ledger, audit=how.audit, limits=how.limits)
-    app.configure(hosts=how.hosts, origins=how.origins)
+    app.configure(hosts=how.hosts or (), origins=how.origins or ())
 
     # Problems that would otherwise show only at the first command.
     check_ledger(app.ledger_url)
@@ -141,7 +146,7 @@ def serving(given: dict[str, Any]) -> Serving:
     settings = serve_settings()
     limits = {**settings.get("limits", {}), **given.pop("limits", {})}
     stated = {name: value for name, value in given.items() if value not in (None, ())}
-    return Serving(**{**settings, **stated, "limits": limits})
+    return Serving(**{**DEFAULTS, **settings, **stated, "limits": limits})
 
 
 def named(how: Serving) -> Target:

@@ -74,6 +74,16 @@ class TargetCommand(click.Command):
             args = [_COMMAND, *args[:at]]
         return super().parse_args(ctx, args)
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("TARGET"):
+            formatter.write_dl(
+                [
+                    ("shop.py, shop.py:app", "an app in a Python file"),
+                    ("http://127.0.0.1:8420", "a server; without a path it is a wirecall server"),
+                    ("-- COMMAND ...", "the command line of a server on stdio"),
+                ]
+            )
+
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- COMMAND ...]"]
 
