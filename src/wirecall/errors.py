@@ -145,6 +145,7 @@ class RpcError(WirecallError):
     is_remote = False  # another server sent it, about a call there
 
     def __init__(self, code: int, message: str, data: Any = None) -> None:
+        # Checked here, where the mistake is made: sent as it is, it would break a client far away.
         kinds: tuple[Any, Any] = (code, message)
         if not (isinstance(kinds[0], int) and isinstance(kinds[1], str)):
             raise TypeError(f"an error is a number and a text, not {code!r} and {message!r}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from wirecall.cli.failures import TEXTS, CliError, Exit, failure_of, no_such
+from wirecall.cli.failures import TEXTS, Exit, failure_of, no_such
 from wirecall.version import __version__
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Verbs(click.Group):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode must not fail the command
         try:
+            # Not standalone: click would print errors in its own form, and exit.
             code = super().main(words, prog_name or "wirecall", standalone_mode=False)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
@@ -89,14 +90,11 @@ class Verbs(click.Group):
         except (click.Abort, KeyboardInterrupt):
             code = Exit.INTERRUPTED
         except Exception as error:
-            from wirecall.cli.output import Unwritten, print_failure
+            from wirecall.cli.output import print_failure
 
             failure = failure_of(error)
-            if isinstance(error, Unwritten):
-                what = "The output cannot be written."
-                failure = CliError(what, error.message, "write it elsewhere", exit=Exit.FAULT, type="output")
-            own = words[: words.index("--")] if "--" in words else words
-            print_failure(failure.document(), failure.text(), "--json" in own)
+            own = words[: words.index("--")] if "--" in words else words  # the rest is the command line of a server
+            print_failure(failure, "--json" in own)
             code = failure.exit
         sys.exit(code if isinstance(code, int) else Exit.DONE)
 

@@ -172,8 +172,24 @@ def failure_of(error: BaseException) -> CliError:
         why = str(error).removeprefix("the server cannot be reached: ")
         status = {"status": error.status} if error.status else {}
         return CliError(what, why, next_step, exit=exit, type=kind, ran=error.ran, **status)
-    if isinstance(error, RpcError):
-        return _of_answer(error)
+    if isinstance(error, RpcError):  # in the server's own words
+        from wirecall.protocol.messages import encode
+
+        exit, next_step = next(row[1:] for row in _REMOTE if isinstance(error, row[0]))
+        data = error.data if isinstance(error.data, dict) else {}
+        named, reason = data.get("type"), data.get("reason")
+        what = error.message.strip() or "The server answered with an error."
+        why = f"code {error.code}" + (f", {encode(error.data).decode()}" if error.data is not None else "")
+        return CliError(
+            what if what[-1] in ".!?" else f"{what}.",
+            f"{reason} (code {error.code})" if isinstance(reason, str) else why,
+            next_step,
+            exit=exit,
+            type=named if named and isinstance(named, str) else "remote",
+            code=error.code,
+            ran=error.ran,
+            **({"data": error.data} if error.data is not None else {}),
+        )
     if os.environ.get(TRACEBACK_VARIABLE):
         import traceback
 
@@ -181,24 +197,3 @@ def failure_of(error: BaseException) -> CliError:
     why = f"{type(error).__name__}: {error}"
     next_step = f"set {TRACEBACK_VARIABLE}=1, repeat, and report the traceback"
     return CliError("Something went wrong inside wirecall.", why, next_step, exit=Exit.FAULT, type="fault")
-
-
-def _of_answer(error: RpcError) -> CliError:
-    """Return the error that a server answered with, in the server's own words."""
-    from wirecall.protocol.messages import encode
-
-    exit, next_step = next(row[1:] for row in _REMOTE if isinstance(error, row[0]))
-    data = error.data if isinstance(error.data, dict) else {}
-    kind, reason = data.get("type"), data.get("reason")
-    what = error.message.strip() or "The server answered with an error."
-    why = f"code {error.code}" + (f", {encode(error.data).decode()}" if error.data is not None else "")
-    return CliError(
-        what if what[-1] in ".!?" else f"{what}.",
-        f"{reason} (code {error.code})" if isinstance(reason, str) else why,
-        next_step,
-        exit=exit,
-        type=kind if kind and isinstance(kind, str) else "remote",
-        code=error.code,
-        ran=error.ran,
-        **({"data": error.data} if error.data is not None else {}),
-    )

@@ -155,6 +155,7 @@ def command(
     assert name is not None
 
     # 2. The new text of the file.
+    # Undo needs no entry: the variables and the command line of the server may have changed since.
     entry = program.entry(target, variables) if target is not None and (only_print or not undo) else {}
     if only_print:
         document = {program.member: {name: entry}}

@@ -172,6 +172,7 @@ def resolve_record(
     if not done and result is not None:
         raise CliError("A command that was not done has no result.", "--not-done and --result", "drop one of them")
     outcome = _outcome(where, id, result) if done else None
+    # Mistakes are found before the question, so that a yes is about something that can be done.
     record = _with(where, lambda ledger: _get(ledger, id))
     if record.state is not State.UNKNOWN:
         nexts = {
@@ -189,7 +190,7 @@ def resolve_record(
         raise CliError(f"{id} is not unknown any more.", why, "wirecall ledger show prints its outcome")
     state = "done" if outcome else "absent"
     text = "is done: retries get its result" if outcome else "was not done: the next call with this key runs"
-    out.result({**_names(id), "state": state}, f"{id} {text}")
+    out.result({**msgspec.structs.asdict(id), "state": state}, f"{id} {text}")
 
 
 def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:
@@ -248,13 +249,9 @@ def _named(words: tuple[str, ...], caller: str) -> tuple[Found, RecordId]:
     return found(target[0] if target else None), RecordId(caller, method, key)
 
 
-def _names(id: RecordId) -> dict[str, str]:
-    return {"caller": id.caller, "method": id.method, "key": id.key}
-
-
 def _document(record: Record) -> JsonObject:
     return {
-        **_names(record.id),
+        **msgspec.structs.asdict(record.id),
         "state": record.state.value,
         "attempts": record.attempts,
         "committed": record.committed,

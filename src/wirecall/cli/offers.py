@@ -144,6 +144,7 @@ async def _of_mcp(client: Any, callable_only: bool) -> list[Offer]:
     has, honours_keys, offers = client.capabilities, client.honours_keys, []
     for tool in await client.list_tools() if "tools" in has else ():
         stated = tool.annotations
+        # A wirecall server takes a key for every tool that changes something; others only if they declare it.
         keyed = KEY in (tool.input_schema.get("properties") or {}) or (honours_keys and not tool.read_only)
         effects = Effects(tool.read_only, tool.destructive, tool.open_world, keyed) if stated else Effects(keyed=keyed)
         schema = _without_key(tool.input_schema) if honours_keys else tool.input_schema

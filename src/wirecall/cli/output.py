@@ -15,6 +15,7 @@ import click
 import msgspec
 from msgspec import UNSET
 
+from wirecall.cli.failures import CliError, Exit
 from wirecall.logs import escaped, printable
 from wirecall.protocol.messages import encode
 
@@ -82,11 +83,12 @@ json_option = click.option(
 )
 
 
-class Unwritten(click.ClickException):
+class Unwritten(CliError):
     """Stdout cannot be written, for example because the disk is full. A closed pipe (EPIPE) is not reported."""
 
     def __init__(self, error: OSError) -> None:
-        super().__init__(error.strerror or str(error))
+        why = error.strerror or str(error)
+        super().__init__("The output cannot be written.", why, "write it elsewhere", exit=Exit.FAULT, type="output")
 
 
 @contextmanager
@@ -123,13 +125,13 @@ def print_lines(documents: Sequence[object], stdout: TextIO | None) -> None:
         stdout.buffer.flush()
 
 
-def print_failure(document: dict[str, object], text: str, as_json: bool) -> None:
+def print_failure(failure: CliError, as_json: bool) -> None:
     """Print the error that ends the command; on stderr if stdout cannot be written."""
     if as_json:
         with suppress(Unwritten):
-            print_json({"ok": False, "error": document})
+            print_json({"ok": False, "error": failure.document()})
             return
-    click.echo(f"{marked('failed')} {printable(text)}", err=True)
+    click.echo(f"{marked('failed')} {printable(failure.text())}", err=True)
 
 
 def count_of(number: int, noun: str) -> str:

@@ -376,6 +376,7 @@ class Prober:
             self._status = talk.status or self._status
             self._is_there |= not talk.is_unheard or bool(self.seen.problems)
             self._said = wire.said
+            # Its first answer shows how slow it is; a server that is silent would cost the whole timeout each time.
             self._patience = min(self._patience, max(QUICK, 4 * (talk.first or 0)))
 
     # --- MCP ---------------------------------------------------------------------------------------------------------
@@ -384,6 +385,7 @@ class Prober:
         capabilities = await (self._discovered if revision.is_stateless else self._initialized)(talk, revision)
         self.seen.revisions[revision.name] = capabilities is not None
         if capabilities is None:
+            # A server may ignore a handshake that it does not know. One that ignores an unknown method too is given up.
             if talk.is_unheard and not self._is_there:
                 await talk.ask(UNKNOWN)
                 self._is_given_up = talk.is_unheard
@@ -470,6 +472,7 @@ class Prober:
             plain.spoken, plain.methods = True, len(methods)
         if not plain.spoken:
             return
+        # A server of MCP answers JSON-RPC by its nature; that does not promise arrays, unless it lists methods too.
         talk.is_judged = plain.methods is not None or not mcp_too
         plain.arrays = await talk.array(UNKNOWN)
         talk.must(plain.arrays, "an array of requests is not answered with an array (JSON-RPC 2.0, section 6)")

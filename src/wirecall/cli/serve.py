@@ -180,7 +180,7 @@ def log_calls(kind: Log) -> None:
     handler.setFormatter(JsonFormatter() if kind == "json" else _Readable("%(levelname)s  %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False
+    logger.propagate = False  # a handler of the app on the root logger would print every line again
 
 
 # --- dev ------------------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def check_ledger(url: str, *, named_by: str = "") -> None:
     """Refuse a ledger whose driver is not installed, or whose file is a folder; with `named_by`, one that does not exist."""
     scheme, _, path = url.partition(":")
     driver, extra = DRIVERS.get(scheme, ("", ""))
+    # Found, not imported: a driver takes longer to import than most verbs take to run.
     if driver and find_spec(driver) is None:
         why = f"ledgers of {scheme}: are reached with the package {driver}"
         raise CliError(f"{driver} is not installed.", why, f'pip install "wirecall[{extra}]"', type="ledger")
