@@ -26,8 +26,8 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -37,6 +37,9 @@ from wirecall.logs import logger
 from wirecall.protocol.messages import Json
 from wirecall.server.events import CallEnded
 from wirecall.stepping import has_loop
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 FIRST = "0" * 64
 TAIL = 65_536  # more than most lines have
@@ -75,7 +78,7 @@ class Audit:
         self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
         self._seen = -1  # size of the file after our own last line
-        self._late = ThreadPoolExecutor(1, "wirecall-audit")  # one thread writes the lines that wait, in their order
+        self._late: ThreadPoolExecutor | None = None  # its one thread writes the lines that wait, in their order
         self._waiting: set[Future[None]] = set()  # lines that are not written yet: no other may overtake them
         self._ends_at = math.inf
 
@@ -108,7 +111,12 @@ class Audit:
                 if not self._waiting and not has_loop():
                     self._add_in_time(entry, give_up_at)
                 else:  # the event loop must not wait
-                    late = self._late.submit(self._add_in_time, entry, give_up_at)
+                    with self._writing:
+                        if self._late is None:
+                            from concurrent.futures import ThreadPoolExecutor  # late: few apps need it
+
+                            self._late = ThreadPoolExecutor(1, "wirecall-audit")
+                        late = self._late.submit(self._add_in_time, entry, give_up_at)
                     self._waiting.add(late)
                     late.add_done_callback(self._waiting.discard)
         except Exception as error:
@@ -117,13 +125,14 @@ class Audit:
     async def aclose(self, grace: float) -> None:
         """Close it, after the lines that wait for the lock: they have `grace` seconds from now."""
         self._ends_at = time.monotonic() + grace
-        if self._waiting:
+        if self._late is not None:
             await asyncio.to_thread(self._late.shutdown)
         self.close()
 
     def close(self) -> None:
-        self._late.shutdown()
-        self._late, self._ends_at = ThreadPoolExecutor(1, "wirecall-audit"), math.inf  # the app may serve again
+        if self._late is not None:
+            self._late.shutdown()
+        self._late, self._ends_at = None, math.inf  # the app may serve again
         self._forget_file()
 
     def _add(self, entry: AuditEntry) -> bool:
