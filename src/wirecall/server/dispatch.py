@@ -164,7 +164,7 @@ class Dispatcher:
             concurrency = 1 if frame.alone else self._policy.limits.concurrency
             replies = await run_batch(begun, partial(self._begin, frame), in_lane, concurrency=concurrency)
             # A batch of notifications gets no answer at all, not even an empty array (JSON-RPC 2.0, section 6; J7).
-            owed = [reply for reply in replies if reply is not None]
+            owed: list[Answer] = list(filter(None, replies))
             return self._seal(owed) if owed else None
         finally:
             self._in_flight -= count

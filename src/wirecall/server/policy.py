@@ -58,13 +58,14 @@ def identify(params: Raw | UnsetType, *beside: object, position: int | None = No
     `position`.
     """
     text = b"{}" if params is UNSET else bytes(params)
-    keys = [key for key in beside if key is not UNSET]
+    # A look at the bytes spares most params without a key the decode. An escape (\u) may hide the name.
     may_hold_key = position is not None if text.startswith(b"[") else _QUOTED_KEY in text or b"\\u" in text
-    if not keys and not may_hold_key:
+    if not may_hold_key and beside.count(UNSET) == len(beside):
         return None, None
     value = _decode_exact(text)
+    among: object = UNSET
     if type(value) is dict and KEY in value:
-        keys.append(value[KEY])
+        among = value[KEY]
         if text.count(_QUOTED_KEY) > 1 or b"\\u" in text:
             import json  # late: the one decoder that shows duplicate members
 
@@ -73,14 +74,15 @@ def identify(params: Raw | UnsetType, *beside: object, position: int | None = No
             if len({json.dumps(each) for name, each in members if name == KEY}) > 1:
                 raise KeyInvalid(f"params.{KEY}: given twice with different values", ran="no")
     elif type(value) is list and position is not None and position < len(value):
-        keys.append(value[position])
-    if not keys:
-        return None, None
-    for given in keys:
-        key = check_key(given)
-        if key != keys[0]:
-            raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
-    return key, _digest(value)
+        among = value[position]
+    key: str | None = None
+    for given in (*beside, among):
+        if given is not UNSET:
+            checked = check_key(given)
+            if key is not None and checked != key:
+                raise KeyInvalid("two idempotency keys with different values in one request", ran="no")
+            key = checked
+    return (None, None) if key is None else (key, _digest(value))
 
 
 def check_key(key: object) -> str:
