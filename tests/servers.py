@@ -11,6 +11,7 @@ retention then lapse without a sleep: `age` edits the times in the store itself.
 import atexit
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -395,6 +396,8 @@ def _age_in_memory(url: str, id: RecordId, seconds: float) -> None:
     row = MEMORIES[url]._rows[id]
     row.lease_until -= seconds
     row.expires -= seconds
+    row.completed -= seconds
+    row.lost_at -= seconds
     done = row.record.completed_at
     row.record = msgspec.structs.replace(
         row.record,
@@ -419,7 +422,8 @@ def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
 def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
     parts = urlsplit(url)
     prefix = parse_qs(parts.query)["prefix"][0]
-    name = prefix + ":".join(quote(part) for part in (id.caller, id.method, id.key))
+    key = re.sub(r"^(auto-[0-9a-f]{32})(?=-)", r"{\1}", quote(id.key))  # the hash tag of a likeness
+    name = prefix + ":".join([quote(id.caller), quote(id.method), key])
     try:
         _age_key(parts._replace(query="").geturl(), name, seconds)
     except redis.ResponseError as moved:  # a slot, and its node
@@ -429,7 +433,7 @@ def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
 def _age_key(url: str, name: str, seconds: float) -> None:
     with closing(redis.Redis.from_url(url)) as client:
         assert client.exists(name), name
-        for field in ("lease_until", "expires", "started_at", "completed_at"):
+        for field in ("lease_until", "expires", "started_at", "completed_at", "lost_at"):
             if client.hexists(name, field):
                 client.hincrby(name, field, -int(seconds * 1e6))
         left = client.pttl(name)
@@ -438,7 +442,7 @@ def _age_key(url: str, name: str, seconds: float) -> None:
 
 
 def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
-    times = ("lease_until", "expires_at", "started_at", "completed_at")
+    times = ("lease_until", "expires_at", "started_at", "completed_at", "lost_at")
     earlier = ", ".join(f"{name} = {name} - make_interval(secs => %(seconds)s)" for name in times)
     statement = f"UPDATE wirecall.ledger SET {earlier} WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s"
     with psycopg.connect(url, autocommit=True) as db:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
     from wirecall.mcp.server.lines import StdioConnection
     from wirecall.mcp.server.server import Server
+    from wirecall.protocol.sending import Sending
     from wirecall.server.dispatch import Dispatcher, Middleware
     from wirecall.transports.asgi import HttpServer
     from wirecall.transports.serve import ServerName
@@ -48,7 +49,8 @@ class App(Declarations):
     """A set of methods and the rules they are served by.
 
     `mode` defaults to the environment variable WIRECALL_MODE, else to "development". `ledger` is a URL; it is opened when
-    the first command with a key arrives, and closed by `aclose`.
+    the first command arrives, and closed by `aclose`. `single_user` says that all anonymous calls come from one user: then
+    a call that repeats a lost one is recognised without authentication.
 
     For HTTP: `authenticate` takes the headers of a request and returns the caller's name, or None to refuse. `hosts` and
     `origins` are the names of the server and of the web pages that may call it, besides the loopback's. `secret` seals
@@ -72,6 +74,7 @@ class App(Declarations):
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
         secret: str | None = None,
+        single_user: bool = False,
     ) -> None:
         self.name = name
         self.version = version
@@ -89,6 +92,7 @@ class App(Declarations):
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict
+        self._single_user = single_user
         self.instructions = instructions
         self._authenticate = authenticate
         self._hosts: Sequence[str] = _names("hosts", hosts)
@@ -123,6 +127,7 @@ class App(Declarations):
         limits: Limits | None = None,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
+        single_user: bool | None = None,
     ) -> None:
         """Replace arguments of the constructor before the first call, for example in a program that serves another's app.
 
@@ -130,6 +135,8 @@ class App(Declarations):
         """
         if self._dispatcher is not None:
             raise UsageError("The app is serving already.", "calls in flight have the old rules", "configure it before")
+        if single_user is not None:
+            self._single_user = single_user
         if ledger is not None:
             self._use_ledger(check_url(ledger))
             self.ledger_url = ledger
@@ -156,7 +163,12 @@ class App(Declarations):
         the ids of the answers that came from the ledger. `key` is the idempotency key of a single call, if it came beside
         the message; with an array it raises `UsageError`, and nothing runs.
         """
-        reply = (self._dispatcher or self._serving()).handle(data, caller, False, replayed, key)
+        return await self._answer(data, caller=caller, replayed=replayed, key=key)
+
+    async def _answer(
+        self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: "Sending | None" = None
+    ) -> bytes | None:
+        reply = (self._dispatcher or self._serving()).handle(data, caller, False, replayed, key, sending)
         return reply if reply is None or isinstance(reply, bytes) else await reply
 
     def handle_sync(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
@@ -181,7 +193,11 @@ class App(Declarations):
             await self.aclose(grace * 3 / 4)
 
         return HttpServer(
-            {"/rpc": rpc_endpoint(self.handle), "/mcp": endpoint, **health_endpoints(self._not_ready)},
+            {
+                "/rpc": rpc_endpoint(self._answer),
+                "/mcp": endpoint,
+                **health_endpoints(self._not_ready),
+            },
             limits=self.limits,
             authenticate=self._authenticate,
             hosts=self._hosts,
@@ -229,10 +245,14 @@ class App(Declarations):
 
     def _connect(self, send: Callable[[bytes], Awaitable[None]]) -> "StdioConnection":
         """Return a connection of lines, as on stdio; `client.connect` and the command line open one in memory."""
-        from wirecall.mcp.server.lines import StdioConnection
+        from wirecall.mcp.server.lines import PIPE, StdioConnection
 
         return StdioConnection(
-            send, self.mcp(), lambda line: self._serving().handle(line), self.registry.methods, self.limits
+            send,
+            self.mcp(),
+            lambda line, sending: self._serving().handle(line, sending=sending, peer=PIPE),
+            self.registry.methods,
+            self.limits,
         )
 
     async def _not_ready(self) -> str | None:
@@ -323,7 +343,7 @@ class App(Declarations):
                 events = Events([self._audit.note] if self._audit else [])
                 self._dispatcher = Dispatcher(
                     self.registry,
-                    Policy(self.mode, self.limits),
+                    Policy(self.mode, self.limits, self._single_user),
                     Commands(self.ledger, events.call_ended),
                     events,
                     middleware=self._middleware,

@@ -74,6 +74,7 @@ class Declarations:
         retention: float = 86_400,
         lease: float = 30,
         wait: float = 25,
+        loss_window: float = 120,
         max_stored_result: int = 262_144,
         reconcile: Callable[..., object] | None = None,
         commit_point: bool = False,
@@ -81,7 +82,7 @@ class Declarations:
         title: str | None = None,
         description: str | None = None,
         expose: Sequence[Exposed] = EVERYWHERE,
-        key: KeyRule = "optional",
+        key: KeyRule | None = None,
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
@@ -92,8 +93,9 @@ class Declarations:
     def command(self, function: F | None = None, /, **declared: Any) -> F | Callable[[F], F]:
         """Register a function that changes something: it needs an id, and takes effect once per idempotency key.
 
-        `key` is about MCP, where a key is optional: "required" refuses calls without one, "ask" makes it an argument that
-        the model fills in.
+        `key` says what becomes of a call without one: "auto" generates a key, so that a repetition of a lost call is
+        recognised; "required" refuses the call; "ask" makes the key an argument that the model fills in; "off" runs the
+        call unprotected. By default it is "auto", and "required" over JSON-RPC in production.
         """
         terms = self._terms(declared)
         return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
@@ -111,11 +113,12 @@ class Declarations:
         description: str | None = None,
         input_schema: JsonObject | None = None,
         output_schema: JsonObject | None = None,
-        key: KeyRule = "optional",
+        key: KeyRule | None = None,
         on_crash: OnCrash = "unknown",
         retention: float = 86_400,
         lease: float = 30,
         wait: float = 25,
+        loss_window: float = 120,
         max_stored_result: int = 262_144,
         reconcile: Callable[..., object] | None = None,
         commit_point: bool = False,

@@ -14,6 +14,7 @@ from tests.calls import make_app
 from wirecall import Limits
 from wirecall.mcp.server.http import McpEndpoint
 from wirecall.protocol.messages import Data, Id
+from wirecall.protocol.sending import Sending
 from wirecall.transports import request
 from wirecall.transports.asgi import HttpServer
 from wirecall.transports.request import Endpoint, HttpRequest
@@ -120,7 +121,9 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
     def crash() -> None:
         os.abort()
 
-    async def handle(data: Data, *, caller: str, replayed: list[Id] | None, key: str | None) -> bytes | None:
+    async def handle(
+        data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: Sending
+    ) -> bytes | None:
         return await app.handle(data, caller=caller, replayed=replayed)
 
     async def polite(request: HttpRequest) -> None:

@@ -14,6 +14,7 @@ from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scop
 from wirecall import Limits
 from wirecall.errors import Gone, Unauthorized
 from wirecall.protocol.messages import Data, Id
+from wirecall.protocol.sending import Sending
 from wirecall.transports.asgi import HttpServer
 from wirecall.transports.request import Headers, HttpRequest
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
@@ -33,7 +34,9 @@ class Handler:
         self.answer = answer
         self.replays = replays or []
 
-    async def __call__(self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None) -> bytes | None:
+    async def __call__(
+        self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: Sending
+    ) -> bytes | None:
         assert isinstance(data, bytes)
         self.calls.append((data, caller, key))
         if replayed is not None:

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from wirecall.errors import Gone
+from wirecall.protocol.sending import Sending
 from wirecall.transports.lines import HIGH, Output, Splitter
 from wirecall.transports.stdio import serve_streams
 
@@ -108,7 +109,7 @@ class Plain:
     def __init__(self, send):
         self.send = send
 
-    def handle(self, line):
+    def handle(self, line, sending):
         return app.handle(line)
 
     def ending(self):
@@ -458,7 +459,7 @@ class Echo:
         self.send = send
         self.closed = False
 
-    def handle(self, line: bytes) -> bytes | None:
+    def handle(self, line: bytes, sending: Sending, /) -> bytes | None:
         if line == b"fail":
             raise ValueError("a connection with a bug")
         return line

@@ -13,6 +13,7 @@ from wirecall.client.exchange import Exchange
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
 from wirecall.logs import logger
 from wirecall.protocol.messages import Arrived, Received, decode_value, read_messages
+from wirecall.protocol.sending import Sending
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 
 if TYPE_CHECKING:
@@ -229,11 +230,16 @@ class MemoryPipe:
     async def write(self, line: bytes) -> None:
         if self._connection is None:
             raise NotSent("the client is closed")
-        answer = self._connection.handle(line)
-        if isinstance(answer, Coroutine):
-            answer = await answer
-        if answer is not None:
-            self._on_line(answer)
+        sending = Sending()
+        try:
+            answer = self._connection.handle(line, sending)
+            if isinstance(answer, Coroutine):
+                answer = await answer
+            if answer is not None:
+                self._on_line(answer)
+            sending.written()
+        finally:
+            sending.lost()
 
     async def aclose(self) -> None:
         connection, self._connection = self._connection, None

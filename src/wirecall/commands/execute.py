@@ -1,4 +1,4 @@
-"""The life of a command with a key: claim it, run it under a lease or in a transaction, record its outcome, and stop.
+"""The life of a command: claim it, run it under a lease or in a transaction, record its outcome, and stop.
 
 `Commands.execute` is steps 5 and 6 of a call. The states of a run are the table in `run`.
 
@@ -19,12 +19,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct
 
 from wirecall.commands.background import Background, give_back, wake
+from wirecall.commands.delivery import Deliveries, keyless_of
 from wirecall.commands.outcome import (
     RETRY_AFTER_MS,
     answer,
@@ -51,6 +52,8 @@ from wirecall.errors import (
 )
 from wirecall.ledger.base import (
     Claim,
+    Delivered,
+    Keyless,
     Ledger,
     LedgerDown,
     Outcome,
@@ -88,11 +91,19 @@ class Commands:
         self._flights: dict[RecordId, Flight] = {}
         self._tasks: dict[Run, asyncio.Task[Raw | BaseException]] = {}
         self._background = Background()
+        self._deliveries = Deliveries(self._background)
 
     async def execute(self, call: Call, handler: Handler) -> Raw:
         """Run the command, or answer with the outcome of an earlier run."""
         method, terms = call.method, call.method.terms
-        assert call.key is not None and call.fingerprint is not None
+        assert call.fingerprint is not None
+        loop = None if call.frame.alone else self._bind()
+        keyless: Keyless | None = None
+        if call.key is None:
+            keyless = keyless_of(call.frame.whose, call.record, call.fingerprint, terms.loss_window)
+            call.key = keyless.make_key()
+            if call.peer is not None:
+                call.peer.named(call.key)
         claim = Claim(
             id=RecordId(call.frame.caller, call.record, call.key),
             fingerprint=call.fingerprint,
@@ -103,13 +114,42 @@ class Commands:
             committed=not terms.commit_point,
             continues=call.peer is not None and call.peer.continues is not None,
             alone=call.frame.alone,
+            keyless=None if loop is None else keyless,  # without a loop there is no transport that could lose the answer
         )
-        loop = None if call.frame.alone else self._bind()
         run = call.run = Run(method, claim, loop, call.peer.continues if call.peer is not None else None)
+        if claim.keyless is None:
+            return await self._run(call, run, handler)
+
+        # The answer to a call without a key is on its way from here on. Where no transport watches it, it has arrived when
+        # this coroutine returns. A caller that cancels, or whose time is over, has not got the outcome.
+        is_left = False
+
+        def end(written: bool) -> None:
+            assert keyless is not None
+            if run.answers and run.ledger is not None and not is_left:
+                word: Literal["written", "undelivered"] = "written" if written else "undelivered"
+                self._deliveries.end(run.ledger, keyless, Delivered(run.claim.id, run.claim.nonce, word))
+
+        if call.frame.sending is not None:
+            call.frame.sending.listen(end)
+        try:
+            return await self._run(call, run, handler)
+        except asyncio.CancelledError:
+            end(False)
+            is_left = True
+            raise
+        finally:
+            if call.frame.sending is None:
+                end(True)
+
+    async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
+        """Run the command of a claim, or answer with the outcome of an earlier run."""
+        method, loop = run.method, run.loop
 
         # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
             found = await self._claim(run)
+            _recognised(call, run)
             call.replayed = found is not None
             result = None if found is None else answer(found, replayed=True)
         except BaseException as error:
@@ -175,6 +215,7 @@ class Commands:
                 closing = self._background.closing
                 self.left, self._flights, self._tasks, self._background = 0, {}, {}, Background()
                 self._background.closing = closing
+                self._deliveries = Deliveries(self._background)
             self._loop = loop
         return loop
 
@@ -246,6 +287,9 @@ class Commands:
             patience, delay = run.method.terms.wait, FIRST_POLL
             while True:
                 try:
+                    if run.claim.keyless is not None:
+                        known = await self._deliveries.look(ledger, run.claim.keyless)
+                        run.claim = msgspec.structs.replace(run.claim, keyless=known)
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
                     else:
@@ -262,8 +306,14 @@ class Commands:
                     raise unavailable(error) from error
                 if record.fingerprint != run.claim.fingerprint:
                     raise KeyConflict(ran="no")
-                if record.state is not State.RUNNING or run.holds(record):
-                    break
+                if self._answers(run, record):
+                    if record.id != run.claim.id:
+                        # The call repeats one whose answer was lost: from here on it has the key of that call.
+                        self._land(run, None)
+                        run.claim = msgspec.structs.replace(run.claim, id=record.id, keyless=None)
+                        return await self._claim(run)
+                    if record.state is not State.RUNNING or run.holds(record):
+                        break
                 run.to(RunEvent.FOLLOW)
                 if patience <= 0 or run.loop is None or self._background.closing:
                     raise in_progress()
@@ -295,10 +345,21 @@ class Commands:
             record = await claiming
             if run.holds(record):
                 await give_back(ledger, record.token, record.attempts)
+            if record.id != run.claim.id and record.deliverer == run.claim.nonce:
+                await ledger.deliver([Delivered(record.id, record.deliverer, "undelivered")])
         except LedgerDown:
             self._background.unclaim(ledger, run.claim)
         finally:
             self._land(run, None)
+
+    def _answers(self, run: Run, record: Record) -> bool:
+        """Return whether the answer of a record is this run's to give: with a key always, without one to its deliverer."""
+        if run.claim.keyless is None:
+            return True
+        run.answers = record.deliverer == run.claim.nonce
+        if run.answers:
+            self._deliveries.begin(run.claim.keyless, record.id.key)
+        return run.answers
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
         """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
@@ -398,10 +459,18 @@ class Commands:
             try:
                 _check_cancelled(run)  # while the store undid the last try
                 run.to(RunEvent.FOLLOW)  # another run may have to be waited for
+                if run.claim.keyless is not None:
+                    known = await self._deliveries.look(ledger, run.claim.keyless)
+                    run.claim = msgspec.structs.replace(run.claim, keyless=known)
                 async with ledger.transaction(run.claim, terms.wait) as transaction:
                     record = transaction.record
                     if record.fingerprint != run.claim.fingerprint:
                         raise KeyConflict(ran="no")
+                    if not self._answers(run, record):
+                        raise in_progress()
+                    if record.id != run.claim.id:
+                        run.claim = msgspec.structs.replace(run.claim, id=record.id, keyless=None)
+                        _recognised(call, run)
                     if not run.holds(record):
                         if record.state is not State.RUNNING:
                             return recorded(record), True
@@ -439,6 +508,7 @@ class Commands:
     async def aclose(self, grace: float) -> None:
         """Stop claiming, end runs that have done nothing yet, let handlers past their commit point finish within `grace`."""
         self._bind()
+        self._deliveries.flush()
         self._background.stop()
         for run, task in list(self._tasks.items()):
             if run.stops:
@@ -498,6 +568,14 @@ class Undecided(Exception):
 
 class _Orphaned(Exception):
     """A transaction found a record whose holder, in another mode, has vanished."""
+
+
+def _recognised(call: Call, run: Run) -> None:
+    """Give a call the key of the earlier call that it repeats, if the ledger has found one."""
+    if run.claim.id.key != call.key:
+        call.key, call.recognised = run.claim.id.key, True
+        if call.peer is not None:
+            call.peer.named(call.key)
 
 
 def _check_cancelled(run: Run) -> None:

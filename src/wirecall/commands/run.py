@@ -176,6 +176,7 @@ class Run(Struct, eq=False):
     attempt: int = 1
     fence: int = 0
     db: object = None
+    answers: bool = False  # without a client's key: the record counts this run's answer as the one on its way
     ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
 
     def to(self, event: RunEvent) -> None:

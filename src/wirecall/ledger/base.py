@@ -16,6 +16,9 @@ The rules of the contract:
 7. Only a person forgets that an outcome is unknown: no clock removes an UNKNOWN record. DONE becomes absent only by way of
    TOMBSTONE, whose time begins when it becomes one. So a store's clock that jumps forward, however far, makes a record
    unknown or drops its payload, but it never lets a retry run what may have taken effect.
+8. The record of a call without a key also says whether its answer was delivered, and for which claim: its deliverer is the
+   nonce of that claim. A call that repeats one whose answer was lost is that call (`recognise`). It takes the answer over in
+   the same step, so one lost call serves one repetition.
 
     absent ──claim──► RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
                       │  │ ▲ └─release; lease and retention over, not committed─► absent
@@ -24,9 +27,17 @@ The rules of the contract:
                       │  │                └──retention over──► absent
                       │  └──lease over, on_crash unknown; abandon──► UNKNOWN ──complete by its holder; resolve──► DONE
                       └──lapse: the lease ends now                          └──resolve: not done──► absent
+
+    delivery, in any state:   pending ──written──► written
+                              │  ▲
+                   the answer │  │ claim of a repetition
+                      is lost ▼  │
+                              undelivered ──written: a stream was resumed──► written
 """
 
 import enum
+import os
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -99,6 +110,9 @@ class Outcome(Struct, frozen=True, gc=False):
     digest: bytes
 
 
+Delivery: TypeAlias = Literal["pending", "written", "undelivered"]
+
+
 class Record(Struct, frozen=True, gc=False):
     """One record as the store saw it at the moment of the call. Times are seconds since 1970 by the store's clock."""
 
@@ -113,10 +127,32 @@ class Record(Struct, frozen=True, gc=False):
     started_at: float
     completed_at: float | None = None
     outcome: Outcome | None = None
+    delivery: Delivery | None = None  # of the answer to a call without a key
+    deliverer: bytes = b""  # the nonce of the claim whose caller gets that answer
 
     @property
     def token(self) -> Token:
         return Token(self.id, self.fence, self.nonce)
+
+
+class Keyless(Struct, frozen=True, gc=False):
+    """How the claim of a call without a key is compared with earlier calls."""
+
+    likeness: bytes | None = None  # a digest of caller, method and params; None: the caller is not known, so nothing matches
+    window: float = 120  # seconds after the loss of an answer in which an equal call counts as its repetition
+    beside: frozenset[str] = frozenset()  # keys whose answers are on their way in this process, so they are not lost
+
+    def make_key(self) -> str:
+        """A new key. It begins with the likeness, so that a store can keep equal calls in one place."""
+        return "-".join(["auto", *([self.likeness.hex()] if self.likeness else []), os.urandom(12).hex()])
+
+
+class Delivered(Struct, frozen=True, gc=False):
+    """The end of an answer's way: the transport took its last byte, or its caller was gone."""
+
+    id: RecordId
+    deliverer: bytes
+    delivery: Literal["written", "undelivered"]
 
 
 class Claim(Struct, frozen=True, kw_only=True, gc=False):
@@ -131,6 +167,7 @@ class Claim(Struct, frozen=True, kw_only=True, gc=False):
     committed: bool = True  # the handler counts as past its commit point from the start
     continues: bool = False  # the next leg of a call that is WAITING
     alone: bool = False  # the caller cannot wait: where a loop runs all the same, it must find that out before anything runs
+    keyless: Keyless | None = None  # the key is a generated one
 
 
 Verdict: TypeAlias = Literal["insert", "renew", "take_over", "to_unknown", "to_tombstone", "leave"]
@@ -159,13 +196,52 @@ def decide(record: Record | None, claim: Claim, *, expired: bool) -> Verdict:
     return "take_over"
 
 
+Recognition: TypeAlias = Literal["match", "wait", "pass"]
+
+
+def recognise(record: Record, claim: Claim, since: float) -> Recognition:
+    """Say whether a call without a key repeats an earlier one of the same likeness; "wait" says that it is not known yet.
+
+    `since` is how long ago, in seconds, the answer was lost; where that is not marked, how long ago the record was completed
+    or, if it is RUNNING, how long ago its lease ended.
+    """
+    keyless = claim.keyless
+    assert keyless is not None
+    if record.deliverer == claim.nonce:
+        return "match"  # the claim is sent again, because the store's reply was lost
+    if record.delivery == "undelivered":
+        return "match" if record.state is State.RUNNING or since <= keyless.window else "pass"
+    if record.delivery != "pending" or record.id.key in keyless.beside:
+        return "pass"
+    # Another process has the answer, or died with it. A living one renews its lease, and marks its answers well within one.
+    if record.state is State.RUNNING:
+        return "wait" if record.lease_left > 0 else "match" if since <= keyless.window else "pass"
+    if record.state is State.DONE:
+        return "wait" if since < claim.lease else "match" if since <= claim.lease + keyless.window else "pass"
+    # Nothing is done under a WAITING record, so it may be run anew. Whether UNKNOWN may be is for a person to say.
+    return "match" if record.state is State.UNKNOWN else "pass"
+
+
 class Ledger(Protocol):
     """What every store does. Each call is one transition, or one read."""
 
     is_tidy: bool  # a claim whose caller is cancelled leaves no record: the store sees to it
 
     async def claim(self, claim: Claim) -> Record:
-        """Apply `decide` and give the record back; it is the claimer's if it carries the claim's nonce."""
+        """Apply `decide` and give the record back; it is the claimer's if it carries the claim's nonce.
+
+        Without a key, first look at the records of the same likeness whose answers are not written, those that are
+        undelivered first, in the order of their fences: the first to `match` gets the claim's nonce as its deliverer, its
+        delivery is pending again, and `decide` is applied to it. Otherwise, the first that says `wait` is given back as it
+        stands; its deliverer is another. Otherwise a record is inserted, with its delivery pending.
+        """
+        ...
+
+    async def deliver(self, ends: Sequence[Delivered]) -> None:
+        """Mark answers as written or undelivered, where the record still has this deliverer and is not written yet.
+
+        Undelivered counts from now. A record that is written, or a tombstone, matches nothing any more.
+        """
         ...
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
@@ -220,7 +296,7 @@ class Ledger(Protocol):
 
         DONE whose retention is over becomes TOMBSTONE, which is removed after 8 times the retention in all. RUNNING whose
         lease and retention are over becomes UNKNOWN if it is committed, and stays so until `resolve` or a late `complete`.
-        RUNNING that is not committed, and WAITING, have done nothing: they are removed.
+        RUNNING that is not committed, and WAITING, have done nothing: they are removed. No swept record matches a call.
         """
         ...
 

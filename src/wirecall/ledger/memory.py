@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 import msgspec
@@ -10,12 +11,14 @@ import msgspec
 from wirecall.ledger.base import (
     TOMBSTONE_FACTOR,
     Claim,
+    Delivered,
     Outcome,
     Record,
     RecordId,
     State,
     Token,
     decide,
+    recognise,
 )
 
 
@@ -28,28 +31,51 @@ class MemoryLedger:
         self._clock = clock  # leases and retention: a clock that people cannot set
         self._wall = wall  # what people read
         self._rows: dict[RecordId, _Row] = {}
+        self._likes: dict[bytes, list[_Row]] = {}  # rows of calls without a key whose answers are not written
         self._fences = count(1)
 
     async def claim(self, claim: Claim) -> Record:
         row = self._rows.get(claim.id)
+        if claim.keyless is not None and claim.keyless.likeness is not None:
+            found: dict[str, _Row] = {}
+            for like in sorted(
+                self._likes.get(claim.keyless.likeness, ()), key=partial(_Row.turn_to_match, nonce=claim.nonce)
+            ):
+                found.setdefault(recognise(like.view(self._clock()), claim, like.since(self._clock())), like)
+            if "match" in found:
+                row = found["match"]
+                row.record = msgspec.structs.replace(row.record, delivery="pending", deliverer=claim.nonce)
+                claim = msgspec.structs.replace(claim, id=row.record.id)
+            elif "wait" in found:
+                return found["wait"].view(self._clock())
         record = row.view(self._clock()) if row else None
         verdict = decide(record, claim, expired=row is not None and row.expires <= self._clock())
         if verdict == "insert":
             row = self._rows[claim.id] = _Row(self._running(claim, attempts=1, started_at=self._wall()), claim.retention)
             row.hold(self._clock(), claim.lease)
+            if claim.keyless is not None:
+                row.record = msgspec.structs.replace(row.record, delivery="pending", deliverer=claim.nonce)
+                row.likeness = claim.keyless.likeness
+                if row.likeness is not None:
+                    self._likes.setdefault(row.likeness, []).append(row)
         assert row is not None
         if verdict == "renew":
             row.record = msgspec.structs.replace(row.record, state=State.RUNNING)
             row.hold(self._clock(), claim.lease)
         elif verdict == "take_over":
             taken = self._running(claim, attempts=row.record.attempts + 1, started_at=row.record.started_at)
-            row.record = msgspec.structs.replace(taken, committed=taken.committed or row.record.committed)
+            row.record = msgspec.structs.replace(
+                taken,
+                committed=taken.committed or row.record.committed,
+                delivery=row.record.delivery,
+                deliverer=row.record.deliverer,
+            )
             row.retention = claim.retention
             row.hold(self._clock(), claim.lease)
         elif verdict == "to_unknown":
             row.turn(State.UNKNOWN, expires=math.inf)
         elif verdict == "to_tombstone":
-            row.bury(self._clock())
+            self._bury(row)
         return row.view(self._clock())
 
     def _running(self, claim: Claim, *, attempts: int, started_at: float) -> Record:
@@ -64,6 +90,15 @@ class MemoryLedger:
             lease_left=0,
             started_at=started_at,
         )
+
+    async def deliver(self, ends: Sequence[Delivered]) -> None:
+        for end in ends:
+            row = self._rows.get(end.id)
+            if row and row.record.deliverer == end.deliverer and row.record.delivery in ("pending", "undelivered"):
+                row.record = msgspec.structs.replace(row.record, delivery=end.delivery)
+                row.lost_at = self._clock()
+                if end.delivery == "written":
+                    self._match_no_more(row)
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         row = self._held(token, State.RUNNING)
@@ -95,7 +130,7 @@ class MemoryLedger:
     async def release(self, token: Token) -> bool:
         row = self._held(token, State.RUNNING)
         if row:
-            del self._rows[token.id]
+            self._remove(row)
         return row is not None
 
     async def abandon(self, token: Token) -> bool:
@@ -115,7 +150,7 @@ class MemoryLedger:
         if row is None or row.record.state is not State.UNKNOWN:
             return False
         if outcome is None:
-            del self._rows[id]
+            self._remove(row)
         else:
             row.finish(outcome, self._wall(), retention, self._clock())
         return True
@@ -137,11 +172,12 @@ class MemoryLedger:
         due = [row for row in self._rows.values() if row.expires <= self._clock()][:limit]
         for row in due:
             if row.record.state is State.DONE:
-                row.bury(self._clock())
+                self._bury(row)
             elif row.record.state is State.RUNNING and row.record.committed:
                 row.turn(State.UNKNOWN, expires=math.inf)
+                self._match_no_more(row)
             else:  # it is a tombstone, or nothing was done
-                del self._rows[row.record.id]
+                self._remove(row)
         return len(due)
 
     async def ping(self) -> None:
@@ -150,6 +186,22 @@ class MemoryLedger:
     async def aclose(self) -> None:
         """Nothing to give back; the records stay for the life of the object."""
 
+    def _remove(self, row: "_Row") -> None:
+        del self._rows[row.record.id]
+        self._match_no_more(row)
+
+    def _bury(self, row: "_Row") -> None:
+        row.bury(self._clock())
+        self._match_no_more(row)
+
+    def _match_no_more(self, row: "_Row") -> None:
+        if row.likeness is not None:
+            likes = self._likes[row.likeness]
+            likes.remove(row)
+            if not likes:
+                del self._likes[row.likeness]
+            row.likeness = None
+
     def _held(self, token: Token, *states: State) -> "_Row | None":
         row = self._rows.get(token.id)
         is_held = row and row.record.token == token and row.record.state in states
@@ -157,15 +209,18 @@ class MemoryLedger:
 
 
 class _Row:
-    """A record with the two times that the store keeps about it."""
+    """A record with the times that the store keeps about it."""
 
-    __slots__ = ("expires", "lease_until", "record", "retention")
+    __slots__ = ("completed", "expires", "lease_until", "likeness", "lost_at", "record", "retention")
 
     def __init__(self, record: Record, retention: float) -> None:
         self.record = record
         self.lease_until = 0.0
         self.retention = retention
         self.expires = 0.0  # when the sweep looks at it next
+        self.completed = 0.0
+        self.likeness: bytes | None = None  # of a call without a key whose answer is not written
+        self.lost_at = 0.0
 
     def view(self, now: float) -> Record:
         return msgspec.structs.replace(self.record, lease_left=max(0.0, self.lease_until - now))
@@ -179,8 +234,19 @@ class _Row:
         self.lease_until = 0.0
         self.expires = expires
 
+    def turn_to_match(self, nonce: bytes) -> tuple[bool, bool, int]:
+        """The place of a row among those of its likeness: first the one that an earlier try of this claim took."""
+        return self.record.deliverer != nonce, self.record.delivery != "undelivered", self.record.fence
+
+    def since(self, now: float) -> float:
+        """Seconds since the answer was lost, as `recognise` counts them."""
+        if self.record.delivery == "undelivered":
+            return now - self.lost_at
+        return now - (self.completed if self.record.state is State.DONE else self.lease_until)
+
     def finish(self, outcome: Outcome, completed_at: float, retention: float, now: float) -> None:
         self.turn(State.DONE, expires=now + retention)
+        self.completed = now
         self.retention = retention
         self.record = msgspec.structs.replace(self.record, outcome=outcome, completed_at=completed_at)
 

@@ -157,6 +157,7 @@ class Roots(Struct, frozen=True):
 PREFIX = "io.modelcontextprotocol/"
 KEY_META = "io.wirecall/idempotency-key"
 REPLAYED_META = "io.wirecall/replayed"
+RECOGNISED_META = "io.wirecall/recognised"  # the call repeats one whose answer was lost, and gets that call's answer
 RECORDED_META = "io.wirecall/recorded"  # false: the command has run, and the ledger records it later
 ERROR_META = "io.wirecall/error"
 

@@ -14,6 +14,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import NotCapable, UsageError
 from wirecall.protocol.messages import Id, Json, JsonObject
+from wirecall.protocol.sending import Sending
 
 if TYPE_CHECKING:
     from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
@@ -35,6 +36,8 @@ class Frame(Struct, eq=False):
     key: str | None = None  # an idempotency key that came beside the message
     replayed: list[Id] | None = None  # collects the ids of replayed answers, if the sender asked for them
     room: int | None = None  # bytes that the results of a batch may still take; None for a single call
+    whose: str | None = None  # one known sender, who alone can repeat its calls; None: there may be several
+    sending: Sending | None = None  # the way of the answers, where a transport watches it
 
 
 class Running(Protocol):
@@ -58,6 +61,7 @@ class Remote(Protocol):
     continues: str | None  # the state of the round before; None in the first round
     is_committed: bool
 
+    def named(self, key: str) -> None: ...
     @property
     def revision(self) -> str: ...
     @property
@@ -86,6 +90,7 @@ class Call(Struct, eq=False):
     record: str  # the ledger's name for the method
     position: int | None = None  # in a batch, from 0
     key: str | None = None
+    keyless: bool = False  # a command without a key, which gets a generated one when it is executed
     identity: bytes | None = None  # the fingerprint of the params, where the key was found among them
     peer: Remote | None = None  # the MCP client, if the call came that way
     shape: Shape | None = None  # makes the call's result of the function's value, where that is not the value itself
@@ -95,6 +100,7 @@ class Call(Struct, eq=False):
     reached: bool = False  # the middleware has let the call through
     result: object = None
     replayed: bool = False  # the answer comes from the ledger
+    recognised: bool = False  # the call repeats one whose answer was lost
     recorded: bool = True  # the ledger knows of the answer
     started: float = msgspec.field(default_factory=time.perf_counter)
     _correlation: CorrelationId = None
@@ -119,7 +125,7 @@ def correlation_of(id: Id | UnsetType) -> CorrelationId:
 class Context:
     """The call, as its handler and the middleware see it."""
 
-    __slots__ = ("_call", "caller", "id", "idempotency_key", "kind", "method", "params", "position", "record")
+    __slots__ = ("_call", "caller", "id", "kind", "method", "params", "position", "record")
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -130,7 +136,11 @@ class Context:
         self.params = call.params
         self.caller = call.frame.caller
         self.position = call.position
-        self.idempotency_key = call.key
+
+    @property
+    def idempotency_key(self) -> str | None:
+        """The key of a command: its caller's, or a generated one; None for a command that runs without a record."""
+        return self._call.key
 
     @property
     def is_notification(self) -> bool:

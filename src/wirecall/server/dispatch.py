@@ -17,7 +17,6 @@ the call's correlation id and becomes -32603, without details on the wire (J15).
 
 import asyncio
 import logging
-import os
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from wirecall.errors import (
 from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure, make_batch, make_reply
+from wirecall.protocol.sending import Sending
 from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Context, CorrelationId, Frame, Handler, InputRequired, Shape, call_of, correlation_of
 from wirecall.server.events import CallEnded, Events, log
@@ -64,7 +64,7 @@ BUSY_RETRY_MS = 100
 
 
 class Executor(Protocol):
-    """Runs commands that have a key; `commands.execute.Commands` is one."""
+    """Runs commands that have a record; `commands.execute.Commands` is one."""
 
     left: int  # commands that go on although their callers have left
 
@@ -100,7 +100,8 @@ class Dispatcher:
         self._strict = strict
         self._in_flight = 0
         # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
-        self._quiet = [Frame(ANONYMOUS, alone, self._in_full, events.observed) for alone in (False, True)]
+        whose = policy.whose(ANONYMOUS, None)
+        self._quiet = [Frame(ANONYMOUS, alone, self._in_full, events.observed, whose=whose) for alone in (False, True)]
 
     def handle(
         self,
@@ -109,10 +110,13 @@ class Dispatcher:
         alone: bool = False,
         replayed: list[Id] | None = None,
         key: str | None = None,
+        sending: Sending | None = None,
+        peer: str | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         """Return the reply to a message: at once where nothing waits, else as a coroutine, which costs a quarter of a call.
 
-        `alone` says that there is no event loop, so that nothing may wait. `key` is that of a single call.
+        `alone` says that there is no event loop, so that nothing may wait. `key` is that of a single call. `sending` is the
+        way of the reply, where a transport watches it. `peer` names an anonymous sender that is the only one of its kind.
         """
         limits = self._policy.limits
         # `Any`, since a type checker does not follow `type(read) is list`, and `isinstance` costs every call some per cent.
@@ -134,9 +138,10 @@ class Dispatcher:
             ]
             return make_reply(answers, is_batch)
         logged = logger.isEnabledFor(logging.INFO)
-        if is_batch or logged or replayed is not None or caller != ANONYMOUS or key is not None:
-            in_full, room = logged or self._in_full, limits.bytes_out if is_batch else None
-            frame = Frame(caller, alone, in_full, logged or self._events.observed, logged, key, replayed, room)
+        if is_batch or logged or sending is not None or replayed is not None or caller != ANONYMOUS or key is not None:
+            in_full, reported = logged or self._in_full, logged or self._events.observed
+            room, whose = limits.bytes_out if is_batch else None, self._policy.whose(caller, peer)
+            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, whose, sending)
         else:
             frame = self._quiet[alone]
         if is_batch:
@@ -264,9 +269,6 @@ class Dispatcher:
     async def run(self, call: Call) -> object:
         """Return the result of an admitted call, as `Raw` or a constant; or raise the `RpcError` that answers it."""
         error: BaseException | None = None
-        if call.key is None and call.method.is_command and call.method.terms.on_crash == "transactional":
-            # Its transaction is that of its record, and a record needs a key. Without one, each call is a new intent.
-            call.key = os.urandom(16).hex()
         try:
             context = Context(call)
             result = await (self._guarded(context) if self._guarded else self._invoke(call, context))
@@ -302,9 +304,10 @@ class Dispatcher:
         handler: Handler = partial(method.function, *args, **keywords)
         if method.blocking and not frame.alone:
             handler = partial(in_thread, handler)
-        if method.is_command and (call.key is not None or self._events.observed):
+        is_recorded = call.key is not None or call.keyless
+        if method.is_command and (is_recorded or self._events.observed):
             call.fingerprint = call.identity or fingerprint(call.params)
-        work = settled(handler()) if call.key is None else self._commands.execute(call, handler)
+        work = self._commands.execute(call, handler) if is_recorded else settled(handler())
         if method.timeout is None or frame.alone:
             result = await work
         else:
@@ -351,10 +354,11 @@ class Dispatcher:
         finally:
             self._in_flight -= 1
 
-    def frame(self, caller: str) -> Frame:
+    def frame(self, caller: str, peer: str | None, sending: Sending | None) -> Frame:
         """Return the frame of a call that was parsed elsewhere."""
         logged = logger.isEnabledFor(logging.INFO)
-        return Frame(caller, reported=logged or self._events.observed, logged=logged)
+        reported, whose = logged or self._events.observed, self._policy.whose(caller, peer)
+        return Frame(caller, reported=reported, logged=logged, whose=whose, sending=sending)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -20,7 +20,9 @@ from wirecall.server.call import Context
 Execution: TypeAlias = Literal["sequential", "parallel"]
 OnCrash: TypeAlias = Literal["unknown", "rerun", "reconcile", "transactional"]
 Exposed: TypeAlias = Literal["rpc", "mcp"]
-KeyRule: TypeAlias = Literal["optional", "required", "ask"]
+# "auto" generates a key, "required" and "ask" want the client's, "off" runs without a record. "optional" is the old name of
+# "off". None is "auto", but "required" over JSON-RPC in production (P4).
+KeyRule: TypeAlias = Literal["auto", "required", "ask", "off", "optional"]
 
 EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
 
@@ -59,6 +61,7 @@ class Terms(Struct, frozen=True, kw_only=True):
     retention: float = 86_400
     lease: float = 30
     wait: float = 25
+    loss_window: float = 120
     max_stored_result: int = 262_144
     reconcile: Callable[..., object] | None = None
     commit_point: bool = False  # the handler calls ctx.commit_point() itself
@@ -107,7 +110,7 @@ class Method:
         open_world: bool | None = None,
         terms: Terms | None = None,
         expose: Sequence[Exposed] = EVERYWHERE,
-        key: KeyRule = "optional",
+        key: KeyRule | None = None,
         description: str | None = None,
         input_schema: JsonObject | None = None,
         output_schema: JsonObject | None = None,
@@ -122,6 +125,11 @@ class Method:
         self.title = title
         self.description = description or inspect.cleandoc(getattr(function, "__doc__", None) or "")
         self.expose = tuple(expose)
+        if key == "optional":
+            import warnings  # late: `import wirecall` stays light
+
+            warnings.warn('key="optional" is now called key="off"; key="auto" protects such calls', DeprecationWarning, 4)
+            key = "off"
         self.key = key
         self.input_schema = input_schema
         self.output_schema = output_schema
@@ -255,15 +263,17 @@ def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
         yield why, 'declare on_crash="reconcile", or drop the function'
     for option, value, words in (
         ("on_crash", on_crash, get_args(OnCrash)),
-        ("key", method.key, get_args(KeyRule)),
+        ("key", method.key, (None, *get_args(KeyRule)[:-1])),
         ("execution", method.execution, (None, *get_args(Execution))),
     ):
         if value not in words:
             known = [word for word in words if word is not None]
             yield f"{option} must be one of {', '.join(known)}, got {value!r}", f'{option}="{known[0]}"'
-    if not method.is_command and method.key != "optional":
+    if on_crash == "transactional" and method.key == "off":
+        yield 'a transactional command needs a record, and key="off" runs without one', 'key="auto"'
+    if not method.is_command and method.key is not None:
         yield "only a command has an idempotency key", f'drop key="{method.key}", or make it a command'
-    for field in ("retention", "lease", "wait", "max_stored_result"):
+    for field in ("retention", "lease", "wait", "loss_window", "max_stored_result"):
         if not _is_amount(getattr(method.terms, field)):
             yield f"{field} must be a number above 0", f"{field}={getattr(Terms(), field)}"
 

@@ -5,6 +5,7 @@ import re
 from wirecall.protocol.messages import Json, JsonObject
 from wirecall.protocol.params import KEY
 from wirecall.server.method import Method, Registry
+from wirecall.server.policy import Mode, needs_key
 
 VERSION = "1.3.2"
 
@@ -15,7 +16,7 @@ KEY_PARAM = {
 }
 
 
-def document(name: str, version: str, registry: Registry, mode: str) -> JsonObject:
+def document(name: str, version: str, registry: Registry, mode: Mode) -> JsonObject:
     """Return an OpenRPC document; members that the format does not know have names that begin with `x-`."""
     methods = [method for method in registry if not method.name.startswith("rpc.")]
     schemas: JsonObject = {}
@@ -33,14 +34,14 @@ def document(name: str, version: str, registry: Registry, mode: str) -> JsonObje
     }
 
 
-def _describe(method: Method, mode: str) -> JsonObject:
+def _describe(method: Method, mode: Mode) -> JsonObject:
     schema, result = method.signature.schema, method.signature.result_schema
     params: list[JsonObject] = [
         {"name": name, "required": name in schema["required"], "schema": _placed(described, method)}
         for name, described in schema["properties"].items()
     ]
     if method.is_command and not method.signature.takes_key:
-        params.append({**KEY_PARAM, "required": mode == "production" or method.key != "optional"})
+        params.append({**KEY_PARAM, "required": needs_key(method, mode)})
     texts = {"summary": method.title, "description": method.description}
     hints = {"x-destructive": method.destructive, "x-idempotent": method.idempotent, "x-open-world": method.open_world}
     return {

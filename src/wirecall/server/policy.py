@@ -33,6 +33,7 @@ class Policy(Struct, frozen=True):
 
     mode: Mode = "development"
     limits: Limits = Limits()
+    single_user: bool = False  # all anonymous calls come from one user
 
     def admit(self, message: Message, method: "Method", frame: Frame, position: int | None) -> Call:
         """Return the call of a message that may run, or raise the error that answers it."""
@@ -41,13 +42,25 @@ class Policy(Struct, frozen=True):
             raise InvalidRequest(f"{method.name} is a command: it is executed only with an id", method=method.name)
         if message.id is UNSET and not method.notification_allowed:  # P6
             raise InvalidRequest(f"{method.name} does not accept notifications: send an id", method=method.name)
-        key, identity = None, None
+        key, keyless, identity = None, False, None
         if method.is_command:
             beside = UNSET if frame.key is None else frame.key
             key, identity = identify(message.params, beside, position=method.signature.key_position)
-            if key is None and (self.mode == "production" or method.key != "optional"):
+            if key is None and needs_key(method, self.mode):
                 raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
-        return Call(method, frame, message.id, message.params, method.name, position, key, identity)
+            keyless = key is None and method.key != "off"
+        return Call(method, frame, message.id, message.params, method.name, position, key, keyless, identity)
+
+    def whose(self, caller: str, peer: str | None) -> str | None:
+        """Name the sender of a message: its authenticated caller, or its session or pipe; None if there may be several."""
+        if caller != ANONYMOUS:
+            return f"caller {caller}"
+        return peer or ("user" if self.single_user else None)
+
+
+def needs_key(method: "Method", mode: Mode) -> bool:
+    """Return whether a call over JSON-RPC is refused without a key. In production only key="auto" allows it (P4)."""
+    return method.key in ("required", "ask") or (mode == "production" and method.key != "auto")
 
 
 def identify(params: Raw | UnsetType, *beside: object, position: int | None = None) -> tuple[str | None, bytes | None]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from wirecall.errors import Gone
 from wirecall.logs import logger
+from wirecall.protocol.sending import Sending
 
 CHUNK = 1 << 16  # what a pipe holds
 HIGH = 1 << 16  # bytes that wait for the peer: beyond, no line is begun, and senders wait
@@ -161,7 +162,7 @@ class Output:
         self._fd = fd
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[memoryview] = deque()
+        self._queue: deque[tuple[memoryview, Sending | None]] = deque()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._poll: select.poll | None = None
         self._was_blocking = os.get_blocking(fd)
@@ -177,17 +178,20 @@ class Output:
         else:
             os.set_blocking(fd, False)
 
-    def write(self, line: bytes) -> None:
-        """Write without waiting; `size` tells how much is not written yet."""
-        if self.gone:
-            return
+    def write(self, line: bytes, sending: Sending | None = None) -> None:
+        """Write without waiting; `size` tells how much is not written yet, and `sending` hears when all of it is."""
         data = line + b"\n"
-        done = 0 if self._queue else self._put(data)
-        if done < len(data) and not self.gone:
+        done = 0 if self._queue or self.gone else self._put(data)
+        if self.gone:
+            if sending is not None:
+                sending.lost()
+        elif done < len(data):
             if not self._queue:
                 self._loop.add_writer(self._fd, self._flush)
-            self._queue.append(memoryview(data)[done:])
+            self._queue.append((memoryview(data)[done:], sending))
             self.size += len(data) - done
+        elif sending is not None:
+            sending.written()
 
     async def send(self, line: bytes) -> None:
         self.write(line)
@@ -207,6 +211,9 @@ class Output:
         self.gone = True
         if self._queue:
             self._loop.remove_writer(self._fd)
+            for _, sending in self._queue:
+                if sending is not None:
+                    sending.lost()
             self._queue.clear()
             self.size = 0
         self._wake()
@@ -244,15 +251,17 @@ class Output:
 
     def _flush(self) -> None:
         while self._queue:
-            data = self._queue[0]
+            data, sending = self._queue[0]
             done = self._put(data)
             if self.gone:
                 return
             self.size -= done
             if done < len(data):
-                self._queue[0] = data[done:]
+                self._queue[0] = data[done:], sending
                 break
             self._queue.popleft()
+            if sending is not None:
+                sending.written()
         if not self._queue:
             self._loop.remove_writer(self._fd)
         self._wake()

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias, overload
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Limits
+from wirecall.protocol.sending import Sending
 from wirecall.stepping import first_step
 
 Event: TypeAlias = MutableMapping[str, Any]
@@ -155,8 +156,8 @@ class HttpRequest:
     """One HTTP request as an endpoint sees it, and the way to answer it."""
 
     __slots__ = (
-        *("_body", "_coming", "_receive", "_send", "_server", "_unbroken", "_watched"),
-        *("caller", "headers", "holder", "method", "path", "started"),
+        *("_body", "_coming", "_receive", "_send", "_server", "_unbroken", "_watched", "_watcher"),
+        *("caller", "has_left", "headers", "holder", "method", "path", "sending", "started"),
     )
 
     def __init__(self, server: Around, scope: Scope, path: str, receive: Receive, send: Send) -> None:
@@ -166,12 +167,15 @@ class HttpRequest:
         self.caller = ""  # anonymous, until authenticated
         self.holder = ""  # whose share an open stream counts against; "": there is none
         self.started = False  # a response has begun
+        self.sending: Sending | None = None  # the way of the answers, where the endpoint has calls that want to know it
+        self.has_left = False  # the client, as far as it was watched
         self._server = server
         self._receive = receive
         self._send = send
         self._body: bytes | None = None
         self._coming: Any = None  # a future of the server that will be the next event
         self._watched = False
+        self._watcher: asyncio.Task[None] | None = None
         self._unbroken = 0  # bytes of the stream since the loop had its last turn
 
     @property
@@ -281,6 +285,36 @@ class HttpRequest:
         finally:
             self._coming, self._watched = None, False  # a future that was awaited is done now, or cancelled
 
+    def watch(self) -> None:
+        """Look from now on whether the client leaves before its answer is written, and tell `sending`."""
+
+        async def look() -> None:
+            await self.gone()
+            self.has_left = True
+            if self.sending is not None:
+                self.sending.lost()
+
+        self._watcher = asyncio.get_running_loop().create_task(look())
+
+    def _check_there(self) -> None:
+        """Raise Gone if the client has left, without waiting: servers do not report a write to a client that has left."""
+        # ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is
+        # kept, and looked at again with the next chunk. Of anything else one step tells: a coroutine (uvicorn), or an
+        # object that holds its event already (granian, after the client has left).
+        if not self._watched and not self.has_left:
+            coming = self._coming or self._receive()
+            if asyncio.isfuture(coming):
+                there, self._coming = (False, None) if coming.done() else (True, coming)
+                event: Event = {} if there else coming.result()
+            else:
+                done, event = first_step(coming)
+                there = not done
+                if there and type(coming) is CoroutineType:
+                    coming.close()
+            self.has_left = not there and event["type"] == "http.disconnect"
+        if self.has_left:
+            raise Gone("the client has left")
+
     # --- answering ---------------------------------------------------------------------------------------------------
 
     def add_headers(self, fields: Sequence[tuple[bytes, bytes]]) -> None:
@@ -301,11 +335,18 @@ class HttpRequest:
             fields.append((b"content-type", b"application/json" if media == JSON else media.encode("latin-1")))
         for name, value in headers:
             fields.append((name.lower().encode("latin-1"), value.encode("latin-1")))
+        if self.sending is not None:
+            if self._watcher is not None:
+                self._watcher.cancel()
+                await asyncio.sleep(0)  # it lets go of the server's events
+            self._check_there()
         self.started = True
         await self._tell({"type": "http.response.start", "status": status, "headers": fields})
         for start in range(0, len(body) or 1, PIECE):
             piece, more = body[start : start + PIECE], start + PIECE < len(body)
             await self._tell({"type": "http.response.body", "body": piece, "more_body": more})
+        if self.sending is not None:
+            self.sending.written()
 
     async def refuse(self, error: HttpError) -> None:
         """Answer with a JSON-RPC error without an id. An answer that has begun is cut by the server instead."""
@@ -332,23 +373,8 @@ class HttpRequest:
 
     async def write(self, chunk: bytes) -> None:
         """Send bytes of the open stream; Gone if the client has left or does not read."""
-        # Step 1: look for a disconnect without waiting, since servers do not report a write to a client that has left.
-        # ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is
-        # kept, and looked at again with the next chunk. Of anything else one step tells: a coroutine (uvicorn), or an
-        # object that holds its event already (granian, after the client has left).
-        if not self._watched:
-            coming = self._coming or self._receive()
-            if asyncio.isfuture(coming):
-                there, self._coming = (False, None) if coming.done() else (True, coming)
-                event: Event = {} if there else coming.result()
-            else:
-                done, event = first_step(coming)
-                there = not done
-                if there and type(coming) is CoroutineType:
-                    coming.close()
-            if not there and event["type"] == "http.disconnect":
-                raise Gone("the client has left")
-        # Step 2: a server drops the bytes for a client that has left, and so never waits. The loop needs a turn to notice.
+        self._check_there()
+        # A server drops the bytes for a client that has left, and so never waits. The loop needs a turn to notice.
         self._unbroken += len(chunk)
         if self._unbroken > PIECE:
             self._unbroken = 0
@@ -371,6 +397,10 @@ class HttpRequest:
             raise Gone("the client has left") from error
 
     def release(self) -> None:
-        """Cancel the event that is awaited: the request is over."""
+        """Cancel what still looks for the client: the request is over. An answer that is not written is lost."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self.sending is not None:
+            self.sending.lost()
         if self._coming is not None:
             self._coming.cancel()

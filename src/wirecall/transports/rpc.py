@@ -16,6 +16,7 @@ from typing import Protocol
 from wirecall.errors import InvalidParams, LimitExceeded
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Data, Id
+from wirecall.protocol.sending import Sending
 from wirecall.transports.request import Endpoint, HttpError, HttpRequest, Pairs
 
 KEY_HEADER = "idempotency-key"
@@ -23,10 +24,10 @@ REPLAYED_HEADER = "idempotent-replayed"
 
 
 class Handle(Protocol):
-    """Answers a message: `App.handle`."""
+    """Answers a message: `App.handle` with the way of the answer."""
 
     def __call__(
-        self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None
+        self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: Sending
     ) -> Awaitable[bytes | None]: ...
 
 
@@ -54,7 +55,9 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
             await request.respond(200, frames.encode(frames.failure(None, misplaced)))
             return
         replayed: list[Id] = []
-        answer = await handle(body, caller=request.caller, replayed=replayed, key=keys[0] if keys else None)
+        sending = request.sending = Sending(request.watch)
+        key = keys[0] if keys else None
+        answer = await handle(body, caller=request.caller, replayed=replayed, key=key, sending=sending)
         if answer is None:
             await request.respond(204)
             return

@@ -34,6 +34,7 @@ from typing import Any, Protocol, TypeAlias
 from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
+from wirecall.protocol.sending import Sending
 from wirecall.stepping import beside, start
 from wirecall.transports.lines import HIGH, Output, Splitter, open_input
 
@@ -47,8 +48,8 @@ LAST = 2.0  # seconds for cancelled calls to end, and for everything after the s
 class Connection(Protocol):
     """Serves the lines of one peer."""
 
-    def handle(self, line: bytes) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
-        """Return the answer, if there is one, or a coroutine that will return it."""
+    def handle(self, line: bytes, sending: Sending, /) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
+        """Return the answer, if there is one, or a coroutine that will return it. `sending` hears how it is sent."""
 
     def ending(self) -> None:
         """Hear that no further line will come: calls that only wait for one can end."""
@@ -196,15 +197,15 @@ class _Session:
                 if len(self._calls) >= self._places:
                     self._freed = self._loop.create_future()
                     await asyncio.wait((self._freed,), timeout=STALL)
-            answer = None
+            answer, sending = None, Sending()
             try:
-                answer = self._connection.handle(lines.popleft())
+                answer = self._connection.handle(lines.popleft(), sending)
                 if answer is not None and not isinstance(answer, bytes):
                     answer = await beside(answer, self._lead_another)
             except Exception:
                 logger.exception("a line could not be answered")
             if isinstance(answer, bytes):
-                output.write(answer)
+                output.write(answer, sending)
             if self._leader is not task:
                 return
             if task.cancelling() or copy_context() != fresh:  # a handler changed the context; the comparison costs 40 ns

@@ -4,6 +4,7 @@ Killed primaries under load stand in `tests/faults/test_killed_servers.py`; the 
 """
 
 import asyncio
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ import pytest
 
 from tests.faults import Caller, Effects, check, child, eventually, make_shop
 from tests.ledger import ID, LEASE, RETENTION, answers_again, claim_of, granted, in_state, outcome_of, present, same
+from tests.ledger.contract.test_delivery import OTHER_LIKENESS, claimed, is_match, is_new, keyless, lose, write
 from tests.servers import Redis, RedisCluster, Store, make_store
 from wirecall import UsageError
-from wirecall.ledger.base import Ledger, LedgerDown, RecordId, State, open_ledger
+from wirecall.ledger.base import Ledger, LedgerDown, Record, RecordId, State, open_ledger
 from wirecall.ledger.redis import connection as redis_connection
 
 IDS = [RecordId("alice", "charge", f"key-{number}") for number in range(60)]
@@ -46,8 +48,8 @@ class Move:
     """A slot on its way from one primary to another, by hand: begin, take the keys along, end."""
 
     def __init__(self, cluster: RedisCluster, store: Store, id: RecordId) -> None:
-        prefix = store.url.partition("?prefix=")[2]
-        self._name = f"{prefix}{id.caller}:{id.method}:{id.key}"
+        key = re.sub("^(auto-.*)-", r"{\1}-", id.key)
+        self._name = f"{store.url.partition('?prefix=')[2]}{id.caller}:{id.method}:{key}"
         self._cluster = cluster
         self.slot: int = cluster.nodes[0].ask("CLUSTER", "KEYSLOT", self._name)
         self.source = cluster.holder(self.slot)
@@ -59,6 +61,9 @@ class Move:
 
     def take_along(self) -> None:
         self.source.ask("MIGRATE", "127.0.0.1", self.target.port, self._name, 0, 5000)
+
+    def take_the_index_along(self) -> None:
+        self.source.ask("MIGRATE", "127.0.0.1", self.target.port, self._name.partition("}")[0] + "}", 0, 5000)
 
     def end(self) -> None:
         for node in (self.target, *(node for node in self._cluster.nodes if node is not self.target)):
@@ -140,6 +145,77 @@ async def test_servers_that_send_a_command_round_in_a_circle_are_ledger_down(
         await ledger.claim(claim_of())
     monkeypatch.undo()
     assert (await granted(ledger)).attempts == 1
+
+
+# --- records of calls without a key that move -------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def lost(ledger: Ledger, cluster_server: RedisCluster, store: Store) -> AsyncIterator[tuple[Record, Move]]:
+    """A record that is done and whose answer is lost, and the way of its slot."""
+    record = await claimed(ledger)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    await lose(ledger, record)
+    move = Move(cluster_server, store, record.id)
+    yield record, move
+    move.undo()
+
+
+@pytest.mark.parametrize("is_index_first", [True, False])
+async def test_a_lost_answer_is_not_overlooked_while_its_slot_moves(
+    is_index_first: bool, ledger: Ledger, other: Ledger, lost: tuple[Record, Move]
+) -> None:
+    """Between its record and its index a slot takes no equal call, and no command runs twice."""
+    record, move = lost
+    first, second = move.take_the_index_along, move.take_along
+    move.begin()
+    if not is_index_first:
+        first, second = second, first
+    first()
+    for handle in (ledger, other):
+        with pytest.raises(LedgerDown, match="moves this slot" if is_index_first else "non local key"):
+            await handle.claim(keyless())
+    assert [each.id for each in await ledger.list()] == [record.id]
+    second()
+    assert await is_match(other, keyless(), record)  # ASK
+    await lose(ledger, await present(ledger, record.id))
+    move.end()
+    assert await is_match(other, keyless(), record)  # MOVED
+    assert (await ledger.counts())[State.DONE] == 1
+
+
+@pytest.mark.parametrize("is_index_first", [True, False])
+async def test_the_end_of_an_answer_is_recorded_while_its_slot_moves(
+    is_index_first: bool, ledger: Ledger, lost: tuple[Record, Move]
+) -> None:
+    """The index that is elsewhere keeps a member that matches nothing."""
+    record, move = lost
+    first, second = move.take_the_index_along, move.take_along
+    move.begin()
+    if not is_index_first:
+        first, second = second, first
+    first()
+    await write(ledger, record)
+    second()
+    move.end()
+    assert (await present(ledger, record.id)).delivery == "written"
+    assert await is_new(ledger, keyless())
+
+
+async def test_a_call_without_a_key_is_recorded_where_its_slot_goes(
+    ledger: Ledger, other: Ledger, cluster_server: RedisCluster, store: Store
+) -> None:
+    first = keyless()
+    move = Move(cluster_server, store, first.id)
+    move.begin()
+    try:
+        assert await is_new(ledger, first)  # ASK
+        assert await is_new(other, keyless(beside=frozenset({first.id.key})))
+        await lose(ledger, await present(ledger, first.id))
+        move.end()
+        assert await is_match(other, keyless(), await present(ledger, first.id))  # MOVED
+    finally:
+        move.undo()
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------
@@ -356,6 +432,26 @@ async def test_an_outcome_that_only_the_primary_holds_is_not_replayed(pair: tupl
         replica.process.send_signal(signal.SIGCONT)
     done = await ledger.claim(claim_of())
     assert (done.state, done.outcome) == (State.DONE, outcome_of())
+    await writer.aclose()
+    await ledger.aclose()
+
+
+async def test_an_equal_call_is_told_of_no_record_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
+    """Neither of one that it waits for, nor of one that it takes over."""
+    primary, replica = pair
+    writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")
+    assert await is_new(ledger, keyless(OTHER_LIKENESS))
+    assert replica.process is not None
+    replica.process.send_signal(signal.SIGSTOP)
+    try:
+        record = await claimed(writer)
+        with pytest.raises(LedgerDown, match="replicas=1"):
+            await ledger.claim(keyless())
+        with pytest.raises(LedgerDown, match="replicas=1"):
+            await lose(ledger, record)
+    finally:
+        replica.process.send_signal(signal.SIGCONT)
+    assert await is_match(ledger, keyless(), record)
     await writer.aclose()
     await ledger.aclose()
 

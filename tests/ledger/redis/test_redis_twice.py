@@ -6,6 +6,7 @@ import pytest
 
 from tests.ledger import ID, RETENTION, claim_of, granted, outcome_of, present, same
 from tests.ledger.contract import CHANGES
+from tests.ledger.contract.test_delivery import claimed, is_match, is_new, keyless, lose, write
 from wirecall.ledger.base import Ledger, State
 from wirecall.ledger.redis.connection import Connections
 
@@ -52,3 +53,32 @@ async def test_another_call_with_the_same_token_is_another_call(ledger: Ledger) 
     assert not await ledger.complete(record.token, outcome_of(b'"other"'), RETENTION)
     assert not await ledger.heartbeat(record.token, 30)
     assert same(await present(ledger), done)
+
+
+async def test_a_call_without_a_key_whose_claim_is_sent_twice_is_one_record(ledger: Ledger) -> None:
+    record = await claimed(ledger)
+    assert [each.id for each in await ledger.list()] == [record.id]
+    await lose(ledger, record)
+    assert await is_match(ledger, keyless(), record)
+    assert len(await ledger.list()) == 1
+
+
+async def test_a_claim_that_is_sent_twice_keeps_its_record_whatever_was_lost_in_between(ledger: Ledger) -> None:
+    earlier = await claimed(ledger)
+    claim = keyless(beside=frozenset({earlier.id.key}))
+    assert await is_new(ledger, claim)
+    await lose(ledger, earlier)
+    assert await is_new(ledger, claim)
+    assert await is_match(ledger, keyless(), earlier)
+
+
+@pytest.mark.parametrize("tell", [lose, write])
+async def test_the_end_of_an_answer_that_is_told_twice_is_one_end(tell: Any, ledger: Ledger) -> None:
+    record = await claimed(ledger)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    await tell(ledger, record)
+    assert (await present(ledger, record.id)).delivery == ("undelivered" if tell is lose else "written")
+    assert await is_new(ledger, keyless()) == (tell is write)
+    taken = await present(ledger, record.id)
+    await tell(ledger, record)  # a repetition has the answer now, or it was written
+    assert same(await present(ledger, record.id), taken)

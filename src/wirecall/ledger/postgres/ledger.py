@@ -11,7 +11,7 @@ The rules of the file:
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ import psycopg
 from psycopg import conninfo
 
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
+from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Token
 from wirecall.ledger.postgres.queue import (
     SQL,
     Completion,
@@ -29,6 +29,7 @@ from wirecall.ledger.postgres.queue import (
     Queue,
     Rows,
     down,
+    encode,
     id_of,
     rows_of,
     watched,
@@ -102,9 +103,20 @@ class PostgresLedger:
 
     async def claim(self, claim: Claim) -> Record:
         here = await self._here()
-        row = await here.claims.send(claim)
+        if claim.keyless is None:
+            row = await here.claims.send(claim)
+            assert row is not None
+            return record_of(row)
+        row = await here.keyless.send(claim)
         assert row is not None
-        return record_of(row)
+        return record_of(row[3:])  # behind the id of the claim, since it may be the record of an earlier call
+
+    async def deliver(self, ends: Sequence[Delivered]) -> None:
+        # In the order of locks, and each answer once: what is written stays so.
+        ordered = sorted(ends, key=lambda end: (end.id, end.delivery == "written"))
+        once = {(end.id, end.deliverer): end for end in ordered}
+        if once:
+            await self._ask("deliver", items=encode(list(once.values())).decode())
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         return bool(await self._ask("heartbeat", **token_of(token), lease=lease))
@@ -240,6 +252,8 @@ class _Place:
         self.loop = loop
         self.connections = connections
         self.claims = Queue(connections, SQL["claim"])
+        # One statement at a time: a call knows of the equal ones that this process claimed before it, not after.
+        self.keyless = Queue(connections, SQL["claim keyless"], flights=1)
         self.completions = Queue(connections, SQL["complete"])
         self.questions = Queue(connections, SQL["get"])
 

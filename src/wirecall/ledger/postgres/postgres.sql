@@ -70,7 +70,59 @@ CREATE TYPE wirecall.wish AS (
 );
 
 -- name: schema 2
+-- The functions were here; schema 4 has them.
+
+-- name: schema 3
+-- The delivery of the answer to a call without a key. The constraint is not proved for the rows that there are: they met the
+-- old one, and have none of this.
+ALTER TABLE wirecall.ledger
+    ADD COLUMN delivery  text,
+    ADD COLUMN deliverer bytea, -- the nonce of the claim whose caller gets the answer
+    ADD COLUMN lost_at   timestamptz, -- of an answer that is undelivered
+    ADD COLUMN likeness  bytea, -- as long as an equal call may be a repetition of this one
+    DROP CONSTRAINT shape,
+    ADD CONSTRAINT shape CHECK (
+        length(key) BETWEEN 1 AND 255
+        AND CASE state
+            WHEN 'running' THEN kind IS NULL AND completed_at IS NULL AND payload IS NULL
+            WHEN 'unknown' THEN kind IS NULL AND completed_at IS NULL AND payload IS NULL
+            WHEN 'waiting' THEN kind IS NOT NULL AND completed_at IS NULL
+            WHEN 'done' THEN kind IS NOT NULL AND completed_at IS NOT NULL
+            WHEN 'tombstone' THEN kind IS NOT NULL AND completed_at IS NOT NULL AND payload IS NULL AND likeness IS NULL
+            ELSE false
+        END
+        AND (kind IS NULL OR kind IN ('result', 'error')) AND (kind IS NULL) = (digest IS NULL)
+        AND CASE
+            WHEN delivery IS NULL THEN deliverer IS NULL AND lost_at IS NULL AND likeness IS NULL
+            WHEN delivery = 'pending' THEN deliverer IS NOT NULL AND lost_at IS NULL
+            WHEN delivery = 'undelivered' THEN deliverer IS NOT NULL AND lost_at IS NOT NULL
+            WHEN delivery = 'written' THEN deliverer IS NOT NULL AND lost_at IS NULL AND likeness IS NULL
+            ELSE false
+        END
+    ) NOT VALID;
+
+CREATE INDEX ledger_likeness ON wirecall.ledger (likeness) WHERE likeness IS NOT NULL;
+
+ALTER TYPE wirecall.record ADD ATTRIBUTE delivery text, ADD ATTRIBUTE deliverer bytea;
+
+-- The claim of a call without a key, the nth of a list. `is_new`: it is known that it repeats no other; or, where it is
+-- false, that an equal one stands before it in the list.
+CREATE TYPE wirecall.keyless AS (
+    nth integer, caller text COLLATE "C", method text COLLATE "C", key text COLLATE "C", fingerprint bytea, nonce bytea,
+    lease interval, retention interval, committed boolean, likeness bytea, loss_window interval, beside text[], is_new boolean
+);
+
+-- name: schema 4
 -- The functions. Each is replaced as a whole, so a change of one moves this part to the next number.
+
+CREATE OR REPLACE FUNCTION wirecall.seen(l wirecall.ledger) RETURNS wirecall.record LANGUAGE sql AS $$
+    SELECT ROW(
+        l.caller, l.method, l.key, l.fingerprint, l.state, l.fence, l.nonce, l.committed, l.attempts,
+        greatest(0, extract(epoch FROM l.lease_until - clock_timestamp())),
+        extract(epoch FROM l.started_at), extract(epoch FROM l.completed_at), l.kind, l.payload, l.digest,
+        l.delivery, l.deliverer
+    )::wirecall.record
+$$;
 
 -- What a list of claims does: base.decide for each, and its record. No two of them have the same id.
 --
@@ -143,7 +195,8 @@ BEGIN
                 settled := FOUND;
             ELSIF l.state = 'done' AND l.expires_at <= clock_timestamp() THEN
                 UPDATE wirecall.ledger
-                SET state = 'tombstone', payload = NULL, expires_at = clock_timestamp() + burial * retention
+                SET state = 'tombstone', payload = NULL, likeness = NULL,
+                    expires_at = clock_timestamp() + burial * retention
                 WHERE caller = c.caller AND method = c.method AND key = c.key
                     AND state = l.state AND fence = l.fence AND nonce = l.nonce
                 RETURNING * INTO l;
@@ -178,6 +231,196 @@ BEGIN
         END IF;
         RETURN NEXT wirecall.seen(l);
     END LOOP;
+END $$;
+
+-- base.recognise, for a record and the claim of a call without a key that have one likeness.
+CREATE OR REPLACE FUNCTION wirecall.recognise(l wirecall.ledger, c wirecall.keyless) RETURNS text LANGUAGE sql AS $$
+    SELECT CASE
+        WHEN l.deliverer = c.nonce THEN 'match'
+        WHEN l.delivery = 'undelivered' THEN
+            CASE WHEN l.state = 'running' OR clock_timestamp() <= l.lost_at + c.loss_window THEN 'match' ELSE 'pass' END
+        WHEN l.delivery <> 'pending' OR l.key = ANY (c.beside) THEN 'pass'
+        WHEN l.state = 'running' THEN CASE
+            WHEN clock_timestamp() < l.lease_until THEN 'wait'
+            WHEN clock_timestamp() <= l.lease_until + c.loss_window THEN 'match'
+            ELSE 'pass'
+        END
+        WHEN l.state = 'done' THEN CASE
+            WHEN clock_timestamp() < l.completed_at + c.lease THEN 'wait'
+            WHEN clock_timestamp() <= l.completed_at + c.lease + c.loss_window THEN 'match'
+            ELSE 'pass'
+        END
+        WHEN l.state = 'unknown' THEN 'match'
+        ELSE 'pass'
+    END
+$$;
+
+-- A list of claims without a key, as the library sends it. Equal calls stand together, in the order of their arrival.
+CREATE OR REPLACE FUNCTION wirecall.keyless_of(claims json) RETURNS wirecall.keyless[] LANGUAGE sql AS $$
+    SELECT ARRAY(
+        SELECT ROW(
+            row_number() OVER (), id->>'caller', id->>'method', id->>'key', decode(fingerprint, 'base64'),
+            decode(nonce, 'base64'), wirecall.seconds(lease), wirecall.seconds(retention), committed,
+            decode(keyless->>'likeness', 'base64'), wirecall.seconds((keyless->>'window')::float8),
+            ARRAY(SELECT json_array_elements_text(keyless->'beside')),
+            CASE
+                WHEN keyless->>'likeness' IS NULL THEN true
+                WHEN keyless->>'likeness' = lag(keyless->>'likeness') OVER () THEN false
+            END
+        )::wirecall.keyless
+        FROM json_to_recordset(claims) AS j (
+            id json, fingerprint text, nonce text, lease float8, retention float8, committed boolean, keyless json
+        )
+    )
+$$;
+
+-- Insert the calls that repeat no other. From here to the end of the transaction no other claim looks for a call of the same
+-- likeness, so none that it does not see is on its way to the table.
+CREATE OR REPLACE FUNCTION wirecall.insert_keyless(calls wirecall.keyless[]) RETURNS SETOF wirecall.ledger LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off AS $$
+BEGIN
+    PERFORM pg_advisory_xact_lock(hashtextextended(encode(likeness, 'hex'), 0)) FROM unnest(calls) WHERE likeness IS NOT NULL;
+    RETURN QUERY INSERT INTO wirecall.ledger
+    SELECT caller, method, key, fingerprint, 'running', nextval('wirecall.fence'), nonce, committed, 1, clock_timestamp(),
+        clock_timestamp() + lease, retention, clock_timestamp() + lease + retention, NULL, NULL, NULL, NULL,
+        'pending', nonce, NULL, likeness
+    FROM unnest(calls) AS c
+    WHERE CASE WHEN is_new THEN true ELSE
+        (is_new IS NULL OR NOT EXISTS (
+            SELECT FROM unnest(calls) AS e WHERE e.likeness = c.likeness AND e.nth < c.nth AND e.key <> ALL (c.beside)
+        )) AND NOT EXISTS (
+            SELECT FROM wirecall.ledger AS l WHERE l.likeness = c.likeness AND wirecall.recognise(l, c) <> 'pass' OFFSET 0
+        )
+    END
+    ON CONFLICT DO NOTHING RETURNING *;
+END $$;
+
+-- Find the record that a call without a key repeats, and lock it; or the one that it has to wait for.
+CREATE OR REPLACE FUNCTION wirecall.match(c wirecall.keyless, OUT verdict text, OUT earlier wirecall.ledger) LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off AS $$
+DECLARE
+    pair record;
+BEGIN
+    FOR look IN 1..100 LOOP
+        SELECT l, v.verdict INTO pair FROM wirecall.ledger AS l, LATERAL (SELECT wirecall.recognise(l, c) OFFSET 0) AS v (verdict)
+        WHERE l.likeness = c.likeness AND v.verdict <> 'pass'
+        ORDER BY v.verdict, l.delivery <> 'undelivered', l.fence LIMIT 1; -- "match" stands before "wait"
+        IF NOT FOUND THEN
+            RETURN;
+        END IF;
+        verdict := pair.verdict;
+        earlier := pair.l;
+        IF verdict = 'wait' THEN
+            RETURN;
+        END IF;
+        -- If it has changed since the look, it may match no more.
+        PERFORM FROM wirecall.ledger AS l
+        WHERE l.caller = earlier.caller AND l.method = earlier.method AND l.key = earlier.key AND l = earlier FOR UPDATE;
+        IF FOUND THEN
+            RETURN;
+        END IF;
+    END LOOP;
+    RAISE lock_not_available USING MESSAGE = 'the record changed 100 times while it was looked at';
+END $$;
+
+-- The answer of a record goes to the caller of this claim from now on.
+CREATE OR REPLACE FUNCTION wirecall.take_answer(l wirecall.ledger, c wirecall.keyless) RETURNS wirecall.ledger LANGUAGE sql AS $$
+    UPDATE wirecall.ledger SET delivery = 'pending', deliverer = c.nonce, lost_at = NULL
+    WHERE caller = l.caller AND method = l.method AND key = l.key RETURNING *
+$$;
+
+-- What a list of claims without a key does: the id of each, and its record, which may be that of an earlier call.
+--
+-- First all that repeat no other are inserted; then each of the others is looked at. Its equals may have come in with it.
+CREATE OR REPLACE FUNCTION wirecall.claim_keyless(claims json, max_attempts integer, unknown_kept interval, burial integer)
+RETURNS TABLE (caller text, method text, key text, entry wirecall.record) LANGUAGE plpgsql
+SET lock_timeout = '2s' SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    calls wirecall.keyless[] := wirecall.keyless_of(claims);
+    inserted integer;
+    c wirecall.keyless;
+    l wirecall.ledger;
+    m record;
+BEGIN
+    RETURN QUERY SELECT fresh.caller, fresh.method, fresh.key, wirecall.seen(fresh) FROM wirecall.insert_keyless(calls) AS fresh;
+    GET DIAGNOSTICS inserted = ROW_COUNT;
+    IF inserted = cardinality(calls) THEN
+        RETURN;
+    END IF;
+
+    FOR c IN
+        SELECT w.* FROM unnest(calls) AS w WHERE NOT EXISTS (
+            SELECT FROM wirecall.ledger AS o
+            WHERE o.caller = w.caller AND o.method = w.method AND o.key = w.key
+                AND o.nonce = w.nonce AND o.xmin = pg_current_xact_id_if_assigned()::xid OFFSET 0
+        )
+    LOOP
+        SELECT * INTO m FROM wirecall.match(c);
+        IF m.verdict = 'wait' THEN
+            l := m.earlier;
+        ELSIF m.verdict = 'match' THEN
+            -- In this order: `claim` takes a record with its nonce that this transaction has written for one of its own.
+            PERFORM FROM wirecall.claim(
+                json_build_array(jsonb_set((claims->(c.nth - 1))::jsonb, '{id,key}', to_jsonb((m.earlier).key))),
+                max_attempts, unknown_kept, burial
+            );
+            l := wirecall.take_answer(m.earlier, c);
+        ELSE
+            c.is_new := true;
+            SELECT * INTO l FROM wirecall.insert_keyless(ARRAY[c]);
+            IF NOT FOUND THEN -- it is there under its own key: the claim is sent again
+                RETURN QUERY SELECT c.caller, c.method, c.key, own::wirecall.record
+                FROM wirecall.claim(json_build_array(claims->(c.nth - 1)), max_attempts, unknown_kept, burial) AS own;
+                CONTINUE;
+            END IF;
+        END IF;
+        RETURN QUERY SELECT c.caller, c.method, c.key, wirecall.seen(l);
+    END LOOP;
+END $$;
+
+-- The same for one claim that begins a transaction. As another transaction would, a record that it has to wait for holds it
+-- up; so does one that runs under a lease, whose answer it could not give.
+CREATE OR REPLACE FUNCTION wirecall.enter_keyless(claims json, OUT entry wirecall.record, OUT is_new boolean, OUT expired boolean)
+LANGUAGE plpgsql AS $$
+DECLARE
+    c wirecall.keyless := (wirecall.keyless_of(claims))[1];
+    l wirecall.ledger;
+    m record;
+BEGIN
+    FOR look IN 1..100 LOOP
+        SELECT * INTO l FROM wirecall.insert_keyless(ARRAY[c]);
+        is_new := FOUND;
+        EXIT WHEN FOUND;
+        SELECT * INTO m FROM wirecall.match(c);
+        IF m.verdict = 'wait' OR (m.earlier).state = 'running' AND (m.earlier).lease_until > clock_timestamp() THEN
+            RAISE lock_not_available USING MESSAGE = 'an equal call is in progress';
+        ELSIF m.verdict = 'match' THEN
+            l := wirecall.take_answer(m.earlier, c);
+            EXIT;
+        END IF;
+        -- Either it is there under its own key, or what it resembled has changed meanwhile.
+        SELECT * INTO l FROM wirecall.ledger AS o WHERE o.caller = c.caller AND o.method = c.method AND o.key = c.key;
+        EXIT WHEN FOUND;
+    END LOOP;
+    IF l.key IS NULL THEN
+        RAISE lock_not_available USING MESSAGE = 'equal calls changed 100 times while they were looked at';
+    END IF;
+    entry := wirecall.seen(l);
+    expired := l.expires_at <= clock_timestamp();
+END $$;
+
+-- What became of a list of answers; none is there twice.
+CREATE OR REPLACE FUNCTION wirecall.deliver(ends json) RETURNS void LANGUAGE plpgsql
+SET lock_timeout = '2s' SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_indexscan = off
+SET enable_indexonlyscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+BEGIN
+    UPDATE wirecall.ledger AS l
+    SET delivery = e.delivery, lost_at = CASE e.delivery WHEN 'undelivered' THEN clock_timestamp() END,
+        likeness = CASE e.delivery WHEN 'undelivered' THEN l.likeness END
+    FROM json_to_recordset(ends) AS e (id json, deliverer text, delivery text)
+    WHERE l.caller = id->>'caller' AND l.method = id->>'method' AND l.key = id->>'key'
+        AND l.deliverer = decode(e.deliverer, 'base64') AND l.delivery IN ('pending', 'undelivered');
 END $$;
 
 -- RUNNING or UNKNOWN to DONE, for a list of tokens; gives the ids of those that were current. `again` says that this may have
@@ -242,6 +485,13 @@ INSERT INTO wirecall.version (number) VALUES (%(number)s)
 
 -- name: claim
 SELECT * FROM wirecall.claim(%(items)s::json, {max_attempts}, make_interval(secs => {forever}), {burial})
+
+-- name: claim keyless
+SELECT caller, method, key, (entry).*
+FROM wirecall.claim_keyless(%(items)s::json, {max_attempts}, make_interval(secs => {forever}), {burial})
+
+-- name: deliver
+SELECT wirecall.deliver(%(items)s::json)
 
 -- name: complete
 SELECT * FROM wirecall.complete(%(items)s::json, %(again)s)
@@ -329,13 +579,13 @@ WITH due AS (
     RETURNING 1
 ), buried AS (
     UPDATE wirecall.ledger AS l
-    SET state = 'tombstone', payload = NULL, expires_at = clock_timestamp() + {burial} * l.retention
+    SET state = 'tombstone', payload = NULL, likeness = NULL, expires_at = clock_timestamp() + {burial} * l.retention
     FROM due
     WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'done'
     RETURNING 1
 ), lost AS (
     UPDATE wirecall.ledger AS l
-    SET state = 'unknown', lease_until = clock_timestamp(),
+    SET state = 'unknown', lease_until = clock_timestamp(), likeness = NULL,
         expires_at = clock_timestamp() + make_interval(secs => {forever})
     FROM due
     WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'running'
@@ -350,13 +600,15 @@ INSERT INTO wirecall.ledger VALUES (
 );
 DELETE FROM wirecall.ledger WHERE caller = '' AND method = 'wirecall.ping' AND key = %(key)s
 
--- name: enter
+-- name: begin
 -- First the timeouts: for another transaction with the same record, for a handler that is silent, and for a host that has
 -- vanished without a word, also in the middle of one of the handler's own statements.
 BEGIN;
 SELECT set_config('lock_timeout', %(turn)s, true), set_config('idle_in_transaction_session_timeout', %(silence)s, true),
     set_config('tcp_keepalives_idle', '10', true), set_config('tcp_keepalives_interval', '3', true),
     set_config('tcp_keepalives_count', '3', true), set_config('tcp_user_timeout', '20s', true);
+
+-- name: enter
 INSERT INTO wirecall.ledger VALUES (
     %(caller)s, %(method)s, %(key)s, %(fingerprint)s, 'running', nextval('wirecall.fence'), %(nonce)s, %(committed)s, 1,
     clock_timestamp(), clock_timestamp() + wirecall.seconds(%(lease)s), wirecall.seconds(%(retention)s),
@@ -364,6 +616,11 @@ INSERT INTO wirecall.ledger VALUES (
 ) ON CONFLICT DO NOTHING
 RETURNING fence, extract(epoch FROM started_at)::float8, pg_current_xact_id()::text, pg_backend_pid(),
     set_config('lock_timeout', '3s', true); -- from here on, for the statements of the handler, which may set another
+SAVEPOINT wirecall
+
+-- name: enter keyless
+SELECT pg_current_xact_id()::text, pg_backend_pid(), is_new, (entry).*, expired, set_config('lock_timeout', '3s', true)
+FROM wirecall.enter_keyless(%(items)s::json);
 SAVEPOINT wirecall
 
 -- name: found

@@ -8,9 +8,9 @@ The rules of the file:
    that as idle, and no timeout before PostgreSQL 17 ends it.
 3. A statement runs in a task of its own (`spawn`), so its caller may be cancelled at any moment. The task is not cancelled:
    if the server does not answer in time, its connection is cut (`watched`).
-4. Claims, completions, and questions for a record have a queue each: one round trip and one flush to disk serve all that
-   wait at the moment. Within a statement each id is there once, and they are in order, so that two statements never wait
-   for each other.
+4. Claims with a key, claims without one, completions, and questions for a record have a queue each: one round trip and one
+   flush to disk serve all that wait at the moment. Within a statement each id is there once, and they are in order, so that
+   two statements never wait for each other.
 5. A statement of a queue is sent again, once, after its connection was lost, or where the server undid it: a claim finds
    its own nonce, a completion its own token done, a question changes nothing. Nothing else is sent twice.
 """
@@ -280,6 +280,7 @@ class Connections:
 
 class _Waiting(Struct):
     id: RecordId
+    turn: tuple[str, str, str]  # the order of locks; equal calls without a key lock one thing, in the order of their arrival
     item: bytes
     answer: "asyncio.Future[Row | None]"
 
@@ -291,19 +292,22 @@ class _Waiting(Struct):
 class Queue:
     """Statements of one kind. What waits goes out together, as a list in JSON, and rows with their ids come back."""
 
-    def __init__(self, connections: Connections, statement: str) -> None:
+    def __init__(self, connections: Connections, statement: str, flights: int = FLIGHTS) -> None:
         self._connections = connections
         self._statement = statement
         self._waiting: deque[_Waiting] = deque()
-        self._flights = 0
+        self._free = flights
 
     async def send(self, item: Claim | Completion | RecordId) -> Row | None:
         id = item if isinstance(item, RecordId) else item.id
         id_of(id)
+        turn = (id.caller, id.method, id.key)
+        if isinstance(item, Claim) and item.keyless is not None:
+            turn = (id.caller, id.method, (item.keyless.likeness or b"").hex())
         answer: asyncio.Future[Row | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(id, encode(item), answer))
-        if self._flights < FLIGHTS:
-            self._flights += 1
+        self._waiting.append(_Waiting(id, turn, encode(item), answer))
+        if self._free:
+            self._free -= 1
             self._connections.spawn(self._fly())
         return await answer
 
@@ -319,9 +323,9 @@ class Queue:
                         batch[waiting.id] = waiting
                         size += len(waiting.item)
                 if batch:
-                    await self._deliver([batch[id] for id in sorted(batch)])
+                    await self._deliver(sorted(batch.values(), key=lambda waiting: waiting.turn))
         finally:
-            self._flights -= 1
+            self._free += 1
 
     async def _deliver(self, batch: list[_Waiting]) -> None:
         items = f"[{b','.join(waiting.item for waiting in batch).decode()}]"

@@ -4,6 +4,7 @@ The rules of the file:
 
 1. The record is inserted first, so a duplicate anywhere waits for this transaction to end, and then finds it. It waits as
    long as its method says, but in turns: a duplicate that waits holds a connection, and others may be waiting for that.
+   Calls without a key have other ids: there the likeness is locked first, so equal calls go one after another.
 2. The handler works in a savepoint, through `Db`, which has no words to end the transaction: its writes can be undone, and
    the record of its error kept.
 3. A transaction that is lost before we sent its COMMIT has done nothing, whatever became of the server. It is not repeated
@@ -74,19 +75,24 @@ ENDED = ("3B001", "25P01", "WC001")
 
 @asynccontextmanager
 async def opened(connections: Connections, claim: Claim, wait: float) -> "AsyncIterator[PostgresTransaction]":
-    """Begin, and insert the record; or find the one that is there. Another transaction with it is waited for."""
+    """Begin, and insert the record; or find the one that is there, or that a call without a key repeats.
+
+    Another transaction that holds it is waited for, and so is an answer of an equal call that is on its way.
+    """
     clock = asyncio.get_running_loop().time
     until = clock() + wait
     while True:
         transaction = PostgresTransaction(connections, await connections.take(), claim)
-        left = until - clock()
+        began = clock()
         try:
-            await transaction._begin(max(LEAST_TURN, min(left, TURN)))
+            await transaction._begin(max(LEAST_TURN, min(until - began, TURN)))
             break
         except BaseException as error:
             await transaction._end()
-            if not isinstance(error, Locked) or left <= TURN:
+            if not isinstance(error, Locked) or clock() >= until:
                 raise
+            # A lock takes its turn in the server. An answer that is on its way elsewhere is looked at again after a moment.
+            await asyncio.sleep(began + LEAST_TURN - clock())
     try:
         yield transaction
     except (Exception, asyncio.CancelledError) as error:
@@ -126,23 +132,32 @@ class PostgresTransaction:
         try:
             self.record = await asyncio.shield(self._work)
         except psycopg.errors.LockNotAvailable as error:
-            raise Locked(f"{self._claim.id} is in another transaction that did not end") from error
+            raise Locked(f"{self._claim.id} or an equal call is in another transaction that did not end") from error
         except psycopg.Error as error:
             raise undone(error) or down(error) from error
 
     async def _enter(self, turn: float) -> Record:
         claim, id = self._claim, id_of(self._claim.id)
         timeouts = {"turn": f"{turn * 1000:.0f}ms", "silence": f"{min(max(claim.lease, SILENCE), DAY):.0f}s"}
-        rows = await rows_of(self._connection, SQL["enter"], structs.asdict(claim) | id | timeouts)
-        if rows:
-            fence, started_at, self._xid, self._pid, _ = rows[0]
-            print, nonce, committed = claim.fingerprint, claim.nonce, claim.committed
-            return Record(claim.id, print, State.RUNNING, fence, nonce, committed, 1, claim.lease, started_at)
-        rows = await rows_of(self._connection, SQL["found"], id)
-        await rows_of(self._connection, "ROLLBACK")
-        if not rows:
-            raise TryAgain(f"{claim.id} was removed while it was looked for")
-        *row, expired = rows[0]
+        if claim.keyless is not None:
+            items = {"items": f"[{encode(claim).decode()}]"}
+            rows = await rows_of(self._connection, SQL["begin"] + SQL["enter keyless"], items | timeouts)
+            xid, pid, is_new, *row, expired, _ = rows[0]
+            if is_new:
+                self._xid, self._pid = xid, pid
+                return record_of(tuple(row))
+            await rows_of(self._connection, "COMMIT")  # the answer of that record is for this caller now
+        else:
+            rows = await rows_of(self._connection, SQL["begin"] + SQL["enter"], structs.asdict(claim) | id | timeouts)
+            if rows:
+                fence, started_at, self._xid, self._pid, _ = rows[0]
+                print, nonce, committed = claim.fingerprint, claim.nonce, claim.committed
+                return Record(claim.id, print, State.RUNNING, fence, nonce, committed, 1, claim.lease, started_at)
+            rows = await rows_of(self._connection, SQL["found"], id)
+            await rows_of(self._connection, "ROLLBACK")
+            if not rows:
+                raise TryAgain(f"{claim.id} was removed while it was looked for")
+            *row, expired = rows[0]
         record = record_of(tuple(row))
         if record.state is State.DONE and expired:
             assert record.outcome is not None
@@ -253,10 +268,11 @@ class PostgresTransaction:
 
 
 def record_of(row: Row) -> Record:
-    caller, method, key, fingerprint, state, fence, nonce, committed, attempts, left, started, completed, *outcome = row
-    kept = None if outcome[0] is None else Outcome(*outcome)
-    id = RecordId(caller, method, key)
-    return Record(id, fingerprint, State(state), fence, nonce, committed, attempts, left, started, completed, kept)
+    caller, method, key, fingerprint, state, fence, nonce, committed, attempts, left, started, completed, *rest = row
+    kind, payload, digest, delivery, deliverer = rest
+    id, kept = RecordId(caller, method, key), None if kind is None else Outcome(kind, payload, digest)
+    facts = (id, fingerprint, State(state), fence, nonce, committed, attempts, left, started, completed, kept)
+    return Record(*facts, delivery, deliverer or b"")
 
 
 def undone(error: BaseException | None) -> TryAgain | None:

@@ -67,6 +67,8 @@ def options_of(url: str) -> tuple[Options, str, int]:
         prefix, replicas = options.pop("prefix", PREFIX), int(options.pop("replicas", 0))
         if replicas < 0:
             raise ValueError(f"replicas is {replicas}")
+        if re.match(r"[^{]*{}", prefix):  # an empty hash tag switches off those in the rest of a name
+            raise ValueError(f"prefix is {prefix}, and with {{}} in it a cluster would part records that belong together")
         pool: Any = ConnectionPool(**options)
         pool.make_connection()  # this does not connect: it looks at the options
     except (ValueError, TypeError, RedisError) as error:

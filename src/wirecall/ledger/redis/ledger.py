@@ -2,12 +2,13 @@
 
 The rules of the file:
 
-1. A transition is one script of the folder `lua`, which touches one key and reads the server's clock. So a cluster is as
-   good as a server.
+1. A transition is one script of the folder `lua`, which touches the keys of one slot and reads the server's clock. So a
+   cluster is as good as a server.
 2. A record never goes because its lease is over: the lease is a field. Only a tombstone's key has an expiry of its own.
 3. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a script that the server does
    not know is sent again, in full, since then nothing has run. Should the driver send a script twice, the second finds what
-   the first did: a claim its own nonce, what a token allows the name of its call (but for `release`, which leaves nothing).
+   the first did: a claim its own nonce, what a token allows the name of its call (but for `release`, which leaves nothing),
+   the end of an answer the deliverer.
 4. An operation over all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
 
 Beside it: `scripts` (what is said) and `connection` (the way to the server that holds a record). The promise is "at most
@@ -21,6 +22,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import compress, count
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
@@ -28,13 +30,14 @@ from urllib.parse import quote, unquote
 from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
+from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Token
 from wirecall.ledger.redis.connection import Connections, Node, check_server, options_of
 from wirecall.ledger.redis.scripts import (
     ABANDON,
     CLAIM,
     COMMIT_POINT,
     COMPLETE,
+    DELIVER,
     DUE,
     GET,
     HEARTBEAT,
@@ -54,6 +57,10 @@ from wirecall.ledger.redis.scripts import (
 # Records looked at together, and how often one call of `sweep` does so: 10,000 records, or 50 ms of the server's time.
 PAGE = 100
 STEPS = 100
+
+# A generated key with a likeness, as `Keyless` makes it, and how long its random end is.
+KEY_END = 24
+GENERATED = re.compile(r"(auto-[0-9a-f]+)(-[0-9a-f]{24})")
 
 Ids: TypeAlias = list[RecordId]  # inside the class, `list` is a method
 Walk: TypeAlias = deque[tuple[Node, int]]  # the servers whose keys are still to be looked at, and from which cursor on
@@ -92,9 +99,38 @@ class RedisLedger:
 
     async def claim(self, claim: Claim) -> Record:
         times = micros(claim.lease), micros(claim.retention)
-        flags = int(claim.committed), int(claim.continues), int(self._replicas > 0)
-        seen = await self._run(CLAIM, claim.id, claim.fingerprint, claim.nonce, *times, claim.on_crash, *flags)
-        return record_of(claim.id, seen)
+        keyless = claim.keyless
+        window = f"1{micros(keyless.window)}" if keyless else "0"
+        flags = f"{claim.committed:d}{claim.continues:d}{self._replicas > 0:d}{window}"
+        args = claim.fingerprint, claim.nonce, *times, claim.on_crash, flags
+        if keyless is None or keyless.likeness is None:
+            return record_of(claim.id, await self._run(CLAIM, claim.id, *args))
+        # The script is sent to the index of the likeness. It knows the records there by the ends of their keys.
+        like, own = claim.id.key[:-KEY_END], claim.id.key[-KEY_END:]
+        index = self._name(claim.id)[: -KEY_END - 1]
+        beside = [key[-KEY_END:] for key in keyless.beside if key.startswith(like)]
+        while True:
+            seen = await self._run_on(CLAIM, [index], *args, own, *beside)
+            if isinstance(seen, bytes):
+                end = seen[:KEY_END].decode()
+                id = claim.id if end == own else RecordId(claim.id.caller, claim.id.method, like + end)
+                return record_of(id, seen[KEY_END:])
+            # There are members without a record, each the end of a key and a deliverer, and no other record to match.
+            ids = [RecordId(claim.id.caller, claim.id.method, like + member[:KEY_END].decode()) for member in seen]
+            if any(await self._run_all(STATE, ids)):
+                raise LedgerDown(
+                    f"{index.decode()}: the cluster moves this slot, and the index has moved before its records"
+                )
+            await (await self._here()).ask(index, ("ZREM", index, *seen), writes=True)
+
+    async def deliver(self, ends: Sequence[Delivered]) -> None:
+        # A server alone takes many records in one script. In a cluster they are in different slots.
+        size, scripts = 1 if self._is_cluster else PAGE, []
+        for start in range(0, len(ends), size):
+            page = ends[start : start + size]
+            told = [end.delivery.encode() + b" " + end.deliverer for end in page]
+            scripts.append(self._run_on(DELIVER, [self._name(end.id) for end in page], *told))
+        await asyncio.gather(*scripts)
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         return await self._change(HEARTBEAT, token, micros(lease))
@@ -169,7 +205,7 @@ class RedisLedger:
             if (holder := await connections.holder(name)) in left:
                 left.remove(holder)
                 names.append(name)
-        answers = await asyncio.gather(*(self._run_on(PING, name) for name in names), return_exceptions=True)
+        answers = await asyncio.gather(*(self._run_on(PING, [name]) for name in names), return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if len(errors) == len(answers):
             raise errors[0]
@@ -210,14 +246,22 @@ class RedisLedger:
     # --- names -------------------------------------------------------------------------------------------------------
 
     def _name(self, id: RecordId) -> bytes:
-        """The three parts, percent-encoded, so that a colon only ever parts them."""
-        return self._prefix + ":".join([_quoted(id.caller), _quoted(id.method), _quoted(id.key)]).encode()
+        """The three parts, percent-encoded, so that a colon only ever parts them.
+
+        That leaves no braces, so those around the likeness of a generated key are a hash tag: they put the records of that
+        likeness, and its index, which is named like them up to the brace, into one slot. (Braces in the prefix do so too.)
+        """
+        generated = GENERATED.fullmatch(id.key)
+        key = f"{{{generated[1]}}}{generated[2]}" if generated else quote(id.key, errors="surrogatepass")
+        return self._prefix + f"{_quoted(id.caller)}:{_quoted(id.method)}:{key}".encode()
 
     def _id(self, name: bytes) -> RecordId | None:
         """The record behind a key; None for another program's key that begins like ours."""
-        with suppress(TypeError, UnicodeError):
-            parts = name[len(self._prefix) :].decode("ascii").split(":")
-            return RecordId(*(unquote(part, errors="surrogatepass") for part in parts))
+        with suppress(ValueError):  # also that of `decode`
+            caller, method, key = name[len(self._prefix) :].decode("ascii").split(":")
+            if key.startswith("{auto-"):
+                key = key.replace("{", "", 1).replace("}", "", 1)
+            return RecordId(*(unquote(part, errors="surrogatepass") for part in (caller, method, key)))
         return None
 
     # --- the servers -------------------------------------------------------------------------------------------------
@@ -260,16 +304,16 @@ class RedisLedger:
         return place[1]
 
     async def _run(self, script: Script, id: RecordId, *args: Any) -> Any:
-        return await self._run_on(script, self._name(id), *args)
+        return await self._run_on(script, [self._name(id)], *args)
 
-    async def _run_on(self, script: Script, name: bytes, *args: Any) -> Any:
-        connections = await self._here()
+    async def _run_on(self, script: Script, names: Sequence[bytes], *args: Any) -> Any:
+        connections, given = await self._here(), (len(names), *names, *args)
         try:
-            return await connections.ask(name, ("EVALSHA", script.sha, 1, name, *args), writes=script.writes)
+            return await connections.ask(names[0], ("EVALSHA", script.sha, *given), writes=script.writes)
         except LedgerDown as error:
             if not isinstance(error.__cause__, NoScriptError):
                 raise
-        return await connections.ask(name, ("EVAL", script.source, 1, name, *args), writes=script.writes)
+        return await connections.ask(names[0], ("EVAL", script.source, *given), writes=script.writes)
 
     async def _run_all(self, script: Script, ids: Ids, *args: Any) -> Sequence[Any]:
         return await asyncio.gather(*(self._run(script, id, *args) for id in ids))
@@ -296,6 +340,7 @@ def _loop() -> asyncio.AbstractEventLoop:
         ) from None
 
 
+@lru_cache
 def _quoted(part: str) -> str:
     return quote(part, errors="surrogatepass")
 

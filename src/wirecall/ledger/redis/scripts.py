@@ -1,6 +1,7 @@
 """What goes to Redis and what comes back: the scripts of the folder `lua`, their arguments, and the record they return.
 
-1. A script touches one key, the record's, so it runs on a server alone and in a cluster alike.
+1. A script touches one record, and where that is of a call without a key, the index of its likeness and the records there.
+   They are in one slot, so a script runs on a server alone and in a cluster alike.
 2. Times and durations are whole microseconds, by the server's clock.
 3. A record comes as one string of fields, which `record_of` takes apart.
 """
@@ -35,9 +36,22 @@ def fields_of(outcome: Outcome) -> tuple[Any, ...]:
 
 def record_of(id: RecordId, seen: bytes) -> Record:
     """A record from what `view` in common.lua returns."""
-    state, fence, nonce, fingerprint, committed, attempts, lease_left, started_at, completed_at, kind, digest, payload = (
-        _cut(seen)
-    )
+    (
+        state,
+        fence,
+        nonce,
+        fingerprint,
+        committed,
+        attempts,
+        lease_left,
+        started_at,
+        completed_at,
+        kind,
+        digest,
+        payload,
+        delivery,
+        deliverer,
+    ) = _cut(seen)
     return Record(
         id=id,
         fingerprint=fingerprint,
@@ -50,6 +64,8 @@ def record_of(id: RecordId, seen: bytes) -> Record:
         started_at=int(started_at) / 1e6,
         completed_at=None if completed_at is None else int(completed_at) / 1e6,
         outcome=None if kind is None else Outcome(kind.decode(), payload, digest),
+        delivery=None if delivery is None else delivery.decode(),
+        deliverer=deliverer or b"",
     )
 
 
@@ -58,8 +74,10 @@ def _cut(seen: bytes) -> Iterator[Any]:
     lengths, _, fields = seen.partition(b"\n")
     start = 0
     for length in map(int, lengths.split()):
-        yield None if length < 0 else fields[start : start + length]
-        start += max(length, 0)
+        if length < 0:
+            yield None
+        else:
+            yield fields[start : (start := start + length)]
 
 
 STATES = {state.value.encode(): state for state in State}
@@ -86,6 +104,7 @@ def _script(name: str, *, writes: bool = True) -> Script:
 
 
 CLAIM = _script("claim")
+DELIVER = _script("deliver")
 HEARTBEAT = _script("heartbeat")
 COMMIT_POINT = _script("commit_point")
 COMPLETE = _script("complete")

@@ -38,6 +38,7 @@ from wirecall.mcp.server.messages import INPUT_REQUIRED, Answers, Id
 from wirecall.mcp.server.peer import RETRY_AFTER_MS, Peer, Questions, check_capability
 from wirecall.mcp.types import (
     ERROR_META,
+    RECOGNISED_META,
     RECORDED_META,
     REPLAYED_META,
     CallTool,
@@ -94,7 +95,7 @@ class Calls:
                     meta = UNSET if params.meta is UNSET else params.meta.key
                     header = UNSET if peer.key is None else peer.key
                     key, identity = identify(arguments, meta, params.idempotency_key, params.key, header)
-                    if key is None and method.key != "optional":
+                    if key is None and method.key in ("required", "ask"):
                         reason = f"{method.name} needs an idempotency_key: one value per intent, the same on every retry"
                         raise KeyRequired(reason, ran="no")
                 # Step 2: the call.
@@ -204,11 +205,12 @@ class Calls:
         """Return the result of a call, or the questions it waits for. `shape` makes the result of the function's value."""
         dispatcher = self._dispatcher()
         call = Call(
-            *(method, dispatcher.frame(peer.caller)),
+            *(method, dispatcher.frame(peer.caller, peer.outlet.peer, peer.outlet.sending)),
             id=peer.id,
             params=arguments,
             position=peer.position,
             key=key,
+            keyless=method.is_command and method.key != "off",
             identity=identity,
             record=record or method.name,
             peer=peer,
@@ -231,6 +233,8 @@ class Calls:
             if call.replayed:
                 peer.outlet.replayed.append(peer.id)
                 peer.marks[REPLAYED_META] = True
+            if call.recognised:
+                peer.marks[RECOGNISED_META] = True
             if not call.recorded:
                 peer.marks[RECORDED_META] = False
 

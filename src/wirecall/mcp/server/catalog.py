@@ -234,7 +234,7 @@ def input_schema(method: Method) -> JsonObject:
     schema = dict(method.signature.schema)
     properties = {name: value for name, value in schema["properties"].items() if name != KEY}
     required = [name for name in schema["required"] if name != KEY]
-    if method.key != "optional":
+    if method.key in ("required", "ask"):
         properties[KEY] = KEY_SCHEMA
         required = [*required, KEY]
     return {**schema, "properties": properties, "required": required}

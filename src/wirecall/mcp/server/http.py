@@ -191,6 +191,7 @@ class McpEndpoint:
             if answer is not None:
                 await request.write(event(answer))
             await request.close_stream()
+            outlet.sending.written()
         elif answer is None:
             await request.respond(202)
         else:
@@ -254,7 +255,8 @@ class McpEndpoint:
         session, caller, key = known.session, request.caller, _single(request, KEY)
         has, unread = session.revision.has, self._limits.unread_bytes
         numbered, primed = has("http resume"), has("http priming event")
-        channel = Channel(request.stopping, self.shelf, unread, numbered=numbered, primed=primed)
+        peer = f"session {known.id}" if known.id else None
+        channel = Channel(request, self.shelf, unread, peer=peer, numbered=numbered, primed=primed)
 
         async def work() -> bytes | None:
             if isinstance(message, list):
@@ -325,6 +327,7 @@ class McpEndpoint:
             if channel is None or not is_number or not channel.has_all_after(int(number)):
                 # Not 404: that would say that the session is over.
                 raise HttpError(400, f"{LAST_EVENT}: no such stream here, or its events are gone")
+            request.sending = channel.sending
             with channel.reading():
                 await channel.follow(request, int(number))
             return

@@ -21,13 +21,16 @@ from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.types import Params
 from wirecall.protocol import messages as jsonrpc
 from wirecall.protocol.messages import Envelope, Invalid, Limits
+from wirecall.protocol.sending import Sending
 from wirecall.server.policy import ANONYMOUS
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
 
 Answer: TypeAlias = "bytes | Coroutine[Any, Any, bytes | None] | None"
-Plain: TypeAlias = Callable[[bytes], Answer]
+Plain: TypeAlias = Callable[[bytes, Sending], Answer]
+
+PIPE = "pipe"  # the one peer of a pipe
 
 _MODERN_ONLY = STATELESS[-1].requests - HANDSHAKE[-1].requests
 
@@ -37,9 +40,11 @@ class PipeOutlet:
 
     is_shared = True
     is_stream = False  # the answers of an array come as an array
+    peer = PIPE
 
-    def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        self.stopping = asyncio.Event()
+    def __init__(self, send: Callable[[bytes], Awaitable[None]], stopping: asyncio.Event, sending: Sending) -> None:
+        self.stopping = stopping
+        self.sending = sending
         self.replayed: list[Id] = []
         self._send = send
 
@@ -68,23 +73,24 @@ class StdioConnection:
         self._plain = plain
         self._methods = methods  # what plain JSON-RPC serves
         self._limits = limits
-        self._outlet = PipeOutlet(send)
+        self._send = send
+        self._stopping = asyncio.Event()
         self._session: Session | None = None
         self._calls: dict[Id, asyncio.Task[object]] = {}  # of both eras: an id is in use once
         self._told: asyncio.Task[None] | None = None
 
-    def handle(self, line: bytes) -> Answer:
-        """Return the answer to one line, or a coroutine that returns it."""
+    def handle(self, line: bytes, sending: Sending) -> Answer:
+        """Return the answer to one line, or a coroutine that returns it. `sending` is the way of that answer."""
         message = messages.read(line, self._limits)
         revision = None if self._session is None else self._session.revision
         if isinstance(message, list):
             if self._session is None and not any(isinstance(entry, Envelope) and self._is_mcp(entry) for entry in message):
-                return self._plain(line)
+                return self._plain(line, sending)
             try:
                 entries = messages.admitted(message, revision)
             except RpcError as error:
                 return failure(None, error, revision)
-            return self._answer_array(entries)
+            return self._answer_array(entries, sending)
         if isinstance(message, ClientAnswer):
             if self._session is not None:
                 self._session.answered(message.id, message.result, message.error)
@@ -97,14 +103,14 @@ class StdioConnection:
         if isinstance(read, Envelope):
             is_plain = not self._is_mcp(read) and (is_plain or read.method in self._methods)
         if is_plain:
-            return self._plain(line)
+            return self._plain(line, sending)
         if isinstance(message, Invalid):
             return failure(message.id, message.error, revision)
-        return self._answer(message)
+        return self._answer(message, sending)
 
     def ending(self) -> None:
         """End streams and open questions: the client will not send anything more."""
-        self._outlet.stopping.set()
+        self._stopping.set()
         if self._session is not None:
             self._session.abandon()
 
@@ -113,7 +119,7 @@ class StdioConnection:
         if self._told is not None:
             self._told.cancel()
 
-    async def _answer(self, message: Envelope) -> bytes | None:
+    async def _answer(self, message: Envelope, sending: Sending) -> bytes | None:
         params: Params | None = None
         try:
             # A message that describes itself has a session of its own (2026-07-28).
@@ -147,16 +153,18 @@ class StdioConnection:
 
             async def tell() -> None:
                 try:
-                    await forward(listener, self._outlet)
+                    await forward(listener, PipeOutlet(self._send, self._stopping, Sending()))
                 finally:
                     self._server.hub.remove(listener)
 
             self._told = asyncio.get_running_loop().create_task(tell())
-        return await self._server.answer(message, session, self._outlet, caller=ANONYMOUS, params=params)
+        outlet = PipeOutlet(self._send, self._stopping, sending)
+        return await self._server.answer(message, session, outlet, caller=ANONYMOUS, params=params)
 
-    async def _answer_array(self, entries: list[Incoming]) -> bytes | None:
+    async def _answer_array(self, entries: list[Incoming], sending: Sending) -> bytes | None:
         assert self._session is not None
-        answers = await self._server.answer_array(entries, self._session, self._outlet, caller=ANONYMOUS)
+        outlet = PipeOutlet(self._send, self._stopping, sending)
+        answers = await self._server.answer_array(entries, self._session, outlet, caller=ANONYMOUS)
         return make_batch(answers) if answers else None
 
     def _is_mcp(self, message: Envelope) -> bool:

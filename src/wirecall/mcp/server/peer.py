@@ -39,6 +39,7 @@ from wirecall.mcp.server.messages import Id
 from wirecall.mcp.server.seals import Seals
 from wirecall.mcp.types import LEVELS, Elicited, Message, Params, Resumed, Roots, Sampled, block
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
+from wirecall.protocol.sending import Sending
 from wirecall.server.call import Call, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
@@ -63,6 +64,11 @@ class Outlet(Protocol):
     replayed: list[Id]  # whose answers come from the ledger
     is_shared: bool  # messages of other calls go the same way
     is_stream: bool  # the answer has become a stream of messages
+    sending: Sending  # the way of the answer
+
+    @property
+    def peer(self) -> str | None:
+        """The name of an anonymous client that is the only one of its kind: its session, or its pipe."""
 
     async def send(self, message: bytes) -> None:
         """Send one message to the client, as part of what answers the message at hand."""
@@ -239,6 +245,7 @@ class Questions:
         method, record, params, key = peer.about
         lifetime = STATE_LIFETIME
         if method.is_command:
+            # A call of key="off" has none so far. Its further rounds have one, so that one state leads to one effect.
             key, lifetime = key or os.urandom(16).hex(), min(lifetime, method.terms.retention)
         state = _State(_digest(record, params), key, list(questions), peer.answers)
         sealed = self._seals.seal("state", peer.caller, state, lifetime)
@@ -283,6 +290,11 @@ class Peer(Struct, eq=False):
     _progress: float | None = None  # the last number sent
     _count: int = 0  # questions so far
     _closed: bool = False
+
+    def named(self, key: str) -> None:
+        """Hear the key of a call that came without one, for the states of its further rounds."""
+        if self.about is not None:
+            self.about = *self.about[:3], key
 
     def close(self) -> None:
         """End the conversation with the client: the call is answered or cancelled. A question that still waits fails."""

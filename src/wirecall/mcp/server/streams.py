@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from wirecall.errors import Gone
+from wirecall.protocol.sending import Sending
 from wirecall.transports.request import HttpError, HttpRequest
 
 KEEP_ALIVE = 15.0  # seconds; proxies close connections that are silent for longer
@@ -37,8 +38,10 @@ class Nowhere:
     """The outlet of messages that are owed no answer."""
 
     is_shared = is_stream = False
+    peer = None
 
     def __init__(self) -> None:
+        self.sending = Sending()
         self.stopping = asyncio.Event()
         self.replayed: list[int | str] = []
 
@@ -56,8 +59,10 @@ class Direct:
     """Sends events to the client of this request, until it is cut."""
 
     is_shared = False
+    peer = None  # requests of 2026-07-28 have no session
 
     def __init__(self, request: HttpRequest) -> None:
+        self.sending = request.sending = Sending()
         self.stopping = request.stopping
         self.replayed: list[int | str] = []
         self.is_stream = False
@@ -108,6 +113,7 @@ class Direct:
         """Cancel the call: the client has left, or does not read."""
         # Closing the stream is the cancellation (2026-07-28, basic/transports/streamable-http, "Cancellation").
         self.is_cut = True
+        self.sending.lost()
         if self.on_cut is not None:  # once: a write that fails and the watcher may both notice
             on_cut, self.on_cut = self.on_cut, None
             on_cut()
@@ -132,9 +138,13 @@ class Channel:
 
     is_shared = False
 
-    def __init__(self, stopping: asyncio.Event, shelf: "Shelf", unread: int, *, numbered: bool, primed: bool) -> None:
+    def __init__(
+        self, request: HttpRequest, shelf: "Shelf", unread: int, *, peer: str | None, numbered: bool, primed: bool
+    ) -> None:
         self.id = os.urandom(6).hex()
-        self.stopping = stopping
+        self.stopping = request.stopping
+        self.sending = request.sending = Sending(request.watch)
+        self.peer = peer
         self.replayed: list[int | str] = []
         self.started = asyncio.Event()  # there is something to send before the answer
         self.finished = False
@@ -239,6 +249,8 @@ class Channel:
             except TimeoutError:
                 await request.write(_COMMENT)
         await request.close_stream()
+        if self.finished and not request.has_left:
+            self.sending.written()
 
     def _begin(self) -> None:
         """Make the answer a stream with its first event. The stream takes its place now: once an event is kept, the answer

@@ -1,9 +1,72 @@
--- Apply `decide` of base.py and give the record back.
--- ARGV: fingerprint, nonce, lease, retention, on_crash, committed (0 or 1), continues (0 or 1), replicated (0 or 1)
+-- Apply `decide` of base.py, for a call without a key first `recognise`, and give the record back.
+-- ARGV: fingerprint, nonce, lease, retention, on_crash, flags; and where there is a likeness: the end of the key, and the
+-- ends of the keys `beside`. The flags are one text, since the driver takes its time over each argument: committed, continues,
+-- replicated and keyless, each 0 or 1, and the window.
+--
+-- With a likeness, KEYS[1] is its index, and the reply begins with the end of the record's key. The names of the records are
+-- made here, so they are not among the KEYS: they have the hash tag of the index, so they are in its slot. If KEYS named the
+-- new record as well, a cluster would refuse all such claims while it moves the slot (TRYAGAIN).
 
-local fingerprint, nonce, lease, retention, on_crash, committed, continues, replicated = unpack(ARGV)
+local fingerprint, nonce, lease, retention, on_crash, flags, own = unpack(ARGV, 1, 7)
+local committed, continues, replicated, keyless, window = string.match(flags, '(.)(.)(.)(.)(.*)')
+local index, verdict = own and KEYS[1], nil
+
+if index then
+  window, record = tonumber(window), index .. '-' .. own
+  local beside, found, gone = {}, {}, {}
+  for place = 8, #ARGV do beside[ARGV[place]] = true end
+
+  local function recognise(name, is_beside)
+    local state, delivery, deliverer, lost_at, completed_at, lease_until = unpack(redis.call(
+      'HMGET', name, 'state', 'delivery', 'deliverer', 'lost_at', 'completed_at', 'lease_until'))
+    if not state then return 'gone' end
+    if deliverer == nonce then return 'match' end
+    if state == 'tombstone' then return 'pass' end
+    if delivery == 'undelivered' then return (state == 'running' or now - lost_at <= window) and 'match' or 'pass' end
+    if delivery ~= 'pending' or is_beside then return 'pass' end
+    if state == 'running' then
+      local since = now - lease_until
+      return since < 0 and 'wait' or since <= window and 'match' or 'pass'
+    end
+    if state == 'done' then
+      local since = now - completed_at
+      return since < tonumber(lease) and 'wait' or since <= lease + window and 'match' or 'pass'
+    end
+    return state == 'unknown' and 'match' or 'pass'
+  end
+
+  local members = redis.call('ZRANGE', index, 0, -1, 'WITHSCORES')
+  for place = 1, #members, 2 do
+    local member, is_undelivered = members[place], string.sub(members[place + 1], 1, 1) == '-'
+    local key, deliverer = string.sub(member, 1, #own), string.sub(member, #own + 1)
+    local is_mine = deliverer == nonce -- this claim has been here before: whatever was lost since, it keeps what it took
+    -- Equal calls at once may be many: those of this process are passed over without a look at their records.
+    if is_mine or is_undelivered or not beside[key] then
+      local recognition = recognise(index .. '-' .. key, beside[key])
+      if recognition == 'gone' then gone[#gone + 1] = member end
+      if is_mine or not found[recognition] then found[recognition] = member end
+    end
+  end
+
+  local taken = found.match or found.wait
+  if taken then
+    own = string.sub(taken, 1, #own)
+    record = index .. '-' .. own
+    if found.match then
+      redis.call('HSET', record, 'delivery', 'pending', 'deliverer', nonce)
+      redis.call('ZREM', index, taken)
+      redis.call('ZADD', index, redis.call('HGET', record, 'fence'), own .. nonce)
+    else
+      verdict = 'leave'
+    end
+  elseif gone[1] then
+    -- Such a record was removed by hand; or its slot moves, and it is still at the other server. The caller finds out.
+    return gone
+  end
+end
+
 local state, fence, old_fingerprint, was_committed, attempts, lease_until, expires, started_at, holder = unpack(redis.call(
-  'HMGET', KEYS[1], 'state', 'fence', 'fingerprint', 'committed', 'attempts', 'lease_until', 'expires', 'started_at', 'nonce'))
+  'HMGET', record, 'state', 'fence', 'fingerprint', 'committed', 'attempts', 'lease_until', 'expires', 'started_at', 'nonce'))
 
 local function decide()
   if not state then return 'insert' end
@@ -17,28 +80,34 @@ local function decide()
   return 'take_over'
 end
 
-local function run(fence, committed, attempts, started_at)
+local function run(fence, committed, attempts, started_at, ...)
   hold(
     lease, retention, 'state', 'running', 'fence', whole(fence), 'nonce', nonce, 'fingerprint', fingerprint,
-    'committed', committed, 'attempts', whole(attempts), 'started_at', started_at, 'retention', retention)
+    'committed', committed, 'attempts', whole(attempts), 'started_at', started_at, 'retention', retention, ...)
 end
 
-local verdict = decide()
+verdict = verdict or decide()
 if verdict == 'insert' then
   -- The clock is the fence, so that no fence comes back after the record was removed. Where the clock was set back since,
   -- the nonce still tells the two apart; and a record is only removed when nothing was done under it, or long after.
-  run(now, committed, 1, whole(now))
+  if keyless == '1' then
+    run(now, committed, 1, whole(now), 'delivery', 'pending', 'deliverer', nonce)
+    if index then redis.call('ZADD', index, whole(now), own .. nonce) end
+  else
+    run(now, committed, 1, whole(now))
+  end
 elseif verdict == 'renew' then
   hold(lease, retention, 'state', 'running')
 elseif verdict == 'take_over' then
   run(math.max(now, fence + 1), (was_committed == '1' and '1') or committed, attempts + 1, started_at)
-  redis.call('HDEL', KEYS[1], 'kind', 'digest', 'payload') -- what it said while it was WAITING
+  redis.call('HDEL', record, 'kind', 'digest', 'payload') -- what it said while it was WAITING
+  line_up()
 elseif verdict == 'to_unknown' then
   to_unknown()
 elseif verdict == 'to_tombstone' then
   bury()
 elseif replicated == '1' then
   -- Replicas have to hold what the claim is told. WAIT only counts what the connection itself has written: so write it again.
-  redis.call('HSET', KEYS[1], 'state', state)
+  redis.call('HSET', record, 'state', state)
 end
-return view()
+return index and own .. view() or view()

@@ -1,13 +1,19 @@
--- What every script begins with: the clock, and the writes that several transitions share. redis_scripts.py puts this file,
--- and before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR and GRACE, in front of each of the others.
+-- What every script begins with: the clock, and the writes that several transitions share. scripts.py puts this file, and
+-- before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR and GRACE, in front of each of the others.
 --
--- KEYS[1] is the record, a hash, and the only key that a script touches. Times and durations are whole microseconds. They
--- stay below 2^53, so a Lua number holds them exactly; but Lua prints 14 digits, so they are written with %.0f.
+-- KEYS[1] is the record, a hash. Times and durations are whole microseconds. They stay below 2^53, so a Lua number holds
+-- them exactly; but Lua prints 14 digits, so they are written with %.0f.
+--
+-- The record of a call without a key is named caller:method:{auto-likeness}-end. The same name without -end is the index of
+-- that likeness: a sorted set of the records whose answers are not written, in the order in which a repetition looks at them.
+-- A member is the end of a key and the deliverer. Name and index share a hash tag, so they are in one slot, and a script
+-- that is sent to the one may touch the other. The index has no expiry: a clock that jumps forward would forget lost answers.
 --
 -- A script that fails halfway is not undone. So the first write carries the new state, and what follows it cannot fail.
 
 if redis.replicate_commands then redis.replicate_commands() end -- before 7.0: without it, nothing may be written after TIME
 
+local record = KEYS[1]
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 
@@ -21,7 +27,7 @@ local call = ''
 -- The answer to a call of the token ARGV[1] (fence), ARGV[2] (nonce), where it needs no write: 0 unless the token holds the
 -- record, and it is in one of these states; 1 if this very call, ARGV[3], has been here before.
 local function answered(...)
-  local state, fence, nonce, last = unpack(redis.call('HMGET', KEYS[1], 'state', 'fence', 'nonce', 'call'))
+  local state, fence, nonce, last = unpack(redis.call('HMGET', record, 'state', 'fence', 'nonce', 'call'))
   if fence ~= ARGV[1] or nonce ~= ARGV[2] then return 0 end
   if last == ARGV[3] then return 1 end
   call = ARGV[3]
@@ -35,24 +41,44 @@ end
 
 -- A lease from now on. The sweep looks at the record when lease and retention are over.
 local function hold(lease, retention, ...)
-  redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease), 'expires', whole(now + lease + retention), 'call', call, ...)
+  redis.call('HSET', record, 'lease_until', whole(now + lease), 'expires', whole(now + lease + retention), 'call', call, ...)
 end
 
 local function turn(state, kept, ...)
-  redis.call('HSET', KEYS[1], 'state', state, 'lease_until', '0', 'expires', whole(now + kept), 'call', call, ...)
+  redis.call('HSET', record, 'state', state, 'lease_until', '0', 'expires', whole(now + kept), 'call', call, ...)
 end
 
 local function to_unknown()
   turn('unknown', 0) -- it never expires: `due` and the sweep leave it alone
 end
 
+-- Both of these are for the record of a call without a key, and do nothing to others. A failure is passed over: while the slot
+-- moves, the index may be at the other server. A claim looks at the records, so what is left in an index does no harm.
+
+-- Put the record where its turn is in the index, unless it has left: the undelivered come first, then the lower fence.
+local function line_up()
+  local index, key = string.match(record, '^(.*{auto%-%x+})%-(%x+)$')
+  if not index then return end
+  local fence, delivery, deliverer = unpack(redis.call('HMGET', record, 'fence', 'delivery', 'deliverer'))
+  if delivery == 'undelivered' then fence = whole(fence - 2^53) end
+  if deliverer then redis.pcall('ZADD', index, 'XX', fence, key .. deliverer) end
+end
+
+-- Take it out of the index.
+local function match_no_more()
+  local index, key = string.match(record, '^(.*{auto%-%x+})%-(%x+)$')
+  local deliverer = index and redis.call('HGET', record, 'deliverer')
+  if deliverer then redis.pcall('ZREM', index, key .. deliverer) end
+end
+
 local function bury()
-  local kept = (TOMBSTONE_FACTOR - 1) * redis.call('HGET', KEYS[1], 'retention')
+  local kept = (TOMBSTONE_FACTOR - 1) * redis.call('HGET', record, 'retention')
   turn('tombstone', kept)
-  redis.call('HDEL', KEYS[1], 'payload')
+  redis.call('HDEL', record, 'payload')
   -- Only a tombstone has an expiry of its own, a while after the sweep would remove it: a server whose clock jumps forward
   -- would remove every other record at once, and a retry would run.
-  redis.call('PEXPIRE', KEYS[1], whole((kept + GRACE) / 1000))
+  redis.call('PEXPIRE', record, whole((kept + GRACE) / 1000))
+  match_no_more()
 end
 
 -- No payload is another thing than an empty one.
@@ -61,7 +87,7 @@ local function turn_with_outcome(state, kept, kind, digest, payload, ...)
     turn(state, kept, 'kind', kind, 'digest', digest, 'payload', payload, ...)
   else
     turn(state, kept, 'kind', kind, 'digest', digest, ...)
-    redis.call('HDEL', KEYS[1], 'payload')
+    redis.call('HDEL', record, 'payload')
   end
 end
 
@@ -73,8 +99,8 @@ end
 -- string, since the driver is pure Python and reads each element of an array by itself.
 local function view()
   local seen = redis.call(
-    'HMGET', KEYS[1], 'state', 'fence', 'nonce', 'fingerprint', 'committed', 'attempts', 'lease_until', 'started_at',
-    'completed_at', 'kind', 'digest', 'payload')
+    'HMGET', record, 'state', 'fence', 'nonce', 'fingerprint', 'committed', 'attempts', 'lease_until', 'started_at',
+    'completed_at', 'kind', 'digest', 'payload', 'delivery', 'deliverer')
   if not seen[1] then return false end
   seen[7] = whole(math.max(0, seen[7] - now))
   local lengths = {}

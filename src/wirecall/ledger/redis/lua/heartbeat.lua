@@ -3,5 +3,5 @@
 
 local answer = answered('running')
 if answer then return answer end
-hold(ARGV[4], redis.call('HGET', KEYS[1], 'retention'))
+hold(ARGV[4], redis.call('HGET', record, 'retention'))
 return 1

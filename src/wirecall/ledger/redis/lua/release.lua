@@ -3,4 +3,5 @@
 
 local answer = answered('running')
 if answer then return answer end
-return redis.call('DEL', KEYS[1])
+match_no_more()
+return redis.call('DEL', record)

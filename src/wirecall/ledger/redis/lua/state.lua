@@ -1,3 +1,3 @@
 -- The state of the record, without the rest of it.
 
-return redis.call('HGET', KEYS[1], 'state')
+return redis.call('HGET', record, 'state')

@@ -1,12 +1,14 @@
 -- Housekeeping on one record: what is due, and 1 if anything was.
 
-local state, committed, expires = unpack(redis.call('HMGET', KEYS[1], 'state', 'committed', 'expires'))
+local state, committed, expires = unpack(redis.call('HMGET', record, 'state', 'committed', 'expires'))
 if not state or state == 'unknown' or tonumber(expires) > now then return 0 end
 if state == 'done' then
   bury()
 elseif state == 'running' and committed == '1' then
   to_unknown()
+  match_no_more()
 else -- it is a tombstone, or nothing was done
-  redis.call('DEL', KEYS[1])
+  match_no_more()
+  redis.call('DEL', record)
 end
 return 1

@@ -1,0 +1,104 @@
+"""Calls without a key: how a repetition is recognised, and the way of their answers to their callers.
+
+1. Calls without a key are compared by their likeness: a digest of the caller, the method and the params. A call without a
+   known caller has none, so it matches nothing.
+2. An answer is on its way until its transport has taken the last byte, or its caller is gone. Answers that are on their way
+   in this process are not lost: an equal call meanwhile is a new one.
+3. A loss is marked in the ledger at once; a repetition in this process sees to the mark itself. Written answers are marked
+   together, a moment later, so that they cost no commit of their own. Both are retried while the ledger is down.
+"""
+
+import asyncio
+from functools import partial
+from hashlib import sha256
+
+import msgspec
+
+from wirecall.commands.background import Background
+from wirecall.ledger.base import Delivered, Keyless, Ledger
+
+# Written answers are marked when so many wait, or after so many seconds: ten commands one after another share a commit.
+MARK_MANY = 64
+MARK_AFTER = 0.005
+
+
+def keyless_of(whose: str | None, method: str, fingerprint: bytes, window: float) -> Keyless:
+    """Return what a call without a key is compared by. `whose` is None where two callers could be mistaken for one."""
+    if whose is None:
+        return Keyless(None, window)
+    digest = sha256(b"\0".join([whose.encode(errors="surrogatepass"), method.encode(), fingerprint])).digest()
+    return Keyless(digest[:16], window)
+
+
+class Deliveries:
+    """The answers to calls without a key whose end the ledger does not know yet."""
+
+    def __init__(self, background: Background) -> None:
+        self._background = background
+        self._not_lost: dict[bytes, set[str]] = {}  # keys by likeness: on their way, or written and not marked yet
+        self._lost: dict[bytes, list[Delivered]] = {}  # not marked yet
+        self._written: list[tuple[Ledger, bytes | None, Delivered]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def look(self, ledger: Ledger, keyless: Keyless) -> Keyless:
+        """Return it with the keys of equal calls in this process that are not lost, and mark those that are."""
+        if keyless.likeness is None:
+            return keyless
+        if lost := self._lost.get(keyless.likeness):
+            await ledger.deliver(list(lost))  # the background does that too, perhaps too late for this call
+        return msgspec.structs.replace(keyless, beside=frozenset(self._not_lost.get(keyless.likeness, ())))
+
+    def begin(self, keyless: Keyless, key: str) -> None:
+        """Hear that an answer is on its way, from the record with this key."""
+        if keyless.likeness is not None:
+            self._not_lost.setdefault(keyless.likeness, set()).add(key)
+
+    def end(self, ledger: Ledger, keyless: Keyless, end: Delivered) -> None:
+        """Hear what became of it."""
+        likeness = keyless.likeness
+        if end.delivery == "written":
+            self._written.append((ledger, likeness, end))
+            if len(self._written) >= MARK_MANY:
+                self.flush()
+            elif self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
+            return
+        if likeness is not None:
+            self._forget(likeness, end.id.key)
+            self._lost.setdefault(likeness, []).append(end)
+
+        async def mark() -> None:
+            try:
+                await self._background.persist(partial(ledger.deliver, [end]))
+            finally:
+                if likeness is not None:
+                    self._lost[likeness].remove(end)
+                    if not self._lost[likeness]:
+                        del self._lost[likeness]
+
+        self._background.start(mark())
+
+    def flush(self) -> None:
+        """Mark the written answers now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        written, self._written = self._written, []
+
+        async def mark() -> None:
+            try:
+                await self._background.persist(partial(written[0][0].deliver, [end for _, _, end in written]))
+            finally:
+                for _, likeness, end in written:
+                    if likeness is not None:
+                        self._forget(likeness, end.id.key)
+
+        if written:
+            self._background.start(mark())
+
+    def _forget(self, likeness: bytes, key: str) -> None:
+        keys = self._not_lost.get(likeness)
+        if keys is not None:
+            keys.discard(key)
+            if not keys:
+                del self._not_lost[likeness]

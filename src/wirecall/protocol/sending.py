@@ -1,0 +1,44 @@
+"""The sending of answers: how the answers to one message reach their caller, or do not."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+Listener: TypeAlias = Callable[[bool], None]  # True: written; False: lost
+
+
+class Sending:
+    """The way of one message's answers. A transport ends it, and commands without a key hear how it ended.
+
+    An answer is written when the transport has taken its last byte without an error. It is lost when its caller has gone
+    before that. A stream that is resumed may still write what was lost.
+    """
+
+    __slots__ = ("_listeners", "_watch", "is_lost", "is_written")
+
+    def __init__(self, watch: Callable[[], None] | None = None) -> None:
+        self.is_written = False
+        self.is_lost = False
+        self._watch = watch  # begins to look whether the caller goes away, which costs something
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        """Call the listener when the answers are written or lost, or now if they are lost already."""
+        self._listeners.append(listener)
+        if self.is_lost:
+            listener(False)
+        elif self._watch is not None:
+            watch, self._watch = self._watch, None
+            watch()
+
+    def written(self) -> None:
+        if not self.is_written:
+            self.is_written = True
+            for listener in self._listeners:
+                listener(True)
+
+    def lost(self) -> None:
+        """Do nothing if the answers are written."""
+        if not self.is_written and not self.is_lost:
+            self.is_lost = True
+            for listener in self._listeners:
+                listener(False)

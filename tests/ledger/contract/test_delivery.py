@@ -1,0 +1,296 @@
+"""Calls without a key: the delivery of their answers, and the repetitions that are recognised by a lost one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.ledger import LEASE, PRINT, RETENTION, claim_of, outcome_of, present
+from tests.ledger.contract import durable_only
+from tests.servers import Store
+from wirecall.ledger.base import Claim, Delivered, Keyless, Ledger, Record, RecordId, State
+
+LIKENESS = bytes(range(16))
+OTHER_LIKENESS = bytes(16)
+WINDOW = 120.0
+
+
+def keyless(likeness: bytes | None = LIKENESS, *, beside: frozenset[str] = frozenset(), **fields: Any) -> Claim:
+    """The claim of a call without a key."""
+    terms = Keyless(likeness, WINDOW, beside)
+    return claim_of(RecordId("alice", "charge", terms.make_key()), keyless=terms, **fields)
+
+
+async def claimed(ledger: Ledger, **fields: Any) -> Record:
+    """A record that such a claim has made."""
+    claim = keyless(**fields)
+    record = await ledger.claim(claim)
+    assert (record.id, record.nonce, record.state) == (claim.id, claim.nonce, State.RUNNING)
+    assert (record.delivery, record.deliverer) == ("pending", claim.nonce)
+    return record
+
+
+async def lose(ledger: Ledger, record: Record) -> None:
+    await ledger.deliver([Delivered(record.id, record.deliverer, "undelivered")])
+
+
+async def write(ledger: Ledger, record: Record) -> None:
+    await ledger.deliver([Delivered(record.id, record.deliverer, "written")])
+
+
+@pytest.fixture
+async def other(store: Store) -> AsyncIterator[Ledger]:
+    """A second handle on the same records."""
+    ledger = await store.open()
+    yield ledger
+    await ledger.aclose()
+
+
+async def is_new(ledger: Ledger, claim: Claim) -> bool:
+    """Whether the claim made a record of its own."""
+    record = await ledger.claim(claim)
+    return record.id == claim.id and record.nonce == claim.nonce
+
+
+async def is_match(ledger: Ledger, claim: Claim, earlier: Record) -> bool:
+    record = await ledger.claim(claim)
+    return record.id == earlier.id and (record.deliverer, record.delivery) == (claim.nonce, "pending")
+
+
+async def is_waited_for(ledger: Ledger, claim: Claim, earlier: Record) -> bool:
+    record = await ledger.claim(claim)
+    return record.id == earlier.id and record.deliverer == earlier.deliverer
+
+
+async def test_a_generated_key_is_an_ordinary_one(ledger: Ledger) -> None:
+    record = await claimed(ledger)
+    assert await ledger.get(record.id) is not None
+    assert [found.id for found in await ledger.list()] == [record.id]
+    assert (await ledger.counts())[State.RUNNING] == 1
+    assert await ledger.heartbeat(record.token, LEASE)
+    assert await ledger.commit_point(record.token, LEASE)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    done = await present(ledger, record.id)
+    assert (done.state, done.delivery, done.deliverer, done.outcome) == (State.DONE, "pending", record.nonce, outcome_of())
+    # A claim with the key itself, as a poll sends it, is an ordinary duplicate, and takes no answer over.
+    again = await ledger.claim(claim_of(record.id, fingerprint=PRINT))
+    assert (again.state, again.delivery, again.deliverer) == (State.DONE, "pending", record.nonce)
+
+
+async def test_a_record_with_a_key_has_no_delivery(ledger: Ledger) -> None:
+    record = await ledger.claim(claim_of())
+    await ledger.deliver(
+        [Delivered(record.id, record.deliverer, "undelivered"), Delivered(record.id, record.nonce, "written")]
+    )
+    record = await present(ledger)
+    assert (record.delivery, record.deliverer) == (None, b"")
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.DONE, State.UNKNOWN, State.WAITING])
+async def test_a_lost_answer_serves_one_repetition(state: State, ledger: Ledger) -> None:
+    record = await claimed(ledger)
+    await lose(ledger, record)
+    await _turn(ledger, record, state)
+    first = keyless()
+    taken = await ledger.claim(first)
+    assert (taken.id, taken.state, taken.deliverer, taken.delivery) == (record.id, state, first.nonce, "pending")
+    assert taken.nonce == record.nonce, "the earlier run keeps its record"
+    assert (taken.outcome is not None) == (state in (State.DONE, State.WAITING))
+    assert await is_new(ledger, keyless(beside=frozenset({record.id.key})))
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.DONE, State.UNKNOWN, State.WAITING])
+async def test_a_written_answer_serves_none(state: State, ledger: Ledger) -> None:
+    record = await claimed(ledger)
+    await _turn(ledger, record, state)
+    await write(ledger, record)
+    assert (await present(ledger, record.id)).delivery == "written"
+    assert await is_new(ledger, keyless())
+
+
+async def test_what_was_released_runs_again(ledger: Ledger) -> None:
+    record = await claimed(ledger)
+    await lose(ledger, record)
+    assert await ledger.release(record.token)
+    assert await is_new(ledger, keyless())
+
+
+async def test_another_likeness_and_none_match_nothing(ledger: Ledger) -> None:
+    """Another caller, method or params make another likeness; a caller that is not known has none."""
+    for likeness in (LIKENESS, None):
+        await lose(ledger, await claimed(ledger, likeness=likeness))
+    assert await is_new(ledger, keyless(OTHER_LIKENESS))
+    assert await is_new(ledger, keyless(None))
+    assert not await is_new(ledger, keyless(LIKENESS))
+
+
+async def test_the_repetition_of_a_repetition_is_recognised(ledger: Ledger) -> None:
+    record = await claimed(ledger)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    for _ in range(3):
+        await lose(ledger, record)
+        claim = keyless()
+        record = await ledger.claim(claim)
+        assert (record.state, record.deliverer) == (State.DONE, claim.nonce)
+    await write(ledger, record)
+    assert await is_new(ledger, keyless())
+
+
+async def test_only_the_deliverer_says_what_became_of_an_answer(ledger: Ledger) -> None:
+    record = await claimed(ledger)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    await lose(ledger, record)
+    second = await ledger.claim(keyless())
+    await lose(ledger, record)
+    await write(ledger, record)  # the first attempt is over
+    assert (await present(ledger, record.id)).delivery == "pending"
+    await lose(ledger, second)
+    assert (await present(ledger, record.id)).delivery == "undelivered"
+    await write(ledger, second)  # its stream was resumed
+    await lose(ledger, second)  # too late
+    assert (await present(ledger, record.id)).delivery == "written"
+
+
+async def test_many_ends_are_marked_at_once(ledger: Ledger) -> None:
+    records = [await claimed(ledger, beside=frozenset({"x"}), likeness=bytes([n] * 16)) for n in range(40)]
+    ends = [Delivered(each.id, each.deliverer, "undelivered" if n % 2 else "written") for n, each in enumerate(records)]
+    await ledger.deliver([*ends, Delivered(RecordId("alice", "charge", "none"), b"", "written")])
+    await ledger.deliver([])
+    found = [(await present(ledger, each.id)).delivery for each in records]
+    assert found == ["written", "undelivered"] * 20
+
+
+@pytest.mark.parametrize("state", [State.DONE, State.UNKNOWN, State.WAITING])
+async def test_the_window_counts_from_the_loss(state: State, ledger: Ledger, store: Store) -> None:
+    record = await claimed(ledger)
+    await _turn(ledger, record, state)
+    store.age(record.id, 300)
+    await lose(ledger, record)
+    store.age(record.id, WINDOW - 20)
+    assert await is_match(ledger, keyless(), record)
+    await lose(ledger, await present(ledger, record.id))
+    store.age(record.id, WINDOW + 20)
+    assert await is_new(ledger, keyless())
+
+
+async def test_a_lost_call_that_still_runs_matches_however_long_it_runs(ledger: Ledger, store: Store) -> None:
+    record = await claimed(ledger)
+    await lose(ledger, record)
+    store.age(record.id, 10 * WINDOW)
+    assert await ledger.heartbeat(record.token, LEASE)
+    assert await is_match(ledger, keyless(), record)
+
+
+async def test_an_answer_on_its_way_in_another_process_is_waited_for(ledger: Ledger, store: Store) -> None:
+    """A process that dies marks nothing. Until its lease is over it may be alive; after that its answer is lost."""
+    record = await claimed(ledger)
+    assert await is_waited_for(ledger, keyless(), record)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    assert await is_waited_for(ledger, keyless(), record)
+    store.age(record.id, LEASE - 10)
+    assert await is_waited_for(ledger, keyless(), record)
+    store.age(record.id, 20)
+    assert await is_match(ledger, keyless(), record)
+    store.age(record.id, LEASE + WINDOW + 1)
+    assert await is_new(ledger, keyless())
+
+
+async def test_an_answer_on_its_way_in_this_process_is_not_lost(ledger: Ledger) -> None:
+    """Two equal orders at once are two orders."""
+    record = await claimed(ledger)
+    assert await is_new(ledger, keyless(beside=frozenset({record.id.key})))
+
+
+@pytest.mark.parametrize(("on_crash", "state"), [("unknown", State.UNKNOWN), ("rerun", State.RUNNING)])
+async def test_a_run_whose_process_died_is_judged_as_with_a_key(
+    on_crash: str, state: State, ledger: Ledger, store: Store
+) -> None:
+    record = await claimed(ledger, on_crash=on_crash)
+    store.age(record.id, LEASE + 1)
+    claim = keyless(on_crash=on_crash)
+    taken = await ledger.claim(claim)
+    assert (taken.id, taken.state, taken.deliverer, taken.delivery) == (record.id, state, claim.nonce, "pending")
+    assert (taken.nonce == claim.nonce, taken.attempts) == ((True, 2) if state is State.RUNNING else (False, 1))
+
+
+async def test_a_run_whose_process_died_long_ago_matches_nothing(ledger: Ledger, store: Store) -> None:
+    record = await claimed(ledger)
+    store.age(record.id, LEASE + WINDOW + 1)
+    assert await is_new(ledger, keyless())
+    assert (await present(ledger, record.id)).state is State.RUNNING
+
+
+async def test_a_claim_that_is_repeated_finds_what_it_took(ledger: Ledger) -> None:
+    """The store's reply was lost, not the answer: neither a second record nor a second repetition."""
+    claim = keyless()
+    first, second = await ledger.claim(claim), await ledger.claim(claim)
+    assert (first.id, first.nonce) == (second.id, second.nonce) == (claim.id, claim.nonce)
+    assert await ledger.complete(first.token, outcome_of(), RETENTION)
+    await lose(ledger, first)
+    again = keyless()
+    assert await is_match(ledger, again, first)
+    assert await is_match(ledger, again, first)
+    assert len(await ledger.list()) == 1
+
+
+async def test_the_undelivered_come_first_then_the_oldest(ledger: Ledger) -> None:
+    mine: frozenset[str] = frozenset()
+    records = []
+    for _ in range(3):
+        records.append(await claimed(ledger, beside=mine))
+        mine |= {records[-1].id.key}
+    await lose(ledger, records[2])
+    await lose(ledger, records[1])
+    assert await is_match(ledger, keyless(), records[1])
+    assert await is_match(ledger, keyless(), records[2])
+    assert await is_waited_for(ledger, keyless(), records[0])
+
+
+async def test_a_tombstone_and_a_swept_record_match_nothing(ledger: Ledger, store: Store) -> None:
+    done, running = await claimed(ledger, likeness=LIKENESS), await claimed(ledger, likeness=OTHER_LIKENESS)
+    assert await ledger.complete(done.token, outcome_of(), RETENTION)
+    for record in (done, running):
+        await lose(ledger, record)
+        store.age(record.id, RETENTION + LEASE + 1)
+    assert await ledger.sweep() == 2
+    assert (await present(ledger, done.id)).state is State.TOMBSTONE
+    assert (await present(ledger, running.id)).state is State.UNKNOWN
+    assert await is_new(ledger, keyless(LIKENESS))
+    assert await is_new(ledger, keyless(OTHER_LIKENESS))
+
+
+async def test_of_many_repetitions_at_once_one_takes_the_answer(store: Store, ledger: Ledger, other: Ledger) -> None:
+    """P5, by racing two handles: one replay; the others wait for that, since a process has it."""
+    for _ in range(10):
+        record = await claimed(ledger)
+        assert await ledger.complete(record.token, outcome_of(), RETENTION)
+        await lose(ledger, record)
+        claims = [keyless() for _ in range(8)]
+        found = await asyncio.gather(*((ledger, other)[n % 2].claim(claim) for n, claim in enumerate(claims)))
+        assert {each.id for each in found} == {record.id}
+        assert sum(each.deliverer == claim.nonce for each, claim in zip(found, claims, strict=True)) == 1
+        await write(ledger, await present(ledger, record.id))
+
+
+@durable_only
+async def test_delivery_survives_a_restart(store: Store) -> None:
+    ledger = await store.open()
+    record = await claimed(ledger)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    await lose(ledger, record)
+    await ledger.aclose()
+    ledger = await store.open()
+    try:
+        assert await is_match(ledger, keyless(), record)
+    finally:
+        await ledger.aclose()
+
+
+async def _turn(ledger: Ledger, record: Record, state: State) -> None:
+    if state is State.DONE:
+        assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    elif state is State.UNKNOWN:
+        assert await ledger.abandon(record.token)
+    elif state is State.WAITING:
+        assert await ledger.suspend(record.token, outcome_of(b'"interim"'), RETENTION)
