@@ -1,7 +1,7 @@
 """Handlers that a test holds and lets go, one by one."""
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from tests.calls import batch, call, make_app
 from wirecall import App
@@ -29,10 +29,10 @@ class Stage:
         return name
 
 
-def staged(**options: Any) -> tuple[App, Stage]:
+def staged(key: Literal["auto", "off"] = "auto", **options: Any) -> tuple[App, Stage]:
     app, stage = make_app(**options), Stage()
     app.query(name="query")(stage.act)
-    app.command(name="command")(stage.act)
+    app.command(name="command", key=key)(stage.act)
     app.query(name="held", execution="sequential")(stage.act)
     app.command(name="free", execution="parallel")(stage.act)
 

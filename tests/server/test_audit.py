@@ -71,14 +71,14 @@ async def test_one_line_per_command_and_none_for_queries(trail: Path) -> None:
         await app.handle(jsonrpc.make_notification("put", [1]))
     found = lines(trail)
     assert [
-        (line["id"], line["method"], line["key"], line["outcome"], line["code"], line["replayed"]) for line in found
+        (line["id"], line["method"], line["key"][:5], line["outcome"], line["code"], line["replayed"]) for line in found
     ] == [
         (1, "put", "a", "ok", None, False),
         (2, "put", "a", "ok", None, True),
         (3, "put", "a", "error", 42210, False),
         (4, "refuse", "b", "error", 4020, False),
         (5, "crash", "c", "error", -32603, False),
-        (6, "put", None, "ok", None, False),
+        (6, "put", "auto-", "ok", None, False),
         (7, "refuse", "b", "error", 4020, True),
     ]
     assert [line["caller"] for line in found] == ["ada"] * 3 + [""] * 4

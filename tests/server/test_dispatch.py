@@ -74,7 +74,7 @@ RAISED: list[BaseException] = [
 
 
 @pytest.mark.parametrize("raised", RAISED, ids=lambda raised: type(raised).__name__)
-@pytest.mark.parametrize("kind", ["query", "command"])
+@pytest.mark.parametrize("kind", ["query", "command", "unrecorded"])
 @pytest.mark.parametrize("form", ["plain", "async", "waiting", "context"])
 async def test_whatever_a_handler_raises_is_32603_with_no_detail(
     raised: BaseException, kind: str, form: str, caplog: pytest.LogCaptureFixture
@@ -95,12 +95,18 @@ async def test_whatever_a_handler_raises_is_32603_with_no_detail(
         raise raised
 
     function = {"plain": plain, "async": coroutine, "waiting": waiting, "context": context}[form]
-    getattr(app, kind)(name="fail")(function)
+    if kind == "query":
+        app.query(name="fail")(function)
+    else:
+        app.command(name="fail", key="auto" if kind == "command" else "off")(function)
     app.query(name="fine")(lambda: 1)
     reply = await app.handle(batch(call("fine", id=1), call("fail", id="bad"), call("fine", id=3)))
     answers = read(reply)
     assert b"secret" not in (reply or b"")
-    assert answers[1] == {"jsonrpc": "2.0", "error": {"code": -32603, "message": "Internal error"}, "id": "bad"}
+    failed: dict[str, Any] = {"code": -32603, "message": "Internal error"}
+    if kind == "command":  # its record says that it may have had its effect
+        failed["data"] = {"ran": "unknown"}
+    assert answers[1] == {"jsonrpc": "2.0", "error": failed, "id": "bad"}
     assert [answers[0].get("result"), answers[2].get("result")] == [1, 1]
     logged = [record for record in caplog.records if record.levelname == "ERROR"]
     assert [getattr(record, "correlation_id", None) for record in logged] == ["bad"]
@@ -207,7 +213,7 @@ async def test_cancellation_reaches_every_handler_and_leaves_no_task_behind() ->
             await asyncio.sleep(0)  # a clean-up that waits
             ended.append(n)
 
-    @app.command
+    @app.command(key="off")
     async def lane(n: int) -> None:
         await hold(n)
 
@@ -280,7 +286,7 @@ async def test_a_handler_that_raises_generator_exit_has_failed_like_any_other(
         await app.aclose()
 
 
-@pytest.mark.parametrize(("name", "key"), [("query", None), ("command", None), ("command", "k")])
+@pytest.mark.parametrize(("name", "key"), [("query", None), ("unrecorded", None), ("command", None), ("command", "k")])
 async def test_a_call_can_be_closed_from_outside(name: str, key: str | None) -> None:
     app, go, closed = make_app(), asyncio.Event(), list[str]()
 
@@ -293,12 +299,13 @@ async def test_a_call_can_be_closed_from_outside(name: str, key: str | None) -> 
         return 1
 
     app.query(name="query")(wait)
+    app.command(name="unrecorded", key="off")(wait)
     app.command(name="command")(wait)
     await app.ledger()
     pending: Any = app.handle(call(name, key=key))
     pending.send(None)
     pending.close()
-    assert closed == ([] if key else ["closed"])  # with a key, its effect does not depend on its caller's patience
+    assert closed == ([] if name == "command" else ["closed"])  # an effect does not depend on its caller's patience
     go.set()
     async with asyncio.timeout(10):
         assert result(await app.handle(call(name, key=key))) == 1
@@ -307,7 +314,7 @@ async def test_a_call_can_be_closed_from_outside(name: str, key: str | None) -> 
 
 async def test_a_batch_can_be_closed_from_outside() -> None:
     """It used to wait for its workers, which a coroutine that is being closed may not."""
-    app, stage = staged()
+    app, stage = staged(key="off")
     pending: Any = app.handle(entries("query:a", "command:b", "query:c", "command:d"))  # d waits for b
     pending.send(None)
     await stage.has_begun("c").wait()

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.calls import batch, call, error, make_app, read, result
 from tests.servers import Store
 from wirecall import App, Context
 from wirecall.protocol.messages import Limits
+from wirecall.protocol.sending import Sending
 from wirecall.stepping import start
 from wirecall.transports.stdio import serve_streams
 
@@ -174,7 +175,10 @@ class Plain:
     """A connection that is nothing but its app."""
 
     def __init__(self, app: App) -> None:
-        self.handle = app.handle
+        self._app = app
+
+    def handle(self, line: bytes, sending: Sending, /) -> "Coroutine[Any, Any, bytes | None]":
+        return self._app.handle(line)
 
     def ending(self) -> None:
         pass

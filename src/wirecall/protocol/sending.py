@@ -21,6 +21,11 @@ class Sending:
         self._watch = watch  # begins to look whether the caller goes away, which costs something
         self._listeners: list[Listener] = []
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether a call wants to know how its answer ends. For the others, no transport takes any trouble."""
+        return bool(self._listeners)
+
     def listen(self, listener: Listener) -> None:
         """Call the listener when the answers are written or lost, or now if they are lost already."""
         self._listeners.append(listener)
@@ -32,13 +37,13 @@ class Sending:
 
     def written(self) -> None:
         if not self.is_written:
-            self.is_written = True
+            self.is_written, self._watch = True, None
             for listener in self._listeners:
                 listener(True)
 
     def lost(self) -> None:
         """Do nothing if the answers are written."""
         if not self.is_written and not self.is_lost:
-            self.is_lost = True
+            self.is_lost, self._watch = True, None  # a call that goes on does not keep the request of its caller
             for listener in self._listeners:
                 listener(False)

@@ -335,7 +335,7 @@ class HttpRequest:
             fields.append((b"content-type", b"application/json" if media == JSON else media.encode("latin-1")))
         for name, value in headers:
             fields.append((name.lower().encode("latin-1"), value.encode("latin-1")))
-        if self.sending is not None:
+        if self.sending is not None and self.sending.is_heard:
             if self._watcher is not None:
                 self._watcher.cancel()
                 await asyncio.sleep(0)  # it lets go of the server's events
