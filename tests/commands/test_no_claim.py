@@ -78,7 +78,9 @@ async def test_a_handler_that_changes_its_params_and_its_context_changes_nothing
         seen = (ctx.idempotency_key, ctx.attempt, ctx.caller)
         effects.append(1)
         items.append(len(effects))
-        ctx.idempotency_key, ctx.caller, ctx.record, ctx.method = "other", "eve", "other", "other"
+        ctx.caller, ctx.record, ctx.method = "eve", "other", "other"
+        with pytest.raises(AttributeError):
+            ctx.__setattr__("idempotency_key", "other")
         return [items, seen]
 
     for id in (1, 2):

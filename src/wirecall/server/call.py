@@ -36,7 +36,7 @@ class Frame(Struct, eq=False):
     key: str | None = None  # an idempotency key that came beside the message
     replayed: list[Id] | None = None  # collects the ids of replayed answers, if the sender asked for them
     room: int | None = None  # bytes that the results of a batch may still take; None for a single call
-    whose: str | None = None  # one known sender, who alone can repeat its calls; None: there may be several
+    whose: str | None = None  # the one sender that can repeat its calls; None: there may be several
     sending: Sending | None = None  # the way of the answers, where a transport watches it
 
 
