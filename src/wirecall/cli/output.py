@@ -199,7 +199,7 @@ def ask(question: str) -> bool | None:
     if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
         return None
     try:
-        return click.confirm(question, err=True)
+        return click.confirm(escaped(question), err=True)
     except click.Abort:
         click.echo(err=True)
         return False
