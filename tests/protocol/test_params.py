@@ -370,7 +370,7 @@ def test_a_dataclass_is_returned_with_its_defaults(type: Any, sent: Any, returne
 
 
 Positive = Annotated[int, pydantic.Field(gt=0)]
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -411,11 +411,11 @@ def in_dict(*n: CountedDict) -> Any:
 
 
 class CountedTuple(NamedTuple):
-    count: Positive
+    first: Positive
 
 
-class Page(msgspec.Struct, Generic[Item]):
-    items: list[Item]
+class Page(msgspec.Struct, Generic[T]):
+    items: list[T]
     number: Positive
 
 
