@@ -19,6 +19,7 @@ from wirecall.cli.output import Printer, ask, count_of, json_option, progress
 from wirecall.cli.stores import opened_ledger
 from wirecall.cli.targets import Found, found
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
+from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 
 PAGE = 500
@@ -109,7 +110,7 @@ def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
     lines = []
     for name, value in shown.items():
         text = "-" if value in (None, "") else value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        lines.append(f"{name:<12} {text}")
+        lines.append(f"{name:<12} {escaped(text)}")  # on one line, so that a caller's name cannot forge another
     out.result(shown, "\n".join(lines))
 
 
@@ -190,7 +191,7 @@ def resolve_record(
         raise CliError(f"{id} is not unknown any more.", why, "wirecall ledger show prints its outcome")
     state = "done" if outcome else "absent"
     text = "is done: retries get its result" if outcome else "was not done: the next call with this key runs"
-    out.result({**msgspec.structs.asdict(id), "state": state}, f"{id} {text}")
+    out.result({**msgspec.structs.asdict(id), "state": state}, escaped(f"{id} {text}"))
 
 
 def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:

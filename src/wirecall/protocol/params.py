@@ -303,15 +303,24 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
     return parameters, injected, hints.get("return", Any)
 
 
+# What a Struct, a dataclass, a TypedDict and a NamedTuple have, each of them alone.
+_WITH_FIELDS = ("__struct_fields__", "__dataclass_fields__", "__total__", "_field_defaults")
+
+
 def _parts(hint: object, seen: set[object]) -> Iterator[object]:
     """Yield a type and all types in it: its arguments, and the fields of its classes."""
     yield hint
     for part in typing.get_args(hint):
         yield from _parts(part, seen)
-    is_class = isinstance(hint, type) and hint not in seen and not hasattr(hint, "model_validate")
-    if is_class and any(hasattr(hint, mark) for mark in ("__struct_fields__", "__dataclass_fields__", "__total__")):
+    behind = getattr(hint, "__supertype__", None) or getattr(hint, "__value__", None)  # NewType; a `type` statement (3.12)
+    if behind is not None and hint not in seen:
         seen.add(hint)
-        for part in typing.get_type_hints(hint, include_extras=True).values():
+        yield from _parts(behind, seen)
+    owner = typing.get_origin(hint) or hint  # of a generic class, the class itself
+    is_class = isinstance(owner, type) and owner not in seen and not hasattr(owner, "model_validate")
+    if is_class and any(hasattr(owner, mark) for mark in _WITH_FIELDS):
+        seen.add(owner)
+        for part in typing.get_type_hints(owner, include_extras=True).values():
             yield from _parts(part, seen)
 
 

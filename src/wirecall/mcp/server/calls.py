@@ -31,6 +31,7 @@ from wirecall.errors import (
     KeyRequired,
     NotCapable,
     RpcError,
+    rebuilt,
 )
 from wirecall.mcp.revisions import STATELESS, Revision
 from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
@@ -228,6 +229,13 @@ class Calls:
             return bytes(await dispatcher.call(call))
         except InputRequired as pause:
             return pause.interim
+        except RpcError as error:
+            # A call without a key has no run that knows of its commit point. A question that is refused behind it comes too
+            # late to say that nothing was done.
+            if call.key is None and peer.is_committed and error.ran == "no":
+                told = error.data if isinstance(error.data, dict) else {}
+                raise rebuilt(type(error), error.code, error.message, {**told, "ran": "unknown"}) from None
+            raise
         finally:
             peer.close()
             if call.replayed:
