@@ -50,6 +50,8 @@ class App(Declarations):
     `mode` defaults to the environment variable WIRECALL_MODE, else to "development". `ledger` is a URL; it is opened when
     the first command with a key arrives, and closed by `aclose`.
 
+    `extensions` are those of MCP that the app declares to clients: settings by id. `@app.extension_method` adds methods.
+
     For HTTP: `authenticate` takes the headers of a request and returns the caller's name, or None to refuse. `hosts` and
     `origins` are the names of the server and of the web pages that may call it, besides the loopback's. `secret` seals
     the state that clients keep for the server; processes that share it serve each other's sessions (or WIRECALL_SECRET).
@@ -68,6 +70,7 @@ class App(Declarations):
         execution: Execution | None = None,
         strict: bool = True,
         instructions: str | None = None,
+        extensions: Mapping[str, JsonObject] | None = None,
         authenticate: Authenticate | None = None,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
@@ -90,6 +93,11 @@ class App(Declarations):
         self._execution = execution
         self._strict = strict
         self.instructions = instructions
+        self._extensions: dict[str, JsonObject] = {}
+        if extensions is not None:
+            from wirecall.mcp.extensions import checked  # late: `import wirecall` stays light
+
+            self._extensions = checked(extensions)
         self._authenticate = authenticate
         self._hosts: Sequence[str] = _names("hosts", hosts)
         self._origins: Sequence[str] = _names("origins", origins)
@@ -271,7 +279,7 @@ class App(Declarations):
 
         with self._building:
             if self._catalog is None:
-                self._catalog = Catalog(self.registry)
+                self._catalog = Catalog(self.registry, self._extensions)
             return self._catalog
 
     def mcp(self) -> "Server":
