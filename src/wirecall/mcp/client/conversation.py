@@ -51,9 +51,9 @@ from wirecall.mcp.client.host import Host
 from wirecall.mcp.client.links import McpHttpLink, McpLink
 from wirecall.mcp.client.lists import Lists
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
-from wirecall.mcp.client.results import Tool
+from wirecall.mcp.client.results import Tool, read_contents
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
-from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
+from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX, Embedded
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.version import __version__
@@ -299,6 +299,19 @@ class Conversation(Dialect):
         await self.delivery.run(entry)
         return entry.result()
 
+    async def read_resource(self, uri: str, timeout: float | None = None) -> list[Embedded]:
+        """Return the contents of a resource: those that are kept while they are fresh, else new ones."""
+        kept = self.lists.contents(uri)
+        if kept is not None:
+            return kept
+        extra, before = Extra(), self.lists.changes
+        # A result that depends on answers of the user must not be kept (2026-07-28, server/utilities/caching, "Cache Key").
+        extra.read = lambda entry: read_contents(entry.raw) if extra.round else self.lists.keep(uri, entry.raw, before)
+        given = self._options.timeout if timeout is None else timeout
+        entry: Entry[list[Embedded]] = Entry("resources/read", {"uri": uri}, self.read, timeout=given, extra=extra)
+        await self.delivery.run(entry)
+        return entry.result()
+
     async def tell(self, method: str, params: JsonObject) -> None:
         """Call a method of MCP's own whose result says nothing."""
         await self.ask(method, params, lambda _raw: None)
@@ -466,7 +479,7 @@ class Conversation(Dialect):
         return set(self._subscribed.uris) if self._subscribed else set()
 
     def _changed(self, change: Change, subscription: Any) -> None:
-        self.lists.forget(change.kind)
+        self.lists.forget(change.kind, change.uri)
         self._listening.tell(change, subscription)
         if self._settings.on_change is not None:
             self._inbox.tell(self._settings.on_change, change)

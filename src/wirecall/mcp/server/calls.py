@@ -65,9 +65,16 @@ class Calls:
     """Calls the functions of a catalog."""
 
     def __init__(
-        self, catalog: Catalog, dispatcher: "Callable[[], Dispatcher]", questions: Questions, answers: Answers
+        self,
+        catalog: Catalog,
+        dispatcher: "Callable[[], Dispatcher]",
+        questions: Questions,
+        answers: Answers,
+        *,
+        is_public: bool,
     ) -> None:
         self._catalog = catalog
+        self._is_public = is_public  # all callers are anonymous
         self._dispatcher = dispatcher
         self._questions = questions
         self._answers = answers
@@ -172,7 +179,11 @@ class Calls:
         result = await self._run(peer, resource.method, arguments, read_result(resource, uri))
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
-        return result[:-1] + b',"ttlMs":0,"cacheScope":"private"}'
+        # A result that depends on the user's answers is not one of its URI alone, and must not be kept (2026-07-28,
+        # server/utilities/caching, "Cache Key").
+        ttl_ms = 0 if peer.answers else resource.ttl_ms
+        scope = b"public" if resource.is_public and self._is_public and not peer.answers else b"private"
+        return result[:-1] + b',"ttlMs":%d,"cacheScope":"%s"}' % (ttl_ms, scope)
 
     async def complete(self, peer: Peer) -> object:
         """Return the result of `completion/complete`."""
