@@ -274,6 +274,9 @@ def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
         if not _is_amount(getattr(method.terms, field)):
             yield f"{field} must be a number above 0", f"{field}={getattr(Terms(), field)}"
 
+    if method.input_schema is not None and method.signature.has_headers:
+        yield "input_schema takes the place of the function's own schema, and with it of Header", "write x-mcp-header there"
+
     # Where it is served.
     if not method.expose or not {*method.expose} <= {*EVERYWHERE}:
         why = f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them"
