@@ -17,6 +17,7 @@ def test_the_names_of_wirecall() -> None:
         "Context",
         "DomainError",
         "Done",
+        "Header",
         "Kind",
         "Limits",
         "NotDone",

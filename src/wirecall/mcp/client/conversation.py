@@ -45,14 +45,15 @@ from wirecall.errors import (
     UsageError,
     WirecallError,
 )
+from wirecall.mcp import extensions
 from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, Listening, Log
 from wirecall.mcp.client.host import Host
 from wirecall.mcp.client.links import McpHttpLink, McpLink
 from wirecall.mcp.client.lists import Lists
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
-from wirecall.mcp.client.results import Tool
+from wirecall.mcp.client.results import Tool, read_contents
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
-from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX
+from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX, Embedded
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.version import __version__
@@ -118,6 +119,7 @@ class Settings(Host, frozen=True, kw_only=True):
         if self.revision is not None and self.revision not in REVISIONS:
             known = ", ".join(REVISIONS)
             raise UsageError(f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}")
+        extensions.checked(self.extensions)
 
 
 class Conversation(Dialect):
@@ -149,6 +151,10 @@ class Conversation(Dialect):
     @property
     def is_stateless(self) -> bool:
         return self.has_rounds
+
+    def extension(self, id: str) -> JsonObject | None:
+        """Return the server's settings of an extension; None if the server has not declared it."""
+        return None if self.revision is None else extensions.declared(self.capabilities, self.revision).get(id)
 
     def _speak_on(self, link: McpLink) -> None:
         self.link = link
@@ -290,6 +296,19 @@ class Conversation(Dialect):
         """Call a method of MCP's own, and return its result as `read` makes it."""
         given, extra = self._options.timeout if timeout is None else timeout, Extra(read=lambda entry: read(entry.raw))
         entry: Entry[T] = Entry(method, params, self.read, timeout=given, extra=extra)
+        await self.delivery.run(entry)
+        return entry.result()
+
+    async def read_resource(self, uri: str, timeout: float | None = None) -> list[Embedded]:
+        """Return the contents of a resource: those that are kept while they are fresh, else new ones."""
+        kept = self.lists.contents(uri)
+        if kept is not None:
+            return kept
+        extra, before = Extra(), self.lists.changes
+        # A result that depends on answers of the user must not be kept (2026-07-28, server/utilities/caching, "Cache Key").
+        extra.read = lambda entry: read_contents(entry.raw) if extra.round else self.lists.keep(uri, entry.raw, before)
+        given = self._options.timeout if timeout is None else timeout
+        entry: Entry[list[Embedded]] = Entry("resources/read", {"uri": uri}, self.read, timeout=given, extra=extra)
         await self.delivery.run(entry)
         return entry.result()
 
@@ -460,7 +479,7 @@ class Conversation(Dialect):
         return set(self._subscribed.uris) if self._subscribed else set()
 
     def _changed(self, change: Change, subscription: Any) -> None:
-        self.lists.forget(change.kind)
+        self.lists.forget(change.kind, change.uri)
         self._listening.tell(change, subscription)
         if self._settings.on_change is not None:
             self._inbox.tell(self._settings.on_change, change)

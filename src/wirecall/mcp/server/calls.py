@@ -67,9 +67,16 @@ class Calls:
     """Calls the functions of a catalog."""
 
     def __init__(
-        self, catalog: Catalog, dispatcher: "Callable[[], Dispatcher]", questions: Questions, answers: Answers
+        self,
+        catalog: Catalog,
+        dispatcher: "Callable[[], Dispatcher]",
+        questions: Questions,
+        answers: Answers,
+        *,
+        is_public: bool,
     ) -> None:
         self._catalog = catalog
+        self._is_public = is_public  # all callers are anonymous
         self._dispatcher = dispatcher
         self._questions = questions
         self._answers = answers
@@ -174,7 +181,11 @@ class Calls:
         result = await self._run(peer, resource.method, arguments, read_result(resource, uri))
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
-        return result[:-1] + b',"ttlMs":0,"cacheScope":"private"}'
+        # A result that depends on the user's answers is not one of its URI alone, and must not be kept (2026-07-28,
+        # server/utilities/caching, "Cache Key").
+        ttl_ms = 0 if peer.answers else resource.ttl_ms
+        scope = b"public" if resource.is_public and self._is_public and not peer.answers else b"private"
+        return result[:-1] + b',"ttlMs":%d,"cacheScope":"%s"}' % (ttl_ms, scope)
 
     async def complete(self, peer: Peer) -> object:
         """Return the result of `completion/complete`."""
@@ -189,6 +200,17 @@ class Calls:
             return completed([])
         arguments = [params.argument.value, params.context.arguments][: len(method.signature.parameters)]
         return await self._run(peer, method, Raw(encode(arguments)), completed)
+
+    async def call_method(self, method: Method, peer: Peer) -> object:
+        """Return the result of a method of an extension."""
+        result = await self._run(peer, method, _NO_ARGUMENTS if peer.raw is UNSET else peer.raw, object_result(method))
+        if b'"resultType"' in result or b'"_meta"' in result:
+            members = msgspec.json.decode(result)
+            if not isinstance(members.get("_meta", {}), dict):
+                raise TypeError(f"{method.name}: _meta of its result must be an object")
+            # An extension may have result types of its own. `Answers` finds one at the beginning of a result.
+            result = encode({name: members[name] for name in sorted(members, key=lambda name: name != "resultType")})
+        return result
 
     # --- any of them -------------------------------------------------------------------------------------------------
 
@@ -357,6 +379,19 @@ def read_result(resource: ResourceEntry, uri: str) -> Callable[[Any], JsonObject
                 found = Embedded(uri, text=encode(item).decode(), mime_type=mime_type or "application/json")
             contents.append(found.contents())
         return {"contents": contents}
+
+    return shape
+
+
+def object_result(method: Method) -> Callable[[Any], object]:
+    """Return the function that makes a result of the value of an extension's method: every result of MCP is an object."""
+
+    def shape(value: Any) -> object:
+        data = b"{}" if value is None else encode(value)
+        if not data.startswith(b"{"):
+            got = type(value).__name__
+            raise TypeError(f"{method.name} must return an object (a dict, a Struct, a dataclass) or None, got {got}")
+        return Raw(data)
 
     return shape
 
