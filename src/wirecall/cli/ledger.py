@@ -79,9 +79,12 @@ def list_records(target: str | None, state: str | None, limit: int, after: str |
     if len(records) > limit:
         records = records[:limit]
         cursor = base64.urlsafe_b64encode(msgspec.json.encode(msgspec.structs.astuple(records[-1].id))).decode().rstrip("=")
-    columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES"]
+    columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES", "ANSWER"]
     rows = [
-        (each.state.value, each.id.method, each.id.key, each.id.caller, _time(each.started_at), str(each.attempts))
+        (
+            *(each.state.value, each.id.method, each.id.key, each.id.caller, _time(each.started_at), str(each.attempts)),
+            each.delivery or "-",
+        )
         for each in records
     ]
     out.result([_document(each) for each in records], lambda: out.table(columns, rows), next=cursor)
@@ -258,6 +261,7 @@ def _document(record: Record) -> JsonObject:
         "committed": record.committed,
         "started": _time(record.started_at),
         "completed": None if record.completed_at is None else _time(record.completed_at),
+        "delivery": record.delivery,  # of the answer to a call without a key
     }
 
 
