@@ -1,4 +1,4 @@
-"""A model of users who place equal orders without a key, repeat those whose answers are lost, and wait for the others.
+"""A model of users that place equal orders without a key, repeat those whose answers are lost, and wait for the others.
 
 Two processes serve them over one ledger. Answers are written, and marked a little later; callers hang up; processes die with
 all that they know. Whatever happens, there are not more effects than orders, and no two users get the answer of one effect.
