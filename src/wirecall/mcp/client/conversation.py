@@ -21,9 +21,10 @@ For every call the conversation decides whether it is confirmed first, whether i
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -45,6 +46,7 @@ from wirecall.errors import (
     UsageError,
     WirecallError,
 )
+from wirecall.logs import logger
 from wirecall.mcp import extensions
 from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, Listening, Log
 from wirecall.mcp.client.host import Host
@@ -57,6 +59,9 @@ from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX, Embedded
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.version import __version__
+
+if TYPE_CHECKING:
+    from wirecall.tracing import ClientCall
 
 T = TypeVar("T")
 Trust: TypeAlias = bool | Callable[[Tool], bool]
@@ -98,6 +103,7 @@ class Extra(Struct):
     round: JsonObject = {}  # `inputResponses` and `requestState` of this attempt
     rounds: int = 0
     is_mended: bool = False
+    trace: "ClientCall | None" = None
 
 
 _kind_of = msgspec.json.Decoder(_Kind).decode
@@ -114,6 +120,7 @@ class Settings(Host, frozen=True, kw_only=True):
     on_log: Callable[[Log], object] | None = None
     on_change: Callable[[Change], object] | None = None
     identity: Mapping[str, Any] | None = None
+    baggage: bool = False
 
     def __post_init__(self) -> None:
         if self.revision is not None and self.revision not in REVISIONS:
@@ -139,6 +146,7 @@ class Conversation(Dialect):
         self._me = Raw(encode(dict(settings.identity or {"name": "wirecall", "version": __version__})))
         self._pinned = None if settings.revision is None else REVISIONS[settings.revision]
         self._has_tried_arrays = False
+        self._can_trace = True
         self._level: str | None = None
         self._seal({})
         self._inbox = Inbox(settings, lambda message: self.link.send(message), settings.on_log, self._changed)
@@ -179,6 +187,7 @@ class Conversation(Dialect):
             except CallFailed:
                 raise refusal from None
             await self.link.aclose()
+            older.url = self.link.url
             self._speak_on(older)
             self.delivery.link = self._options.wrap(older)
             agreed = await self._handshake().initialize(self._pinned or HANDSHAKE[-1])
@@ -325,10 +334,35 @@ class Conversation(Dialect):
             entry.extra = Extra()
 
     async def prepare(self, entry: AnyEntry) -> None:
-        if entry.method != "tools/call":
+        if entry.method == "tools/call":
+            await self._prepare_tool(entry)
+        else:
             entry.key = entry.key if isinstance(entry.key, str) else None
             entry.safe = entry.method.startswith(_READS) or entry.query is True
-            return
+        # A program that traces has imported OpenTelemetry. The span begins here, where the caller's one is the current one.
+        if "opentelemetry.trace" in sys.modules and self._can_trace:
+            try:
+                from wirecall.tracing import ClientCall
+
+                entry.extra.trace = ClientCall(
+                    entry.method,
+                    entry.params,
+                    revision=None if self.revision is None else self.revision.name,
+                    url=self.link.url,
+                    baggage=self._settings.baggage,
+                )
+            except Exception as error:  # an OpenTelemetry that is too old must not stop a call
+                self._can_trace = False
+                logger.warning("calls are not traced: %s", error)
+
+    def ended(self, entry: AnyEntry) -> None:
+        extra: Extra | None = entry.extra
+        if extra is not None and extra.trace is not None:
+            error = entry.error if entry.is_settled else asyncio.CancelledError()
+            extra.trace.end(entry.id, error, entry.raw)
+            extra.trace = None
+
+    async def _prepare_tool(self, entry: AnyEntry) -> None:
         params = entry.params or {}
         name, arguments = str(params.get("name")), params.get("arguments")
         confirm = self._settings.confirm
@@ -379,6 +413,8 @@ class Conversation(Dialect):
         members: JsonObject = {**entry.params} if entry.params else {}
         extra: Extra = entry.extra
         own: JsonObject = members.get("_meta", {})
+        if extra.trace is not None:
+            own = {**extra.trace.meta, **own}
         if entry.key is not None and entry.method == "tools/call":
             own = {**own, KEY_META: entry.key}
         if extra.follower is not None:
