@@ -85,6 +85,7 @@ _TABLE: Final = {
     "resource not found":                           "-32002      -32002      -32002      -32002      -32602",
     "bad arguments":                                "error       error       error       result      result",
     "capability of the client missing":             "result      result      result      result      error",
+    "visit required":                               "-           -           -           -32042      -",
 
     # --- Streamable HTTP
     "http version header":                          "-           -           +           +           +",

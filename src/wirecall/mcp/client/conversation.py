@@ -8,6 +8,10 @@ answers, the server's state exactly as it came, a new id and the same key. A ref
 lists the tools anew, one for the version (-32022) takes one that the server lists; both once, and both are safe: nothing has
 run.
 
+At 2025-11-25 a server may refuse a call until the user has visited a page (-32042). The host's `elicit_url` leads the user
+there, and the call goes again at once. If the server refuses it again, the client waits until the server reports that the
+visit is complete (`notifications/elicitation/complete`), at most for the time of the call, and tries once more.
+
 For every call the conversation decides whether it is confirmed first, whether it has a key, and whether it may be repeated:
 
 1. Lists, resources, prompts and completions only read, and are repeated.
@@ -24,7 +28,7 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -44,6 +48,7 @@ from wirecall.errors import (
     TimedOut,
     UnknownVersion,
     UsageError,
+    VisitRequired,
     WirecallError,
 )
 from wirecall.logs import logger
@@ -90,6 +95,19 @@ class _Asked(Struct, rename="camel"):
     request_state: Any = UNSET
 
 
+class _Visit(Struct, rename="camel"):
+    """A page that the user has to visit before a call (-32042)."""
+
+    elicitation_id: str
+    url: str
+    message: str = ""
+    mode: Literal["url"] = "url"
+
+
+class _Visits(Struct):
+    elicitations: list[_Visit]
+
+
 class _Kind(Struct, rename="camel"):
     result_type: str = "complete"  # what older servers leave out (2026-07-28, basic)
 
@@ -103,6 +121,8 @@ class Extra(Struct):
     round: JsonObject = {}  # `inputResponses` and `requestState` of this attempt
     rounds: int = 0
     is_mended: bool = False
+    visits: dict[str, asyncio.Event] = {}  # that the user has agreed to, by id; set when the server reports one as complete
+    has_waited: bool = False  # for the last of them
     trace: "ClientCall | None" = None
 
 
@@ -135,7 +155,7 @@ class Conversation(Dialect):
     def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
         self.link = link
         self.revision: Revision | None = None  # None: nothing is agreed yet
-        self.has_rounds = False
+        self.is_stateless = False
         self.honours_keys = False  # the server says that of the calls of a tool with one key, one runs
         self.server: JsonObject = {}
         self.capabilities: JsonObject = {}
@@ -155,10 +175,6 @@ class Conversation(Dialect):
         self._inbox.cancelled = self._listening.cancelled
         self._subscribed: Changes | None = None
         self._speak_on(link)
-
-    @property
-    def is_stateless(self) -> bool:
-        return self.has_rounds
 
     def extension(self, id: str) -> JsonObject | None:
         """Return the server's settings of an extension; None if the server has not declared it."""
@@ -225,7 +241,8 @@ class Conversation(Dialect):
         """Speak as was agreed."""
         revision = agreed.revision
         self.revision = self.link.revision = self._inbox.revision = revision
-        self.has_rounds = self._listening.is_stateless = revision.is_stateless
+        self.is_stateless = self._listening.is_stateless = revision.is_stateless
+        self.has_rounds = revision.is_stateless or revision.has("visit required")
         self.server, self.capabilities, self.instructions = agreed.server, agreed.capabilities, agreed.instructions
         experimental = agreed.capabilities.get("experimental")
         self.honours_keys = isinstance(experimental, dict) and KEYS_CAPABILITY in experimental
@@ -430,7 +447,7 @@ class Conversation(Dialect):
 
     def read(self, entry: AnyEntry) -> Any:
         extra: Extra = entry.extra
-        if self.has_rounds:
+        if self.is_stateless:
             try:
                 kind = _kind_of(entry.raw).result_type
                 # A result of an unknown type is invalid (2026-07-28, basic).
@@ -467,6 +484,8 @@ class Conversation(Dialect):
             extra.round = {**({"inputResponses": answers} if answers else {}), **state}
             entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
             return True
+        if isinstance(error, VisitRequired) and self.revision is not None and self.revision.has("visit required"):
+            return await self._visit(entry, error)
         if extra.is_mended:
             return False
         extra.is_mended = True
@@ -484,6 +503,42 @@ class Conversation(Dialect):
                 self._seal(self._describe(listed[-1]))
                 return True
         return False
+
+    async def _visit(self, entry: AnyEntry, error: VisitRequired) -> bool:
+        """Lead the user to the pages that a call needs; return whether it is to be sent again."""
+        extra: Extra = entry.extra
+        if self._settings.elicit_url is None:
+            return False
+        # Step 1: a visit that the user has agreed to, and that is not complete yet.
+        pending = [complete for complete in extra.visits.values() if not complete.is_set()]
+        if pending and not extra.has_waited:
+            extra.has_waited = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(entry.timeout):
+                    for complete in pending:
+                        await complete.wait()
+            entry.deadline = self._options.clock.time() + entry.timeout
+            return True
+        # Step 2: pages that the user has not been asked about yet.
+        try:
+            wanted = msgspec.convert(error.data, _Visits).elicitations
+            new = [visit for visit in wanted if visit.elicitation_id not in extra.visits]
+            for visit in new:
+                # Before the handler is asked: the server may report the end of a visit while the handler still waits for it.
+                id = visit.elicitation_id
+                extra.visits[id] = self._inbox.visits.setdefault(id, asyncio.Event())
+                agreed = await self._settings.answer("elicitation/create", Raw(encode(visit)))
+                if agreed["action"] != "accept":
+                    return False
+        except msgspec.ValidationError as problem:
+            entry.fail(BadAnswer(f"{entry.method}: the server requires a visit and does not say where: {problem}", ran="no"))
+            return False
+        except RpcError as refusal:
+            entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {refusal}", ran="no"))
+            return False
+        extra.has_waited = False
+        entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+        return bool(new)
 
     async def set_log_level(self, level: str) -> None:
         """Ask for log messages from this level upwards, in this session and the next."""
