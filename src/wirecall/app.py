@@ -52,6 +52,8 @@ class App(Declarations):
     the first command arrives, and closed by `aclose`. `single_user` says that all anonymous calls come from one user: then
     a call that repeats a lost one is recognised without authentication.
 
+    `extensions` are those of MCP that the app declares to clients: settings by id. `@app.extension_method` adds methods.
+
     For HTTP: `authenticate` takes the headers of a request and returns the caller's name, or None to refuse. `hosts` and
     `origins` are the names of the server and of the web pages that may call it, besides the loopback's. `secret` seals
     the state that clients keep for the server; processes that share it serve each other's sessions (or WIRECALL_SECRET).
@@ -70,6 +72,7 @@ class App(Declarations):
         execution: Execution | None = None,
         strict: bool = True,
         instructions: str | None = None,
+        extensions: Mapping[str, JsonObject] | None = None,
         authenticate: Authenticate | None = None,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
@@ -94,6 +97,11 @@ class App(Declarations):
         self._strict = strict
         self._single_user = single_user
         self.instructions = instructions
+        self._extensions: dict[str, JsonObject] = {}
+        if extensions is not None:
+            from wirecall.mcp.extensions import checked  # late: `import wirecall` stays light
+
+            self._extensions = checked(extensions)
         self._authenticate = authenticate
         self._hosts: Sequence[str] = _names("hosts", hosts)
         self._origins: Sequence[str] = _names("origins", origins)
@@ -291,7 +299,7 @@ class App(Declarations):
 
         with self._building:
             if self._catalog is None:
-                self._catalog = Catalog(self.registry)
+                self._catalog = Catalog(self.registry, self._extensions)
             return self._catalog
 
     def mcp(self) -> "Server":

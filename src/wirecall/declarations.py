@@ -1,4 +1,4 @@
-"""The decorators of an app: its methods, and its prompts, resources and completions for MCP clients.
+"""The decorators of an app: its methods, and for MCP clients its prompts, resources, completions and methods of extensions.
 
 1. A decorator registers the function it is given and returns it unchanged; `query`, `command`, `tool` and `prompt` work bare
    and with arguments. The overloads are for people and type checkers: they name every argument with its default. All the
@@ -206,6 +206,30 @@ class Declarations:
         def register(function: F) -> F:
             method = self._query(function, f"completion/complete:{of}:{argument}", {})
             self.catalog().add_completion(method, of, argument)
+            return function
+
+        return register
+
+    def extension_method(
+        self, name: str, /, *, extension: str, timeout: float | None = None, blocking: bool = False
+    ) -> Callable[[F], F]:
+        """Register a function as a method of an MCP extension, for the clients that declare the extension.
+
+        The params of the request are the function's parameters, and its result is an object: a dict, a Struct, a dataclass.
+        `App(extensions=...)` declares the extension. Keys and the ledger are for commands: a function that changes something
+        runs once for each request, as often as that is sent.
+        """
+
+        def register(function: F) -> F:
+            method = self._query(function, name, {"timeout": timeout, "blocking": blocking})
+            kind = method.signature.result_schema.get("type", "object")
+            if kind not in ("object", "null"):
+                raise UsageError(
+                    f"{name!r} returns {kind}, not an object.",
+                    "every result of MCP is an object",
+                    "return a dict or a Struct",
+                )
+            self.catalog().add_method(method, extension)
             return function
 
         return register

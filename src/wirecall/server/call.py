@@ -55,6 +55,18 @@ class Running(Protocol):
     def commit_point(self) -> "Awaitable[None]": ...
 
 
+class ClientInfo(Struct, frozen=True):
+    """The program that calls, in its own words: wirecall does not verify them."""
+
+    name: str | None = None
+    version: str | None = None
+    extensions: dict[str, JsonObject] = {}  # settings by id, as the client declares them
+
+    def extension(self, id: str) -> JsonObject | None:
+        """Return the client's settings of an MCP extension, `{}` if it has none; None if it has not declared it."""
+        return self.extensions.get(id)
+
+
 class Remote(Protocol):
     """The MCP client behind a call."""
 
@@ -66,6 +78,8 @@ class Remote(Protocol):
     def revision(self) -> str: ...
     @property
     def capabilities(self) -> JsonObject: ...
+    @property
+    def client(self) -> ClientInfo: ...
     @property
     def meta(self) -> JsonObject: ...
     def progress(self, progress: float, total: float | None, message: str | None) -> "Awaitable[None]": ...
@@ -224,6 +238,11 @@ class Context:
     def revision(self) -> str | None:
         """The revision of MCP that the caller speaks; None for plain JSON-RPC."""
         return self._call.peer.revision if self._call.peer else None
+
+    @property
+    def client(self) -> ClientInfo:
+        """The client's name and version, and its extensions: `ctx.client.extension("com.example/loyalty")`."""
+        return self._call.peer.client if self._call.peer else ClientInfo()
 
     @property
     def client_capabilities(self) -> JsonObject:

@@ -187,6 +187,7 @@ class Registry:
     def __init__(self) -> None:
         self.methods: dict[str, Method] = {}
         self.tools: dict[str, Method] = {}
+        self.taken: set[str] = set()  # by methods of MCP's extensions: on stdio they share one line with JSON-RPC
 
     def add(self, method: Method) -> None:
         first = self.methods.get(method.name) or self.tools.get(method.name)
@@ -195,6 +196,12 @@ class Registry:
                 f"There is already a method called {method.name!r}.",
                 f"{first!r} was registered first",
                 'give one of them another name: @app.query(name="...")',
+            )
+        if "rpc" in method.expose and method.name in self.taken:
+            raise UsageError(
+                f"{method.name!r} cannot be registered.",
+                "a method of an MCP extension has the same name, and both are served on one line",
+                'give one of them another name, or serve it as a tool alone: expose=("mcp",)',
             )
         if "rpc" in method.expose:
             self.methods[method.name] = method

@@ -47,6 +47,10 @@ class McpClient(Client):
         """What the server says it can do."""
         return self._conversation.capabilities
 
+    def extension(self, id: str) -> JsonObject | None:
+        """Return the server's settings of an extension, `{}` if it has none; None if the server does not declare it."""
+        return self._conversation.extension(id)
+
     @property
     def instructions(self) -> str | None:
         """What the server says to a model that uses it."""
@@ -225,6 +229,10 @@ class SyncMcpClient(SyncClient):
     def capabilities(self) -> JsonObject:
         """What the server says it can do."""
         return self._mcp.capabilities
+
+    def extension(self, id: str) -> JsonObject | None:
+        """Return the server's settings of an extension, `{}` if it has none; None if the server does not declare it."""
+        return self._mcp.extension(id)
 
     @property
     def instructions(self) -> str | None:

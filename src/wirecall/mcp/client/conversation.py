@@ -45,6 +45,7 @@ from wirecall.errors import (
     UsageError,
     WirecallError,
 )
+from wirecall.mcp import extensions
 from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, Listening, Log
 from wirecall.mcp.client.host import Host
 from wirecall.mcp.client.links import McpHttpLink, McpLink
@@ -118,6 +119,7 @@ class Settings(Host, frozen=True, kw_only=True):
         if self.revision is not None and self.revision not in REVISIONS:
             known = ", ".join(REVISIONS)
             raise UsageError(f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}")
+        extensions.checked(self.extensions)
 
 
 class Conversation(Dialect):
@@ -149,6 +151,10 @@ class Conversation(Dialect):
     @property
     def is_stateless(self) -> bool:
         return self.has_rounds
+
+    def extension(self, id: str) -> JsonObject | None:
+        """Return the server's settings of an extension; None if the server has not declared it."""
+        return None if self.revision is None else extensions.declared(self.capabilities, self.revision).get(id)
 
     def _speak_on(self, link: McpLink) -> None:
         self.link = link

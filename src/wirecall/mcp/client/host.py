@@ -13,7 +13,7 @@ A handler is a function or a coroutine function.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -77,9 +77,10 @@ class Host(Struct, frozen=True, kw_only=True):
     elicit: Elicit | None = None
     elicit_url: ElicitUrl | None = None
     roots: Roots | None = None
+    extensions: Mapping[str, JsonObject] = {}  # settings by id
 
     def capabilities(self, revision: Revision) -> JsonObject:
-        """Return what is declared to a server: what there is a handler for, as far as the revision knows it."""
+        """Return what is declared to a server: what there is a handler for, as far as the revision knows it; extensions."""
         handlers = {"form": self.elicit, "url": self.elicit_url}
         modes: JsonObject = {mode: {} for mode, handler in handlers.items() if handler}
         has_modes = revision.has("ask elicitation url")
@@ -90,6 +91,8 @@ class Host(Struct, frozen=True, kw_only=True):
             declared["elicitation"] = modes if has_modes else {}
         if self.roots is not None and revision.has("ask roots/list"):
             declared["roots"] = {}
+        if self.extensions and revision.has("capability extensions"):
+            declared["extensions"] = self.extensions
         return declared
 
     async def answer(self, method: str, params: Raw | UnsetType) -> JsonObject:

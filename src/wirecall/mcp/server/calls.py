@@ -189,6 +189,17 @@ class Calls:
         arguments = [params.argument.value, params.context.arguments][: len(method.signature.parameters)]
         return await self._run(peer, method, Raw(encode(arguments)), completed)
 
+    async def call_method(self, method: Method, peer: Peer) -> object:
+        """Return the result of a method of an extension."""
+        result = await self._run(peer, method, _NO_ARGUMENTS if peer.raw is UNSET else peer.raw, object_result(method))
+        if b'"resultType"' in result or b'"_meta"' in result:
+            members = msgspec.json.decode(result)
+            if not isinstance(members.get("_meta", {}), dict):
+                raise TypeError(f"{method.name}: _meta of its result must be an object")
+            # An extension may have result types of its own. `Answers` finds one at the beginning of a result.
+            result = encode({name: members[name] for name in sorted(members, key=lambda name: name != "resultType")})
+        return result
+
     # --- any of them -------------------------------------------------------------------------------------------------
 
     async def _run(
@@ -349,6 +360,19 @@ def read_result(resource: ResourceEntry, uri: str) -> Callable[[Any], JsonObject
                 found = Embedded(uri, text=encode(item).decode(), mime_type=mime_type or "application/json")
             contents.append(found.contents())
         return {"contents": contents}
+
+    return shape
+
+
+def object_result(method: Method) -> Callable[[Any], object]:
+    """Return the function that makes a result of the value of an extension's method: every result of MCP is an object."""
+
+    def shape(value: Any) -> object:
+        data = b"{}" if value is None else encode(value)
+        if not data.startswith(b"{"):
+            got = type(value).__name__
+            raise TypeError(f"{method.name} must return an object (a dict, a Struct, a dataclass) or None, got {got}")
+        return Raw(data)
 
     return shape
 

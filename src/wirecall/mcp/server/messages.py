@@ -25,6 +25,7 @@ from wirecall.protocol.messages import Envelope, ErrorObject, Invalid, Limits, e
 Id = int | str
 
 INPUT_REQUIRED = b'{"resultType":"input_required"'  # how a result begins that is a question
+_TYPED = b'{"resultType":'  # how a result begins that says itself of which type it is
 
 
 class ClientAnswer(Struct, frozen=True):
@@ -145,10 +146,8 @@ class Answers:
         if revision.has_result_type:
             if data == b"{}":
                 data = b"{" + self._stamp + b"}"
-            elif data.startswith(INPUT_REQUIRED):
-                data = b"{" + self._only_meta + b"," + data[1:]
             elif b'"_meta"' not in data:
-                data = b"{" + self._stamp + b"," + data[1:]
+                data = b"{" + (self._only_meta if data.startswith(_TYPED) else self._stamp) + b"," + data[1:]
             else:
                 members = msgspec.json.decode(data)
                 meta = {**members.get("_meta", {}), f"{PREFIX}serverInfo": self._info}

@@ -33,14 +33,15 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
 from wirecall.logs import logger
+from wirecall.mcp.extensions import declared
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.forms import RequestedForm, form_of
 from wirecall.mcp.server.messages import Id
 from wirecall.mcp.server.seals import Seals
-from wirecall.mcp.types import LEVELS, Elicited, Message, Params, Resumed, Roots, Sampled, block
+from wirecall.mcp.types import LEVELS, PREFIX, Elicited, Message, Params, Resumed, Roots, Sampled, block
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
 from wirecall.protocol.sending import Sending
-from wirecall.server.call import Call, InputRequired
+from wirecall.server.call import Call, ClientInfo, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
 
@@ -51,6 +52,7 @@ T = TypeVar("T")
 
 RETRY_AFTER_MS = 1000  # while a person answers
 STATE_LIFETIME = 3600.0  # seconds; a person may take this long to answer a question
+LONGEST_NAME = 100  # characters of a client's name or version that are kept
 
 # Ids of our questions, different in every process: an answer may reach another one.
 _PREFIX = os.urandom(4).hex()
@@ -113,9 +115,15 @@ class Session(Struct, eq=False):
     calls: dict[Id, asyncio.Task[object]] = {}  # what it may cancel
     subscriptions: set[str] = set()  # URIs of resources
     waiting: int = 0  # calls that wait for its answers
+    client: dict[str, str] | None = None  # its name and version, from `initialize`
     # Questions that it has not answered yet. An error is a value of the future and not its exception: asyncio reports an
     # exception that is not retrieved, and a call that is cancelled in the same moment does not retrieve it.
     asked: "dict[Id, tuple[Peer, asyncio.Future[Raw | RpcError]]]" = {}
+
+    @property
+    def extensions(self) -> dict[str, JsonObject]:
+        """Return the extensions that the client declares in this session or, at 2026-07-28, in this request."""
+        return declared(self.capabilities, self.revision)
 
     async def request(self, peer: "Peer", method: str, params: JsonObject) -> Raw:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
@@ -169,6 +177,12 @@ def described_session(params: Params, calls: "dict[Id, asyncio.Task[object]] | N
     assert meta is not UNSET and meta.version is not UNSET and meta.capabilities is not UNSET  # `Server.described`
     level = None if meta.level is UNSET else meta.level
     return Session(REVISIONS[meta.version], meta.capabilities, level, {} if calls is None else calls)
+
+
+def named_client(info: object) -> dict[str, str]:
+    """Return the name and version in a client's description of itself, as far as they are texts."""
+    members = info if isinstance(info, dict) else {}
+    return {name: members[name][:LONGEST_NAME] for name in ("name", "version") if isinstance(members.get(name), str)}
 
 
 class _State(Struct):
@@ -311,6 +325,12 @@ class Peer(Struct, eq=False):
         return self.session.capabilities
 
     @property
+    def client(self) -> ClientInfo:
+        session = self.session
+        told = named_client(self.meta.get(f"{PREFIX}clientInfo")) if session.revision.is_stateless else session.client or {}
+        return ClientInfo(told.get("name"), told.get("version"), session.extensions)
+
+    @property
     def meta(self) -> JsonObject:
         params = {} if self.raw is UNSET else decode_any(self.raw)
         meta = params.get("_meta") if isinstance(params, dict) else None
@@ -388,6 +408,9 @@ class Peer(Struct, eq=False):
             check_capability(self.session, question.method, question.params)
         if self.session.revision.is_stateless:
             missing = [question for question in questions if question.key not in self.answers]
+            if missing and self.about is None:
+                why = "at 2026-07-28 only tools, prompts and resources can ask (basic/patterns/mrtr)"
+                raise UsageError("The handler asked its client.", why, "ask in a tool")
             if missing and self.is_committed:
                 why = "the client's answer starts it from the top, and its effect would happen again"
                 raise UsageError("The handler asked its client after its commit point.", why, "ask before it")
