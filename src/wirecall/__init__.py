@@ -4,7 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
 from wirecall.app import App
-from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
+from wirecall.errors import (
+    CallFailed,
+    DomainError,
+    ProtocolError,
+    RpcError,
+    ToolError,
+    Unauthorized,
+    UsageError,
+    WirecallError,
+)
 from wirecall.protocol.messages import Limits
 from wirecall.server.call import Context
 from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
@@ -24,6 +33,7 @@ __all__ = [
     "Kind",
     "Limits",
     "NotDone",
+    "ProtocolError",
     "Retry",
     "RpcError",
     "ToolAnnotations",

@@ -21,6 +21,7 @@ from wirecall.server.method import (
     Method,
     OnCrash,
     Registry,
+    TaskRule,
     Terms,
     ToolAnnotations,
 )
@@ -55,6 +56,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -86,6 +89,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -125,6 +130,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
     ) -> Callable[[F], F]: ...
     def tool(
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any

@@ -141,7 +141,7 @@ def reason(check: dict[str, Any]) -> str:
 def run_scenario(revision: str, scenario: str, url: str) -> bool:
     """Run one scenario and print its checks as they are, with the messages that the suite keeps in `details`."""
     with tempfile.TemporaryDirectory() as folder:
-        run = suite("server", "--url", url, "--scenario", scenario, "--spec-version", revision, "-o", folder)
+        run = suite("server", "--url", url, "--scenario", scenario, "--spec-version", revision, "--force", "-o", folder)
         checks = read_results(Path(folder)).get(scenario, [])
     for check in checks:
         print(f"{check['status']:8} [{check['id']}] {check['description']}")

@@ -269,7 +269,7 @@ class Ledger(Protocol):
         ...
 
     async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
-        """Make a task of a RUNNING record, with version 1; it is neither ready nor over. The store forgets it after `ttl`."""
+        """Make a task of a RUNNING record, of version 1, neither ready nor over. It is forgotten after `ttl` seconds."""
         ...
 
     async def task(self, id: str) -> Task | None:
