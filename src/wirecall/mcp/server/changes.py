@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_PENDING = 1000  # messages that a listener has not taken
 MAX_SUBSCRIPTIONS = 1000
+MAX_TASKS = 100  # of one listener: the ledger is asked for each, every few seconds
 MAX_SUBSCRIBED = 128 << 10  # characters of all URIs of a session
 
 
@@ -155,7 +156,7 @@ async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", peer: "Peer") -> 
         if TASKS not in peer.session.extensions:
             needed: JsonObject = {"extensions": {TASKS: {}}}
             raise NotCapable(f"taskIds: the client has not declared {TASKS}", requiredCapabilities=needed)
-        honoured["taskIds"] = await tasks.known(asked.task_ids[:MAX_SUBSCRIPTIONS], peer.caller)
+        honoured["taskIds"] = await tasks.known(asked.task_ids[:MAX_TASKS], peer.caller)
     uris = frozenset(honoured.get("resourceSubscriptions", ()))
     meta = {f"{PREFIX}subscriptionId": peer.id}
     listener = Listener(lambda kind, uri: uri in uris if kind == "updated" else f"{kind}ListChanged" in honoured, meta)

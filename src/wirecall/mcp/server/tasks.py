@@ -21,8 +21,7 @@ import os
 import random
 import time
 from base64 import urlsafe_b64encode
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -155,10 +154,11 @@ class Work:
 
             def edit(document: Document) -> bool:
                 document.message = self.document.message
-                return self.id in self._tasks.works
+                return True
 
             try:
-                await self._tasks.change(self.id, edit)
+                if self.id in self._tasks.works:  # else the leg is over
+                    await self._tasks.change(self.id, edit)
             except LedgerDown as error:
                 logger.warning("the status of task %s was not written: %s", self.id, error)
 
@@ -246,6 +246,7 @@ class Tasks:
         self._hub = hub
         self._limits = limits
         self._adopting: asyncio.TimerHandle | None = None
+        self._is_closed = False
         hub.on_task = self._heard
 
     @property
@@ -338,16 +339,15 @@ class Tasks:
 
     def open(self) -> None:
         """Look for tasks to adopt, now and from now on."""
+        self._is_closed = False
         self.watch()
         self.dispatcher().commands.start(self.adopt())
 
     def watch(self) -> None:
         """Look for tasks to adopt every half lease."""
-        if self._adopting is None:
-            lease = min(
-                (method.terms.lease for method in self._catalog.tools.values() if method.task is not None), default=30
-            )
-            delay = lease / 2 * random.uniform(0.5, 1.0)
+        if self._adopting is None and not self._is_closed:
+            leases = (method.terms.lease for method in self._catalog.tools.values() if method.task is not None)
+            delay = min(leases, default=30) / 2 * random.uniform(0.5, 1.0)
             self._adopting = asyncio.get_running_loop().call_later(delay, self._adopt_soon)
 
     def _adopt_soon(self) -> None:
@@ -367,6 +367,7 @@ class Tasks:
 
     def close(self) -> None:
         """Adopt nothing more."""
+        self._is_closed = True
         if self._adopting is not None:
             self._adopting.cancel()
             self._adopting = None
@@ -521,11 +522,22 @@ class Tasks:
         self, ids: frozenset[str], caller: str, send: Callable[[JsonObject], Coroutine[Any, Any, None]]
     ) -> None:
         """Send every change of some tasks, beginning with their present states; ends when the coroutine is cancelled."""
-        with self._listening(ids) as listener:
-            told: dict[str, bytes] = {}
+        changed = set(ids)
+
+        def wants(kind: str, uri: str | None) -> bool:
+            if kind != "task" or uri not in ids:
+                return False
+            changed.add(uri)
+            return True
+
+        told: dict[str, bytes] = {}
+        listener = Listener(wants)
+        self._hub.add(listener)
+        try:
             while True:
                 pause = LAST_POLL_MS
-                for id in ids:
+                for id in changed.copy():
+                    changed.discard(id)
                     try:
                         state = await self._told(await self._find(caller, id))
                     except RpcError:  # it is forgotten, or the ledger is down: the client asks for itself
@@ -535,17 +547,9 @@ class Tasks:
                         told[id] = now
                         await send(state)
                 try:
-                    # Tasks of other hosts change without a word.
                     await asyncio.wait_for(listener.next(), pause / 1000)
                 except TimeoutError:
-                    continue
-
-    @contextmanager
-    def _listening(self, ids: frozenset[str]) -> Iterator[Listener]:
-        listener = Listener(lambda kind, uri: kind == "task" and uri in ids)
-        self._hub.add(listener)
-        try:
-            yield listener
+                    changed.update(ids)  # tasks of other hosts change without a word
         finally:
             self._hub.remove(listener)
 
