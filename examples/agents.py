@@ -1,7 +1,7 @@
 """The official MCP client calls a wirecall server, loses an answer, and calls again: one effect, and no key was sent.
 
-    python examples/agents.py            the client, which starts the server
-    python examples/agents.py --serve    the server alone, on stdin and stdout
+python examples/agents.py            the client, which starts the server
+python examples/agents.py --serve    the server alone, on stdin and stdout
 """
 
 import asyncio

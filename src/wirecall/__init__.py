@@ -4,7 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
 from wirecall.app import App
-from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
+from wirecall.errors import (
+    CallFailed,
+    DomainError,
+    ProtocolError,
+    RpcError,
+    ToolError,
+    Unauthorized,
+    UsageError,
+    WirecallError,
+)
 from wirecall.protocol.messages import Limits
 from wirecall.protocol.params import Header
 from wirecall.server.call import Context
@@ -26,6 +35,7 @@ __all__ = [
     "Kind",
     "Limits",
     "NotDone",
+    "ProtocolError",
     "Retry",
     "RpcError",
     "ToolAnnotations",

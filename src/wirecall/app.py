@@ -204,6 +204,10 @@ class App(Declarations):
             await endpoint.aclose(grace / 4)
             await self.aclose(grace * 3 / 4)
 
+        async def startup() -> None:
+            await endpoint.open()
+            self._adopt_tasks()
+
         return HttpServer(
             {
                 "/rpc": rpc_endpoint(self._answer),
@@ -214,7 +218,7 @@ class App(Declarations):
             authenticate=self._authenticate,
             hosts=self._hosts,
             origins=self._origins,
-            startup=endpoint.open,
+            startup=startup,
             shutdown=shutdown,
         )
 
@@ -259,6 +263,7 @@ class App(Declarations):
         """Return a connection of lines, as on stdio; `client.connect` and the command line open one in memory."""
         from wirecall.mcp.server.lines import PIPE, StdioConnection
 
+        self._adopt_tasks()
         return StdioConnection(
             send,
             self.mcp(),
@@ -321,6 +326,7 @@ class App(Declarations):
                     catalog,
                     self._serving,
                     Seals(self._secret),
+                    self.ledger,
                     list_ttl_ms=self._list_ttl_ms,
                     is_public=self._authenticate is None,
                     limits=self.limits,
@@ -365,8 +371,15 @@ class App(Declarations):
                 )
             return self._dispatcher
 
+    def _adopt_tasks(self) -> None:
+        """Look for tasks that other processes have left, from now on."""
+        if any(method.task is not None for method in self.registry.tools.values()):
+            self.mcp().tasks.open()
+
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish the calls in flight, within `grace` seconds, and close the ledger."""
+        if self._mcp is not None:
+            self._mcp.tasks.close()
         ends_at = time.monotonic() + grace
         dispatcher = self._dispatcher
         if dispatcher is not None:
@@ -383,6 +396,7 @@ class App(Declarations):
             self._dispatcher = None  # the next call makes another
 
     async def __aenter__(self) -> "App":
+        self._adopt_tasks()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -21,6 +21,7 @@ from wirecall.server.method import (
     Method,
     OnCrash,
     Registry,
+    TaskRule,
     Terms,
     ToolAnnotations,
 )
@@ -57,6 +58,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -88,6 +91,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -127,6 +132,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
     ) -> Callable[[F], F]: ...
     def tool(
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any

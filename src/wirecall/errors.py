@@ -17,6 +17,7 @@
     └── RpcError                   an error as it travels: code, message, data
         ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
         │   └── ToolError          the same for a tool, where only the text counts
+        ├── ProtocolError          a handler's own answer as an error of the protocol, also where a tool's would be a result
         └── FixedError             code and message given by the class, the rest in data
             ├── ParseError         -32700
             ├── InvalidRequest     -32600
@@ -207,6 +208,10 @@ class ToolError(DomainError):
 
     def __init__(self, message: str, data: Any = None, code: int = 40000) -> None:
         super().__init__(code, message, data)
+
+
+class ProtocolError(RpcError):
+    """The error with which a tool ends its call as JSON-RPC does, instead of a result that its model reads."""
 
 
 class FixedError(RpcError):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from msgspec import Raw, Struct
 
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State, Token
-from wirecall.server.call import Passed
+from wirecall.server.call import Detachable, Passed
 from wirecall.stepping import run_now
 
 if TYPE_CHECKING:
@@ -175,8 +175,10 @@ class Run(Struct, eq=False):
     token: Token | None = None
     attempt: int = 1
     fence: int = 0
+    started_at: float = 0.0
     db: object = None
     answers: bool = False  # without a client's key: the record counts this run's answer as the one on its way
+    task: Detachable | None = None  # where the call can become a task
     ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
 
     def to(self, event: RunEvent) -> None:
@@ -215,6 +217,7 @@ class Run(Struct, eq=False):
         self.token = record.token
         self.attempt = record.attempts
         self.fence = record.fence
+        self.started_at = record.started_at
 
     def begin(self) -> None:
         """Begin the handler, unless the run was cancelled before."""

@@ -15,7 +15,17 @@ The first word of a row says what it is about:
 
 from typing import Final
 
-from wirecall.errors import BadInput, FixedError, InternalError, InvalidParams, KeyInvalid, KeyRequired, NotCapable, RpcError
+from wirecall.errors import (
+    BadInput,
+    FixedError,
+    InternalError,
+    InvalidParams,
+    KeyInvalid,
+    KeyRequired,
+    NotCapable,
+    ProtocolError,
+    RpcError,
+)
 from wirecall.protocol.messages import JsonObject
 
 # fmt: off
@@ -145,7 +155,7 @@ class Revision:
             return is_mendable and self.value("bad arguments") == "result"
         if isinstance(error, NotCapable):
             return self.value("capability of the client missing") == "result"
-        return not isinstance(error, FixedError) or isinstance(error, InternalError)
+        return not isinstance(error, (FixedError, ProtocolError)) or isinstance(error, InternalError)
 
     def __repr__(self) -> str:
         return f"<revision {self.name}>"

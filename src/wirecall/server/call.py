@@ -17,6 +17,7 @@ from wirecall.protocol.messages import Id, Json, JsonObject
 from wirecall.protocol.sending import Sending
 
 if TYPE_CHECKING:
+    from wirecall.ledger.base import Record
     from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
     from wirecall.server.method import Method
 
@@ -92,6 +93,7 @@ class Remote(Protocol):
     def wants(self, level: str) -> bool: ...
     def log(self, level: str, data: object, logger: str | None) -> "Awaitable[None]": ...
     def hang_up(self, retry: float) -> "Awaitable[None]": ...
+    def hand_over(self) -> "Awaitable[None]": ...
     def elicit(self, message: str, schema: object, key: str | None) -> "Awaitable[Elicited]": ...
     def elicit_url(self, message: str, url: str, key: str | None) -> "Awaitable[Elicited]": ...
     def sample(
@@ -99,6 +101,25 @@ class Remote(Protocol):
     ) -> "Awaitable[Sampled]": ...
     def roots(self, key: str | None) -> "Awaitable[list[Root]]": ...
     def ask(self, questions: "Sequence[Awaitable[object]]") -> "Awaitable[list[Json]]": ...
+
+
+class Detachable(Protocol):
+    """A call that can become a task: from then on it goes on without its request."""
+
+    at_once: bool  # it becomes one before its handler starts
+    is_handed_over: bool
+
+    async def found(self, record: "Record") -> None:
+        """Raise `InputRequired` with the answer if the record of another run is a task's: the call gets that task."""
+        ...
+
+    async def begin(self, run: "Running") -> bool:
+        """Hear that the run may start its handler; False if it has to wait for a place."""
+        ...
+
+    async def look(self) -> None:
+        """Look whether the client has cancelled the task: another process may have taken its request."""
+        ...
 
 
 class Call(Struct, eq=False):
@@ -114,6 +135,7 @@ class Call(Struct, eq=False):
     keyless: bool = False  # a command without a key, which gets a generated one when it is executed
     identity: bytes | None = None  # the fingerprint of the params, where the key was found among them
     peer: Remote | None = None  # the MCP client, if the call came that way
+    task: Detachable | None = None  # where the call can become a task
     shape: Shape | None = None  # makes the call's result of the function's value, where that is not the value itself
     state: JsonObject = {}  # for middleware and handlers
     run: Running | None = None  # of a command with a key
@@ -310,6 +332,13 @@ class Context:
     def hang_up(self, retry: float) -> Awaitable[None]:
         """End the HTTP connection and go on: the client collects the answer after `retry` seconds (2025-11-25)."""
         return self._call.peer.hang_up(retry) if self._call.peer else Passed()
+
+    def hand_over(self) -> Awaitable[None]:
+        """Answer the request with a task here, and go on as that task; for clients without tasks, just go on.
+
+        A function declared with `task=` that does not name `hand_over` becomes a task before it starts.
+        """
+        return self._call.peer.hand_over() if self._call.peer else Passed()
 
     def _asked(self) -> Remote:
         if self._call.peer is None:

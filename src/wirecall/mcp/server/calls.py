@@ -10,7 +10,7 @@
    header. A result from the ledger is marked in its `_meta`.
 3. A plain function that reads takes the short way: no call, no task and, at 2026-07-28, no coroutine (`at_once`).
 4. A tool reports a failure as a result with `isError`, which the model reads; the protocol reports one as an error. The
-   revision decides which of the two a failure is (`_as_result`).
+   revision decides which of the two a failure is (`as_result`).
 5. Results are made in the fullest form and encoded once; `project` takes away what older revisions do not know.
 """
 
@@ -31,6 +31,7 @@ from wirecall.mcp.types import (
     RECOGNISED_META,
     RECORDED_META,
     REPLAYED_META,
+    TASKS,
     CallTool,
     Complete,
     Content,
@@ -42,11 +43,12 @@ from wirecall.mcp.types import (
     block,
 )
 from wirecall.protocol.messages import JsonObject, encode
-from wirecall.server.call import Call, InputRequired
+from wirecall.server.call import Call, Detachable, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import identify
 
 if TYPE_CHECKING:
+    from wirecall.mcp.server.tasks import Tasks
     from wirecall.server.dispatch import Dispatcher
 
 _NO_ARGUMENTS = Raw(b"{}")
@@ -69,7 +71,8 @@ class Calls:
         self._dispatcher = dispatcher
         self._questions = questions
         self._answers = answers
-        self._shape = lru_cache(maxsize=None)(call_result)
+        self.tasks: Tasks | None = None
+        self.shape = lru_cache(maxsize=None)(call_result)
 
     # --- tools -------------------------------------------------------------------------------------------------------
 
@@ -79,7 +82,13 @@ class Calls:
         method = self._catalog.tools.get(params.name)
         if method is None:
             raise InvalidParams(f"there is no tool {params.name[:100]!r}")
-        arguments, shape = _arguments(params), self._shape(method)
+        arguments, shape = _arguments(params), self.shape(method)
+        marks, is_task = peer.marks, False
+        if method.task is not None and revision.is_stateless:  # older revisions have no tasks
+            is_task = TASKS in peer.session.extensions
+            if method.task == "required" and not is_task:
+                needed: JsonObject = {"extensions": {TASKS: {}}}
+                raise NotCapable(f"{method.name} is a task: the client must declare {TASKS}", requiredCapabilities=needed)
         try:
             # A plain function that reads needs its arguments and nothing else.
             if dispatcher.is_short(method):
@@ -95,24 +104,28 @@ class Calls:
                     if key is None and method.key in ("required", "ask"):
                         reason = f"{method.name} needs an idempotency_key: one value per intent, the same on every retry"
                         raise KeyRequired(reason, ran="no")
-                # Step 2: the call.
-                record = f"tools/call:{method.name}"
-                result = await self._run(peer, method, arguments, shape, record=record, key=key, identity=identity)
+                # Step 2: the call, or the task that it becomes.
+                if is_task:
+                    assert self.tasks is not None
+                    result, marks = await self.tasks.call(peer, method, arguments, shape, key, identity)
+                else:
+                    record = f"tools/call:{method.name}"
+                    result = await self.run(peer, method, arguments, shape, record=record, key=key, identity=identity)
                 # Step 3: if the ledger holds questions, another call with this key waits for answers. Only a client that can
                 # give them is asked the same.
-                if REPLAYED_META in peer.marks and result.startswith(INPUT_REQUIRED):
+                if REPLAYED_META in marks and result.startswith(INPUT_REQUIRED):
                     if not revision.is_stateless:
                         reason = "the first call waits for its client"
                         raise KeyInProgress(reason, ran="no", retry_after_ms=RETRY_AFTER_MS)
                     for question in msgspec.json.decode(result)["inputRequests"].values():
                         check_capability(peer.session, question["method"], question["params"])
         except RpcError as error:
-            result = encode(_as_result(error, method, revision))
-        if result.startswith(INPUT_REQUIRED) or (revision.structured == "any" and not peer.marks):
-            return result
+            result = encode(as_result(error, method, revision))
+        if result.startswith(b'{"resultType":') or (revision.structured == "any" and not marks):
+            return result  # a question, a task, or a result without marks
         told = project(result, method, revision)
-        if peer.marks:
-            told.meta = {**(told.meta or {}), **peer.marks}
+        if marks:
+            told.meta = {**(told.meta or {}), **marks}
         return told
 
     def at_once(self, id: Id, params: Params) -> "bytes | Coroutine[Any, Any, bytes] | None":
@@ -128,9 +141,9 @@ class Calls:
             return None
         revision, arguments = STATELESS[-1], _arguments(params)
         try:
-            result = dispatcher.call_plain(method, arguments, self._shape(method), id)
+            result = dispatcher.call_plain(method, arguments, self.shape(method), id)
         except RpcError as error:
-            result = encode(_as_result(error, method, revision))
+            result = encode(as_result(error, method, revision))
         if isinstance(result, bytes):
             return self._answers.to(id, result, revision)
 
@@ -138,7 +151,7 @@ class Calls:
             try:
                 result = await coming
             except RpcError as error:
-                result = encode(_as_result(error, method, revision))
+                result = encode(as_result(error, method, revision))
             return self._answers.to(id, result, revision)
 
         return later(result)  # a plain function that returned an awaitable
@@ -152,7 +165,7 @@ class Calls:
         if prompt is None:
             raise InvalidParams(f"there is no prompt {name[:100]!r}")
         arguments = _from_texts(prompt.method, {} if texts is UNSET else texts)
-        result = await self._run(peer, prompt.method, arguments, prompt_result(prompt.method))
+        result = await self.run(peer, prompt.method, arguments, prompt_result(prompt.method))
         if result.startswith(INPUT_REQUIRED) or revision.structured == "any":
             return result
         told = msgspec.json.decode(result)
@@ -167,7 +180,7 @@ class Calls:
             raise RpcError(int(revision.value("resource not found") or 0), "Resource not found", {"uri": uri})
         resource, names = found
         arguments = _from_texts(resource.method, names)
-        result = await self._run(peer, resource.method, arguments, read_result(resource, uri))
+        result = await self.run(peer, resource.method, arguments, read_result(resource, uri))
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
         # A result that depends on the user's answers is not one of its URI alone, and must not be kept (2026-07-28,
@@ -188,11 +201,11 @@ class Calls:
         if method is None:
             return completed([])
         arguments = [params.argument.value, params.context.arguments][: len(method.signature.parameters)]
-        return await self._run(peer, method, Raw(encode(arguments)), completed)
+        return await self.run(peer, method, Raw(encode(arguments)), completed)
 
     async def call_method(self, method: Method, peer: Peer) -> object:
         """Return the result of a method of an extension."""
-        result = await self._run(peer, method, _NO_ARGUMENTS if peer.raw is UNSET else peer.raw, object_result(method))
+        result = await self.run(peer, method, _NO_ARGUMENTS if peer.raw is UNSET else peer.raw, object_result(method))
         if b'"resultType"' in result or b'"_meta"' in result:
             members = msgspec.json.decode(result)
             if not isinstance(members.get("_meta", {}), dict):
@@ -203,7 +216,7 @@ class Calls:
 
     # --- any of them -------------------------------------------------------------------------------------------------
 
-    async def _run(
+    async def run(
         self,
         peer: Peer,
         method: Method,
@@ -213,6 +226,7 @@ class Calls:
         record: str | None = None,
         key: str | None = None,
         identity: bytes | None = None,
+        task: Detachable | None = None,
     ) -> bytes:
         """Return the result of a call, or the questions it waits for. `shape` makes the result of the function's value."""
         dispatcher = self._dispatcher()
@@ -226,6 +240,7 @@ class Calls:
             identity=identity,
             record=record or method.name,
             peer=peer,
+            task=task,
             shape=shape,
         )
         # At 2026-07-28 a call may be a further round of one that has asked its client.
@@ -392,7 +407,7 @@ def completed(value: Iterable[object]) -> JsonObject:
     return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}
 
 
-def _as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:
+def as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:
     """Return the result that reports an error to a model. Raises the errors that belong to the protocol.
 
     A model sees only the text; code and data stay in `_meta`, from which our client restores the error and its `ran`.

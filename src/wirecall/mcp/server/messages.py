@@ -164,11 +164,16 @@ class Answers:
         return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self.bytes_out, ran="yes")
 
 
-def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
-    """Return the answer that reports an error. Without a revision, none was negotiated yet."""
+def error_object(error: RpcError) -> ErrorObject:
+    """Return the `error` member that reports an error."""
     reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
     words = f"{error.message}: {reason}" if reason and not error.is_remote else error.message
-    body = encode(ErrorObject(error.code, words, UNSET if error.data is None else error.data))
+    return ErrorObject(error.code, words, UNSET if error.data is None else error.data)
+
+
+def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
+    """Return the answer that reports an error. Without a revision, none was negotiated yet."""
+    body = encode(error_object(error))
     if id is not None and id is not UNSET:
         return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"error":' + body + b"}"
     # JSON-RPC 2.0, section 5: the id of an unreadable request is null. From 2025-11-25 on MCP's schema has no null there.

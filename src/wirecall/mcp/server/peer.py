@@ -385,6 +385,9 @@ class Peer(Struct, eq=False):
         if not self._closed:
             await sent(self.outlet.hang_up(retry))
 
+    async def hand_over(self) -> None:
+        """Do nothing: the call cannot become a task."""
+
     # --- questions ------------------------------------------------------------------------------------------------------
 
     def elicit(self, message: str, schema: Any, key: str | None) -> Question:
@@ -431,7 +434,7 @@ class Peer(Struct, eq=False):
                 raise UsageError("The handler asked its client after its commit point.", why, "ask before it")
             if missing:
                 wire = {question.key: {"method": question.method, "params": question.params} for question in missing}
-                raise InputRequired(self.questions.pause(self, wire))
+                raise InputRequired(await self.pause(wire))
             return [question.decode(self.answers[question.key]) for question in questions]
 
         async def asked(question: Question) -> Any:
@@ -444,6 +447,10 @@ class Peer(Struct, eq=False):
             finally:
                 for request in requests:  # if one of several fails, the others are not waited for
                     request.cancel()
+
+    async def pause(self, questions: JsonObject) -> bytes:
+        """Return the answer of a call that ends with questions."""
+        return self.questions.pause(self, questions)
 
     def _question(self, key: str | None, method: str, params: JsonObject, decode: Callable[[object], Any]) -> Question:
         self._count += 1
@@ -477,6 +484,15 @@ def check_capability(session: Session, method: str, params: JsonObject) -> None:
     with_ = f" with {' and '.join(modes)}" if modes else ""
     needed: JsonObject = {name: {mode: {} for mode in modes}}
     raise NotCapable(f"the call sends {method}{with_} to its client, but {reason}", requiredCapabilities=needed)
+
+
+def check_answer(question: JsonObject, answer: object) -> None:
+    """Raise `BadInput` unless an answer fits the question, as it was sent."""
+    if question["method"] == "elicitation/create":
+        schema = question["params"].get("requestedSchema")
+        _elicited(answer, None if schema is None else form_of(schema))
+    else:
+        _as(answer, Roots if question["method"] == "roots/list" else Sampled)
 
 
 def _as(answer: object, wanted: type[T]) -> T:

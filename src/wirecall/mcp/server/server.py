@@ -33,6 +33,7 @@ from wirecall.errors import (
     RpcError,
     UnknownVersion,
 )
+from wirecall.ledger.base import Ledger
 from wirecall.logs import failed
 from wirecall.mcp import headers, types
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision, offered
@@ -42,6 +43,7 @@ from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
 from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming, failure
 from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session, named_client
 from wirecall.mcp.server.seals import Seals
+from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.server.batch import run_batch
@@ -105,6 +107,7 @@ class Server:
         catalog: Catalog,
         dispatcher: "Callable[[], Dispatcher]",
         seals: Seals,
+        ledger: Callable[[], Coroutine[Any, Any, Ledger]],
         *,
         list_ttl_ms: int,
         is_public: bool,
@@ -120,6 +123,7 @@ class Server:
         self._answers = Answers(self._info, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
         self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers, is_public=is_public)
+        self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, self.hub, limits, dispatcher, ledger)
         # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
         self._kept = {"ttlMs": list_ttl_ms, "cacheScope": "public" if is_public else "private"}
 
@@ -136,9 +140,13 @@ class Server:
         self.add("resources/read", calls.read_resource, types.ReadResource, needs="resources", is_long=True)
         self.add("resources/subscribe", subscribe, types.Subscribe, needs="resources")
         self.add("resources/unsubscribe", unsubscribe, types.Subscribe, needs="resources")
-        self.add("subscriptions/listen", partial(listen, self.hub, catalog), types.Listen, is_long=True)
+        self.add("subscriptions/listen", partial(listen, self.hub, catalog, tasks), types.Listen, is_long=True)
         self.add("completion/complete", calls.complete, types.Complete, needs="completions", is_long=True)
 
+        self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=lambda: tasks.is_needed)
+        self.add("tasks/get", tasks.get, types.TaskParams, extension=types.TASKS)
+        self.add("tasks/update", tasks.update, types.UpdateTask, extension=types.TASKS)
+        self.add("tasks/cancel", tasks.cancel, types.TaskParams, extension=types.TASKS)
         for id, settings in catalog.extensions.items():
             self.offer(id, settings)
         for entry in catalog.methods.values():
