@@ -396,8 +396,7 @@ def _age_in_memory(url: str, id: RecordId, seconds: float) -> None:
     row = MEMORIES[url]._rows[id]
     row.lease_until -= seconds
     row.expires -= seconds
-    row.completed -= seconds
-    row.lost_at -= seconds
+    row.answer_at -= seconds
     done = row.record.completed_at
     row.record = msgspec.structs.replace(
         row.record,
@@ -407,7 +406,7 @@ def _age_in_memory(url: str, id: RecordId, seconds: float) -> None:
 
 
 def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
-    times = ("lease_until", "due", "expires_at", "started_at", "completed_at")
+    times = ("lease_until", "due", "expires_at", "started_at", "completed_at", "answer_at")
     earlier = ", ".join(f"{name} = {name} - :seconds" for name in times)
     # Not Python's sqlite3: two copies of SQLite in one process release each other's locks, and the file suffers.
     with closing(apsw.Connection(url.removeprefix("sqlite:"))) as db:
@@ -433,7 +432,7 @@ def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
 def _age_key(url: str, name: str, seconds: float) -> None:
     with closing(redis.Redis.from_url(url)) as client:
         assert client.exists(name), name
-        for field in ("lease_until", "expires", "started_at", "completed_at", "lost_at"):
+        for field in ("lease_until", "expires", "started_at", "completed_at", "lost_at", "taken_at"):
             if client.hexists(name, field):
                 client.hincrby(name, field, -int(seconds * 1e6))
         left = client.pttl(name)
@@ -442,7 +441,7 @@ def _age_key(url: str, name: str, seconds: float) -> None:
 
 
 def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
-    times = ("lease_until", "expires_at", "started_at", "completed_at", "lost_at")
+    times = ("lease_until", "expires_at", "started_at", "completed_at", "lost_at", "taken_at")
     earlier = ", ".join(f"{name} = {name} - make_interval(secs => %(seconds)s)" for name in times)
     statement = f"UPDATE wirecall.ledger SET {earlier} WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s"
     with psycopg.connect(url, autocommit=True) as db:

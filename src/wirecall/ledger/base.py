@@ -202,8 +202,8 @@ Recognition: TypeAlias = Literal["match", "wait", "pass"]
 def recognise(record: Record, claim: Claim, since: float) -> Recognition:
     """Say whether a call without a key repeats an earlier one of the same likeness; "wait" says that it is not known yet.
 
-    `since` is how long ago, in seconds, the answer was lost; where that is not marked, how long ago the record was completed
-    or, if it is RUNNING, how long ago its lease ended.
+    `since` is how long ago, in seconds, the answer was lost. Where that is not marked, it is how long the deliverer has had
+    it: since the record was completed, or taken over after that; or, if it is RUNNING, how long ago its lease ended.
     """
     keyless = claim.keyless
     assert keyless is not None

@@ -45,6 +45,7 @@ class MemoryLedger:
             if "match" in found:
                 row = found["match"]
                 row.record = msgspec.structs.replace(row.record, delivery="pending", deliverer=claim.nonce)
+                row.answer_at = self._clock()
                 claim = msgspec.structs.replace(claim, id=row.record.id)
             elif "wait" in found:
                 return found["wait"].view(self._clock())
@@ -96,7 +97,7 @@ class MemoryLedger:
             row = self._rows.get(end.id)
             if row and row.record.deliverer == end.deliverer and row.record.delivery in ("pending", "undelivered"):
                 row.record = msgspec.structs.replace(row.record, delivery=end.delivery)
-                row.lost_at = self._clock()
+                row.answer_at = self._clock()
                 if end.delivery == "written":
                     self._match_no_more(row)
 
@@ -211,16 +212,15 @@ class MemoryLedger:
 class _Row:
     """A record with the times that the store keeps about it."""
 
-    __slots__ = ("completed", "expires", "lease_until", "likeness", "lost_at", "record", "retention")
+    __slots__ = ("answer_at", "expires", "lease_until", "likeness", "record", "retention")
 
     def __init__(self, record: Record, retention: float) -> None:
         self.record = record
         self.lease_until = 0.0
         self.retention = retention
         self.expires = 0.0  # when the sweep looks at it next
-        self.completed = 0.0
         self.likeness: bytes | None = None  # of a call without a key whose answer is not written
-        self.lost_at = 0.0
+        self.answer_at = 0.0  # when that was lost or, while it is pending, since when its deliverer has it
 
     def view(self, now: float) -> Record:
         return msgspec.structs.replace(self.record, lease_left=max(0.0, self.lease_until - now))
@@ -240,13 +240,12 @@ class _Row:
 
     def since(self, now: float) -> float:
         """Seconds since the answer was lost, as `recognise` counts them."""
-        if self.record.delivery == "undelivered":
-            return now - self.lost_at
-        return now - (self.completed if self.record.state is State.DONE else self.lease_until)
+        return now - (self.lease_until if self.record.state is State.RUNNING else self.answer_at)
 
     def finish(self, outcome: Outcome, completed_at: float, retention: float, now: float) -> None:
         self.turn(State.DONE, expires=now + retention)
-        self.completed = now
+        if self.record.delivery == "pending":
+            self.answer_at = now
         self.retention = retention
         self.record = msgspec.structs.replace(self.record, outcome=outcome, completed_at=completed_at)
 

@@ -196,6 +196,20 @@ async def test_an_answer_on_its_way_in_another_process_is_waited_for(ledger: Led
     assert await is_new(ledger, keyless())
 
 
+async def test_an_answer_that_a_repetition_took_over_is_waited_for_too(ledger: Ledger, store: Store) -> None:
+    """However long ago the command was done: otherwise a new call that comes before the mark would get its answer."""
+    record = await claimed(ledger)
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    store.age(record.id, 2 * LEASE)
+    await lose(ledger, record)
+    second = await ledger.claim(keyless())
+    assert await is_waited_for(ledger, keyless(), second)
+    store.age(record.id, LEASE - 10)
+    assert await is_waited_for(ledger, keyless(), second)
+    store.age(record.id, 20)
+    assert await is_match(ledger, keyless(), record)
+
+
 async def test_an_answer_on_its_way_in_this_process_is_not_lost(ledger: Ledger) -> None:
     """Two equal orders at once are two orders."""
     record = await claimed(ledger)
@@ -232,6 +246,18 @@ async def test_a_claim_that_is_repeated_finds_what_it_took(ledger: Ledger) -> No
     assert await is_match(ledger, again, first)
     assert await is_match(ledger, again, first)
     assert len(await ledger.list()) == 1
+
+
+async def test_a_claim_that_is_repeated_keeps_what_it_took(ledger: Ledger) -> None:
+    """Whatever was lost since: one repetition gets one answer."""
+    first = await claimed(ledger)
+    second = await claimed(ledger, beside=frozenset({first.id.key}))
+    await lose(ledger, second)
+    claim = keyless()
+    assert await is_match(ledger, claim, second)
+    await lose(ledger, first)
+    assert await is_match(ledger, claim, second)
+    assert (await present(ledger, first.id)).delivery == "undelivered"
 
 
 async def test_the_undelivered_come_first_then_the_oldest(ledger: Ledger) -> None:

@@ -80,6 +80,7 @@ ALTER TABLE wirecall.ledger
     ADD COLUMN deliverer bytea, -- the nonce of the claim whose caller gets the answer
     ADD COLUMN lost_at   timestamptz, -- of an answer that is undelivered
     ADD COLUMN likeness  bytea, -- as long as an equal call may be a repetition of this one
+    ADD COLUMN taken_at  timestamptz, -- when the last repetition took the answer over
     DROP CONSTRAINT shape,
     ADD CONSTRAINT shape CHECK (
         length(key) BETWEEN 1 AND 255
@@ -246,8 +247,8 @@ CREATE OR REPLACE FUNCTION wirecall.recognise(l wirecall.ledger, c wirecall.keyl
             ELSE 'pass'
         END
         WHEN l.state = 'done' THEN CASE
-            WHEN clock_timestamp() < l.completed_at + c.lease THEN 'wait'
-            WHEN clock_timestamp() <= l.completed_at + c.lease + c.loss_window THEN 'match'
+            WHEN clock_timestamp() < greatest(l.completed_at, l.taken_at) + c.lease THEN 'wait'
+            WHEN clock_timestamp() <= greatest(l.completed_at, l.taken_at) + c.lease + c.loss_window THEN 'match'
             ELSE 'pass'
         END
         WHEN l.state = 'unknown' THEN 'match'
@@ -304,7 +305,8 @@ BEGIN
     FOR look IN 1..100 LOOP
         SELECT l, v.verdict INTO pair FROM wirecall.ledger AS l, LATERAL (SELECT wirecall.recognise(l, c) OFFSET 0) AS v (verdict)
         WHERE l.likeness = c.likeness AND v.verdict <> 'pass'
-        ORDER BY v.verdict, l.delivery <> 'undelivered', l.fence LIMIT 1; -- "match" stands before "wait"
+        -- "match" stands before "wait", and what an earlier sending of this claim took before all others.
+        ORDER BY v.verdict, l.deliverer <> c.nonce, l.delivery <> 'undelivered', l.fence LIMIT 1;
         IF NOT FOUND THEN
             RETURN;
         END IF;
@@ -325,7 +327,7 @@ END $$;
 
 -- The answer of a record goes to the caller of this claim from now on.
 CREATE OR REPLACE FUNCTION wirecall.take_answer(l wirecall.ledger, c wirecall.keyless) RETURNS wirecall.ledger LANGUAGE sql AS $$
-    UPDATE wirecall.ledger SET delivery = 'pending', deliverer = c.nonce, lost_at = NULL
+    UPDATE wirecall.ledger SET delivery = 'pending', deliverer = c.nonce, lost_at = NULL, taken_at = clock_timestamp()
     WHERE caller = l.caller AND method = l.method AND key = l.key RETURNING *
 $$;
 

@@ -17,8 +17,8 @@ if index then
   for place = 8, #ARGV do beside[ARGV[place]] = true end
 
   local function recognise(name, is_beside)
-    local state, delivery, deliverer, lost_at, completed_at, lease_until = unpack(redis.call(
-      'HMGET', name, 'state', 'delivery', 'deliverer', 'lost_at', 'completed_at', 'lease_until'))
+    local state, delivery, deliverer, lost_at, completed_at, taken_at, lease_until = unpack(redis.call(
+      'HMGET', name, 'state', 'delivery', 'deliverer', 'lost_at', 'completed_at', 'taken_at', 'lease_until'))
     if not state then return 'gone' end
     if deliverer == nonce then return 'match' end
     if state == 'tombstone' then return 'pass' end
@@ -29,7 +29,7 @@ if index then
       return since < 0 and 'wait' or since <= window and 'match' or 'pass'
     end
     if state == 'done' then
-      local since = now - completed_at
+      local since = now - math.max(completed_at, taken_at or 0)
       return since < tonumber(lease) and 'wait' or since <= lease + window and 'match' or 'pass'
     end
     return state == 'unknown' and 'match' or 'pass'
@@ -53,7 +53,7 @@ if index then
     own = string.sub(taken, 1, #own)
     record = index .. '-' .. own
     if found.match then
-      redis.call('HSET', record, 'delivery', 'pending', 'deliverer', nonce)
+      redis.call('HSET', record, 'delivery', 'pending', 'deliverer', nonce, 'taken_at', whole(now))
       redis.call('ZREM', index, taken)
       redis.call('ZADD', index, redis.call('HGET', record, 'fence'), own .. nonce)
     else
