@@ -234,7 +234,7 @@ async def test_a_repetition_waits_for_the_first_run_in_another_process(
     assert world.effects == [5]
 
 
-async def test_a_repetition_that_is_told_to_come_again_has_not_got_the_answer(app: App, alice: Wire, world: World) -> None:
+async def test_a_repetition_that_shall_come_again_has_not_got_the_answer(app: App, alice: Wire, world: World) -> None:
     """The first run takes longer than a repetition waits. The next repetition is recognised all the same."""
     app.command(name="charge", wait=0.01)(world.held_after)
     await lose(alice, app, world)
@@ -259,7 +259,7 @@ async def test_a_recorded_error_is_repeated(app: App, alice: Wire, world: World)
     assert world.effects == [5]
 
 
-async def test_an_unknown_outcome_is_told_aloud(app: App, alice: Wire, world: World) -> None:
+async def test_an_unknown_outcome_is_an_error(app: App, alice: Wire, world: World) -> None:
     @app.command(name="charge")
     async def handler(cents: int, ctx: Context) -> Any:
         await world.held_after(cents, ctx)

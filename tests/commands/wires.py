@@ -36,7 +36,7 @@ WAYS = ("memory", *HTTP, *PIPES)
 
 
 class Told(NamedTuple):
-    """What a caller is told: the value of the function or an error, and the marks of a replay."""
+    """The answer to a caller: the value of the function or an error, and the marks of a replay."""
 
     value: Any = None
     error: Any = None
@@ -45,7 +45,7 @@ class Told(NamedTuple):
 
 
 def told_of(answer: Any, *, is_replayed: bool = False) -> Told:
-    """What one answer says. Of a tool's result, the value is in its text."""
+    """Read one answer. Of a tool's result, the value is in its text."""
     if "error" in answer:
         return Told(error=answer["error"], is_replayed=is_replayed)
     result = answer["result"]
@@ -66,7 +66,7 @@ class Sent:
         self._told, self.leave = told, leave
 
     async def told(self) -> Any:
-        """What the caller is told: of one call `Told`, of an array a list."""
+        """Wait for the answer: of one call `Told`, of an array a list of them."""
         async with asyncio.timeout(PATIENCE):
             return await self._told()
 
@@ -269,7 +269,7 @@ class PipeWire(Wire):
 
 
 def _name(message: Any) -> str:
-    """What a message and its answer have in common."""
+    """The part that a message and its answer have in common."""
     return json.dumps([each["id"] for each in message] if isinstance(message, list) else message["id"])
 
 

@@ -121,7 +121,7 @@ class Commands:
             return await self._run(call, run, handler)
 
         # The answer to a call without a key is on its way from here on. Where no transport watches it, it has arrived when
-        # this coroutine returns. A caller that cancels, whose time is over, or that is told to come again has not got the
+        # this coroutine returns. A caller that cancels, whose time is over, or that shall come again has not got the
         # outcome, whatever is sent to it afterwards.
         run.keyless = claim.keyless
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.

@@ -179,7 +179,7 @@ class Run(Struct, eq=False):
     keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
     answers: RecordId | None = None  # and the record whose answer is this run's to give
     is_lost: bool = False  # and its caller has not got the answer
-    is_open: bool = False  # and cannot be told of yet: the record is in an open transaction
+    is_open: bool = False  # and the ledger cannot hear of it yet: the record is in an open transaction
     is_left: bool = False  # nor will get it: whatever its caller is sent now is not the outcome
     ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
 
