@@ -7,6 +7,7 @@ import pytest
 
 from tests.calls import make_app
 from tests.commands.charges import Effects, NewApp, World
+from tests.commands.wires import Wire, Wires, make_wire
 from tests.servers import Store
 from wirecall import App
 
@@ -32,6 +33,21 @@ async def new_app(store: Store) -> AsyncIterator[NewApp]:
 @pytest.fixture
 def app(new_app: NewApp) -> App:
     return new_app()
+
+
+@pytest.fixture
+async def wires() -> AsyncIterator[Wires]:
+    """Open wires to apps, as `alice` where callers are authenticated, and close them at the end."""
+    opened: list[Wire] = []
+
+    async def open_wire(way: str, app: App, caller: str = "alice") -> Wire:
+        opened.append(make_wire(way, app, caller))
+        await opened[-1].open()
+        return opened[-1]
+
+    yield open_wire
+    for wire in opened:
+        await wire.close()
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@
    in this process are not lost: an equal call meanwhile is a new one.
 3. A loss is marked in the ledger at once; a repetition in this process sees to the mark itself. Written answers are marked
    together, a moment later, so that they cost no commit of their own. Both are retried while the ledger is down.
+4. A caller may leave before the ledger has answered its claim. Its repetition waits for that answer: if the ledger saw the
+   repetition first, it would grant both.
 """
 
 import asyncio
@@ -37,13 +39,19 @@ class Deliveries:
         self._background = background
         self._not_lost: dict[bytes, set[str]] = {}  # keys by likeness: on their way, or written and not marked yet
         self._lost: dict[bytes, list[Delivered]] = {}  # not marked yet
-        self._written: list[tuple[Ledger, bytes | None, Delivered]] = []
+        self._doubtful: dict[bytes, dict[str, asyncio.Future[None]]] = {}  # lost before their claims were answered
+        self._written: list[tuple[Ledger, Keyless, Delivered]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    async def look(self, ledger: Ledger, keyless: Keyless) -> Keyless:
-        """Return it with the keys of equal calls in this process that are not lost, and mark those that are."""
+    async def look(self, ledger: Ledger, keyless: Keyless, *, is_lost: bool) -> Keyless:
+        """Return it with the keys of equal calls in this process that are not lost, and mark those that are.
+
+        `is_lost` says that the caller has left: that call does not wait for others, so no two wait for each other.
+        """
         if keyless.likeness is None:
             return keyless
+        while not is_lost and (doubtful := self._doubtful.get(keyless.likeness)):
+            await asyncio.wait(doubtful.values())
         if lost := self._lost.get(keyless.likeness):
             await ledger.deliver(list(lost))  # the background does that too, perhaps too late for this call
         return msgspec.structs.replace(keyless, beside=frozenset(self._not_lost.get(keyless.likeness, ())))
@@ -53,18 +61,31 @@ class Deliveries:
         if keyless.likeness is not None:
             self._not_lost.setdefault(keyless.likeness, set()).add(key)
 
+    def doubt(self, keyless: Keyless, key: str) -> None:
+        """Hear that a caller has left while its claim, with this key, is on its way."""
+        if keyless.likeness is not None:
+            self.forget(keyless, key)
+            self._doubtful.setdefault(keyless.likeness, {}).setdefault(key, asyncio.get_running_loop().create_future())
+
+    def settle(self, keyless: Keyless, key: str) -> None:
+        """Hear that the ledger has answered that claim."""
+        if keyless.likeness is not None and (doubtful := self._doubtful.get(keyless.likeness)) and key in doubtful:
+            doubtful.pop(key).set_result(None)
+            if not doubtful:
+                del self._doubtful[keyless.likeness]
+
     def end(self, ledger: Ledger, keyless: Keyless, end: Delivered) -> None:
         """Hear what became of it."""
         likeness = keyless.likeness
         if end.delivery == "written":
-            self._written.append((ledger, likeness, end))
+            self._written.append((ledger, keyless, end))
             if len(self._written) >= MARK_MANY:
                 self.flush()
             elif self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
             return
         if likeness is not None:
-            self.forget(likeness, end.id.key)
+            self.forget(keyless, end.id.key)
             self._lost.setdefault(likeness, []).append(end)
 
         async def mark() -> None:
@@ -89,15 +110,15 @@ class Deliveries:
             try:
                 await self._background.persist(partial(written[0][0].deliver, [end for _, _, end in written]))
             finally:
-                for _, likeness, end in written:
-                    self.forget(likeness, end.id.key)
+                for _, keyless, end in written:
+                    self.forget(keyless, end.id.key)
 
         if written:
             self._background.start(mark())
 
-    def forget(self, likeness: bytes | None, key: str) -> None:
+    def forget(self, keyless: Keyless, key: str) -> None:
         """Hear that an answer is not on its way any more, or not from the record with this key."""
-        if likeness is not None and (keys := self._not_lost.get(likeness)):
+        if keyless.likeness is not None and (keys := self._not_lost.get(keyless.likeness)):
             keys.discard(key)
             if not keys:
-                del self._not_lost[likeness]
+                del self._not_lost[keyless.likeness]

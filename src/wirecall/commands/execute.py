@@ -124,30 +124,44 @@ class Commands:
             return await self._run(call, run, handler)
 
         # The answer to a call without a key is on its way from here on. Where no transport watches it, it has arrived when
-        # this coroutine returns. A caller that cancels, or whose time is over, has not got the outcome.
-        is_left = False
+        # this coroutine returns. A caller that cancels, whose time is over, or that shall come again has not got the
+        # outcome, whatever is sent to it afterwards.
+        run.keyless = claim.keyless
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
         self._deliveries.begin(claim.keyless, claim.id.key)
-
-        def end(written: bool) -> None:
-            assert keyless is not None
-            if run.answers and run.ledger is not None and not is_left:
-                word: Literal["written", "undelivered"] = "written" if written else "undelivered"
-                self._deliveries.end(run.ledger, keyless, Delivered(run.claim.id, run.claim.nonce, word))
-
         if call.frame.sending is not None:
-            call.frame.sending.listen(end)
+            call.frame.sending.listen(partial(self._sent, run))
         try:
             return await self._run(call, run, handler)
-        except asyncio.CancelledError:
-            end(False)
-            is_left = True
+        except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
+            self._sent(run, False)
+            run.is_left = True
             raise
         finally:
             if call.frame.sending is None:
-                end(True)
-            if not run.answers or run.claim.id != claim.id:  # there is no record with this key
-                self._deliveries.forget(claim.keyless.likeness, claim.id.key)
+                self._sent(run, True)
+            self._deliveries.settle(claim.keyless, claim.id.key)
+            if run.answers != claim.id:  # there is no record with this key
+                self._deliveries.forget(claim.keyless, claim.id.key)
+
+    def _sent(self, run: Run, written: bool) -> None:
+        """Hear what became of the answer to a call without a key. A stream that is resumed may write what was lost."""
+        if run.is_left if written else run.is_lost:
+            return
+        run.is_lost = not written
+        if run.answers is not None:
+            self._mark(run)
+        elif run.is_lost and run.keyless is not None:
+            self._deliveries.doubt(run.keyless, run.claim.id.key)
+
+    def _mark(self, run: Run) -> None:
+        """Tell the ledger what became of an answer that is this run's to give."""
+        assert run.ledger is not None and run.keyless is not None and run.answers is not None
+        if run.is_open:  # `_lead` marks it, after the commit
+            self._deliveries.forget(run.keyless, run.answers.key)
+            return
+        word: Literal["written", "undelivered"] = "undelivered" if run.is_lost else "written"
+        self._deliveries.end(run.ledger, run.keyless, Delivered(run.answers, run.claim.nonce, word))
 
     async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
         """Run the command of a claim, or answer with the outcome of an earlier run."""
@@ -237,6 +251,10 @@ class Commands:
             ending: Raw | BaseException = answer(outcome, replayed=call.replayed, recorded=call.recorded)
         except BaseException as raised:
             ending = error = raised
+        if run.is_open:
+            run.is_open = False
+            if run.is_lost and run.answers is not None:
+                self._mark(run)
         self._land(run, outcome)
         if call.frame.reported:
             self._report(call, error)
@@ -295,9 +313,7 @@ class Commands:
             patience, delay = run.method.terms.wait, FIRST_POLL
             while True:
                 try:
-                    if run.claim.keyless is not None:
-                        known = await self._deliveries.look(ledger, run.claim.keyless)
-                        run.claim = msgspec.structs.replace(run.claim, keyless=known)
+                    await self._look(run)
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
                     else:
@@ -318,14 +334,15 @@ class Commands:
                     if record.id != run.claim.id:
                         # The call repeats one whose answer was lost: from here on it has the key of that call.
                         self._land(run, None)
-                        run.claim = msgspec.structs.replace(run.claim, id=record.id, keyless=None)
+                        run.claim = msgspec.structs.replace(run.claim, id=record.id)
                         return await self._claim(run)
                     if run.task is not None and not run.holds(record):
                         await run.task.found(record)
                     if record.state is not State.RUNNING or run.holds(record):
                         break
                 run.to(RunEvent.FOLLOW)
-                if patience <= 0 or run.loop is None or self._background.closing:
+                # A caller that has left is not waited for: its repetition may come before the other run ends.
+                if patience <= 0 or run.loop is None or run.is_lost or self._background.closing:
                     raise in_progress()
                 await asyncio.sleep(min(delay, patience))
                 patience -= delay
@@ -362,14 +379,24 @@ class Commands:
         finally:
             self._land(run, None)
 
+    async def _look(self, run: Run) -> None:
+        """See which equal calls without a key are in flight in this process, before the ledger is asked for others."""
+        if run.claim.keyless is not None:
+            assert run.ledger is not None
+            known = await self._deliveries.look(run.ledger, run.claim.keyless, is_lost=run.is_lost)
+            run.claim = msgspec.structs.replace(run.claim, keyless=known)
+
     def _answers(self, run: Run, record: Record) -> bool:
         """Return whether the answer of a record is this run's to give: with a key always, without one to its deliverer."""
-        if run.claim.keyless is None:
+        if run.keyless is None:
             return True
-        run.answers = record.deliverer == run.claim.nonce
-        if run.answers:
-            self._deliveries.begin(run.claim.keyless, record.id.key)
-        return run.answers
+        run.answers = record.id if record.deliverer == run.claim.nonce else None
+        if run.answers is not None:
+            self._deliveries.begin(run.keyless, record.id.key)
+            if run.is_lost:  # while the claim was on its way
+                self._mark(run)
+            self._deliveries.settle(run.keyless, run.claim.id.key)
+        return run.answers is not None
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
         """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
@@ -486,17 +513,15 @@ class Commands:
             try:
                 _check_cancelled(run)  # while the store undid the last try
                 run.to(RunEvent.FOLLOW)  # another run may have to be waited for
-                if run.claim.keyless is not None:
-                    known = await self._deliveries.look(ledger, run.claim.keyless)
-                    run.claim = msgspec.structs.replace(run.claim, keyless=known)
+                await self._look(run)
                 async with ledger.transaction(run.claim, terms.wait) as transaction:
-                    record = transaction.record
+                    record, run.is_open = transaction.record, True
                     if record.fingerprint != run.claim.fingerprint:
                         raise KeyConflict(ran="no")
                     if not self._answers(run, record):
                         raise in_progress()
                     if record.id != run.claim.id:
-                        run.claim = msgspec.structs.replace(run.claim, id=record.id, keyless=None)
+                        run.claim = msgspec.structs.replace(run.claim, id=record.id)
                         _recognised(call, run)
                     if not run.holds(record):
                         if record.state is not State.RUNNING:
@@ -513,12 +538,15 @@ class Commands:
                     return outcome, False
             except TryAgain:
                 run.hear(RunEvent.UNDO)
+                run.answers = None
+                if run.is_lost:  # its repetition may have come first
+                    raise in_progress() from None
                 run.claim = msgspec.structs.replace(run.claim, nonce=os.urandom(16))
             except _Orphaned:
                 run.hear(RunEvent.UNDO)
                 # No transaction holds the record: it was begun when the method was declared otherwise, and its holder has
                 # vanished. Its outcome becomes unknown; a run that had not begun makes way.
-                claim = msgspec.structs.replace(run.claim, on_crash="unknown", nonce=os.urandom(16))
+                claim = msgspec.structs.replace(run.claim, on_crash="unknown", nonce=os.urandom(16), keyless=None)
                 try:
                     record = await ledger.claim(claim)
                     if record.state is State.RUNNING and record.nonce == claim.nonce:
