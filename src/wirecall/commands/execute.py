@@ -43,6 +43,7 @@ from wirecall.commands.outcome import (
 from wirecall.commands.run import LostLease, Run, RunEvent, RunState
 from wirecall.errors import (
     FixedError,
+    Gone,
     KeyConflict,
     KeyInProgress,
     LedgerUnavailable,
@@ -130,24 +131,26 @@ class Commands:
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
         self._deliveries.begin(claim.keyless, claim.id.key)
         if call.frame.sending is not None:
-            call.frame.sending.listen(partial(self._sent, run))
+            call.frame.sending.listen(partial(self._sent, run, call))
         try:
             return await self._run(call, run, handler)
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
-            self._sent(run, False)
+            self._sent(run, call, False)
             run.is_left = True
             raise
         finally:
             if call.frame.sending is None:
-                self._sent(run, True)
+                self._sent(run, call, True)
             self._deliveries.settle(claim.keyless, claim.id.key)
             if run.answers != claim.id:  # there is no record with this key
                 self._deliveries.forget(claim.keyless, claim.id.key)
 
-    def _sent(self, run: Run, written: bool) -> None:
+    def _sent(self, run: Run, call: Call, written: bool) -> None:
         """Hear what became of the answer to a call without a key. A stream that is resumed may write what was lost."""
         if run.is_left if written else run.is_lost:
             return
+        if call.frame.reported and not written:
+            self._report(call, Gone("the answer did not reach its caller"))
         run.is_lost = not written
         if run.answers is not None:
             self._mark(run)
