@@ -241,6 +241,11 @@ class PipeWire(Wire):
 
         return Sent(told, self.leave)
 
+    def stop_reading(self) -> None:
+        """Close the end that answers come from; `leave` closes both."""
+        assert self._transport is not None
+        self._transport.close()
+
     async def leave(self) -> None:
         """Both ends are closed, as those of a process that is killed. The next call needs `open`."""
         assert self._transport is not None

@@ -158,6 +158,7 @@ class Dispatcher:
     async def _reply_later(self, frame: Frame, begun: "Pending | list[Message | Invalid]") -> bytes | None:
         """Return the reply to a batch, or to a call that waits."""
         count = len(begun) if isinstance(begun, list) else 1
+        unwatched: Sending | None = None
         self._in_flight += count
         try:
             if not isinstance(begun, list):
@@ -171,12 +172,19 @@ class Dispatcher:
                 return method.is_command if execution is None else execution == "sequential"
 
             concurrency = 1 if frame.alone else self._policy.limits.concurrency
+            if frame.sending is None:  # no transport watches it: its answers have arrived when this coroutine returns
+                frame.sending = unwatched = Sending()
             replies = await run_batch(begun, partial(self._begin, frame), in_lane, concurrency=concurrency)
             # A batch of notifications gets no answer at all, not even an empty array (JSON-RPC 2.0, section 6; J7).
             owed: list[Answer] = list(filter(None, replies))
-            return self._seal(owed) if owed else None
+            sealed = self._seal(owed) if owed else None
+            if unwatched is not None:
+                unwatched.written()
+            return sealed
         finally:
             self._in_flight -= count
+            if unwatched is not None:
+                unwatched.lost()
 
     async def aclose(self, grace: float) -> None:
         """Finish or release the commands that are in flight."""

@@ -52,10 +52,11 @@ class Policy(Struct, frozen=True):
         return Call(method, frame, message.id, message.params, method.name, position, key, keyless, identity)
 
     def whose(self, caller: str, peer: str | None) -> str | None:
-        """Name the sender of a message: its authenticated caller, or its session or pipe; None if there may be several."""
+        """Name the sender of a message: its authenticated caller, the one user of the app, or its session or pipe; None if
+        there may be several."""
         if caller != ANONYMOUS:
             return f"caller {caller}"
-        return peer or ("user" if self.single_user else None)
+        return "user" if self.single_user else peer
 
 
 def needs_key(method: "Method", mode: Mode) -> bool:

@@ -204,8 +204,13 @@ class _Session:
                     answer = await beside(answer, self._lead_another)
             except Exception:
                 logger.exception("a line could not be answered")
+            except BaseException:  # the peer is gone, or the time is over: entries of an array may have been answered
+                sending.lost()
+                raise
             if isinstance(answer, bytes):
                 output.write(answer, sending)
+            else:
+                sending.lost()
             if self._leader is not task:
                 return
             if task.cancelling() or copy_context() != fresh:  # a handler changed the context; the comparison costs 40 ns

@@ -1,0 +1,364 @@
+"""How an answer to a call without a key is lost: on every way to an app, alone and in arrays (rules 1, 2, 5 and 6).
+
+A way is in memory, /rpc, a revision of MCP over HTTP, or lines on a pipe. The ledger is in memory; what the others do is in
+test_recognised.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.calls import batch, call, read
+from tests.commands.charges import PARAMS, NewApp, World, watch
+from tests.commands.wires import (
+    HTTP,
+    PIPES,
+    STATELESS,
+    WAYS,
+    McpWire,
+    PipeWire,
+    Told,
+    Wire,
+    Wires,
+    authenticate,
+    known,
+)
+from tests.mcp.asgi import LEGACY, PATIENCE, R2, R4, R5, over_http
+from wirecall import App, Context
+from wirecall.ledger.base import Ledger, Record, State
+
+pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)
+
+every_way = pytest.mark.parametrize("way", WAYS)
+ARRAYS = ("memory", "/rpc", R2, "pipe", f"pipe {R2}")  # 2025-03-26 is the one revision that has arrays
+
+FIRST = {"charged": 5, "number": 1}
+SECOND = {"charged": 5, "number": 2}
+
+
+async def soon(event: asyncio.Event) -> None:
+    async with asyncio.timeout(PATIENCE):
+        await event.wait()
+
+
+async def next_of(heard: "asyncio.Queue[Any]") -> Any:
+    async with asyncio.timeout(PATIENCE):
+        return await heard.get()
+
+
+async def lose(wire: Wire, app: App, world: World, message: Any = None) -> None:
+    """Leave while the handler is past its commit point, let it end, and return when the ledger knows of the loss."""
+    marks = await watch(app, "deliver")
+    sent = wire.send("charge", PARAMS) if message is None else wire.post(message)
+    await soon(world.begun)
+    await sent.leave()
+    if isinstance(wire, PipeWire):  # a loss is found when the answer is written
+        world.gate.set()
+    await next_of(marks)
+    world.gate.set()
+    if isinstance(wire, PipeWire):
+        await wire.open()
+
+
+def is_replay(told: Told, way: str) -> bool:
+    """MCP says that it is a recognised call. HTTP says in a header that it is a replay; plain lines have no place for it."""
+    is_mcp = way not in ("memory", "/rpc", "pipe")
+    return told == Told(FIRST, is_replayed=way != "pipe", is_recognised=is_mcp)
+
+
+# --- on every way ---------------------------------------------------------------------------------------------------
+
+
+@every_way
+async def test_a_lost_call_is_recognised(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+    app = new_app(**known(way))
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app)
+    await lose(wire, app, world)
+    assert is_replay(await wire.call("charge", PARAMS), way)
+    assert (await wire.call("charge", PARAMS)) == Told(SECOND)
+    assert world.effects == [5, 5]
+
+
+@every_way
+async def test_a_call_that_is_answered_is_not_repeated(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+    app = new_app(**known(way))
+    app.command(name="charge")(world.charge)
+    wire = await wires(way, app)
+    for number in range(1, 6):
+        assert await wire.call("charge", PARAMS) == Told({"charged": 5, "number": number})
+    assert world.effects == [5] * 5
+
+
+@every_way
+async def test_delivery_is_a_fact_of_the_record(
+    way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    """Pending while the answer is on its way, then undelivered or written."""
+    app = new_app(**known(way))
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app)
+    marks, sent = await watch(app, "deliver"), wire.send("charge", PARAMS)
+    await soon(world.begun)
+    assert [record.delivery for record in await ledger.list()] == ["pending"]
+    world.gate.set()
+    assert await sent.told() == Told(FIRST)
+    await next_of(marks)
+    assert [record.delivery for record in await ledger.list()] == ["written"]
+
+    world.gate.clear()
+    world.begun.clear()
+    await lose(wire, app, world)
+    assert sorted(str(record.delivery) for record in await ledger.list()) == ["undelivered", "written"]
+
+
+@every_way
+async def test_a_call_whose_function_cannot_wait_is_answered_at_once(
+    way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    app = new_app(**known(way))
+    app.command(name="charge")(world.act)
+    wire = await wires(way, app)
+    marks = await watch(app, "deliver")
+    assert await wire.call("charge", PARAMS) == Told(FIRST)
+    await next_of(marks)
+    assert [record.delivery for record in await ledger.list()] == ["written"]
+
+
+# --- whose call it is -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", STATELESS)
+async def test_an_anonymous_call_of_stateless_http_is_never_matched(
+    way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    """It has a record, but two people may send the same call."""
+    app = new_app()
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app, "")
+    await lose(wire, app, world)
+    assert [record.delivery for record in await ledger.list()] == ["undelivered"]
+    assert await wire.call("charge", PARAMS) == Told(SECOND)
+
+
+async def test_a_call_without_a_session_is_never_matched(new_app: NewApp, world: World) -> None:
+    """Older revisions serve a request that names no session."""
+    app = new_app()
+    app.command(name="charge")(world.held_after)
+    async with over_http(app, R4) as client:
+        client.session = None
+        marks = await watch(app, "deliver")
+        lost = client.post(client.message("tools/call", {"name": "charge", "arguments": PARAMS}))
+        await soon(world.begun)
+        lost.leave()
+        await next_of(marks)
+        world.gate.set()
+        again = await client.tool("charge", PARAMS)
+    assert json.loads(again["content"][0]["text"]) == SECOND
+
+
+@pytest.mark.parametrize("way", STATELESS)
+async def test_with_a_single_user_anonymous_calls_are_matched(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+    app = new_app(single_user=True)
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app, "")
+    await lose(wire, app, world)
+    assert is_replay(await wire.call("charge", PARAMS), way)
+
+
+@pytest.mark.parametrize("way", LEGACY)
+async def test_a_session_is_one_caller(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+    app = new_app()
+    app.command(name="charge")(world.held_after)
+    one, other = await wires(way, app, ""), await wires(way, app, "")
+    await lose(one, app, world)
+    assert await other.call("charge", PARAMS) == Told(SECOND)
+    assert is_replay(await one.call("charge", PARAMS), way)
+
+
+@pytest.mark.parametrize("way", LEGACY)
+async def test_the_single_user_may_open_another_session(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+    app = new_app(single_user=True)
+    app.command(name="charge")(world.held_after)
+    one, other = await wires(way, app, ""), await wires(way, app, "")
+    await lose(one, app, world)
+    assert is_replay(await other.call("charge", PARAMS), way)
+
+
+@pytest.mark.parametrize("way", HTTP)
+async def test_an_authenticated_caller_is_one_wherever_it_calls_from(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
+    """In another session too. Another caller is another, whatever it sends."""
+    app = new_app(authenticate=authenticate)
+    app.command(name="charge")(world.held_after)
+    await lose(await wires(way, app, "alice"), app, world)
+    assert await (await wires(way, app, "bob")).call("charge", PARAMS) == Told(SECOND)
+    assert is_replay(await (await wires(way, app, "alice")).call("charge", PARAMS), way)
+
+
+@pytest.mark.parametrize("first", HTTP[1:])
+async def test_a_caller_may_repeat_a_tool_call_at_another_revision(
+    first: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
+    app = new_app(authenticate=authenticate)
+    app.command(name="charge")(world.held_after)
+    await lose(await wires(first, app), app, world)
+    assert is_replay(await (await wires(R5, app)).call("charge", PARAMS), R5)
+
+
+# --- cancelled ------------------------------------------------------------------------------------------------------
+
+HANGING_UP = ("memory", R5)  # there, a caller that leaves has cancelled its call
+CANCELLING = (*LEGACY, *PIPES[1:])  # there, it says so with notifications/cancelled
+
+
+async def cancelled(wire: Wire, app: App, way: str, world: World) -> None:
+    sent = wire.send("charge", PARAMS, id=7)
+    await soon(world.begun)
+    await (sent.leave() if way in HANGING_UP else wire.cancel(7))
+
+
+@pytest.mark.parametrize("way", (*HANGING_UP, *CANCELLING))
+async def test_a_call_that_is_cancelled_before_its_commit_point_is_released(
+    way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    app = new_app(**known(way))
+    app.command(name="charge", commit_point=True)(world.held_before)
+    wire = await wires(way, app)
+    released = await watch(app, "release")
+    await cancelled(wire, app, way, world)
+    assert await next_of(released)
+    assert (world.effects, await ledger.list()) == ([], [])
+    world.gate.set()
+    assert await wire.call("charge", PARAMS) == Told(FIRST)
+
+
+@pytest.mark.parametrize("way", (*HANGING_UP, *CANCELLING))
+async def test_a_call_that_is_cancelled_after_its_commit_point_finishes_and_is_undelivered(
+    way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    app = new_app(**known(way))
+    app.command(name="charge", commit_point=True)(world.held_between)
+    wire = await wires(way, app)
+    marks, ends = await watch(app, "deliver"), await watch(app, "complete")
+    await cancelled(wire, app, way, world)
+    await next_of(marks)
+    world.gate.set()
+    assert await next_of(ends)
+    (record,) = await ledger.list()
+    assert (record.state, record.delivery) == (State.DONE, "undelivered")
+    assert is_replay(await wire.call("charge", PARAMS), way)
+    assert world.effects == [5]
+
+
+@every_way
+async def test_a_caller_whose_time_is_over_has_not_got_the_outcome(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
+    app = new_app(**known(way))
+    app.command(name="charge", timeout=0.05)(world.held_after)
+    wire = await wires(way, app)
+    ends = await watch(app, "complete")
+    late = await wire.call("charge", PARAMS)
+    assert late.error["code"] == 50410
+    world.gate.set()
+    assert await next_of(ends)
+    assert is_replay(await wire.call("charge", PARAMS), way)
+    assert world.effects == [5]
+
+
+# --- arrays ---------------------------------------------------------------------------------------------------------
+
+
+def array(wire: Wire, *methods: str) -> list[Any]:
+    return [wire.message(method, {"cents": 5 + place}, next(wire.ids)) for place, method in enumerate(methods)]
+
+
+@pytest.mark.parametrize("way", ARRAYS)
+async def test_each_entry_of_a_lost_array_is_recognised(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+    """The second entry begins when the caller has left."""
+    app = new_app(**known(way))
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app)
+    ends = await watch(app, "complete")
+    await lose(wire, app, world, array(wire, "charge", "charge", "charge"))
+    for _ in range(1 if way == "memory" else 3):
+        await next_of(ends)
+    told = await wire.post(array(wire, "charge", "charge", "charge")).told()
+    assert [each.value for each in told] == [{"charged": 4 + number, "number": number} for number in (1, 2, 3)]
+    if way not in ("pipe",):
+        # `App.handle` that is cancelled begins no further entry.
+        assert [each.is_replayed for each in told] == [True, way != "memory", way != "memory"]
+    assert world.effects == [5, 6, 7]
+
+
+@pytest.mark.parametrize("way", ARRAYS)
+async def test_an_entry_of_a_lost_array_may_be_repeated_alone(way: str, new_app: NewApp, wires: Wires, world: World) -> None:
+    app = new_app(**known(way))
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app)
+    await lose(wire, app, world, array(wire, "charge"))
+    assert is_replay(await wire.call("charge", PARAMS), way)
+
+
+@pytest.mark.parametrize("way", ARRAYS)
+async def test_an_answer_is_delivered_with_its_array(
+    way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    """The first entry is answered while the second runs; what becomes of the array becomes of both."""
+    app = new_app(**known(way))
+    app.command(name="pay")(world.charge)
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app)
+    marks = await watch(app, "deliver")
+    sent = wire.post(array(wire, "pay", "charge"))
+    await soon(world.begun)
+    assert {record.delivery for record in await ledger.list()} == {"pending"}
+    world.gate.set()
+    assert [each.value["number"] for each in await sent.told()] == [1, 2]
+    await next_of(marks)
+    assert {record.delivery for record in await ledger.list()} == {"written"}
+
+    world.gate.clear()
+    world.begun.clear()
+    await lose(wire, app, world, array(wire, "pay", "charge"))
+    told = await wire.post(array(wire, "pay", "charge")).told()
+    assert [each.value["number"] for each in told] == [3, 4]
+    assert world.effects == [5, 6, 5, 6]
+
+
+async def test_an_array_is_lost_with_its_pipe(new_app: NewApp, wires: Wires, world: World) -> None:
+    """The answer to another call finds that the peer is gone. So the array is cancelled, with an entry that is answered."""
+    app = new_app()
+    app.command(name="pay")(world.charge)
+    app.command(name="charge")(world.held_after)
+    app.query(name="look")(lambda: 1)
+    wire = PipeWire(app, "")
+    await wire.open()
+    marks = await watch(app, "deliver")
+    wire.post(array(wire, "pay", "charge"))
+    await soon(world.begun)
+    wire.stop_reading()
+    wire.send("look")
+    await next_of(marks)
+    await wire.leave()
+    world.gate.set()
+    await wire.open()
+    told = await wire.post(array(wire, "pay", "charge")).told()
+    await wire.close()
+    assert [each.value["number"] for each in told] == [1, 2]
+    assert world.effects == [5, 6]
+
+
+@pytest.mark.parametrize("way", ARRAYS)
+async def test_equal_entries_of_an_array_are_calls_of_their_own(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
+    app = new_app(**known(way))
+    app.command(name="charge")(world.charge)
+    wire = await wires(way, app)
+    told = await wire.post([wire.message("charge", PARAMS, id) for id in (101, 102, 103)]).told()
+    assert [each.value["number"] for each in told] == [1, 2, 3]
