@@ -69,7 +69,8 @@ def enveloped(method: str, params: Any = None, id: Any = 1, **meta: Any) -> Json
 def repeated(message: Json, version: str = R5) -> dict[str, str]:
     """The headers that repeat a message of 2026-07-28."""
     told = {"mcp-protocol-version": version, "mcp-method": message["method"]}
-    member = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}.get(message["method"])
+    named = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
+    member = "taskId" if message["method"].startswith("tasks/") else named.get(message["method"])
     params = message.get("params")
     name = params.get(member or "") if isinstance(params, dict) else None
     return {**told, **({"mcp-name": name} if isinstance(name, str) else {})}

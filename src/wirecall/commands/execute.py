@@ -482,10 +482,14 @@ class Commands:
         if run.state is not RunState.UNDONE:  # else the store has undone its transaction
             run.to(RunEvent.REFUSE if is_refusal(error) else RunEvent.RAISE)
         undecided, record = isinstance(error, Undecided), None
-        is_interrupted = self._background.closing or isinstance(error, LedgerDown)
+        failure = None if undecided else failure_of(call, run, error, stopped=stopped)
         try:
-            if run.state is RunState.UNDONE and is_interrupted and run.task is not None and run.task.is_handed_over:
-                await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over
+            if run.state is RunState.UNDONE and run.task is not None and run.task.is_handed_over:
+                if self._background.closing or isinstance(error, LedgerDown):
+                    await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over
+                else:
+                    await run.task.end(failure)  # first, since nothing tells how it ended when the record is gone
+                    await give_back(run.ledger, run.token, run.attempt)
             elif run.state is RunState.UNDONE:
                 await give_back(run.ledger, run.token, run.attempt)
             elif run.claim.on_crash == "unknown" or undecided:
@@ -497,7 +501,7 @@ class Commands:
             logger.error("%s: the end of the run was not written to the ledger: %s", run.claim.id, down)
             if run.state is RunState.UNDONE:
                 self._background.unclaim(run.ledger, run.claim)
-        return unknown(run.claim.id, record) if undecided else failure_of(call, run, error, stopped=stopped)
+        return failure or unknown(run.claim.id, record)
 
     # --- in a transaction --------------------------------------------------------------------------------------------
 

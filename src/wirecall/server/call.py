@@ -117,6 +117,10 @@ class Detachable(Protocol):
         """Hear that the run may start its handler; False if it has to wait for a place."""
         ...
 
+    async def end(self, error: BaseException | None) -> None:
+        """Write how the task ended, before its record is given back because nothing was done."""
+        ...
+
     async def look(self) -> None:
         """Look whether the client has cancelled the task: another process may have taken its request."""
         ...

@@ -31,7 +31,7 @@ from msgspec import UNSET, Raw, Struct
 
 from wirecall.commands.outcome import answer, recorded, unavailable
 from wirecall.commands.run import LostLease, Run
-from wirecall.errors import InternalError, InvalidParams, OutcomeUnknown, RpcError, UsageError
+from wirecall.errors import Busy, InternalError, InvalidParams, LedgerUnavailable, OutcomeUnknown, RpcError, UsageError
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State, Task
 from wirecall.logs import logger
 from wirecall.mcp.revisions import REVISIONS
@@ -135,6 +135,16 @@ class Work:
             self._tasks.works[self.id] = self
             self.handed_over.set_result(None)
             return True
+
+    async def end(self, error: BaseException | None) -> None:
+        failed = error if isinstance(error, RpcError) else InternalError(ran="no")
+
+        def edit(document: Document) -> bool:
+            is_new, ending = document.final is None, self._tasks.ending(failed, document)
+            document.final = document.final or ({"status": "cancelled"} if document.is_cancelled else ending)
+            return is_new
+
+        await self._tasks.change(self.id, edit)
 
     async def look(self) -> None:
         found = await (await self._tasks.ledger()).task(self.id)
@@ -314,26 +324,31 @@ class Tasks:
         return (created(id, document) if work.is_handed_over else run.result()), mine.marks
 
     async def _follow(self, work: Work, run: "asyncio.Task[bytes]") -> None:
-        """Wait for the end of a leg, and see that the task has an end if its record has none."""
+        """Wait for the end of a leg."""
         with self.dispatcher().set_aside():
             await asyncio.wait({run})
         self.works.pop(work.id, None)
         error = None if run.cancelled() else run.exception()
-
-        def edit(document: Document) -> bool:
-            if document.final is not None:
-                return False
-            failed = error if isinstance(error, RpcError) else InternalError(ran="no")
-            document.final = {"status": "cancelled"} if document.is_cancelled else _failed(failed)
-            return True
-
-        try:
-            found = await (await self.ledger()).task(work.id)
-            if found is not None and _record(found, _decode(found.document)) is None:
-                await self.change(work.id, edit)
-        except LedgerDown as down:
-            logger.warning("the end of task %s was not written: %s", work.id, down)
+        # A leg that was refused before it had its record, because its arguments do not fit any more, or its caller may not
+        # call the tool, is refused for good. A server that is busy, or stops, is not such a reason.
+        if work.run is None and isinstance(error, RpcError) and not isinstance(error, (Busy, LedgerUnavailable)):
+            try:
+                found = await (await self.ledger()).task(work.id)
+                if found is not None and not found.is_over:
+                    await self._end(found, self.ending(error, _decode(found.document)))
+            except LedgerDown as down:
+                logger.warning("the end of task %s was not written: %s", work.id, down)
         self._hub.tell("task", work.id)
+
+    def ending(self, error: RpcError, document: Document) -> JsonObject:
+        """Return the end of a task whose call has failed: an error that its model reads is a result."""
+        method = self._catalog.tools.get(document.tool)
+        try:
+            if method is None:
+                raise error
+            return {"status": "completed", "result": as_result(error, method, REVISIONS[document.revision])}
+        except RpcError as raised:
+            return _failed(raised)
 
     # --- tasks that no process works on ------------------------------------------------------------------------------
 
@@ -380,7 +395,7 @@ class Tasks:
                 return
             document = _decode(found.document)
             record, method = _record(found, document), self._catalog.tools.get(document.tool)
-            if record is None:
+            if record is None or (record.state is State.WAITING and not found.is_ready):
                 return
             is_begun = record.committed and record.state is State.RUNNING
             if document.is_cancelled and not is_begun:
@@ -591,8 +606,8 @@ class Tasks:
                 return {**told, "status": "input_required", "inputRequests": questions}
         if document.final is not None:
             return {**told, **document.final}
-        if record is None:  # its process died between the end of the run and the end of the task
-            return {**told, **({"status": "cancelled"} if document.is_cancelled else _failed(InvalidParams(ran="no")))}
+        if record is None:  # an operator has settled an unknown outcome before the task was asked for
+            return {**told, **_failed(OutcomeUnknown("the record of the task is gone", ran="unknown"))}
         if record.state in (State.RUNNING, State.WAITING):
             return told
         try:
@@ -609,13 +624,7 @@ class Tasks:
 
             await self._within(self.change(task.id, edit))
             return {**told, **final}
-        method = self._catalog.tools.get(document.tool)
-        try:
-            if method is None:
-                raise error
-            return {**told, "status": "completed", "result": as_result(error, method, REVISIONS[document.revision])}
-        except RpcError as failure:
-            return {**told, **_failed(failure)}
+        return {**told, **self.ending(error, document)}
 
 
 def created(id: str, document: Document, meta: JsonObject | None = None) -> bytes:
