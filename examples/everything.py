@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from wirecall import App, Context, ToolAnnotations, ToolError
+from wirecall import App, Context, Header, ProtocolError, ToolAnnotations, ToolError
 from wirecall.mcp import Audio, Embedded, Image, Message, ResourceLink, Text, ToolResult
 
 app = App("everything", version="1.0", instructions="One of each: tools, resources, prompts and questions to the user.")
@@ -129,7 +129,7 @@ def json_schema_2020_12_tool(**arguments: Any) -> str:
     return f"Arguments: {', '.join(sorted(arguments)) or 'none'}"
 
 
-Region = Annotated[str, Meta(description="where to look", extra_json_schema={"x-mcp-header": "Region"})]
+Region = Annotated[str, Meta(description="where to look"), Header("Region")]
 
 
 @app.tool(annotations=READS)
@@ -315,6 +315,64 @@ async def test_streaming_elicitation(ctx: Context) -> str:
     await ctx.progress(1, total=2, message="about to ask")
     answer = await ctx.elicit("Shall we go on?", Confirmation)
     return f"Answered: {answer.action}"
+
+
+# --- tasks: calls that go on after their request (2026-07-28) ----------------------------------------------------------
+
+
+@app.tool(annotations=READS)
+def greet(name: str) -> str:
+    """Return a greeting: a tool that does not become a task."""
+    return f"Hello, {name}!"
+
+
+@app.tool(annotations=READS, task=True)
+async def slow_compute(seconds: float, ctx: Context, label: str = "compute") -> str:
+    """Work for some seconds. A client without tasks waits for the result."""
+    await ctx.progress(0, seconds, f"{label} began")
+    await asyncio.sleep(seconds)
+    return f"{label} took {seconds:g} s"
+
+
+@app.tool(annotations=READS, task="required")
+async def failing_job() -> str:
+    """Fail after a second: the task completes with an error that the model reads."""
+    await asyncio.sleep(1)
+    raise ToolError("the job failed")
+
+
+@app.tool(annotations=READS, task=True)
+async def protocol_error_job() -> str:
+    """End with an error of JSON-RPC: the task fails."""
+    raise ProtocolError(-32603, "the job broke")
+
+
+class Deletion(Struct):
+    confirm: bool
+
+
+@app.tool(annotations=ASKS, task=True)
+async def confirm_delete(filename: str, ctx: Context) -> str:
+    """Ask the user inside a task."""
+    answer = await ctx.elicit(f"Delete {filename}?", Deletion)
+    confirmed = answer.action == "accept" and answer.content.confirm
+    return f"{filename}: {'deleted' if confirmed else 'kept'}"
+
+
+@app.tool(annotations=ASKS, task=True)
+async def multi_input(ctx: Context) -> str:
+    """Ask two questions at once inside a task."""
+    answers = await ctx.ask(ctx.elicit("Your name?", UserName), ctx.elicit("Go on?", Deletion))
+    return ", ".join(answer.action for answer in answers)
+
+
+@app.tool(annotations=ASKS, task="required")
+async def test_tool_with_task(ctx: Context) -> str:
+    """Ask within the request, then go on as a task."""
+    answer = await ctx.elicit("What is your name?", UserName)
+    await ctx.hand_over()
+    await asyncio.sleep(0.1)
+    return f"Hello, {answer.content.name if answer.action == 'accept' else 'stranger'}!"
 
 
 # --- notifications of changes ----------------------------------------------------------------------------------------

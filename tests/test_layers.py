@@ -38,7 +38,7 @@ FOREIGN = {
     "pydantic": {"mcp.server.forms"},
 }
 # Protocol code uses no event loop, no socket and no clock.
-PURE = {"errors", "jsonrpc", "ledger.base", "mcp.revisions", "mcp.types", "mcp.headers", "protocol"}
+PURE = {"errors", "jsonrpc", "ledger.base", "mcp.extensions", "mcp.headers", "mcp.revisions", "mcp.types", "protocol"}
 
 
 def modules(source: Path = SOURCE) -> dict[str, Path]:

@@ -4,8 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
 from wirecall.app import App
-from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
+from wirecall.errors import (
+    CallFailed,
+    DomainError,
+    ProtocolError,
+    RpcError,
+    ToolError,
+    Unauthorized,
+    UsageError,
+    WirecallError,
+)
 from wirecall.protocol.messages import Limits
+from wirecall.protocol.params import Header
 from wirecall.server.call import Context
 from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
 from wirecall.version import __version__ as __version__
@@ -21,9 +31,11 @@ __all__ = [
     "Context",
     "DomainError",
     "Done",
+    "Header",
     "Kind",
     "Limits",
     "NotDone",
+    "ProtocolError",
     "Retry",
     "RpcError",
     "ToolAnnotations",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from wirecall.declarations import Declarations
+from wirecall.declarations import Declarations, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.messages import Data, Id, JsonObject, Limits
@@ -38,6 +38,7 @@ Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None
 
 MODE_VARIABLE = "WIRECALL_MODE"
 SECRET_VARIABLE = "WIRECALL_SECRET"
+LIST_TTL = 60.0  # seconds; a client that listens hears of a change before that
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
 
 # Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
@@ -51,6 +52,9 @@ class App(Declarations):
     `mode` defaults to the environment variable WIRECALL_MODE, else to "development". `ledger` is a URL; it is opened when
     the first command arrives, and closed by `aclose`. `single_user` says that all anonymous calls come from one user: then
     a call that repeats a lost one is recognised without authentication.
+
+    `extensions` are those of MCP that the app declares to clients: settings by id. `@app.extension_method` adds methods.
+    `list_ttl` are the seconds for which an MCP client may keep the lists of tools, prompts and resources (2026-07-28).
 
     For HTTP: `authenticate` takes the headers of a request and returns the caller's name, or None to refuse. `hosts` and
     `origins` are the names of the server and of the web pages that may call it, besides the loopback's. `secret` seals
@@ -70,6 +74,8 @@ class App(Declarations):
         execution: Execution | None = None,
         strict: bool = True,
         instructions: str | None = None,
+        extensions: Mapping[str, JsonObject] | None = None,
+        list_ttl: float = LIST_TTL,
         authenticate: Authenticate | None = None,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
@@ -94,6 +100,12 @@ class App(Declarations):
         self._strict = strict
         self._single_user = single_user
         self.instructions = instructions
+        self._list_ttl_ms = milliseconds("list_ttl", list_ttl)
+        self._extensions: dict[str, JsonObject] = {}
+        if extensions is not None:
+            from wirecall.mcp.extensions import checked  # late: `import wirecall` stays light
+
+            self._extensions = checked(extensions)
         self._authenticate = authenticate
         self._hosts: Sequence[str] = _names("hosts", hosts)
         self._origins: Sequence[str] = _names("origins", origins)
@@ -192,6 +204,10 @@ class App(Declarations):
             await endpoint.aclose(grace / 4)
             await self.aclose(grace * 3 / 4)
 
+        async def startup() -> None:
+            await endpoint.open()
+            self._adopt_tasks()
+
         return HttpServer(
             {
                 "/rpc": rpc_endpoint(self._answer),
@@ -202,7 +218,7 @@ class App(Declarations):
             authenticate=self._authenticate,
             hosts=self._hosts,
             origins=self._origins,
-            startup=endpoint.open,
+            startup=startup,
             shutdown=shutdown,
         )
 
@@ -247,6 +263,7 @@ class App(Declarations):
         """Return a connection of lines, as on stdio; `client.connect` and the command line open one in memory."""
         from wirecall.mcp.server.lines import PIPE, StdioConnection
 
+        self._adopt_tasks()
         return StdioConnection(
             send,
             self.mcp(),
@@ -291,7 +308,7 @@ class App(Declarations):
 
         with self._building:
             if self._catalog is None:
-                self._catalog = Catalog(self.registry)
+                self._catalog = Catalog(self.registry, self._extensions)
             return self._catalog
 
     def mcp(self) -> "Server":
@@ -309,6 +326,8 @@ class App(Declarations):
                     catalog,
                     self._serving,
                     Seals(self._secret),
+                    self.ledger,
+                    list_ttl_ms=self._list_ttl_ms,
                     is_public=self._authenticate is None,
                     limits=self.limits,
                 )
@@ -352,8 +371,15 @@ class App(Declarations):
                 )
             return self._dispatcher
 
+    def _adopt_tasks(self) -> None:
+        """Look for tasks that other processes have left, from now on."""
+        if any(method.task is not None for method in self.registry.tools.values()):
+            self.mcp().tasks.open()
+
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish the calls in flight, within `grace` seconds, and close the ledger."""
+        if self._mcp is not None:
+            self._mcp.tasks.close()
         ends_at = time.monotonic() + grace
         dispatcher = self._dispatcher
         if dispatcher is not None:
@@ -370,6 +396,7 @@ class App(Declarations):
             self._dispatcher = None  # the next call makes another
 
     async def __aenter__(self) -> "App":
+        self._adopt_tasks()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -1,7 +1,8 @@
 """The audit trail: one JSON line per command, chained by hashes (T6).
 
 `App(audit="file:PATH")` appends a line for every admitted command: its caller, method, time, key and id, the digest of its
-arguments, how it ended, whether the answer was a replay, how long it took. Arguments and results stay out.
+arguments, how it ended, whether the answer was a replay, how long it took. Arguments and results stay out. A second line
+says that the answer to a call without a key was lost.
 
 The rules of the file:
 
@@ -57,10 +58,13 @@ class AuditEntry(Struct, frozen=True, kw_only=True):
     key: str | None
     digest: str  # of the arguments, as the ledger's fingerprint
     id: Json
-    outcome: str  # ok, error; cancelled: its caller left, or its time was over; input required: its caller was asked
+    # ok, error; cancelled: its caller left, or its time was over; input required: its caller was asked; undelivered, a line
+    # of its own: the answer to a call without a key did not reach its caller
+    outcome: str
     code: int | None
     replayed: bool
     duration_ms: float
+    recognised: bool = False  # the call repeats one whose answer was lost, and got that call's answer
 
 
 class Audit:
@@ -98,6 +102,7 @@ class Audit:
                 code=ended.code,
                 replayed=ended.replayed,
                 duration_ms=round(ended.duration_ms, 3),
+                recognised=ended.recognised,
             )
         )
 

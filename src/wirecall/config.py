@@ -118,6 +118,7 @@ SETTINGS: dict[str, Setting] = {
     "server.grace": Setting(_Seconds, _SECONDS, 10, 10.0),
     "server.hosts": Setting(_Names, "an array of names", ["api.example.com"]),
     "server.origins": Setting(_Names, "an array of names", ["https://app.example.com"]),
+    "server.single_user": Setting(bool, "true or false", True),
     "ledger.url": Setting(_Text, "the URL of a ledger", "sqlite:.wirecall/ledger.db", check=check_url),
     **{
         f"limits.{name}": Setting(

@@ -1,4 +1,4 @@
-"""The decorators of an app: its methods, and its prompts, resources and completions for MCP clients.
+"""The decorators of an app: its methods, and for MCP clients its prompts, resources, completions and methods of extensions.
 
 1. A decorator registers the function it is given and returns it unchanged; `query`, `command`, `tool` and `prompt` work bare
    and with arguments. The overloads are for people and type checkers: they name every argument with its default. All the
@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
@@ -21,6 +21,7 @@ from wirecall.server.method import (
     Method,
     OnCrash,
     Registry,
+    TaskRule,
     Terms,
     ToolAnnotations,
 )
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
 
 F = TypeVar("F", bound=Callable[..., object])
+Scope: TypeAlias = Literal["public", "private"]
 
+LONGEST_TTL = 2**31  # seconds (RFC 9111, section 1.2.2)
 TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
 
 
@@ -55,6 +58,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -86,6 +91,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -125,6 +132,8 @@ class Declarations:
         timeout: float | None = None,
         blocking: bool = False,
         execution: Execution | None = None,
+        task: TaskRule | None = None,
+        task_ttl: float = 3600,
     ) -> Callable[[F], F]: ...
     def tool(
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any
@@ -161,15 +170,25 @@ class Declarations:
         title: str | None = None,
         description: str | None = None,
         mime_type: str | None = None,
+        ttl: float = 0,
+        scope: Scope = "private",
         timeout: float | None = None,
         blocking: bool = False,
     ) -> Callable[[F], F]:
-        """Register a function that returns the resource at a URI. A `{name}` in the URI is a parameter of the function."""
+        """Register a function that returns the resource at a URI. A `{name}` in the URI is a parameter of the function.
+
+        `ttl` are the seconds for which a client may keep the contents (2026-07-28). With `scope="public"` caches may share
+        them among all callers, unless the app has `authenticate`.
+        """
+        kept = milliseconds(f"ttl of {uri}", ttl)
+        if scope not in get_args(Scope):
+            raise UsageError(f"scope of {uri} must be one of {', '.join(get_args(Scope))}, got {scope!r}.")
 
         def register(function: F) -> F:
             declared = {"title": title, "description": description, "timeout": timeout, "blocking": blocking}
             method = self._query(function, f"resources/read:{uri}", declared)
-            self.catalog().add_resource(method, uri, name or function.__name__, mime_type)
+            is_public = scope == "public"
+            self.catalog().add_resource(method, uri, name or function.__name__, mime_type, ttl_ms=kept, is_public=is_public)
             return function
 
         return register
@@ -210,6 +229,30 @@ class Declarations:
 
         return register
 
+    def extension_method(
+        self, name: str, /, *, extension: str, timeout: float | None = None, blocking: bool = False
+    ) -> Callable[[F], F]:
+        """Register a function as a method of an MCP extension, for the clients that declare the extension.
+
+        The params of the request are the function's parameters, and its result is an object: a dict, a Struct, a dataclass.
+        `App(extensions=...)` declares the extension. Keys and the ledger are for commands: a function that changes something
+        runs once for each request, as often as that is sent.
+        """
+
+        def register(function: F) -> F:
+            method = self._query(function, name, {"timeout": timeout, "blocking": blocking})
+            kind = method.signature.result_schema.get("type", "object")
+            if kind not in ("object", "null"):
+                raise UsageError(
+                    f"{name!r} returns {kind}, not an object.",
+                    "every result of MCP is an object",
+                    "return a dict or a Struct",
+                )
+            self.catalog().add_method(method, extension)
+            return function
+
+        return register
+
     def catalog(self) -> "Catalog":
         """Return the prompts, resources and completions; `App`, which knows MCP's server, makes them."""
         raise NotImplementedError
@@ -238,6 +281,16 @@ class Declarations:
         for method in (*self.registry.methods.values(), *self.registry.tools.values()):
             _check_transactional(method.terms, scheme)
         self._ledger_scheme = scheme
+
+
+def milliseconds(option: str, seconds: object) -> int:
+    """Return a time for which a client may keep something, as MCP writes it. Raises `UsageError` if it is not a time."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= LONGEST_TTL:
+        raise UsageError(
+            f"{option} must be a number of seconds from 0 to {LONGEST_TTL}, got {seconds!r}.",
+            fix="use 0 if clients must not keep it",
+        )
+    return round(seconds * 1000)
 
 
 def _check_transactional(terms: Terms, scheme: str) -> None:

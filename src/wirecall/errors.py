@@ -17,6 +17,7 @@
     └── RpcError                   an error as it travels: code, message, data
         ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
         │   └── ToolError          the same for a tool, where only the text counts
+        ├── ProtocolError          a handler's own answer as an error of the protocol, also where a tool's would be a result
         └── FixedError             code and message given by the class, the rest in data
             ├── ParseError         -32700
             ├── InvalidRequest     -32600
@@ -30,6 +31,7 @@
             ├── HeaderMismatch     -32020  MCP: an HTTP header is missing, or says other things than the body
             ├── NotCapable         -32021  MCP: the client has not declared a capability that the call needs
             ├── UnknownVersion     -32022  MCP: a revision that is not served
+            ├── VisitRequired      -32042  MCP 2025-11-25: the user has to visit a page before the call
             ├── KeyInProgress       40910  data.type = idempotency_key_in_progress
             ├── ResultNotRetained   41010  data.type = result_not_retained
             ├── KeyConflict         42210  data.type = idempotency_key_conflict
@@ -181,10 +183,10 @@ class RpcError(WirecallError):
             return f"{self.message} ({self.code}): data nested too deep to show"
 
 
-# The default for an error that does not say itself whether the call ran. JSON-RPC's first four codes and MCP's three refuse
+# The default for an error that does not say itself whether the call ran. JSON-RPC's first four codes and MCP's four refuse
 # a call before it runs; an internal error may come from anywhere; any other code is a method's own.
 _RAN: dict[int, Ran] = {
-    **dict.fromkeys((-32700, -32600, -32601, -32602, -32020, -32021, -32022), "no"),
+    **dict.fromkeys((-32700, -32600, -32601, -32602, -32020, -32021, -32022, -32042), "no"),
     -32603: "unknown",
 }
 
@@ -206,6 +208,10 @@ class ToolError(DomainError):
 
     def __init__(self, message: str, data: Any = None, code: int = 40000) -> None:
         super().__init__(code, message, data)
+
+
+class ProtocolError(RpcError):
+    """The error with which a tool ends its call as JSON-RPC does, instead of a result that its model reads."""
 
 
 class FixedError(RpcError):
@@ -302,6 +308,13 @@ class UnknownVersion(FixedError):
 
     CODE = -32022
     MESSAGE = "Unsupported protocol version"
+
+
+class VisitRequired(FixedError):
+    """MCP 2025-11-25: the call needs a visit of the user to a page first; `data.elicitations` has the addresses."""
+
+    CODE = -32042
+    MESSAGE = "URL elicitation required"
 
 
 class KeyInProgress(FixedError):

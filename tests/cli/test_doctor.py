@@ -158,3 +158,62 @@ def test_of_wirecall_the_version_that_runs_is_shown(monkeypatch: pytest.MonkeyPa
 def test_a_clock_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wirecall.cli.doctor.time.time", lambda: 1_000_000.0)
     assert diagnosis()[1]["clock"][0][0] == "warn"
+
+
+# --- the app, as MCP clients and models see it -------------------------------------------------------------------------
+
+
+def app_findings(source: str) -> list[tuple[str, str]]:
+    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n')
+    Path("app.py").write_text(f'from wirecall import App, Context\n\napp = App("shop")\n{source}')
+    code, found = diagnosis()
+    assert code == 0
+    return found["app"][1:]
+
+
+def test_names_of_tools_with_dots_are_a_remark() -> None:
+    """SEP-986: the specification allows them, and some model APIs do not."""
+    names = [f"orders.m{number}" for number in range(7)]
+    source = "".join(f'app.query(name="{name}")(lambda: 1)\n' for name in names)
+    source += 'app.query(name="internal.only", expose=("rpc",))(lambda: 1)\napp.query(name="plain-name_2")(lambda: 1)\n'
+    shown = "orders.m0, orders.m1, orders.m2, orders.m3, orders.m4 and 2 more"
+    assert app_findings(source) == [("warn", f"some model APIs refuse dots in the names of tools: {shown}")]
+
+
+def test_an_app_without_anything_to_remark() -> None:
+    assert app_findings('app.query(name="plain")(lambda: 1)\n') == []
+
+
+USES = """
+import random
+
+@app.query
+async def ask(ctx: Context) -> str:
+    await ctx.log("info", "asking")
+    return (await ctx.sample("Which?")).text
+
+@app.prompt
+async def greet(context: Context) -> str:
+    return str(await context.roots())
+
+@app.resource("test://a")
+async def read(ctx: Context) -> str:
+    await ctx.log("info", "reading")
+    return "a"
+
+@app.query
+def plain(ctx: Context) -> list[int]:
+    return random.sample(range(9), 2)  # not the context's
+
+app.query(name="short")(lambda: 1)
+app.query(name="built_in")(len)
+"""
+
+
+def test_features_that_mcp_deprecates_are_a_remark() -> None:
+    """SEP-2577: roots, sampling and logging."""
+    assert app_findings(USES) == [
+        ("warn", "MCP 2026-07-28 deprecates logging: ctx.log in ask, resources/read:test://a"),
+        ("warn", "MCP 2026-07-28 deprecates sampling: ctx.sample in ask"),
+        ("warn", "MCP 2026-07-28 deprecates roots: ctx.roots in prompts/get:greet"),
+    ]

@@ -137,6 +137,17 @@ def test_a_record_is_shown_whole_with_its_result_or_error() -> None:
     assert "result       7" in invoke("ledger", "show", URL, "put", "a", "--caller", "ada").stdout
 
 
+def test_the_name_of_a_caller_cannot_forge_a_line_of_a_record() -> None:
+    """An operator decides by these lines whether a command took effect."""
+    caller = "ada\nstate        done\x1b[2J\x9b2J\u202e"
+    call("crash", 1, "k", caller)
+    lines = invoke("ledger", "show", URL, "crash", "k", "--caller", caller).stdout.splitlines()
+    assert r"caller       ada\u000astate        done\u001b[2J\u009b2J\u202e" in lines
+    assert [line for line in lines if line.startswith("state")] == ["state        unknown"]
+    settled = invoke("ledger", "resolve", URL, "crash", "k", "--caller", caller, "--not-done", "--yes").stdout
+    assert settled.count("\n") == 1 and settled.rstrip("\n").isprintable()
+
+
 def test_stats_count_by_state() -> None:
     call("put", 1, "a")
     call("crash", 1, "b")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -128,6 +129,18 @@ batch = 1
         pair = b'[{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1},{"jsonrpc":"2.0","method":"price","id":2}]\n'
         assert json.loads(invoke("send", address, input=pair).stdout)["error"]["data"]["limit"] == "batch"
         assert run.end()[0] == 0
+
+
+def test_a_page_of_an_allowed_origin_can_call_and_read() -> None:
+    """The browser asks first, then sends the call (fetch.spec.whatwg.org, "CORS protocol")."""
+    page = "https://app.example"
+    with serving(SHOP, "--allow-origin", page) as address:
+        asked = Request(f"{address}/mcp", None, {"Origin": page, "Access-Control-Request-Method": "POST"}, method="OPTIONS")
+        message = b'{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1}'
+        sent = Request(f"{address}/rpc", message, {"Origin": page, "Content-Type": "application/json"})
+        for request, status in ((asked, 204), (sent, 200)):
+            with urlopen(request) as answer:
+                assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, page)
 
 
 def test_serve_without_a_target_or_a_file_that_names_one(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Text from servers and callers on a terminal: it is shown, and steers nothing."""
 
+import json
 import os
 import pty
 import subprocess
@@ -79,13 +80,18 @@ CHILD_WORDS = ["--", sys.executable, "child.py"]
         (["show", "evil.py", "one"], ["x" + SHOWN.removesuffix(r"\u2028")]),  # a title has lines
         (["call", "evil.py", "one"], ["y" + SHOWN]),
         (["call", "evil.py", "two"], ["no" + SHOWN]),
+        (["list", "--json", "evil.py"], ["x" + SHOWN]),
+        (["show", "--json", "evil.py", "one"], ["x" + SHOWN]),
+        (["call", "--json", "evil.py", "one"], ["y" + SHOWN]),
+        (["call", "--json", "evil.py", "two"], ["no" + SHOWN]),
+        (["batch", "evil.py", "-"], ["y" + SHOWN]),
         (["send", "evil.py", "-"], [SHOWN.removeprefix(r"\u001b[2J")]),  # JSON has the first one escaped by itself
         (["send", "-", *CHILD_WORDS], ["out" + SHOWN, "err" + SHOWN]),
         (["call", "--timeout", "5s", "one", *CHILD_WORDS], ["err" + SHOWN]),
     ],
 )
 def test_a_server_does_not_steer_the_terminal(words: list[str], shown: list[str], place: Path) -> None:
-    told = on_terminal(*words, cwd=place, stdin=MESSAGE if words[0] == "send" else b"")
+    told = on_terminal(*words, cwd=place, stdin=MESSAGE if words[0] in ("batch", "send") else b"")
     for text in shown:
         assert text in "".join(told.split())  # a table folds what does not fit
     assert not set(told) & set(STEERING) - set("2Jgnp.exe[")
@@ -99,6 +105,7 @@ def test_a_message_of_a_server_cannot_pose_as_our_own_words(place: Path) -> None
 
 def test_to_a_pipe_a_result_goes_as_it_is(place: Path) -> None:
     assert invoke("call", str(place / "evil.py"), "one").stdout == f"y{STEERING}\n"
+    assert json.loads(invoke("call", "--json", str(place / "evil.py"), "one").stdout)["result"] == f"y{STEERING}"
 
 
 def test_a_caller_cannot_forge_a_line_of_an_audit_trail(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.calls import make_app
-from tests.faults import Effects, child, eventually
+from tests.faults import PATIENCE, Effects, child, eventually
 from tests.servers import Postgres, Redis, RedisCluster
 from tests.transports import ask
 from wirecall import App
@@ -49,7 +49,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[Redis | RedisCluster | Po
         server.close()
 
 
-async def test_a_server_that_is_killed_is_not_ready_until_it_is_back(server: Redis | RedisCluster | Postgres) -> None:
+async def test_a_server_that_is_killed_is_not_ready_until_it_is_back(
+    server: Redis | RedisCluster | Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wirecall.app.ASK_WITHIN", PATIENCE)
     async with make_app(ledger=server.url) as app:
         probe = Probe(app)
         assert await probe.is_ready()
@@ -64,15 +67,16 @@ async def test_a_server_that_is_killed_is_not_ready_until_it_is_back(server: Red
 async def test_a_server_that_is_frozen_is_not_ready_within_the_deadline(
     server: Redis | RedisCluster | Postgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
+    monkeypatch.setattr("wirecall.app.ASK_WITHIN", PATIENCE)
     async with make_app(ledger=server.url) as app:
         probe = Probe(app)
         assert await probe.is_ready()
-        monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
         with frozen(server):
             monkeypatch.setattr("wirecall.app.ASK_WITHIN", 0.05)
             assert await probe.reason() == "the ledger did not answer within 0.05 s"
             assert await probe.status("/healthz") == 200
-        monkeypatch.setattr("wirecall.app.ASK_WITHIN", 10)
+        monkeypatch.setattr("wirecall.app.ASK_WITHIN", PATIENCE)
         await eventually(probe.is_ready)
 
 
@@ -92,7 +96,7 @@ def frozen(server: Redis | RedisCluster | Postgres) -> Iterator[None]:
 @pytest.mark.parametrize("server", [Redis, Postgres], indirect=True)
 async def test_a_server_that_refuses_writes_is_not_ready(server: Redis | Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
-    monkeypatch.setattr("wirecall.app.ASK_WITHIN", 10)
+    monkeypatch.setattr("wirecall.app.ASK_WITHIN", PATIENCE)
     async with make_app(ledger=server.url) as app:
         probe = Probe(app)
         assert await probe.is_ready()
@@ -133,7 +137,7 @@ async def test_a_file_that_is_moved_away_is_not_ready_until_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
-    monkeypatch.setattr("wirecall.app.ASK_WITHIN", 10)
+    monkeypatch.setattr("wirecall.app.ASK_WITHIN", PATIENCE)
     path = tmp_path / "ledger.db"
     async with make_app(ledger=f"sqlite:{path}") as app:
         probe = Probe(app)
@@ -147,8 +151,6 @@ async def test_a_file_that_is_moved_away_is_not_ready_until_it_is_back(
 async def test_a_disk_without_room_is_not_ready(tmp_path: Path) -> None:
     """RLIMIT_FSIZE is for a process what a full disk is for all of them."""
     async with child(f"sqlite:{tmp_path / 'ledger.db'}", Effects(tmp_path / "effects")) as one:
-        assert await one.ask("ready") == 200
-        await one.ask("limit", 0)
 
         async def is_not_ready() -> bool:
             return bool(await one.ask("ready") == 503)
@@ -156,6 +158,8 @@ async def test_a_disk_without_room_is_not_ready(tmp_path: Path) -> None:
         async def is_ready() -> bool:
             return bool(await one.ask("ready") == 200)
 
+        await eventually(is_ready)
+        await one.ask("limit", 0)
         await eventually(is_not_ready)
         await one.ask("limit", -1)
         await eventually(is_ready)

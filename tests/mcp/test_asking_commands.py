@@ -225,6 +225,23 @@ async def test_asking_after_the_commit_point_is_fine_where_the_handler_waits() -
     assert till.paid == ["hasty"]
 
 
+@pytest.mark.parametrize("revision", [R3, R4])
+@pytest.mark.parametrize(
+    ("capable", "reply"),
+    [(ALL, {"action": "accept", "content": {"name": 5}}), (ALL, {"nonsense": 1}), ({}, {})],
+)
+async def test_a_question_that_is_refused_after_the_commit_point_does_not_say_that_nothing_was_done(
+    revision: str, capable: Any, reply: Any
+) -> None:
+    """Without a key, too: a client that reads "no" makes the call again, and the effect is doubled."""
+    till = Till()
+    async with over_http(till.app, revision, capabilities=capable, replies={"elicitation/create": reply}) as client:
+        answer = await client.call("tools/call", {"name": "hasty"})
+    error = answer["error"] if "error" in answer else answer["result"]["_meta"]["io.wirecall/error"]
+    assert (error["code"], error["data"]["ran"]) == (-32602 if capable else -32021, "unknown")
+    assert till.paid == ["hasty"]
+
+
 # --- one state, one outcome ------------------------------------------------------------------------------------------
 
 

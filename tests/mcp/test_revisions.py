@@ -34,9 +34,7 @@ from tests.mcp.asgi import (
     speak,
 )
 from wirecall import App, Context, ToolAnnotations
-from wirecall.mcp import Audio, Embedded, Image, Message, ResourceLink, Text, ToolResult, revisions
-from wirecall.mcp.server.peer import Peer
-from wirecall.mcp.types import Params
+from wirecall.mcp import Audio, Embedded, Image, Message, ResourceLink, Text, ToolResult
 
 every_way = pytest.mark.parametrize(("transport", "revision"), EVERY_WAY)
 
@@ -352,47 +350,6 @@ async def test_methods_of_undeclared_capabilities_are_not_found(transport: str, 
     assert {method: answer.get("error", {}).get("code") for method, answer in answers.items()} == dict.fromkeys(
         answers, -32601
     )
-
-
-# --- methods of an extension (SEP-2133) ------------------------------------------------------------------------------
-
-BELL = "org.example/bell"
-
-
-class Ring(Params, frozen=True, kw_only=True):
-    times: int
-
-
-async def ring(peer: Peer) -> object:
-    return {"rang": "ding " * peer.params.times}
-
-
-def belfry() -> App:
-    app, newest = make_app(), [revisions.REVISIONS[R5]]
-    app.mcp().extensions[BELL] = {"loud": True}
-    app.mcp().add("bells/ring", ring, Ring, revisions=newest, extension=BELL)
-    return app
-
-
-@every_way
-async def test_a_method_of_an_extension_is_a_row_of_the_table(transport: str, revision: str) -> None:
-    async with speak(transport, belfry(), revision, {"extensions": {BELL: {}}}) as client:
-        declared = (client.info or await client.result("server/discover"))["capabilities"]
-        assert declared.get("extensions") == ({BELL: {"loud": True}} if revision in (R4, R5) else None)
-        answer = await client.call("bells/ring", {"times": 2})
-        if revision == R5:
-            assert answer["result"]["rang"] == "ding ding "
-            assert (await client.error("bells/ring", {"times": "x"}))["data"]["reason"].startswith("params.times: ")
-        else:
-            assert (answer["error"]["code"], revision in answer["error"]["message"]) == (-32601, True)
-
-
-@pytest.mark.parametrize("declared", [{}, {"extensions": {}}, {"extensions": {"org.example/other": {}}}, {"extensions": 1}])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_client_that_has_not_declared_an_extension_is_refused(transport: str, declared: Any) -> None:
-    async with speak(transport, belfry(), R5, declared) as client:
-        error = await client.error("bells/ring", {"times": 1})
-    assert (error["code"], error["data"]["requiredCapabilities"]) == (-32021, {"extensions": {BELL: {}}})
 
 
 # --- what results carry (matrix 1.10, 2.5) ---------------------------------------------------------------------------

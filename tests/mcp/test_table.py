@@ -21,6 +21,7 @@ ROWS = {
     ],
     "`subscriptions/listen`": ["request subscriptions/listen"],
     "completions declared": ["capability completions"],
+    "extensions declared": ["capability extensions"],
     "tool annotations": ["tool annotations"],
     "titles": ["title"],
     "structured output": ["structured"],

@@ -6,6 +6,7 @@ id it is answered under: `own` for the entry's, `all` for one error that answers
 """
 
 import json
+import sys
 import time
 from typing import Any
 
@@ -155,6 +156,25 @@ def test_depth_is_that_of_the_deepest_value(tree: Any, limit: int) -> None:
     narrow.query(name="take")(lambda *rest: None)
     data = entry(json.dumps(tree, separators=(",", ":")).encode())
     assert verdict(json.loads(narrow.handle_sync(data) or b"")) == ("-32600 all" if depth(tree) + 2 > limit else "ok")
+
+
+def test_the_number_of_passes_over_a_message_does_not_grow_with_its_depth() -> None:
+    """A pass over a megabyte holds up every other call, so a megabyte of towers must not need one for each floor."""
+    passes = 0
+
+    def count(_frame: object, event: str, function: Any) -> None:
+        nonlocal passes
+        owner = getattr(function, "__self__", None)
+        passes += event == "c_call" and isinstance(owner, bytes) and len(owner) > 100_000
+
+    towers = entry(b"[" + b",".join([b"[" * 60 + b"]" * 60] * 8000) + b"]")
+    sys.setprofile(count)
+    try:
+        reply = app.handle_sync(towers)
+    finally:
+        sys.setprofile(None)
+    assert verdict(json.loads(reply or b"")) == "ok"
+    assert passes < 15
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import enum
 import functools
 import json
 import uuid
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, NewType, NotRequired, TypedDict, TypeVar
 
 import annotated_types
 import jsonschema
@@ -370,6 +370,7 @@ def test_a_dataclass_is_returned_with_its_defaults(type: Any, sent: Any, returne
 
 
 Positive = Annotated[int, pydantic.Field(gt=0)]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -409,7 +410,34 @@ def in_dict(*n: CountedDict) -> Any:
     return n
 
 
-@pytest.mark.parametrize("function", [described, with_default, listed, bounded, in_dataclass, in_dict])
+class CountedTuple(NamedTuple):
+    first: Positive
+
+
+class Page(msgspec.Struct, Generic[T]):
+    items: list[T]
+    number: Positive
+
+
+CountedType = NewType("CountedType", Positive)
+
+
+def in_tuple(n: CountedTuple) -> Any:
+    return n
+
+
+def in_generic(n: Page[str]) -> Any:
+    return n
+
+
+def in_new_type(n: list[CountedType]) -> Any:
+    return n
+
+
+@pytest.mark.parametrize(
+    "function",
+    [described, with_default, listed, bounded, in_dataclass, in_dict, in_tuple, in_generic, in_new_type],
+)
 def test_a_constraint_that_would_be_ignored_is_refused(function: Any) -> None:
     with pytest.raises(UsageError, match=r"The parameter n of [a-z_]+ has [\s\S]*fix: use Annotated\["):
         App("test").query(function)

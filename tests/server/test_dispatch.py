@@ -94,7 +94,7 @@ async def test_whatever_a_handler_raises_is_32603_with_no_detail(
     def context(ctx: Context) -> None:
         raise raised
 
-    function = {"plain": plain, "async": coroutine, "waiting": waiting, "context": context}[form]
+    function: Any = {"plain": plain, "async": coroutine, "waiting": waiting, "context": context}[form]
     if kind == "query":
         app.query(name="fail")(function)
     else:

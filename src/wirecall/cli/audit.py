@@ -119,7 +119,9 @@ def _print(lines: list[bytes], out: Printer) -> None:
             click.echo(f"? not a line of an audit trail: {escaped(entry['unreadable'])[:60]}")
         else:
             when = datetime.fromtimestamp(float(entry.get("time", 0)), UTC).isoformat(" ", "milliseconds")
-            outcome = "replayed" if entry.get("replayed") else str(entry.get("outcome"))
+            outcome = str(entry.get("outcome"))
+            if entry.get("replayed") and outcome != "undelivered":
+                outcome = "recognised" if entry.get("recognised") else "replayed"
             code = f" {entry['code']}" if entry.get("code") is not None else ""
             names = "  ".join(escaped(str(entry.get(name) or "-")) for name in ("method", "key", "caller"))
             click.echo(f"{when}  {escaped(outcome + code):<12} {names}  {escaped(str(entry.get('duration_ms')))} ms")

@@ -19,6 +19,7 @@ from wirecall.cli.output import Printer, ask, count_of, json_option, progress
 from wirecall.cli.stores import opened_ledger
 from wirecall.cli.targets import Found, found
 from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
+from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 
 PAGE = 500
@@ -78,9 +79,12 @@ def list_records(target: str | None, state: str | None, limit: int, after: str |
     if len(records) > limit:
         records = records[:limit]
         cursor = base64.urlsafe_b64encode(msgspec.json.encode(msgspec.structs.astuple(records[-1].id))).decode().rstrip("=")
-    columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES"]
+    columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES", "ANSWER"]
     rows = [
-        (each.state.value, each.id.method, each.id.key, each.id.caller, _time(each.started_at), str(each.attempts))
+        (
+            *(each.state.value, each.id.method, each.id.key, each.id.caller, _time(each.started_at), str(each.attempts)),
+            each.delivery or "-",
+        )
         for each in records
     ]
     out.result([_document(each) for each in records], lambda: out.table(columns, rows), next=cursor)
@@ -109,7 +113,7 @@ def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
     lines = []
     for name, value in shown.items():
         text = "-" if value in (None, "") else value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        lines.append(f"{name:<12} {text}")
+        lines.append(f"{name:<12} {escaped(text)}")  # on one line, so that a caller's name cannot forge another
     out.result(shown, "\n".join(lines))
 
 
@@ -190,7 +194,7 @@ def resolve_record(
         raise CliError(f"{id} is not unknown any more.", why, "wirecall ledger show prints its outcome")
     state = "done" if outcome else "absent"
     text = "is done: retries get its result" if outcome else "was not done: the next call with this key runs"
-    out.result({**msgspec.structs.asdict(id), "state": state}, f"{id} {text}")
+    out.result({**msgspec.structs.asdict(id), "state": state}, escaped(f"{id} {text}"))
 
 
 def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:
@@ -257,6 +261,7 @@ def _document(record: Record) -> JsonObject:
         "committed": record.committed,
         "started": _time(record.started_at),
         "completed": None if record.completed_at is None else _time(record.completed_at),
+        "delivery": record.delivery,  # of the answer to a call without a key
     }
 
 

@@ -101,10 +101,15 @@ def _writing() -> Iterator[None]:
         raise Unwritten(error) from error
 
 
+def json_line(document: object) -> bytes:
+    """Return a document on one line. Its texts steer no terminal: for a program, an escape of JSON is the same character."""
+    return printable(encode(document).decode()).encode()
+
+
 def print_json(document: object, stdout: IO[str] | None = None) -> None:
     """Print one document on one line."""
     with _writing():
-        click.echo(encode(document), stdout)
+        click.echo(json_line(document), stdout)
 
 
 def print_raw(data: bytes, stdout: IO[str] | None = None, *, err: bool = False) -> None:
@@ -121,7 +126,7 @@ def print_lines(documents: Sequence[object], stdout: TextIO | None) -> None:
         return
     with _writing():
         stdout.flush()
-        stdout.buffer.write(b"".join([encode(document) + b"\n" for document in documents]))
+        stdout.buffer.write(b"".join([json_line(document) + b"\n" for document in documents]))
         stdout.buffer.flush()
 
 
@@ -194,7 +199,7 @@ def ask(question: str) -> bool | None:
     if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
         return None
     try:
-        return click.confirm(question, err=True)
+        return click.confirm(escaped(question), err=True)
     except click.Abort:
         click.echo(err=True)
         return False

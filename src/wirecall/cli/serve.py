@@ -44,6 +44,7 @@ class Serving(Struct, frozen=True, kw_only=True):
     hosts: Sequence[str] | None
     origins: Sequence[str] | None
     limits: dict[str, float]
+    single_user: bool = False
     ledger: str | None = None
     audit: str | None = None
 
@@ -97,6 +98,7 @@ def read_limits(words: tuple[str, ...]) -> dict[str, float]:
     metavar="URL",
     help="A web page that may call: https://app.example.com.",
 )
+@click.option("--single-user", is_flag=True, default=None, help="All anonymous calls come from one user: recognise retries.")
 @limit_option
 @click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="Log calls on stderr. [default: off]")
 def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...], **given: Any) -> None:
@@ -112,7 +114,7 @@ def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...
         raise CliError("--stdio serves one client.", "--http and --workers are for HTTP", "drop them, or --stdio")
     how = serving({**given, "limits": read_limits(limits)})
     app = configured((target or named(how)).app(), ledger=how.ledger, audit=how.audit, limits=how.limits)
-    app.configure(hosts=how.hosts or (), origins=how.origins or ())
+    app.configure(hosts=how.hosts or (), origins=how.origins or (), single_user=how.single_user or None)
 
     # Problems that would otherwise show only at the first command.
     check_ledger(app.ledger_url)

@@ -148,6 +148,8 @@ class Background:
         try:
             if not await run.ledger.heartbeat(run.token, run.method.terms.lease):
                 self.release(run)  # another holder has the record
+            elif run.task is not None and run.task.is_handed_over:
+                await run.task.look()
         except LedgerDown as error:
             logger.warning("%s: the lease was not renewed: %s", run.claim.id, error)
         finally:

@@ -15,7 +15,7 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -40,9 +40,10 @@ from wirecall.commands.outcome import (
     unavailable,
     unknown,
 )
-from wirecall.commands.run import Run, RunEvent, RunState
+from wirecall.commands.run import LostLease, Run, RunEvent, RunState
 from wirecall.errors import (
     FixedError,
+    Gone,
     KeyConflict,
     KeyInProgress,
     LedgerUnavailable,
@@ -56,6 +57,8 @@ from wirecall.ledger.base import (
     Keyless,
     Ledger,
     LedgerDown,
+    Locked,
+    NotCommitted,
     Outcome,
     Record,
     RecordId,
@@ -111,12 +114,13 @@ class Commands:
             lease=terms.lease,
             retention=terms.retention,
             on_crash=terms.on_crash,
-            committed=not terms.commit_point,
+            # A task counts as past its commit point when its handler starts: until then any process may take it over.
+            committed=not terms.commit_point and not (call.task is not None and call.task.at_once),
             continues=call.peer is not None and call.peer.continues is not None,
             alone=call.frame.alone,
             keyless=None if loop is None else keyless,  # without a loop there is no transport that could lose the answer
         )
-        run = call.run = Run(method, claim, loop, call.peer.continues if call.peer is not None else None)
+        run = call.run = Run(method, claim, loop, call.peer.continues if call.peer is not None else None, task=call.task)
         if claim.keyless is None:
             return await self._run(call, run, handler)
 
@@ -127,24 +131,26 @@ class Commands:
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
         self._deliveries.begin(claim.keyless, claim.id.key)
         if call.frame.sending is not None:
-            call.frame.sending.listen(partial(self._sent, run))
+            call.frame.sending.listen(partial(self._sent, run, call))
         try:
             return await self._run(call, run, handler)
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
-            self._sent(run, False)
+            self._sent(run, call, False)
             run.is_left = True
             raise
         finally:
             if call.frame.sending is None:
-                self._sent(run, True)
+                self._sent(run, call, True)
             self._deliveries.settle(claim.keyless, claim.id.key)
             if run.answers != claim.id:  # there is no record with this key
                 self._deliveries.forget(claim.keyless, claim.id.key)
 
-    def _sent(self, run: Run, written: bool) -> None:
+    def _sent(self, run: Run, call: Call, written: bool) -> None:
         """Hear what became of the answer to a call without a key. A stream that is resumed may write what was lost."""
         if run.is_left if written else run.is_lost:
             return
+        if call.frame.reported and not written:
+            self._report(call, Gone("the answer did not reach its caller"))
         run.is_lost = not written
         if run.answers is not None:
             self._mark(run)
@@ -242,7 +248,8 @@ class Commands:
         outcome: Outcome | None = None
         error: BaseException | None = None
         try:
-            lead = self._transact if run.claim.on_crash == "transactional" else self._hold
+            # The record of a task is there before its transaction, so the transaction is one under a lease.
+            lead = self._transact if run.claim.on_crash == "transactional" and call.task is None else self._hold
             outcome, call.replayed = await lead(call, run, handler)
             ending: Raw | BaseException = answer(outcome, replayed=call.replayed, recorded=call.recorded)
         except BaseException as raised:
@@ -292,7 +299,7 @@ class Commands:
                 raise unavailable(error) from error
             if run.loop is not None:  # without an event loop, records are swept by hand
                 self._background.plan_sweep(ledger)
-            if run.claim.on_crash == "transactional":
+            if run.claim.on_crash == "transactional" and run.task is None:
                 return None  # the transaction claims
 
             # One state, one next leg: a leg whose state the record no longer waits with was taken, and gets what it gave.
@@ -332,6 +339,8 @@ class Commands:
                         self._land(run, None)
                         run.claim = msgspec.structs.replace(run.claim, id=record.id)
                         return await self._claim(run)
+                    if run.task is not None and not run.holds(record):
+                        await run.task.found(record)
                     if record.state is not State.RUNNING or run.holds(record):
                         break
                 run.to(RunEvent.FOLLOW)
@@ -409,9 +418,23 @@ class Commands:
         assert run.ledger is not None and run.token is not None
         if run.ended is not None:  # else the handler is over already
             self._background.renew(run)
+        terms, is_transaction = run.method.terms, run.claim.on_crash == "transactional"
         try:
-            outcome = await _reconciled(call, run) if run.attempt > 1 and run.method.terms.reconcile else None
+            if run.task is not None and not await run.task.begin(run):
+                raise _Queued
+            outcome = await _reconciled(call, run) if run.attempt > 1 and terms.reconcile else None
+            if outcome is None and run.task is not None and run.task.at_once and not (terms.commit_point or is_transaction):
+                if not await run.ledger.commit_point(run.token, terms.lease):
+                    raise LostLease(f"{run.claim.id}: the lease was over before the handler started")
+                run.claim = msgspec.structs.replace(run.claim, committed=True)
+            if is_transaction:
+                return await self._transact_task(call, run, handler), False
             outcome = outcome or await _handled(call, run, handler)
+        except _Queued:
+            # The task waits for a process that has a place for it: nothing was done, and the lease is over.
+            with suppress(LedgerDown):
+                await run.ledger.lapse(run.token)
+            raise in_progress() from None
         except InputRequired as pause:
             # The handler asks its caller: the record waits for the round that brings the answer.
             if not run.hear(RunEvent.PAUSE):
@@ -421,7 +444,7 @@ class Commands:
                 raise await self._failed(call, run, late) from pause
             try:
                 interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
-                await run.ledger.suspend(run.token, interim, run.method.terms.retention)
+                await run.ledger.suspend(run.token, interim, terms.retention)
             except LedgerDown as error:
                 self._background.unclaim(run.ledger, run.claim)
                 raise unavailable(error) from pause
@@ -432,7 +455,6 @@ class Commands:
             if run.ended is not None:
                 self._background.release(run)
 
-        terms = run.method.terms
         write = partial(run.ledger.complete, run.token, stored(outcome, terms.max_stored_result), terms.retention)
         try:
             if await write():
@@ -457,10 +479,14 @@ class Commands:
         """Report to the ledger that the handler ended without an outcome, and return the error for the caller."""
         assert run.ledger is not None and run.token is not None
         stopped = run.state in (RunState.CANCELLED, RunState.STOPPING)
-        run.to(RunEvent.REFUSE if is_refusal(error) else RunEvent.RAISE)
+        if run.state is not RunState.UNDONE:  # else the store has undone its transaction
+            run.to(RunEvent.REFUSE if is_refusal(error) else RunEvent.RAISE)
         undecided, record = isinstance(error, Undecided), None
+        is_interrupted = self._background.closing or isinstance(error, LedgerDown)
         try:
-            if run.state is RunState.UNDONE:
+            if run.state is RunState.UNDONE and is_interrupted and run.task is not None and run.task.is_handed_over:
+                await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over
+            elif run.state is RunState.UNDONE:
                 await give_back(run.ledger, run.token, run.attempt)
             elif run.claim.on_crash == "unknown" or undecided:
                 await run.ledger.abandon(run.token)
@@ -535,6 +561,52 @@ class Commands:
                 raise failure_in_transaction(call, run, error) from error
         raise KeyInProgress("the database kept undoing the transaction", ran="no", retry_after_ms=RETRY_AFTER_MS)
 
+    # --- tasks -------------------------------------------------------------------------------------------------------
+
+    async def _transact_task(self, call: Call, run: Run, handler: Handler) -> Outcome:
+        """Run the handler of a task in a transaction that records its outcome. The record is there already."""
+        ledger: Any = run.ledger
+        terms = run.method.terms
+        for _ in range(TRIES):
+            try:
+                async with ledger.transaction(run.claim, terms.wait) as transaction:
+                    if not run.holds(transaction.record):
+                        raise LostLease(f"{run.claim.id}: another run holds the record")
+                    run.db = transaction.db
+                    run.to(RunEvent.TRANSACT)
+                    outcome = await _handled(call, run, handler)
+                    kept = stored(outcome, terms.max_stored_result)
+                    await transaction.complete(kept, terms.retention, undo=outcome.kind == "error")
+                    return outcome
+            except TryAgain:
+                for event in (RunEvent.UNDO, RunEvent.FOLLOW, RunEvent.GRANT):
+                    run.to(event)
+            except NotCommitted:
+                run.hear(RunEvent.UNDO)
+                raise
+            except Locked as error:
+                raise LedgerDown(str(error)) from error
+        raise LedgerDown("the database kept undoing the transaction")
+
+    async def hand_over(self, run: Run, id: str, document: bytes, ttl: float) -> bool:
+        """Make a task of a run; False if it has ended, or has lost its record. Duplicates ask the ledger from now on."""
+        assert run.ledger is not None
+        if run.token is None or not await run.ledger.begin_task(run.token, id, document, ttl):
+            return False
+        self._land(run, None)
+        return True
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as background work, which `aclose` waits for."""
+        self._bind()
+        self._background.start(work)
+
+    def cancel(self, id: RecordId) -> None:
+        """Cancel the run of a record in this process, if it has done nothing yet."""
+        for run, task in self._tasks.items():
+            if run.claim.id == id and run.stops:
+                run.cancel(task)
+
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def aclose(self, grace: float) -> None:
@@ -592,6 +664,10 @@ class Flight(Struct, eq=False):
         if self.landed is not None:  # in another thread, a moment ago
             future.set_result(*self.landed)
         return future
+
+
+class _Queued(Exception):
+    """No place is free for a task."""
 
 
 class Undecided(Exception):

@@ -26,6 +26,7 @@ from wirecall.errors import (
     MethodNotFound,
     NotCapable,
     OutcomeUnknown,
+    ProtocolError,
     ResultNotRetained,
     RpcError,
     UsageError,
@@ -50,7 +51,12 @@ def outcome_of(kind: Literal["result", "error"], value: object, id: RecordId, sh
     """Encode an outcome. If JSON cannot carry a result, only the fact is kept, since the effect has happened; if it cannot
     carry an error, its code and message are kept, so that it stays an error, and a transaction is undone."""
     try:
-        payload = encode(failure(None, value).error if isinstance(value, RpcError) else shape(value) if shape else value)
+        if isinstance(value, RpcError):
+            told = failure(None, value).error
+            is_protocol = isinstance(value, ProtocolError)
+            payload = encode(_RecordedError(told.code, told.message, told.data, is_protocol) if is_protocol else told)
+        else:
+            payload = encode(shape(value) if shape else value)
     except EncodeError as error:
         failed(id.method, None, error, caller=id.caller, key=id.key)
         if not isinstance(value, RpcError):
@@ -90,10 +96,16 @@ def answer(outcome: Outcome, *, replayed: bool, recorded: bool = True) -> Raw:
     marks = {"replayed": True} if replayed else {} if recorded else {"recorded": False}
     if marks:
         data = {**data, **marks} if isinstance(data, dict) else {**marks, **({} if data is None else {"data": data})}
-    raise RpcError(error.code, error.message, data)
+    raise (ProtocolError if error.is_protocol else RpcError)(error.code, error.message, data)
 
 
-_decode_error = msgspec.json.Decoder(ErrorObject).decode
+class _RecordedError(ErrorObject, frozen=True, gc=False):
+    """An error as the ledger keeps it."""
+
+    is_protocol: bool = False  # raised as a `ProtocolError`
+
+
+_decode_error = msgspec.json.Decoder(_RecordedError).decode
 
 
 # --- without an outcome ----------------------------------------------------------------------------------------------

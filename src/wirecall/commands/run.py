@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from msgspec import Raw, Struct
 
 from wirecall.ledger.base import Claim, Keyless, Ledger, LedgerDown, Record, RecordId, State, Token
-from wirecall.server.call import Passed
+from wirecall.server.call import Detachable, Passed
 from wirecall.stepping import run_now
 
 if TYPE_CHECKING:
@@ -175,12 +175,14 @@ class Run(Struct, eq=False):
     token: Token | None = None
     attempt: int = 1
     fence: int = 0
+    started_at: float = 0.0
     db: object = None
     keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
     answers: RecordId | None = None  # and the record whose answer is this run's to give
     is_lost: bool = False  # and its caller has not got the answer
     is_open: bool = False  # and the ledger cannot hear of it yet: the record is in an open transaction
     is_left: bool = False  # nor will get it: whatever its caller is sent now is not the outcome
+    task: Detachable | None = None  # where the call can become a task
     ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
 
     def to(self, event: RunEvent) -> None:
@@ -219,6 +221,7 @@ class Run(Struct, eq=False):
         self.token = record.token
         self.attempt = record.attempts
         self.fence = record.fence
+        self.started_at = record.started_at
 
     def begin(self) -> None:
         """Begin the handler, unless the run was cancelled before."""

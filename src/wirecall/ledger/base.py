@@ -19,6 +19,9 @@ The rules of the contract:
 8. The record of a call without a key also says whether its answer was delivered, and for which claim: its deliverer is the
    nonce of that claim. A call that repeats one whose answer was lost is that call (`recognise`). It takes the answer over in
    the same step, so one lost call serves one repetition.
+9. A task is a second row about a record: what the server keeps of a call that goes on after its request. The store reads
+   nothing of its document, and a change names the version that it replaces. The task ends by itself; its record stays an
+   ordinary one, which claims, leases and `decide` govern.
 
     absent ──claim──► RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
                       │  │ ▲ └─release; lease and retention over, not committed─► absent
@@ -147,6 +150,19 @@ class Keyless(Struct, frozen=True, gc=False):
         return "-".join(["auto", *([self.likeness.hex()] if self.likeness else []), os.urandom(12).hex()])
 
 
+class Task(Struct, frozen=True, gc=False):
+    """A task as the store saw it at the moment of the call."""
+
+    id: str
+    record: RecordId
+    version: int  # grows by one with every change
+    document: bytes
+    is_ready: bool  # the record is WAITING, and its next leg can begin
+    is_over: bool  # the task has ended, whatever becomes of its record
+    ttl_left: float  # seconds until the store forgets it
+    now: Record | None = None  # the record as it stands; None if it is gone
+
+
 class Delivered(Struct, frozen=True, gc=False):
     """The end of an answer's way: the transport took its last byte, or its caller was gone."""
 
@@ -196,6 +212,14 @@ def decide(record: Record | None, claim: Claim, *, expired: bool) -> Verdict:
     return "take_over"
 
 
+def is_orphan(task: Task) -> bool:
+    """Return whether no process works on a task that has not ended."""
+    record = task.now
+    if record is None or task.is_over:
+        return False
+    return record.lease_left == 0 if record.state is State.RUNNING else record.state is State.WAITING and task.is_ready
+
+
 Recognition: TypeAlias = Literal["match", "wait", "pass"]
 
 
@@ -242,6 +266,27 @@ class Ledger(Protocol):
 
         Undelivered counts from now. A record that is written, or a tombstone, matches nothing any more.
         """
+        ...
+
+    async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
+        """Make a task of a RUNNING record, of version 1, neither ready nor over. It is forgotten after `ttl` seconds."""
+        ...
+
+    async def task(self, id: str) -> Task | None:
+        """The task with this id, and its record; None after its `ttl`."""
+        ...
+
+    async def task_of(self, id: RecordId) -> Task | None:
+        """The task that was begun last with a record of this id."""
+        ...
+
+    async def change_task(self, task: Task) -> bool:
+        """Write document, `is_ready` and `is_over`, and raise the version by one; refused if the version is another."""
+        ...
+
+    async def orphans(self, limit: int = 100) -> Sequence[str]:
+        """Ids of tasks that are not over and that no process works on: the record is RUNNING and its lease is over, or it is
+        WAITING and the task is ready."""
         ...
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
@@ -297,6 +342,7 @@ class Ledger(Protocol):
         DONE whose retention is over becomes TOMBSTONE, which is removed after 8 times the retention in all. RUNNING whose
         lease and retention are over becomes UNKNOWN if it is committed, and stays so until `resolve` or a late `complete`.
         RUNNING that is not committed, and WAITING, have done nothing: they are removed. No swept record matches a call.
+        Tasks whose `ttl` is over are removed.
         """
         ...
 

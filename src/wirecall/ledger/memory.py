@@ -16,8 +16,10 @@ from wirecall.ledger.base import (
     Record,
     RecordId,
     State,
+    Task,
     Token,
     decide,
+    is_orphan,
     recognise,
 )
 
@@ -33,6 +35,7 @@ class MemoryLedger:
         self._rows: dict[RecordId, _Row] = {}
         self._likes: dict[bytes, list[_Row]] = {}  # rows of calls without a key whose answers are not written
         self._fences = count(1)
+        self._tasks: dict[str, tuple[Task, float]] = {}  # and when each is forgotten
 
     async def claim(self, claim: Claim) -> Record:
         row = self._rows.get(claim.id)
@@ -100,6 +103,35 @@ class MemoryLedger:
                 row.answer_at = self._clock()
                 if end.delivery == "written":
                     self._match_no_more(row)
+
+    async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
+        row = self._held(token, State.RUNNING)
+        if row:
+            self._tasks[id] = Task(id, token.id, 1, document, False, False, ttl), self._clock() + ttl
+        return row is not None
+
+    async def task(self, id: str) -> Task | None:
+        task, until = self._tasks.get(id, (None, 0.0))
+        left = until - self._clock()
+        if task is None or left <= 0:
+            return None
+        return msgspec.structs.replace(task, ttl_left=left, now=await self.get(task.record))
+
+    async def task_of(self, id: RecordId) -> Task | None:
+        ids = [task.id for task, _ in self._tasks.values() if task.record == id]
+        return await self.task(ids[-1]) if ids else None
+
+    async def change_task(self, task: Task) -> bool:
+        found = await self.task(task.id)
+        if found is None or found.version != task.version:
+            return False
+        changed = msgspec.structs.replace(task, version=task.version + 1, now=None)
+        self._tasks[task.id] = changed, self._tasks[task.id][1]
+        return True
+
+    async def orphans(self, limit: int = 100) -> Sequence[str]:
+        found = [await self.task(id) for id in list(self._tasks)]
+        return [task.id for task in found if task is not None and is_orphan(task)][:limit]
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         row = self._held(token, State.RUNNING)
@@ -179,7 +211,10 @@ class MemoryLedger:
                 self._match_no_more(row)
             else:  # it is a tombstone, or nothing was done
                 self._remove(row)
-        return len(due)
+        over = [id for id, (_, until) in self._tasks.items() if until <= self._clock()][:limit]
+        for id in over:
+            del self._tasks[id]
+        return len(due) + len(over)
 
     async def ping(self) -> None:
         """A dict takes every write."""

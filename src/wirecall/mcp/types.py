@@ -161,6 +161,8 @@ RECOGNISED_META = "io.wirecall/recognised"  # the call repeats one whose answer 
 RECORDED_META = "io.wirecall/recorded"  # false: the command has run, and the ledger records it later
 ERROR_META = "io.wirecall/error"
 
+TASKS = "io.modelcontextprotocol/tasks"  # the extension
+
 # Under `capabilities.experimental`: the server honours KEY_META. Of the calls of a tool with one key, one runs.
 KEYS_CAPABILITY = "io.wirecall/idempotency"
 
@@ -232,10 +234,19 @@ class Filter(Struct, frozen=True, rename="camel"):
     prompts_list_changed: bool = False
     resources_list_changed: bool = False
     resource_subscriptions: list[str] = []
+    task_ids: list[str] = []
 
 
 class Listen(Params, frozen=True, gc=False, kw_only=True):
     notifications: Filter = Filter()
+
+
+class TaskParams(Params, frozen=True, gc=False, kw_only=True, rename="camel"):
+    task_id: str
+
+
+class UpdateTask(TaskParams, frozen=True, gc=False, kw_only=True, rename="camel"):
+    responses: dict[str, JsonObject] = msgspec.field(name="inputResponses")
 
 
 class Ref(Struct, frozen=True):

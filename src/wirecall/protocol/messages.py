@@ -67,6 +67,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     # Seconds that a call waits for the answer of a client without any connection. A client that was cut off comes back at
     # once to read the rest (`Last-Event-ID`); one that stays away has left.
     away_time: float = 60.0
+    # Tasks that run in one process at once. The others wait in the ledger for a place: they take hours, and hold none of
+    # `in_flight`.
+    tasks: int = 100
     # Entries of one batch in flight side by side. One batch must not take all places of `in_flight`.
     concurrency: int = 16
     # Bytes of the header of an HTTP request. Twice the limit of common proxies; a header is kept until it is judged.

@@ -38,7 +38,8 @@ class Sending:
     def written(self) -> None:
         if not self.is_written:
             self.is_written, self._watch = True, None
-            for listener in self._listeners:
+            listeners, self._listeners = self._listeners, []  # they are not needed again, and may refer to this object
+            for listener in listeners:
                 listener(True)
 
     def lost(self) -> None:

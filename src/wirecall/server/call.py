@@ -17,6 +17,7 @@ from wirecall.protocol.messages import Id, Json, JsonObject
 from wirecall.protocol.sending import Sending
 
 if TYPE_CHECKING:
+    from wirecall.ledger.base import Record
     from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
     from wirecall.server.method import Method
 
@@ -55,6 +56,18 @@ class Running(Protocol):
     def commit_point(self) -> "Awaitable[None]": ...
 
 
+class ClientInfo(Struct, frozen=True):
+    """The program that calls, in its own words: wirecall does not verify them."""
+
+    name: str | None = None
+    version: str | None = None
+    extensions: dict[str, JsonObject] = {}  # settings by id, as the client declares them
+
+    def extension(self, id: str) -> JsonObject | None:
+        """Return the client's settings of an MCP extension, `{}` if it has none; None if it has not declared it."""
+        return self.extensions.get(id)
+
+
 class Remote(Protocol):
     """The MCP client behind a call."""
 
@@ -65,12 +78,22 @@ class Remote(Protocol):
     @property
     def revision(self) -> str: ...
     @property
+    def transport(self) -> Literal["pipe", "tcp"]: ...
+    @property
+    def session_id(self) -> str | None: ...
+    @property
+    def uri(self) -> str | None: ...
+    @property
     def capabilities(self) -> JsonObject: ...
+    @property
+    def client(self) -> ClientInfo: ...
     @property
     def meta(self) -> JsonObject: ...
     def progress(self, progress: float, total: float | None, message: str | None) -> "Awaitable[None]": ...
+    def wants(self, level: str) -> bool: ...
     def log(self, level: str, data: object, logger: str | None) -> "Awaitable[None]": ...
     def hang_up(self, retry: float) -> "Awaitable[None]": ...
+    def hand_over(self) -> "Awaitable[None]": ...
     def elicit(self, message: str, schema: object, key: str | None) -> "Awaitable[Elicited]": ...
     def elicit_url(self, message: str, url: str, key: str | None) -> "Awaitable[Elicited]": ...
     def sample(
@@ -78,6 +101,25 @@ class Remote(Protocol):
     ) -> "Awaitable[Sampled]": ...
     def roots(self, key: str | None) -> "Awaitable[list[Root]]": ...
     def ask(self, questions: "Sequence[Awaitable[object]]") -> "Awaitable[list[Json]]": ...
+
+
+class Detachable(Protocol):
+    """A call that can become a task: from then on it goes on without its request."""
+
+    at_once: bool  # it becomes one before its handler starts
+    is_handed_over: bool
+
+    async def found(self, record: "Record") -> None:
+        """Raise `InputRequired` with the answer if the record of another run is a task's: the call gets that task."""
+        ...
+
+    async def begin(self, run: "Running") -> bool:
+        """Hear that the run may start its handler; False if it has to wait for a place."""
+        ...
+
+    async def look(self) -> None:
+        """Look whether the client has cancelled the task: another process may have taken its request."""
+        ...
 
 
 class Call(Struct, eq=False):
@@ -93,6 +135,7 @@ class Call(Struct, eq=False):
     keyless: bool = False  # a command without a key, which gets a generated one when it is executed
     identity: bytes | None = None  # the fingerprint of the params, where the key was found among them
     peer: Remote | None = None  # the MCP client, if the call came that way
+    task: Detachable | None = None  # where the call can become a task
     shape: Shape | None = None  # makes the call's result of the function's value, where that is not the value itself
     state: JsonObject = {}  # for middleware and handlers
     run: Running | None = None  # of a command with a key
@@ -226,6 +269,11 @@ class Context:
         return self._call.peer.revision if self._call.peer else None
 
     @property
+    def client(self) -> ClientInfo:
+        """The client's name and version, and its extensions: `ctx.client.extension("com.example/loyalty")`."""
+        return self._call.peer.client if self._call.peer else ClientInfo()
+
+    @property
     def client_capabilities(self) -> JsonObject:
         """The capabilities that the client has declared, `{}` for plain JSON-RPC."""
         return self._call.peer.capabilities if self._call.peer else {}
@@ -235,8 +283,16 @@ class Context:
         return self._call.peer.progress(progress, total, message) if self._call.peer else Passed()
 
     def log(self, level: "Level", data: object, logger: str | None = None) -> Awaitable[None]:
-        """Send a log message to the client, if it wants to see this level."""
-        return self._call.peer.log(level, data, logger) if self._call.peer else Passed()
+        """Send a log message to the client if it wants to see this level, else to the server's log."""
+        from wirecall.logs import SEVERITIES, noted  # late: `import wirecall` stays light
+
+        if level not in SEVERITIES:
+            raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(SEVERITIES)}")
+        peer = self._call.peer
+        if peer is not None and peer.wants(level):
+            return peer.log(level, data, logger)
+        noted(level, data, logger, method=self.record, correlation_id=self.correlation_id, caller=self.caller or None)
+        return Passed()
 
     def elicit(self, message: str, schema: object, *, key: str | None = None) -> "Awaitable[Elicited]":
         """Ask the person at the client with a form.
@@ -276,6 +332,13 @@ class Context:
     def hang_up(self, retry: float) -> Awaitable[None]:
         """End the HTTP connection and go on: the client collects the answer after `retry` seconds (2025-11-25)."""
         return self._call.peer.hang_up(retry) if self._call.peer else Passed()
+
+    def hand_over(self) -> Awaitable[None]:
+        """Answer the request with a task here, and go on as that task; for clients without tasks, just go on.
+
+        A function declared with `task=` that does not name `hand_over` becomes a task before it starts.
+        """
+        return self._call.peer.hand_over() if self._call.peer else Passed()
 
     def _asked(self) -> Remote:
         if self._call.peer is None:

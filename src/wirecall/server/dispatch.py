@@ -38,6 +38,7 @@ from wirecall.errors import (
     UsageError,
     rebuilt,
 )
+from wirecall.ledger.base import RecordId
 from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure, make_batch, make_reply
@@ -69,6 +70,9 @@ class Executor(Protocol):
     left: int  # commands that go on although their callers have left
 
     def execute(self, call: Call, handler: Handler) -> Coroutine[Any, Any, Raw]: ...
+    def hand_over(self, run: Any, id: str, document: bytes, ttl: float) -> Coroutine[Any, Any, bool]: ...
+    def cancel(self, id: RecordId) -> None: ...
+    def start(self, work: Coroutine[Any, Any, None]) -> None: ...
 
     async def aclose(self, grace: float) -> None: ...
 
@@ -89,7 +93,7 @@ class Dispatcher:
     ) -> None:
         self._methods = registry.methods
         self._policy = policy
-        self._commands = commands
+        self.commands = commands
         self._events = events
         self._in_full = bool(middleware) or execution == "sequential"
         self._guarded: Next | None = None
@@ -128,7 +132,7 @@ class Dispatcher:
                 "with one key for all, every entry would be a repetition of the first, or refused",
                 "give each entry its own: params.idempotency_key",
             )
-        busy = self._in_flight + self._commands.left
+        busy = self._in_flight + self.commands.left
         if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
             refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
             answers = [
@@ -184,7 +188,7 @@ class Dispatcher:
 
     async def aclose(self, grace: float) -> None:
         """Finish or release the commands that are in flight."""
-        await self._commands.aclose(grace)
+        await self.commands.aclose(grace)
 
     # --- one entry of JSON-RPC ---------------------------------------------------------------------------------------
 
@@ -313,9 +317,9 @@ class Dispatcher:
         if method.blocking and not frame.alone:
             handler = partial(in_thread, handler)
         is_recorded = call.key is not None or call.keyless
-        if method.is_command and (is_recorded or self._events.observed):
+        if is_recorded or (method.is_command and self._events.observed):
             call.fingerprint = call.identity or fingerprint(call.params)
-        work = self._commands.execute(call, handler) if is_recorded else settled(handler())
+        work = self.commands.execute(call, handler) if is_recorded else settled(handler())
         if method.timeout is None or frame.alone:
             result = await work
         else:
@@ -352,7 +356,7 @@ class Dispatcher:
 
     async def call(self, call: Call) -> Raw:
         """Run a call that was parsed and admitted elsewhere."""
-        if self._in_flight + self._commands.left >= self._policy.limits.in_flight:
+        if self._in_flight + self.commands.left >= self._policy.limits.in_flight:
             raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
         self._in_flight += 1
         try:
@@ -386,7 +390,7 @@ class Dispatcher:
     ) -> "bytes | Coroutine[Any, Any, bytes]":
         """Take the short path: return the result as bytes at once, or a coroutine of it."""
         try:
-            if self._in_flight + self._commands.left >= self._policy.limits.in_flight:
+            if self._in_flight + self.commands.left >= self._policy.limits.in_flight:
                 raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
             result = method.function(*method.bind(params))
             if hasattr(result, "__await__"):

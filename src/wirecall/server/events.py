@@ -1,6 +1,7 @@
 """Observers of calls get one `CallEnded` per call, when its work is over. The log is one, the audit trail another.
 
-A command that goes on after its caller has left ends when its handler does, and is reported then.
+A command that goes on after its caller has left ends when its handler does, and is reported then. A command without a key
+whose answer did not reach its caller is reported once more, as undelivered.
 """
 
 import asyncio
@@ -10,11 +11,11 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-from wirecall.errors import InternalError, RpcError
+from wirecall.errors import Gone, InternalError, RpcError
 from wirecall.logs import called
 from wirecall.server.call import Call, CorrelationId, InputRequired
 
-Word: TypeAlias = Literal["ok", "error", "cancelled", "input required"]
+Word: TypeAlias = Literal["ok", "error", "cancelled", "input required", "undelivered"]
 
 
 class CallEnded(Struct, frozen=True, kw_only=True):
@@ -30,6 +31,7 @@ class CallEnded(Struct, frozen=True, kw_only=True):
     outcome: Word
     code: int | None = None
     replayed: bool = False
+    recognised: bool = False  # the call came without a key, and repeats one whose answer was lost
     duration_ms: float = 0.0
 
 
@@ -51,6 +53,8 @@ class Events:
             outcome = "input required"
         elif isinstance(error, asyncio.CancelledError):
             outcome = "cancelled"
+        elif isinstance(error, Gone):
+            outcome = "undelivered"
         elif error is not None:
             outcome, code = "error", error.code if isinstance(error, RpcError) else InternalError.CODE
         ended = CallEnded(
@@ -64,6 +68,7 @@ class Events:
             outcome=outcome,
             code=code,
             replayed=call.replayed,
+            recognised=call.recognised,
             duration_ms=(time.perf_counter() - call.started) * 1000,
         )
         if call.frame.logged:
@@ -80,7 +85,7 @@ def log(ended: CallEnded) -> None:
         kind=ended.kind,
         position=ended.position,
         duration_ms=ended.duration_ms,
-        outcome="replayed" if ended.replayed else ended.outcome,
+        outcome="replayed" if ended.replayed and ended.outcome != "undelivered" else ended.outcome,
         code=ended.code,
         caller=ended.caller or None,
         idempotency_key=ended.key,

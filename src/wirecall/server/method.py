@@ -24,6 +24,9 @@ Exposed: TypeAlias = Literal["rpc", "mcp"]
 # "off". None is "auto", but "required" over JSON-RPC in production (P4).
 KeyRule: TypeAlias = Literal["auto", "required", "ask", "off", "optional"]
 
+# For clients that have tasks: True makes a call a task at once, a number after so many seconds, "required" refuses others.
+TaskRule: TypeAlias = Literal[True, "required"] | float
+
 EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
 
 # Every method of every revision of MCP, and the names that later ones would have.
@@ -43,7 +46,8 @@ MCP_FAMILIES = (
     "tools/",
 )
 
-LONGEST_TOOL_NAME = 128
+# MCP allows 128 characters (2025-11-25, server/tools, "Tool Names"), SEP-986 and model APIs allow 64. The lower one counts.
+LONGEST_TOOL_NAME = 64
 _NAME_MARKS = str.maketrans("_-.", "aaa")
 
 
@@ -114,6 +118,8 @@ class Method:
         description: str | None = None,
         input_schema: JsonObject | None = None,
         output_schema: JsonObject | None = None,
+        task: "TaskRule | None" = None,
+        task_ttl: float = 3600,
         reserved: bool = False,
     ) -> None:
         import inspect  # late: `import wirecall` stays light
@@ -145,13 +151,19 @@ class Method:
             inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in (target, type(target).__call__)
         )
         self.signature = Signature(function, inject=Context, keyed=self.is_command)
-        self.terms = terms or Terms()
+        # A query that becomes a task has a record as well. It changes nothing, so it may always run again.
+        self.terms = terms or (Terms() if task is None else Terms(on_crash="rerun", commit_point=True))
+        self.task = task if task is None or isinstance(task, (bool, str)) else float(task)
+        self.task_ttl = task_ttl
         # A handler that takes a context and names `commit_point` calls it; any other has passed it on entry.
         code = getattr(function, "__code__", None)
         if not self.terms.commit_point and self.signature.injected and isinstance(code, types.CodeType):
             self.terms = msgspec.structs.replace(self.terms, commit_point=_mentions(code, "commit_point"))
-        # In a plain function ctx.commit_point() blocks, so it must not run on the loop.
-        self.blocking = blocking or (self.is_command and self.terms.commit_point and not self.is_async)
+        # Likewise one that names `hand_over` becomes a task there; any other before it starts.
+        self.hands_over = self.signature.injected and isinstance(code, types.CodeType) and _mentions(code, "hand_over")
+        # In a plain function ctx.commit_point() blocks, so it must not run on the loop. Nor may a task, which takes long.
+        waits = (self.is_command and self.terms.commit_point) or task is not None
+        self.blocking = blocking or (waits and not self.is_async)
         self.can_wait = self.blocking or self.terms.on_crash in ("reconcile", "transactional") or self.is_async
         self._reconciler: Signature | None = None
         if self.terms.reconcile is not None:  # it is asked with the params of its command
@@ -168,7 +180,10 @@ class Method:
         self.bind = self.signature.bind
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
         self.plain = (
-            not self.is_command and self.signature.simple and not blocking and timeout is None and execution != "sequential"
+            not (self.is_command or self.blocking or task)
+            and self.signature.simple
+            and timeout is None
+            and execution != "sequential"
         )
 
     def reconcile(self, context: Context) -> object:
@@ -187,6 +202,7 @@ class Registry:
     def __init__(self) -> None:
         self.methods: dict[str, Method] = {}
         self.tools: dict[str, Method] = {}
+        self.taken: set[str] = set()  # by methods of MCP's extensions: on stdio they share one line with JSON-RPC
 
     def add(self, method: Method) -> None:
         first = self.methods.get(method.name) or self.tools.get(method.name)
@@ -195,6 +211,12 @@ class Registry:
                 f"There is already a method called {method.name!r}.",
                 f"{first!r} was registered first",
                 'give one of them another name: @app.query(name="...")',
+            )
+        if "rpc" in method.expose and method.name in self.taken:
+            raise UsageError(
+                f"{method.name!r} cannot be registered.",
+                "a method of an MCP extension has the same name, and both are served on one line",
+                'give one of them another name, or serve it as a tool alone: expose=("mcp",)',
             )
         if "rpc" in method.expose:
             self.methods[method.name] = method
@@ -277,11 +299,24 @@ def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
         if not _is_amount(getattr(method.terms, field)):
             yield f"{field} must be a number above 0", f"{field}={getattr(Terms(), field)}"
 
+    if method.input_schema is not None and method.signature.has_headers:
+        yield "input_schema takes the place of the function's own schema, and with it of Header", "write x-mcp-header there"
+
+    # The task that it may become.
+    if method.task not in (None, True, "required") and not _is_amount(method.task):
+        yield f'task must be True, "required" or a number of seconds above 0, got {method.task!r}', "task=True"
+    if not _is_amount(method.task_ttl):
+        yield f"task_ttl must be a number of seconds above 0, got {method.task_ttl!r}", "task_ttl=3600"
+    if method.task is not None and "mcp" not in method.expose:
+        yield "only MCP has tasks, and the method is not served there", 'drop task=, or expose=("rpc", "mcp")'
+    if method.hands_over and method.task is None:
+        yield "its handler calls ctx.hand_over(), which needs a task", "task=True"
+
     # Where it is served.
     if not method.expose or not {*method.expose} <= {*EVERYWHERE}:
         why = f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them"
         yield why, 'expose=("rpc",)'
-    if "mcp" in method.expose and not reserved:  # MCP 2025-11-25, server/tools, "Tool Names"
+    if "mcp" in method.expose and not reserved:
         plain = method.name.translate(_NAME_MARKS)
         if not (plain.isascii() and plain.isalnum() and len(plain) <= LONGEST_TOOL_NAME):
             why = f"the name of a tool has 1 to {LONGEST_TOOL_NAME} of the characters A-Z, a-z, 0-9, _, - and ."

@@ -4,13 +4,18 @@ Killed primaries under load stand in `tests/faults/test_killed_servers.py`; the 
 """
 
 import asyncio
+import gc
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis.asyncio.cluster import ClusterNode
+from redis.exceptions import MovedError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from tests.faults import Caller, Effects, check, child, eventually, make_shop
 from tests.ledger import ID, LEASE, RETENTION, answers_again, claim_of, granted, in_state, outcome_of, present, same
@@ -341,6 +346,78 @@ async def test_a_primary_that_falls_silent_holds_up_only_its_own_records(cluster
     await ledger.aclose()
 
 
+# --- closing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched() -> Iterator[None]:
+    """pytest reports a connection that a test has left open when it is collected."""
+    yield
+    gc.collect()
+
+
+@pytest.mark.usefixtures("watched")
+async def test_an_operation_that_fails_while_its_ledger_closes_leaves_no_connection_open(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure has the map read anew, but not on connections that are being closed."""
+
+    async def fail(*_: object) -> None:
+        raise RedisError("cut")
+
+    for _ in range(20):  # redis-py asks the nodes for the map in a random order
+        ledger = await store.open()
+        with monkeypatch.context() as patch:
+            patch.setattr(redis_connection.Connections, "exchange", fail)
+            asked, closed = asyncio.ensure_future(ledger.get(ID)), asyncio.ensure_future(ledger.aclose())
+            await closed
+            with pytest.raises(LedgerDown, match="cut"):
+                await asked
+
+
+@pytest.mark.usefixtures("watched")
+async def test_an_operation_that_is_sent_on_while_its_ledger_closes_has_its_answer(
+    cluster_server: RedisCluster, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, exchange = MovedError(f"0 127.0.0.1:{cluster_server.nodes[1].port}"), redis_connection.Connections.exchange
+
+    async def move(connections: redis_connection.Connections, node: Any, asks: Any) -> Any:
+        monkeypatch.setattr(redis_connection.Connections, "exchange", exchange)
+        return [moved] * len(asks)
+
+    for id in IDS[:10]:
+        ledger = await store.open()
+        monkeypatch.setattr(redis_connection.Connections, "exchange", move)
+        asked, closed = asyncio.ensure_future(ledger.get(id)), asyncio.ensure_future(ledger.aclose())
+        await closed
+        assert asked.done() and await asked is None
+
+
+@pytest.mark.usefixtures("watched")
+async def test_a_ledger_that_is_closed_while_it_reads_the_map_leaves_no_connection_open(store: Store) -> None:
+    ledger = await asyncio.to_thread(lambda: asyncio.run(store.open()))  # in this loop the map is read anew
+    asked, closed = asyncio.ensure_future(ledger.get(ID)), asyncio.ensure_future(ledger.aclose())
+    await closed
+    with pytest.raises(LedgerDown, match="the ledger is closed"):
+        await asked
+
+
+@pytest.mark.usefixtures("watched")
+async def test_a_node_that_takes_too_long_to_close_leaves_no_other_open(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, the two seconds that redis-py allows may pass."""
+    disconnect = ClusterNode.disconnect
+
+    async def late(_: ClusterNode) -> None:
+        monkeypatch.setattr(ClusterNode, "disconnect", disconnect)
+        raise RedisTimeout("too late")
+
+    ledger = await store.open()
+    monkeypatch.setattr(ClusterNode, "disconnect", late)
+    await ledger.aclose()
+
+
 # --- two processes ---------------------------------------------------------------------------------------------------
 
 
@@ -436,7 +513,7 @@ async def test_an_outcome_that_only_the_primary_holds_is_not_replayed(pair: tupl
     await ledger.aclose()
 
 
-async def test_an_equal_call_is_told_of_no_record_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
+async def test_an_equal_call_does_not_get_a_record_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
     """Neither of one that it waits for, nor of one that it takes over."""
     primary, replica = pair
     writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")

@@ -112,6 +112,20 @@ async def test_a_loss_of_another_boot_counts_from_the_start_of_this_one(
             await after.aclose()
 
 
+async def test_the_clock_of_another_boot_is_not_compared_with_this_one(
+    path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This boot has lasted a little longer than that one had when the answer was lost."""
+    before = await opened(path, clock)
+    await _lost(before, await claimed(before))
+    await before.aclose()
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: b"another boot....")
+    clock.since_boot += 1
+    after = await opened(path, clock)
+    assert await is_new(after, keyless())
+    await after.aclose()
+
+
 async def test_an_answer_that_is_lost_in_a_later_boot_counts_from_there(
     path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +324,7 @@ class Shop:
         return self.ask("SELECT count(*) FROM effects")
 
     async def run(self, claim: Claim, wait: float = WAIT) -> Record:
-        """What a command does: one effect, if the record is its own."""
+        """Run a command: one effect, if the record is its own."""
         async with self.ledger.transaction(claim, wait) as transaction:
             if transaction.record.nonce == claim.nonce:
                 await self.act(transaction)
@@ -433,8 +447,8 @@ async def test_a_file_of_before_gets_what_is_missing(path: Path, monkeypatch: py
     with closing(apsw.Connection(str(path))) as old:
         old.execute(sqlite_file.SQL["schema 1"])
         old.execute(
-            "INSERT INTO wirecall_commands VALUES (?, ?, ?, ?, 'done', 7, x'', 1, 1, 9e9, 9e9, x'', 9e9, 9e9, 1, 2, 'result',"
-            " '1', x'')",
+            "INSERT INTO wirecall_commands"
+            " VALUES (?, ?, ?, ?, 'done', 7, x'', 1, 1, 9e9, 9e9, x'', 9e9, 9e9, 1, 2, 'result', '1', x'')",
             (ID.caller, ID.method, ID.key, PRINT),
         )
         old.execute("UPDATE wirecall_meta SET fence = 7")
@@ -448,7 +462,7 @@ async def test_a_file_of_before_gets_what_is_missing(path: Path, monkeypatch: py
     await ledger.aclose()
     monkeypatch.setattr(sqlite_file, "SCHEMA", sqlite_file.SCHEMA[:1])
     older = SqliteLedger(path)
-    with pytest.raises(LedgerDown, match="made by a newer wirecall(.|\n)*version 2, and this wirecall knows 1"):
+    with pytest.raises(LedgerDown, match=r"made by a newer wirecall(.|\n)*version 2, and this wirecall knows 1"):
         await older.open()
     await older.aclose()
 

@@ -90,12 +90,15 @@ class Connections:
         self._pool = ConnectionPool(**options)
         self._server = Redis(connection_pool=self._pool)
         self._cluster: RedisCluster | None = None
+        self._first: list[ClusterNode] = []  # that the map is read from at first
         self._queues: dict[Node, Queue] = {}
         self._news: asyncio.Task[None] | None = None
+        self._is_closed = False
         if is_cluster:
             given = {name: value for name, value in options.items() if name != "max_connections"}
             given["ssl"] = given.pop("connection_class", None) is SSLConnection
             self._cluster = RedisCluster(**given)
+            self._first = [*self._cluster.nodes_manager.startup_nodes.values()]
 
     async def _live(self) -> AsyncGenerator[None, None]:
         """Suspended until the loop ends, or the ledger is forgotten: a loop closes its asynchronous generators."""
@@ -104,23 +107,25 @@ class Connections:
         finally:
             with suppress(RedisError, OSError):
                 await self._pool.disconnect()
-            with suppress(RedisError, OSError):
-                if self._cluster is not None:
-                    await self._cluster.aclose()
-            # redis-py closes the nodes on its map. A server that left the map and came back has a new node there.
-            for node in self._queues:
+            nodes = [node for node in self._queues if node is not None]
+            if self._cluster is not None:
                 with suppress(RedisError, OSError):
-                    if node is not None:
-                        await node.disconnect()
+                    await self._cluster.aclose()
+                # redis-py closes the nodes on its map, up to the first that takes too long. A server that left the map and
+                # came back has a new node there; the server that the URL names has one more.
+                nodes += *self._first, *self._cluster.get_nodes()
+            for node in nodes:
+                with suppress(RedisError, OSError):
+                    await node.disconnect()
 
     async def aclose(self) -> None:
-        """Let the operations in flight end."""
+        """Let the operations in flight end. From then on redis-py gets nothing to do: it would open connections again."""
+        while senders := {sender for queue in self._queues.values() for sender in queue.senders}:
+            await asyncio.wait(senders)  # an operation may go on after its answer: to another server, or with a whole script
+        self._is_closed = True
         if self._news is not None:
             self._news.cancel()
             await asyncio.wait([self._news])
-        for queue in self._queues.values():
-            if queue.senders:
-                await asyncio.wait(queue.senders)
         await self.lifetime.aclose()
 
     async def primaries(self) -> list[Node]:
@@ -147,6 +152,9 @@ class Connections:
             await self._cluster.initialize()
         except Exception as error:  # what a server says that is not Redis may confuse the driver in any way
             raise LedgerDown(f"{self.where(None)}: {error}") from error
+        if self._is_closed:  # meanwhile, and redis-py does not close a client that is still reading the map
+            await self._cluster.aclose()
+            raise LedgerDown("the ledger is closed")
 
     def where(self, node: Node) -> str:
         host, port = (self._options["host"], self._options["port"]) if node is None else (node.host, node.port)
@@ -189,7 +197,7 @@ class Connections:
     def _seek_news(self) -> None:
         """Have redis-py read the map of the cluster anew. No caller waits for that."""
         cluster = self._cluster
-        if cluster is None or (self._news is not None and not self._news.done()):
+        if cluster is None or self._is_closed or (self._news is not None and not self._news.done()):
             return
 
         async def learn() -> None:

@@ -256,6 +256,10 @@ class _Progress(Struct, rename="camel"):
     message: str | None = None
 
 
+class _Complete(Struct, rename="camel"):
+    elicitation_id: str
+
+
 class _Told(Struct):
     uri: str | None = None
     notifications: JsonObject | None = None
@@ -288,6 +292,7 @@ class Inbox:
     ) -> None:
         self.revision: Revision | None = None
         self.followers: WeakValueDictionary[ProgressToken, Follower] = WeakValueDictionary()
+        self.visits: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()  # set when the user has finished
         self.acknowledged: Callable[[Any, JsonObject], None] = lambda _id, _honoured: None
         self.cancelled: Callable[[int | str], None] = lambda _id: None
         self._host = host
@@ -325,6 +330,10 @@ class Inbox:
             elif message.method == "notifications/message":
                 if self._on_log is not None:
                     self.tell(self._on_log, msgspec.json.decode(params, type=Log))
+            elif message.method == "notifications/elicitation/complete":
+                visit = self.visits.get(msgspec.json.decode(params, type=_Complete).elicitation_id)
+                if visit is not None:
+                    visit.set()
             elif message.method == "notifications/subscriptions/acknowledged":
                 told = msgspec.json.decode(params, type=_Told)
                 self.acknowledged(told.subscription, told.notifications or {})

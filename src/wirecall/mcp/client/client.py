@@ -47,6 +47,10 @@ class McpClient(Client):
         """What the server says it can do."""
         return self._conversation.capabilities
 
+    def extension(self, id: str) -> JsonObject | None:
+        """Return the server's settings of an extension, `{}` if it has none; None if the server does not declare it."""
+        return self._conversation.extension(id)
+
     @property
     def instructions(self) -> str | None:
         """What the server says to a model that uses it."""
@@ -131,8 +135,8 @@ class McpClient(Client):
         return await self._conversation.lists.read(Template, timeout)
 
     async def read_resource(self, uri: str, *, timeout: float | None = None) -> list[Embedded]:
-        """Return the contents of a resource."""
-        return await self._conversation.ask("resources/read", {"uri": uri}, offers.read_contents, timeout)
+        """Return the contents of a resource. They are kept for as long as the server allows (2026-07-28)."""
+        return await self._conversation.read_resource(uri, timeout)
 
     async def get_prompt(
         self, name: str, arguments: Mapping[str, str] | None = None, *, timeout: float | None = None
@@ -225,6 +229,10 @@ class SyncMcpClient(SyncClient):
     def capabilities(self) -> JsonObject:
         """What the server says it can do."""
         return self._mcp.capabilities
+
+    def extension(self, id: str) -> JsonObject | None:
+        """Return the server's settings of an extension, `{}` if it has none; None if the server does not declare it."""
+        return self._mcp.extension(id)
 
     @property
     def instructions(self) -> str | None:

@@ -13,8 +13,9 @@ A handler is a function or a coroutine function.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -24,6 +25,8 @@ from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import Elicited, Root, Sampled
 from wirecall.protocol.messages import JsonObject
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Form(Struct, frozen=True, rename="camel"):
@@ -39,6 +42,14 @@ class Visit(Struct, frozen=True, rename="camel"):
     message: str = ""
     url: str = ""
     elicitation_id: str | None = None
+
+    @property
+    def host(self) -> str:
+        """The host in the address, or "" if it has none: a user looks at it before they agree."""
+        try:
+            return urlsplit(self.url).hostname or ""
+        except ValueError:
+            return ""
 
 
 class Sampling(Struct, frozen=True, rename="camel"):
@@ -77,9 +88,10 @@ class Host(Struct, frozen=True, kw_only=True):
     elicit: Elicit | None = None
     elicit_url: ElicitUrl | None = None
     roots: Roots | None = None
+    extensions: Mapping[str, JsonObject] = {}  # settings by id
 
     def capabilities(self, revision: Revision) -> JsonObject:
-        """Return what is declared to a server: what there is a handler for, as far as the revision knows it."""
+        """Return what is declared to a server: what there is a handler for, as far as the revision knows it; extensions."""
         handlers = {"form": self.elicit, "url": self.elicit_url}
         modes: JsonObject = {mode: {} for mode, handler in handlers.items() if handler}
         has_modes = revision.has("ask elicitation url")
@@ -90,6 +102,8 @@ class Host(Struct, frozen=True, kw_only=True):
             declared["elicitation"] = modes if has_modes else {}
         if self.roots is not None and revision.has("ask roots/list"):
             declared["roots"] = {}
+        if self.extensions and revision.has("capability extensions"):
+            declared["extensions"] = self.extensions
         return declared
 
     async def answer(self, method: str, params: Raw | UnsetType) -> JsonObject:
@@ -129,7 +143,12 @@ class Host(Struct, frozen=True, kw_only=True):
     async def _elicit(self, params: Raw) -> JsonObject:
         mode = msgspec.json.decode(params, type=_Mode).mode
         if mode == "url" and self.elicit_url is not None:
-            agreed = await _awaited(self.elicit_url(msgspec.json.decode(params, type=Visit)))
+            visit = msgspec.json.decode(params, type=Visit)
+            # A server names the address, and a browser opens it: not a file or a script, and not where others can listen.
+            scheme = visit.url.partition(":")[0].lower()
+            if not visit.host or not (scheme == "https" or (scheme == "http" and visit.host in _LOOPBACK)):
+                raise InvalidParams(f"url: expected https, or http to this machine, got {visit.url[:100]!r}")
+            agreed = await _awaited(self.elicit_url(visit))
             if isinstance(agreed, Elicited):
                 return {"action": agreed.action}
             return {"action": "accept" if agreed else "decline"}

@@ -10,7 +10,7 @@
    header. A result from the ledger is marked in its `_meta`.
 3. A plain function that reads takes the short way: no call, no task and, at 2026-07-28, no coroutine (`at_once`).
 4. A tool reports a failure as a result with `isError`, which the model reads; the protocol reports one as an error. The
-   revision decides which of the two a failure is (`_as_result`).
+   revision decides which of the two a failure is (`as_result`).
 5. Results are made in the fullest form and encoded once; `project` takes away what older revisions do not know.
 """
 
@@ -21,17 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import (
-    BadInput,
-    FixedError,
-    InternalError,
-    InvalidParams,
-    KeyInProgress,
-    KeyInvalid,
-    KeyRequired,
-    NotCapable,
-    RpcError,
-)
+from wirecall.errors import InvalidParams, KeyInProgress, KeyRequired, NotCapable, RpcError, rebuilt
 from wirecall.mcp.revisions import STATELESS, Revision
 from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
 from wirecall.mcp.server.messages import INPUT_REQUIRED, Answers, Id
@@ -41,6 +31,7 @@ from wirecall.mcp.types import (
     RECOGNISED_META,
     RECORDED_META,
     REPLAYED_META,
+    TASKS,
     CallTool,
     Complete,
     Content,
@@ -52,11 +43,12 @@ from wirecall.mcp.types import (
     block,
 )
 from wirecall.protocol.messages import JsonObject, encode
-from wirecall.server.call import Call, InputRequired
+from wirecall.server.call import Call, Detachable, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import identify
 
 if TYPE_CHECKING:
+    from wirecall.mcp.server.tasks import Tasks
     from wirecall.server.dispatch import Dispatcher
 
 _NO_ARGUMENTS = Raw(b"{}")
@@ -66,13 +58,21 @@ class Calls:
     """Calls the functions of a catalog."""
 
     def __init__(
-        self, catalog: Catalog, dispatcher: "Callable[[], Dispatcher]", questions: Questions, answers: Answers
+        self,
+        catalog: Catalog,
+        dispatcher: "Callable[[], Dispatcher]",
+        questions: Questions,
+        answers: Answers,
+        *,
+        is_public: bool,
     ) -> None:
         self._catalog = catalog
+        self._is_public = is_public  # all callers are anonymous
         self._dispatcher = dispatcher
         self._questions = questions
         self._answers = answers
-        self._shape = lru_cache(maxsize=None)(call_result)
+        self.tasks: Tasks | None = None
+        self.shape = lru_cache(maxsize=None)(call_result)
 
     # --- tools -------------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,13 @@ class Calls:
         method = self._catalog.tools.get(params.name)
         if method is None:
             raise InvalidParams(f"there is no tool {params.name[:100]!r}")
-        arguments, shape = _arguments(params), self._shape(method)
+        arguments, shape = _arguments(params), self.shape(method)
+        marks, is_task = peer.marks, False
+        if method.task is not None and revision.is_stateless:  # older revisions have no tasks
+            is_task = TASKS in peer.session.extensions
+            if method.task == "required" and not is_task:
+                needed: JsonObject = {"extensions": {TASKS: {}}}
+                raise NotCapable(f"{method.name} is a task: the client must declare {TASKS}", requiredCapabilities=needed)
         try:
             # A plain function that reads needs its arguments and nothing else.
             if dispatcher.is_short(method):
@@ -98,24 +104,28 @@ class Calls:
                     if key is None and method.key in ("required", "ask"):
                         reason = f"{method.name} needs an idempotency_key: one value per intent, the same on every retry"
                         raise KeyRequired(reason, ran="no")
-                # Step 2: the call.
-                record = f"tools/call:{method.name}"
-                result = await self._run(peer, method, arguments, shape, record=record, key=key, identity=identity)
+                # Step 2: the call, or the task that it becomes.
+                if is_task:
+                    assert self.tasks is not None
+                    result, marks = await self.tasks.call(peer, method, arguments, shape, key, identity)
+                else:
+                    record = f"tools/call:{method.name}"
+                    result = await self.run(peer, method, arguments, shape, record=record, key=key, identity=identity)
                 # Step 3: if the ledger holds questions, another call with this key waits for answers. Only a client that can
                 # give them is asked the same.
-                if REPLAYED_META in peer.marks and result.startswith(INPUT_REQUIRED):
+                if REPLAYED_META in marks and result.startswith(INPUT_REQUIRED):
                     if not revision.is_stateless:
                         reason = "the first call waits for its client"
                         raise KeyInProgress(reason, ran="no", retry_after_ms=RETRY_AFTER_MS)
                     for question in msgspec.json.decode(result)["inputRequests"].values():
                         check_capability(peer.session, question["method"], question["params"])
         except RpcError as error:
-            result = encode(_as_result(error, method, revision))
-        if result.startswith(INPUT_REQUIRED) or (revision.structured == "any" and not peer.marks):
-            return result
+            result = encode(as_result(error, method, revision))
+        if result.startswith(b'{"resultType":') or (revision.structured == "any" and not marks):
+            return result  # a question, a task, or a result without marks
         told = project(result, method, revision)
-        if peer.marks:
-            told.meta = {**(told.meta or {}), **peer.marks}
+        if marks:
+            told.meta = {**(told.meta or {}), **marks}
         return told
 
     def at_once(self, id: Id, params: Params) -> "bytes | Coroutine[Any, Any, bytes] | None":
@@ -131,9 +141,9 @@ class Calls:
             return None
         revision, arguments = STATELESS[-1], _arguments(params)
         try:
-            result = dispatcher.call_plain(method, arguments, self._shape(method), id)
+            result = dispatcher.call_plain(method, arguments, self.shape(method), id)
         except RpcError as error:
-            result = encode(_as_result(error, method, revision))
+            result = encode(as_result(error, method, revision))
         if isinstance(result, bytes):
             return self._answers.to(id, result, revision)
 
@@ -141,7 +151,7 @@ class Calls:
             try:
                 result = await coming
             except RpcError as error:
-                result = encode(_as_result(error, method, revision))
+                result = encode(as_result(error, method, revision))
             return self._answers.to(id, result, revision)
 
         return later(result)  # a plain function that returned an awaitable
@@ -155,7 +165,7 @@ class Calls:
         if prompt is None:
             raise InvalidParams(f"there is no prompt {name[:100]!r}")
         arguments = _from_texts(prompt.method, {} if texts is UNSET else texts)
-        result = await self._run(peer, prompt.method, arguments, prompt_result(prompt.method))
+        result = await self.run(peer, prompt.method, arguments, prompt_result(prompt.method))
         if result.startswith(INPUT_REQUIRED) or revision.structured == "any":
             return result
         told = msgspec.json.decode(result)
@@ -170,10 +180,14 @@ class Calls:
             raise RpcError(int(revision.value("resource not found") or 0), "Resource not found", {"uri": uri})
         resource, names = found
         arguments = _from_texts(resource.method, names)
-        result = await self._run(peer, resource.method, arguments, read_result(resource, uri))
+        result = await self.run(peer, resource.method, arguments, read_result(resource, uri))
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
-        return result[:-1] + b',"ttlMs":0,"cacheScope":"private"}'
+        # A result that depends on the user's answers is not one of its URI alone, and must not be kept (2026-07-28,
+        # server/utilities/caching, "Cache Key").
+        ttl_ms = 0 if peer.answers else resource.ttl_ms
+        scope = b"public" if resource.is_public and self._is_public and not peer.answers else b"private"
+        return result[:-1] + b',"ttlMs":%d,"cacheScope":"%s"}' % (ttl_ms, scope)
 
     async def complete(self, peer: Peer) -> object:
         """Return the result of `completion/complete`."""
@@ -187,11 +201,22 @@ class Calls:
         if method is None:
             return completed([])
         arguments = [params.argument.value, params.context.arguments][: len(method.signature.parameters)]
-        return await self._run(peer, method, Raw(encode(arguments)), completed)
+        return await self.run(peer, method, Raw(encode(arguments)), completed)
+
+    async def call_method(self, method: Method, peer: Peer) -> object:
+        """Return the result of a method of an extension."""
+        result = await self.run(peer, method, _NO_ARGUMENTS if peer.raw is UNSET else peer.raw, object_result(method))
+        if b'"resultType"' in result or b'"_meta"' in result:
+            members = msgspec.json.decode(result)
+            if not isinstance(members.get("_meta", {}), dict):
+                raise TypeError(f"{method.name}: _meta of its result must be an object")
+            # An extension may have result types of its own. `Answers` finds one at the beginning of a result.
+            result = encode({name: members[name] for name in sorted(members, key=lambda name: name != "resultType")})
+        return result
 
     # --- any of them -------------------------------------------------------------------------------------------------
 
-    async def _run(
+    async def run(
         self,
         peer: Peer,
         method: Method,
@@ -201,6 +226,7 @@ class Calls:
         record: str | None = None,
         key: str | None = None,
         identity: bytes | None = None,
+        task: Detachable | None = None,
     ) -> bytes:
         """Return the result of a call, or the questions it waits for. `shape` makes the result of the function's value."""
         dispatcher = self._dispatcher()
@@ -214,6 +240,7 @@ class Calls:
             identity=identity,
             record=record or method.name,
             peer=peer,
+            task=task,
             shape=shape,
         )
         # At 2026-07-28 a call may be a further round of one that has asked its client.
@@ -228,6 +255,13 @@ class Calls:
             return bytes(await dispatcher.call(call))
         except InputRequired as pause:
             return pause.interim
+        except RpcError as error:
+            # A call without a key has no run that knows of its commit point. A question that is refused behind it comes too
+            # late to say that nothing was done.
+            if call.key is None and peer.is_committed and error.ran == "no":
+                told = error.data if isinstance(error.data, dict) else {}
+                raise rebuilt(type(error), error.code, error.message, {**told, "ran": "unknown"}) from None
+            raise
         finally:
             peer.close()
             if call.replayed:
@@ -353,6 +387,19 @@ def read_result(resource: ResourceEntry, uri: str) -> Callable[[Any], JsonObject
     return shape
 
 
+def object_result(method: Method) -> Callable[[Any], object]:
+    """Return the function that makes a result of the value of an extension's method: every result of MCP is an object."""
+
+    def shape(value: Any) -> object:
+        data = b"{}" if value is None else encode(value)
+        if not data.startswith(b"{"):
+            got = type(value).__name__
+            raise TypeError(f"{method.name} must return an object (a dict, a Struct, a dataclass) or None, got {got}")
+        return Raw(data)
+
+    return shape
+
+
 def completed(value: Iterable[object]) -> JsonObject:
     """Return the result of a completion."""
     # At most 100 values travel, the rest is only counted (server/utilities/completion, "Completion Results").
@@ -360,27 +407,19 @@ def completed(value: Iterable[object]) -> JsonObject:
     return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}
 
 
-def _as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:
+def as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:
     """Return the result that reports an error to a model. Raises the errors that belong to the protocol.
 
     A model sees only the text; code and data stay in `_meta`, from which our client restores the error and its `ran`.
     """
-    # Errors that a model can mend belong into the result, all others are the protocol's (server/tools, "Error Handling";
-    # SEP-1303 for bad arguments).
+    if not revision.reports_in_result(error, asks_key=method.key == "ask"):
+        raise error
     data = error.data
     text = str(data.get("reason", error.message)) if isinstance(data, dict) else error.message
     if isinstance(error, InvalidParams):
-        # A model can mend arguments, and a key only if it is asked for one. It can mend neither a header nor an answer.
-        is_mendable = (
-            method.key == "ask" if isinstance(error, KeyRequired) else not isinstance(error, (KeyInvalid, BadInput))
-        )
-        if not is_mendable or revision.value("bad arguments") == "error":
-            raise error
         text = text.replace("params", "arguments", 1)
         data = {**data, "reason": text} if isinstance(data, dict) else data
-    elif not isinstance(error, NotCapable) or revision.value("capability of the client missing") == "error":
-        if isinstance(error, FixedError) and not isinstance(error, InternalError):
-            raise error
+    elif not isinstance(error, NotCapable):
         text = error.message
     told = {"code": error.code, **({} if data is None else {"data": data})}
     return CallResult([{"type": "text", "text": text}], is_error=True, meta={ERROR_META: told})

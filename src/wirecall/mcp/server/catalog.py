@@ -1,4 +1,4 @@
-"""The catalog of a server: tools, prompts, resources and their templates, and completions.
+"""The catalog of a server: tools, prompts, resources and their templates, completions, and the methods of extensions.
 
 The definitions are `Method`s of the core, so that their calls take the core's steps: middleware, binding, time limits,
 threads, and for tools the ledger. This file finds them by name or URI, and describes them to clients, each revision in its
@@ -8,7 +8,7 @@ own words. `calls` calls them, and `results` shapes the values of their function
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -18,9 +18,10 @@ from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import Content, Message, ToolResult
 from wirecall.protocol.messages import JsonObject, encode
 from wirecall.protocol.params import KEY
-from wirecall.server.method import Method, Registry
+from wirecall.server.method import MCP_FAMILIES, MCP_METHODS, Method, Registry
 
 _NAME = re.compile(r"\{(\+?)([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
+_HEADER = re.compile(r"[\x21-\x7e]+")  # what the header `Mcp-Method` can carry
 _UNSAFE = re.compile(r"[/\\\x00-\x1f\x7f]")  # separators of both kinds of file systems, and control characters
 
 # Written for the model that fills in the argument (T1: key="ask").
@@ -64,6 +65,8 @@ class ResourceEntry(Struct, frozen=True):
     mime_type: str | None
     method: Method
     pattern: re.Pattern[str] | None = None
+    ttl_ms: int = 0  # how long a client may keep the contents (2026-07-28)
+    is_public: bool = False  # and whether all callers may share them
 
     def described(self, revision: Revision) -> JsonObject:
         return {
@@ -75,10 +78,21 @@ class ResourceEntry(Struct, frozen=True):
         }
 
 
+class MethodEntry(Struct, frozen=True):
+    """A method of an extension: its name is that of the MCP method."""
+
+    method: Method
+    extension: str
+
+
 class Catalog:
     """Finds and describes everything that a server offers."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, extensions: Mapping[str, JsonObject]) -> None:
+        self.registry = registry
+        self.extensions = extensions  # the settings that the app declares, by id
+        self.methods: dict[str, MethodEntry] = {}
+        self.on_method: Callable[[MethodEntry], None] = lambda _entry: None  # the server, once there is one, adds it
         self.tools = registry.tools
         self.prompts: dict[str, PromptEntry] = {}
         self.resources: dict[str, ResourceEntry] = {}
@@ -99,7 +113,9 @@ class Catalog:
         _refuse_second(self.prompts, name, "prompt")
         self.prompts[name] = PromptEntry(name, method)
 
-    def add_resource(self, method: Method, uri: str, name: str, mime_type: str | None) -> None:
+    def add_resource(
+        self, method: Method, uri: str, name: str, mime_type: str | None, *, ttl_ms: int, is_public: bool
+    ) -> None:
         # A URI template as a pattern: `{name}` is one segment, `{name*}` (or RFC 6570's `{+name}`) is one or more.
         pattern, end, names = "", 0, []
         for match in _NAME.finditer(uri):
@@ -117,7 +133,7 @@ class Catalog:
                 f"it takes ({', '.join(theirs)}), the URI names ({', '.join(names)})",
                 "give it one parameter for every {name} of the URI, of the same name",
             )
-        kind[uri] = ResourceEntry(uri, name, mime_type, method, found)
+        kind[uri] = ResourceEntry(uri, name, mime_type, method, found, ttl_ms, is_public)
 
     def add_completion(self, method: Method, of: str, argument: str) -> None:
         if (of, argument) in self.completions:
@@ -137,6 +153,30 @@ class Catalog:
                 "use the name of one of them",
             )
         self.completions[of, argument] = method
+
+    def add_method(self, method: Method, extension: str) -> None:
+        name, declared = method.name, ", ".join(self.extensions) or "none"
+        for wrong, why, fix in (
+            (
+                extension not in self.extensions,
+                f"this app declares these extensions: {declared}",
+                f'declare it: App(..., extensions={{"{extension}": {{}}}})',
+            ),
+            (not _HEADER.fullmatch(name), "the header Mcp-Method repeats it", "use printable ASCII without spaces"),
+            (
+                name in MCP_METHODS or name.startswith((*MCP_FAMILIES, "rpc.")),
+                "the name belongs to the protocol",
+                "choose another name, such as loyalty/points",
+            ),
+            # JSON-RPC and MCP share one line on stdio.
+            (name in self.registry.methods, "a method of JSON-RPC has the same name", "give one of them another"),
+            (name in self.methods, "it is registered already", "give one of them another name"),
+        ):
+            if wrong:
+                raise UsageError(f"{name!r} cannot be a method of the extension {extension}.", why, fix)
+        self.methods[name] = entry = MethodEntry(method, extension)
+        self.registry.taken.add(name)
+        self.on_method(entry)
 
     # --- finding -----------------------------------------------------------------------------------------------------
 

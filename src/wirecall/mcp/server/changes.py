@@ -10,18 +10,21 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from wirecall.errors import InvalidRequest
-from wirecall.mcp.types import PREFIX
+from wirecall.errors import InvalidRequest, NotCapable
+from wirecall.mcp.types import PREFIX, TASKS
 from wirecall.protocol.messages import JsonObject, encode
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
     from wirecall.mcp.server.peer import Outlet, Peer, Session
+    from wirecall.mcp.server.tasks import Tasks
 
 MAX_PENDING = 1000  # messages that a listener has not taken
 MAX_SUBSCRIPTIONS = 1000
+MAX_TASKS = 100  # of one listener: the ledger is asked for each, every few seconds
 MAX_SUBSCRIBED = 128 << 10  # characters of all URIs of a session
 
 
@@ -69,6 +72,7 @@ class Hub:
     def __init__(self) -> None:
         self._listeners: set[Listener] = set()
         self.beyond: Callable[[str, str | None], None] | None = None  # tells the other workers
+        self.on_task: Callable[[str], None] | None = None  # hears of tasks that have changed
 
     def add(self, listener: Listener) -> None:
         self._listeners.add(listener)
@@ -83,6 +87,8 @@ class Hub:
             self.beyond(kind, uri)
 
     def tell_here(self, kind: str, uri: str | None) -> None:
+        if kind == "task" and uri is not None and self.on_task is not None:
+            self.on_task(uri)
         # A listener belongs to its own event loop, and this may run in another thread.
         for listener in tuple(self._listeners):
             if not listener.loop.is_closed():
@@ -105,7 +111,7 @@ async def forward(listener: Listener, outlet: "Outlet") -> None:
 
 def session_listener(session: "Session") -> Listener:
     """Return a listener for all lists, and for the resources that a session with a handshake subscribes to."""
-    return Listener(lambda kind, uri: kind != "updated" or uri in session.subscriptions)
+    return Listener(lambda kind, uri: uri in session.subscriptions if kind == "updated" else kind != "task")
 
 
 async def subscribe(peer: "Peer") -> object:
@@ -133,7 +139,7 @@ async def unsubscribe(peer: "Peer") -> object:
 # --- without one (2026-07-28) ----------------------------------------------------------------------------------------
 
 
-async def listen(hub: Hub, catalog: "Catalog", peer: "Peer") -> object:
+async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", peer: "Peer") -> object:
     """Answer `subscriptions/listen`: send changes until the client leaves or the server stops."""
     # Of what the client asks for, only what can happen here is honoured. The acknowledgement says which, and comes before
     # any change (2026-07-28, basic/patterns/subscriptions, "Acknowledgment").
@@ -146,6 +152,11 @@ async def listen(hub: Hub, catalog: "Catalog", peer: "Peer") -> object:
     honoured: JsonObject = {f"{kind}ListChanged": True for kind, wanted in kinds.items() if wanted and any(has[kind])}
     if asked.resource_subscriptions and any(has["resources"]):
         honoured["resourceSubscriptions"] = asked.resource_subscriptions[:MAX_SUBSCRIPTIONS]
+    if asked.task_ids:
+        if TASKS not in peer.session.extensions:
+            needed: JsonObject = {"extensions": {TASKS: {}}}
+            raise NotCapable(f"taskIds: the client has not declared {TASKS}", requiredCapabilities=needed)
+        honoured["taskIds"] = await tasks.known(asked.task_ids[:MAX_TASKS], peer.caller)
     uris = frozenset(honoured.get("resourceSubscriptions", ()))
     meta = {f"{PREFIX}subscriptionId": peer.id}
     listener = Listener(lambda kind, uri: uri in uris if kind == "updated" else f"{kind}ListChanged" in honoured, meta)
@@ -153,12 +164,20 @@ async def listen(hub: Hub, catalog: "Catalog", peer: "Peer") -> object:
     async def send(method: str, params: JsonObject) -> None:
         await peer.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": {"_meta": meta, **params}}))
 
+    followed: asyncio.Task[None] | None = None
     hub.add(listener)
     try:
         await send("notifications/subscriptions/acknowledged", {"notifications": honoured})
+        if honoured.get("taskIds"):
+            following = tasks.listen(frozenset(honoured["taskIds"]), peer.caller, partial(send, "notifications/tasks"))
+            followed = asyncio.get_running_loop().create_task(following)
+            followed.add_done_callback(lambda _: listener.close())  # the client has left
         await forward(listener, peer.outlet)
     finally:
         hub.remove(listener)
+        if followed is not None:
+            followed.cancel()
+            await asyncio.wait({followed})
     if peer.outlet.is_shared:  # on a pipe a message tells the end of a stream
         await send("notifications/cancelled", {"requestId": peer.id})
     # The answer tells the client that the server has ended the stream, and no network has cut it ("Graceful Closure").

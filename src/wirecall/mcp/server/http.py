@@ -88,7 +88,7 @@ class McpEndpoint:
         self._relay = Relay(
             server.hub, server.seals, shared=shared, on_end=lambda ended: self.sessions.end(ended), on_message=self._heard
         )
-        self.sessions = Sessions(server.seals, self._relay.know_ended)
+        self.sessions = Sessions(server.seals, self._relay.know_ended, server.extensions)
         self.shelf = Shelf()
         self._work: set[asyncio.Task[bytes | None]] = set()
 

@@ -25,6 +25,7 @@ from wirecall.protocol.messages import Envelope, ErrorObject, Invalid, Limits, e
 Id = int | str
 
 INPUT_REQUIRED = b'{"resultType":"input_required"'  # how a result begins that is a question
+_TYPED = b'{"resultType":'  # how a result begins that says itself of which type it is
 
 
 class ClientAnswer(Struct, frozen=True):
@@ -145,10 +146,8 @@ class Answers:
         if revision.has_result_type:
             if data == b"{}":
                 data = b"{" + self._stamp + b"}"
-            elif data.startswith(INPUT_REQUIRED):
-                data = b"{" + self._only_meta + b"," + data[1:]
             elif b'"_meta"' not in data:
-                data = b"{" + self._stamp + b"," + data[1:]
+                data = b"{" + (self._only_meta if data.startswith(_TYPED) else self._stamp) + b"," + data[1:]
             else:
                 members = msgspec.json.decode(data)
                 meta = {**members.get("_meta", {}), f"{PREFIX}serverInfo": self._info}
@@ -165,11 +164,16 @@ class Answers:
         return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self.bytes_out, ran="yes")
 
 
-def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
-    """Return the answer that reports an error. Without a revision, none was negotiated yet."""
+def error_object(error: RpcError) -> ErrorObject:
+    """Return the `error` member that reports an error."""
     reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
     words = f"{error.message}: {reason}" if reason and not error.is_remote else error.message
-    body = encode(ErrorObject(error.code, words, UNSET if error.data is None else error.data))
+    return ErrorObject(error.code, words, UNSET if error.data is None else error.data)
+
+
+def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
+    """Return the answer that reports an error. Without a revision, none was negotiated yet."""
+    body = encode(error_object(error))
     if id is not None and id is not UNSET:
         return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"error":' + body + b"}"
     # JSON-RPC 2.0, section 5: the id of an unreadable request is null. From 2025-11-25 on MCP's schema has no null there.

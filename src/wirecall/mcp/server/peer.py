@@ -26,21 +26,22 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
 from wirecall.logs import logger
+from wirecall.mcp.extensions import declared
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.forms import RequestedForm, form_of
 from wirecall.mcp.server.messages import Id
 from wirecall.mcp.server.seals import Seals
-from wirecall.mcp.types import LEVELS, Elicited, Message, Params, Resumed, Roots, Sampled, block
+from wirecall.mcp.types import LEVELS, PREFIX, Elicited, Message, Params, Resumed, Roots, Sampled, block
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
 from wirecall.protocol.sending import Sending
-from wirecall.server.call import Call, InputRequired
+from wirecall.server.call import Call, ClientInfo, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
 
@@ -51,6 +52,7 @@ T = TypeVar("T")
 
 RETRY_AFTER_MS = 1000  # while a person answers
 STATE_LIFETIME = 3600.0  # seconds; a person may take this long to answer a question
+LONGEST_NAME = 100  # characters of a client's name or version that are kept
 
 # Ids of our questions, different in every process: an answer may reach another one.
 _PREFIX = os.urandom(4).hex()
@@ -113,9 +115,16 @@ class Session(Struct, eq=False):
     calls: dict[Id, asyncio.Task[object]] = {}  # what it may cancel
     subscriptions: set[str] = set()  # URIs of resources
     waiting: int = 0  # calls that wait for its answers
+    client: dict[str, str] | None = None  # its name and version, from `initialize`
+    id: str | None = None  # of a session over HTTP: the random part of its token, which opens nothing by itself
     # Questions that it has not answered yet. An error is a value of the future and not its exception: asyncio reports an
     # exception that is not retrieved, and a call that is cancelled in the same moment does not retrieve it.
     asked: "dict[Id, tuple[Peer, asyncio.Future[Raw | RpcError]]]" = {}
+
+    @property
+    def extensions(self) -> dict[str, JsonObject]:
+        """Return the extensions that the client declares in this session or, at 2026-07-28, in this request."""
+        return declared(self.capabilities, self.revision)
 
     async def request(self, peer: "Peer", method: str, params: JsonObject) -> Raw:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
@@ -169,6 +178,12 @@ def described_session(params: Params, calls: "dict[Id, asyncio.Task[object]] | N
     assert meta is not UNSET and meta.version is not UNSET and meta.capabilities is not UNSET  # `Server.described`
     level = None if meta.level is UNSET else meta.level
     return Session(REVISIONS[meta.version], meta.capabilities, level, {} if calls is None else calls)
+
+
+def named_client(info: object) -> dict[str, str]:
+    """Return the name and version in a client's description of itself, as far as they are texts."""
+    members = info if isinstance(info, dict) else {}
+    return {name: members[name][:LONGEST_NAME] for name in ("name", "version") if isinstance(members.get(name), str)}
 
 
 class _State(Struct):
@@ -307,8 +322,28 @@ class Peer(Struct, eq=False):
         return self.session.revision.name
 
     @property
+    def transport(self) -> Literal["pipe", "tcp"]:
+        return "pipe" if self.outlet.is_shared else "tcp"
+
+    @property
+    def session_id(self) -> str | None:
+        return self.session.id
+
+    @property
+    def uri(self) -> str | None:
+        """The URI of the resource that the request is for."""
+        uri = getattr(self.params, "uri", None)
+        return uri if isinstance(uri, str) else None
+
+    @property
     def capabilities(self) -> JsonObject:
         return self.session.capabilities
+
+    @property
+    def client(self) -> ClientInfo:
+        session = self.session
+        told = named_client(self.meta.get(f"{PREFIX}clientInfo")) if session.revision.is_stateless else session.client or {}
+        return ClientInfo(told.get("name"), told.get("version"), session.extensions)
 
     @property
     def meta(self) -> JsonObject:
@@ -332,14 +367,14 @@ class Peer(Struct, eq=False):
             told["message"] = message
         await self._tell("notifications/progress", told)
 
-    async def log(self, level: str, data: object, logger: str | None) -> None:
-        if level not in LEVELS:
-            raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
+    def wants(self, level: str) -> bool:
         # A client that has set no level gets messages from `info` on, and none at 2026-07-28 (server/utilities, "Logging").
         least = self.session.level or ("info" if not self.session.revision.is_stateless else None)
-        if least is not None and LEVELS.index(level) >= LEVELS.index(least):
-            named = {"logger": logger} if logger else {}
-            await self._tell("notifications/message", {"level": level, **named, "data": data})
+        return not self._closed and least is not None and LEVELS.index(level) >= LEVELS.index(least)
+
+    async def log(self, level: str, data: object, logger: str | None) -> None:
+        named = {"logger": logger} if logger else {}
+        await self._tell("notifications/message", {"level": level, **named, "data": data})
 
     async def _tell(self, method: str, params: JsonObject) -> None:
         """Send a notification, unless the call is answered."""
@@ -349,6 +384,9 @@ class Peer(Struct, eq=False):
     async def hang_up(self, retry: float) -> None:
         if not self._closed:
             await sent(self.outlet.hang_up(retry))
+
+    async def hand_over(self) -> None:
+        """Do nothing: the call cannot become a task."""
 
     # --- questions ------------------------------------------------------------------------------------------------------
 
@@ -388,12 +426,15 @@ class Peer(Struct, eq=False):
             check_capability(self.session, question.method, question.params)
         if self.session.revision.is_stateless:
             missing = [question for question in questions if question.key not in self.answers]
+            if missing and self.about is None:
+                why = "at 2026-07-28 only tools, prompts and resources can ask (basic/patterns/mrtr)"
+                raise UsageError("The handler asked its client.", why, "ask in a tool")
             if missing and self.is_committed:
                 why = "the client's answer starts it from the top, and its effect would happen again"
                 raise UsageError("The handler asked its client after its commit point.", why, "ask before it")
             if missing:
                 wire = {question.key: {"method": question.method, "params": question.params} for question in missing}
-                raise InputRequired(self.questions.pause(self, wire))
+                raise InputRequired(await self.pause(wire))
             return [question.decode(self.answers[question.key]) for question in questions]
 
         async def asked(question: Question) -> Any:
@@ -406,6 +447,10 @@ class Peer(Struct, eq=False):
             finally:
                 for request in requests:  # if one of several fails, the others are not waited for
                     request.cancel()
+
+    async def pause(self, questions: JsonObject) -> bytes:
+        """Return the answer of a call that ends with questions."""
+        return self.questions.pause(self, questions)
 
     def _question(self, key: str | None, method: str, params: JsonObject, decode: Callable[[object], Any]) -> Question:
         self._count += 1
@@ -439,6 +484,15 @@ def check_capability(session: Session, method: str, params: JsonObject) -> None:
     with_ = f" with {' and '.join(modes)}" if modes else ""
     needed: JsonObject = {name: {mode: {} for mode in modes}}
     raise NotCapable(f"the call sends {method}{with_} to its client, but {reason}", requiredCapabilities=needed)
+
+
+def check_answer(question: JsonObject, answer: object) -> None:
+    """Raise `BadInput` unless an answer fits the question, as it was sent."""
+    if question["method"] == "elicitation/create":
+        schema = question["params"].get("requestedSchema")
+        _elicited(answer, None if schema is None else form_of(schema))
+    else:
+        _as(answer, Roots if question["method"] == "roots/list" else Sampled)
 
 
 def _as(answer: object, wanted: type[T]) -> T:

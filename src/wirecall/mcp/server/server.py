@@ -5,10 +5,12 @@ the methods and the index of the files beside this one; `Server.add` puts a row 
 
 1. Params are decoded once. An error in them names its place: `params.name: expected str, got int`.
 2. A method that the revision does not have, or that serves something which this server does not offer, is not found.
-3. A call that may take long is a task of its own, so that `notifications/cancelled` ends it and nothing else.
-4. An `RpcError` is sent as it is; any other exception is an internal error, and its text stays in the log.
-5. A notification is owed no answer, not even an unknown one.
-6. At 2026-07-28 there is no handshake. Every request carries an envelope in `params._meta`: its revision and what its client
+3. A method of an extension is served to clients that have declared the extension (SEP-2133). The order of its refusals: the
+   server does not have it (-32601), envelope, headers (-32020), not declared (-32021), params (-32602).
+4. A call that may take long is a task of its own, so that `notifications/cancelled` ends it and nothing else.
+5. An `RpcError` is sent as it is; any other exception is an internal error, and its text stays in the log.
+6. A notification is owed no answer, not even an unknown one.
+7. At 2026-07-28 there is no handshake. Every request carries an envelope in `params._meta`: its revision and what its client
    can do. A request without it is a `BadEnvelope`, refused before anything runs.
 """
 
@@ -31,15 +33,17 @@ from wirecall.errors import (
     RpcError,
     UnknownVersion,
 )
+from wirecall.ledger.base import Ledger
 from wirecall.logs import failed
 from wirecall.mcp import headers, types
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision, offered
 from wirecall.mcp.server.calls import Calls
-from wirecall.mcp.server.catalog import Catalog
+from wirecall.mcp.server.catalog import Catalog, MethodEntry
 from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
 from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming, failure
-from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session
+from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session, named_client
 from wirecall.mcp.server.seals import Seals
+from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.server.batch import run_batch
@@ -50,7 +54,6 @@ if TYPE_CHECKING:
 Handler = Callable[[Peer], Coroutine[Any, Any, object]]
 
 PAGE = 200  # entries of a list in one answer
-TTL_MS = 60_000  # how long a client may keep a list; a client that listens hears of a change before that
 
 # What a server declares, and the kind of offer that it must have for it (basic/lifecycle, "Capability Negotiation").
 _CAPABILITIES: dict[str, tuple[JsonObject, str | None]] = {
@@ -87,6 +90,14 @@ class McpMethod(Struct, frozen=True):
     is_long: bool  # it may take long enough for a client to cancel it
 
 
+class Extension(Struct, frozen=True):
+    """An extension of MCP that the server offers."""
+
+    settings: JsonObject
+    revisions: frozenset[str]  # the names of those at which it is offered
+    is_needed: Callable[[], bool]  # the app has something that uses it
+
+
 class Server:
     """Answers MCP's methods for the methods of an app."""
 
@@ -96,22 +107,25 @@ class Server:
         catalog: Catalog,
         dispatcher: "Callable[[], Dispatcher]",
         seals: Seals,
+        ledger: Callable[[], Coroutine[Any, Any, Ledger]],
         *,
+        list_ttl_ms: int,
         is_public: bool,
         limits: Limits,
     ) -> None:
         self.catalog = catalog
         self.seals = seals
         self.hub = Hub()
-        self.extensions: dict[str, JsonObject] = {}  # the settings that the server declares, by the id of the extension
+        self.extensions: dict[str, Extension] = {}  # by id
         self._info = {"name": identity.name, "version": identity.version}
         self._instructions = {"instructions": identity.instructions} if identity.instructions else {}
         self._limits = limits
         self._answers = Answers(self._info, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
-        self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers)
+        self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers, is_public=is_public)
+        self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, self.hub, limits, dispatcher, ledger)
         # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
-        self._kept = {"ttlMs": TTL_MS, "cacheScope": "public" if is_public else "private"}
+        self._kept = {"ttlMs": list_ttl_ms, "cacheScope": "public" if is_public else "private"}
 
         self.methods: dict[str, McpMethod] = {}
         self.add("ping", self._ping)
@@ -126,8 +140,18 @@ class Server:
         self.add("resources/read", calls.read_resource, types.ReadResource, needs="resources", is_long=True)
         self.add("resources/subscribe", subscribe, types.Subscribe, needs="resources")
         self.add("resources/unsubscribe", unsubscribe, types.Subscribe, needs="resources")
-        self.add("subscriptions/listen", partial(listen, self.hub, catalog), types.Listen, is_long=True)
+        self.add("subscriptions/listen", partial(listen, self.hub, catalog, tasks), types.Listen, is_long=True)
         self.add("completion/complete", calls.complete, types.Complete, needs="completions", is_long=True)
+
+        self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=lambda: tasks.is_needed)
+        self.add("tasks/get", tasks.get, types.TaskParams, extension=types.TASKS)
+        self.add("tasks/update", tasks.update, types.UpdateTask, extension=types.TASKS)
+        self.add("tasks/cancel", tasks.cancel, types.TaskParams, extension=types.TASKS)
+        for id, settings in catalog.extensions.items():
+            self.offer(id, settings)
+        for entry in catalog.methods.values():
+            self._add_entry(entry)
+        catalog.on_method = self._add_entry
 
     def add(
         self,
@@ -140,11 +164,30 @@ class Server:
         extension: str | None = None,
         is_long: bool = False,
     ) -> None:
-        """Add a method. Without `revisions`, those have it that the table of revisions says."""
+        """Add a method. Without `revisions`, those have it that have its extension, or that the table of revisions says."""
         if revisions is None:
-            revisions = [revision for revision in REVISIONS.values() if name in revision.requests]
+            has = self.extensions[extension].revisions if extension is not None else ()
+            revisions = [each for each in REVISIONS.values() if each.name in has or name in each.requests]
         names, decode = frozenset(revision.name for revision in revisions), msgspec.json.Decoder(params).decode
         self.methods[name] = McpMethod(handle, params, decode, names, needs, extension, is_long)
+
+    def offer(
+        self,
+        id: str,
+        settings: JsonObject,
+        *,
+        revisions: Iterable[Revision] | None = None,
+        is_needed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Offer an extension while it is needed. Without `revisions`, at all that have extensions."""
+        if revisions is None:
+            revisions = [revision for revision in REVISIONS.values() if revision.has("capability extensions")]
+        self.extensions[id] = Extension(settings, frozenset(revision.name for revision in revisions), is_needed)
+
+    def _add_entry(self, entry: MethodEntry) -> None:
+        """Add a method that the app has registered for an extension."""
+        handle = partial(self.calls.call_method, entry.method)
+        self.add(entry.method.name, handle, extension=entry.extension, is_long=True)
 
     def is_request(self, name: str) -> bool:
         """Return whether MCP, in any revision, has a request of this name. The transports answer `initialize`."""
@@ -158,9 +201,15 @@ class Server:
                 declared[name] = value
         # Settings by the id of the extension (2026-07-28, basic/versioning, "Extension Negotiation"). Hosts of 2025-11-25
         # read them as well: MCP Apps began there.
-        if self.extensions and revision.has("capability extensions"):
-            declared["extensions"] = self.extensions
+        extensions = {id: extension.settings for id, extension in self.extensions.items() if self._has(id, revision)}
+        if extensions:
+            declared["extensions"] = extensions
         return declared
+
+    def _has(self, extension: str, revision: Revision) -> bool:
+        """Return whether the server offers an extension to clients of a revision."""
+        found = self.extensions.get(extension)
+        return found is not None and revision.name in found.revisions and found.is_needed()
 
     # --- one message -------------------------------------------------------------------------------------------------
 
@@ -201,21 +250,14 @@ class Server:
         if isinstance(message, ClientAnswer) or message.id is UNSET:
             self.take(message, session)
             return None
-        # Step 1: the method, if the revision has it, the server has something to serve with it, and the client knows the
-        # extension that it belongs to.
-        name, revision, id, method = message.method, session.revision, message.id, self.methods.get(message.method)
+        # Step 1: the method. One side alone cannot use an extension: the other falls back to the core protocol or refuses
+        # (2026-07-28, basic/versioning, "Extension Negotiation").
+        name, revision, id = message.method, session.revision, message.id
         assert isinstance(id, (int, str))  # `messages.read` has seen to it
-        if method is None or revision.name not in method.revisions:
-            elsewhere = f"; MCP {revision.name} does not have it" if self.is_request(name) else ""
-            raise MethodNotFound(f"there is no method {name[:100]!r}{elsewhere}")
-        if method.needs is not None and not any(self.catalog.offered[method.needs]):
-            raise MethodNotFound(f"{name}: this server has no {method.needs}")
-        # One side alone cannot use an extension: the other falls back to the core protocol or refuses (the same section).
-        if method.extension is not None:
-            declared = session.capabilities.get("extensions")
-            if not isinstance(declared, dict) or method.extension not in declared:
-                needed: JsonObject = {"extensions": {method.extension: {}}}
-                raise NotCapable(f"the client has not declared {method.extension}", requiredCapabilities=needed)
+        method = self._find(name, revision)
+        if method.extension is not None and method.extension not in session.extensions:
+            needed: JsonObject = {"extensions": {method.extension: {}}}
+            raise NotCapable(f"the client has not declared {method.extension}", requiredCapabilities=needed)
         # Step 2: its params, and the client it came from.
         if type(params) is not method.params:
             params = _decoded(message, method.decode)
@@ -250,6 +292,18 @@ class Server:
             failed(name, id, error)
             raise InternalError from error
         return None if result is None else self._answers.to(id, result, revision)
+
+    def _find(self, name: str, revision: Revision) -> McpMethod:
+        """Return a method. Raises `MethodNotFound` if the revision lacks it, or the server has nothing to serve with it."""
+        method = self.methods.get(name)
+        if method is None or revision.name not in method.revisions:
+            elsewhere = f"; MCP {revision.name} does not have it" if self.is_request(name) else ""
+            raise MethodNotFound(f"there is no method {name[:100]!r}{elsewhere}")
+        if method.needs is not None and not any(self.catalog.offered[method.needs]):
+            raise MethodNotFound(f"{name}: this server has no {method.needs}")
+        if method.extension is not None and not self._has(method.extension, revision):
+            raise MethodNotFound(f"{name}: this server does not offer {method.extension}")
+        return method
 
     async def answer_array(
         self, entries: Sequence[Incoming], session: Session, outlet: Outlet, *, caller: str
@@ -316,7 +370,8 @@ class Server:
         revision = offered(params.version)
         introduction = {"protocolVersion": revision.name, "capabilities": self.capabilities(revision)}
         told = {**introduction, "serverInfo": self._info, **self._instructions}
-        return Session(revision, params.capabilities), self._answers.to(message.id, told, revision)
+        session = Session(revision, params.capabilities, client=named_client(params.client))
+        return session, self._answers.to(message.id, told, revision)
 
     def described(self, message: Envelope, fields: headers.Fields | None = None) -> Params:
         """Return the params of a request that describes itself (2026-07-28). Raises if envelope, headers or version are
@@ -325,11 +380,15 @@ class Server:
         The params are decoded for their method; params that do not fit it are decoded as any params, since the envelope is
         checked first.
         """
-        # Step 1: the envelope in `_meta`: version and capabilities are required (basic, "`_meta`").
+        # Step 1: a method of an extension that the server does not offer is not found, whatever comes with it.
+        method = self.methods.get(message.method)
+        if method is not None and method.extension is not None:
+            self._find(message.method, STATELESS[-1])
+        # Step 2: the envelope in `_meta`: version and capabilities are required (basic, "`_meta`").
         raw = _EMPTY if message.params is UNSET else message.params
         try:
-            params: Params = self.methods[message.method].decode(raw)
-        except (KeyError, msgspec.ValidationError):
+            params: Params = _decode_params(raw) if method is None else method.decode(raw)
+        except msgspec.ValidationError:
             try:
                 params = _decode_params(raw)
             except msgspec.ValidationError as error:
@@ -337,10 +396,10 @@ class Server:
         meta = params.meta
         if meta is UNSET or meta.version is UNSET or meta.capabilities is UNSET:
             raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
-        # Step 2: the HTTP headers agree with the body, if there are any.
+        # Step 3: the HTTP headers agree with the body, if there are any.
         if fields is not None:
             headers.check(fields, message.method, params)
-        # Step 3: a version without a handshake, and a log level that exists.
+        # Step 4: a version without a handshake, and a log level that exists.
         revision = REVISIONS.get(meta.version)
         if revision is None or not revision.is_stateless:
             supported = [revision.name for revision in STATELESS]

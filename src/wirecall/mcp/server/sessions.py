@@ -8,17 +8,18 @@ are too many is read from its token again, and a session that has ended has to b
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
+from wirecall.logs import logger
 from wirecall.mcp.revisions import REVISIONS
 from wirecall.mcp.server.peer import Session
 from wirecall.mcp.server.seals import Seals
 from wirecall.mcp.server.workers import EndedSession, within
-from wirecall.protocol.messages import JsonObject
+from wirecall.protocol.messages import JsonObject, encode
 from wirecall.transports.request import HttpError
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ MAX_SESSIONS = 10_000  # known here at a time
 MAX_ENDED = 100_000
 MAX_CHANNELS = 32  # of one session, open or waiting for a reader to come back
 
-# Capabilities that matter to a server, and their modes: small enough for a header.
+# Capabilities that matter to a server, and their modes: small enough for a header. So are the client's extensions, up to so
+# many bytes of JSON.
+MAX_EXTENSIONS = 2048
 _USED = {"sampling": ("context", "tools"), "elicitation": ("form", "url"), "roots": ("listChanged",)}
 
 
@@ -40,6 +43,7 @@ class _Negotiated(Struct):
     revision: str
     capabilities: JsonObject
     opened: int = 0  # Unix time in milliseconds
+    client: dict[str, str] | None = None
 
 
 _decode = msgspec.json.Decoder(_Negotiated).decode
@@ -81,8 +85,9 @@ class Known:
 class Sessions:
     """The sessions that this process knows. `is_ended` says whether another process has seen the end of one."""
 
-    def __init__(self, seals: Seals, is_ended: Callable[[EndedSession], bool]) -> None:
+    def __init__(self, seals: Seals, is_ended: Callable[[EndedSession], bool], offered: Container[str]) -> None:
         self._seals = seals
+        self._offered = offered  # extensions that the server has
         self._is_ended = is_ended
         self._known: OrderedDict[str, Known] = OrderedDict()
         self._ended: dict[str, int] = {}
@@ -97,7 +102,18 @@ class Sessions:
             for name, modes in _USED.items()
             if isinstance(declared := session.capabilities.get(name), dict)
         }
-        negotiated = _Negotiated(session.revision.name, capabilities, int(time.time() * 1000))
+        # The extensions that the server has come first. One that does not fit counts as not declared: the specification
+        # expects of both sides that they can do without.
+        extensions, kept, room = session.extensions, dict[str, JsonObject](), MAX_EXTENSIONS
+        for id in sorted(extensions, key=lambda id: id not in self._offered):
+            size = len(encode({id: extensions[id]}))
+            if size <= room:
+                kept[id], room = extensions[id], room - size
+        if len(kept) < len(extensions):
+            logger.debug("%d extensions of a client do not fit into its session", len(extensions) - len(kept))
+        if kept:
+            capabilities["extensions"] = kept
+        negotiated = _Negotiated(session.revision.name, capabilities, int(time.time() * 1000), session.client)
         return self._seals.seal("session", caller, negotiated, LIFETIME)
 
     def find(self, caller: str, token: str) -> Known:
@@ -113,7 +129,8 @@ class Sessions:
             ended = EndedSession(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
             if ended.is_among(self._ended.get) or self._is_ended(ended):
                 raise HttpError(404, "the session has ended: send initialize")
-            known = self._known[id] = Known(Session(REVISIONS[told.revision], told.capabilities), ended)
+            session = Session(REVISIONS[told.revision], told.capabilities, client=told.client, id=id)
+            known = self._known[id] = Known(session, ended)
             # Forget the session that was silent for longest. One that waits for its client's answer must not be forgotten,
             # or a caller that opens many sessions could cut off the others.
             if len(self._known) > MAX_SESSIONS:

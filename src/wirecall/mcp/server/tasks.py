@@ -1,0 +1,668 @@
+"""Tasks: calls of tools that go on after their request is answered (extension io.modelcontextprotocol/tasks, SEP-2663).
+
+1. A task is a command's run like any other, with a record in the ledger and a second row about it: the id that its client
+   has, the arguments, the questions and answers so far (`Document`). So it outlives its request, its client and its process.
+2. A call becomes a task when it is handed over: before its handler starts (`task=True`), after some seconds (`task=2.0`), or
+   where the handler says so (`ctx.hand_over()`). The row is written first, so `tasks/get` finds every task that a client
+   has heard of, in any process. A call that finds the record of a task gets that task: one key, one task.
+3. The process that takes the call runs it. If that process dies, or stops, another adopts the task when the lease of its
+   record is over. `ledger.base.decide` judges that as it judges a retry: what `on_crash` says.
+4. A question inside a task ends a leg: the record is WAITING, and `tasks/get` shows the question. The process that gets the
+   last answer (`tasks/update`) runs the next leg: the function starts from the top, with all the answers.
+5. `tasks/cancel` is a wish. A task that has done nothing ends; one past its commit point finishes. A process that runs the
+   task for another one hears of the wish when it renews the lease, other workers of the host at once.
+6. A task that has ended does not change. Its answer is its record's, unless the record cannot give one: then `final` keeps
+   what was first told.
+7. The id is not a secret shared with others: a task of another caller is answered like an unknown one.
+"""
+
+import asyncio
+import os
+import random
+import time
+from base64 import urlsafe_b64encode
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Raw, Struct
+
+from wirecall.commands.outcome import answer, recorded, unavailable
+from wirecall.commands.run import LostLease, Run
+from wirecall.errors import InternalError, InvalidParams, OutcomeUnknown, RpcError, UsageError
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State, Task
+from wirecall.logs import logger
+from wirecall.mcp.revisions import REVISIONS
+from wirecall.mcp.server.calls import Calls, as_result
+from wirecall.mcp.server.catalog import Catalog
+from wirecall.mcp.server.changes import Hub, Listener
+from wirecall.mcp.server.messages import error_object
+from wirecall.mcp.server.peer import Peer, Question, Questions, Session, check_answer
+from wirecall.mcp.server.streams import Nowhere
+from wirecall.mcp.types import REPLAYED_META, CallTool
+from wirecall.protocol.messages import JsonObject, Limits, encode
+from wirecall.server.call import InputRequired, Running, Shape
+from wirecall.server.method import Method
+
+if TYPE_CHECKING:
+    from wirecall.server.dispatch import Dispatcher
+
+T = TypeVar("T")
+
+# How often a client should ask: after a tenth of the task's age, within these bounds.
+FIRST_POLL_MS = 1_000
+LAST_POLL_MS = 10_000
+
+NOTE_EVERY = 1.0  # seconds between two writes of a status message
+
+
+class Document(Struct, omit_defaults=True):
+    """What the server keeps of a task, besides its record."""
+
+    tool: str
+    arguments: Raw
+    revision: str
+    capabilities: JsonObject
+    ttl_ms: int
+    lasts: float  # seconds that the task may run or wait; `ttl_ms` counts the time that its answer is kept as well
+    created: float  # by the clock on the wall: people read it
+    updated: float
+    started: float  # of the record: another one with the same key is not this task's
+    client: dict[str, str] | None = None
+    message: str | None = None
+    is_cancelled: bool = False
+    asked: dict[str, str] = {}  # digests of all questions, by key
+    answers: dict[str, JsonObject] = {}
+    leg: int = 0  # how often the task has asked
+    is_ready: bool = False  # all questions of this leg are answered
+    final: JsonObject | None = None  # how the task ended, where its record does not tell
+
+
+_decode = msgspec.json.Decoder(Document).decode
+_decode_questions = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Work:
+    """A call that is a task, or may become one, in the process that runs it (`server.call.Detachable`)."""
+
+    def __init__(self, tasks: "Tasks", method: Method, id: str, document: Document, *, is_adopted: bool) -> None:
+        self.id = id
+        self.method = method
+        self.at_once = is_adopted or not (method.hands_over or isinstance(method.task, float))
+        self.is_handed_over = is_adopted
+        self.handed_over = asyncio.get_running_loop().create_future()
+        self.document = document
+        self.peer: TaskPeer | None = None
+        self.run: Run | None = None
+        self._tasks = tasks
+        self._lock = asyncio.Lock()
+        self._noted = 0.0
+        self._is_noting = False
+
+    async def found(self, record: Record) -> None:
+        if self.is_handed_over:
+            return
+        known = await (await self._tasks.ledger()).task_of(record.id)
+        if known is not None and _decode(known.document).started == record.started_at:
+            raise InputRequired(created(known.id, _decode(known.document), {REPLAYED_META: True}))
+
+    async def begin(self, run: Running) -> bool:
+        assert isinstance(run, Run)
+        self.run = run
+        if not self.at_once or self.is_handed_over:
+            return True
+        has_place = self._tasks.has_place
+        if not await self.hand_over():
+            raise LostLease(f"{run.claim.id}: another run has taken the record over")
+        return has_place
+
+    async def hand_over(self) -> bool:
+        """Make the call a task; False if it has ended meanwhile. From here on it goes on without its request."""
+        async with self._lock:  # the timer and the handler may come at once
+            if self.is_handed_over:
+                return True
+            run, document = self.run, self.document
+            if run is None or self.peer is None:
+                return False
+            # Answers that the client gave before, in the rounds of its request, go on with the task.
+            document.started, document.answers = run.started_at, self.peer.answers
+            commands, ttl = self._tasks.dispatcher().commands, document.ttl_ms / 1000
+            if not await commands.hand_over(run, self.id, encode(document), ttl):
+                return False
+            self.is_handed_over = True
+            self._tasks.works[self.id] = self
+            self.handed_over.set_result(None)
+            return True
+
+    async def look(self) -> None:
+        found = await (await self._tasks.ledger()).task(self.id)
+        if found is not None and _decode(found.document).is_cancelled:
+            self._tasks.dispatcher().commands.cancel(found.record)
+
+    async def note(self, message: str) -> None:
+        """Set the status message, at most once a second: the last one is written when its time has come."""
+        self.document.message = message[:1000]
+        if self._is_noting:
+            return
+        loop = asyncio.get_running_loop()
+        wait = self._noted + NOTE_EVERY - loop.time()
+
+        async def write() -> None:
+            self._is_noting, self._noted = False, loop.time()
+
+            def edit(document: Document) -> bool:
+                document.message = self.document.message
+                return True
+
+            try:
+                if self.id in self._tasks.works:  # else the leg is over
+                    await self._tasks.change(self.id, edit)
+            except LedgerDown as error:
+                logger.warning("the status of task %s was not written: %s", self.id, error)
+
+        self._is_noting = True
+        if wait <= 0:
+            await write()
+        else:
+            loop.call_later(wait, lambda: self._tasks.dispatcher().commands.start(write()))
+
+    async def pause(self, questions: JsonObject) -> bytes:
+        """Write that this leg ends with questions, and return them as the record keeps them."""
+
+        def edit(document: Document) -> bool:
+            document.asked.update({key: _digest(question) for key, question in questions.items()})
+            document.leg += 1
+            document.is_ready = False
+            self.document = document
+            return True
+
+        await self._tasks.change(self.id, edit)
+        return encode({"leg": f"{self.id}.{self.document.leg}", "inputRequests": questions})
+
+
+class TaskPeer(Peer):
+    """The client of a call that can become a task: after that it hears of the task, and not of the call."""
+
+    work: Work | None = None
+
+    @property
+    def _task(self) -> Work | None:
+        return self.work if self.work is not None and self.work.is_handed_over else None
+
+    async def progress(self, progress: float, total: float | None, message: str | None) -> None:
+        if self._task is None:
+            await super().progress(progress, total, message)
+        else:
+            await self._task.note(message or (f"{progress:g}" if total is None else f"{progress:g} of {total:g}"))
+
+    async def log(self, level: str, data: object, logger: str | None) -> None:
+        if self._task is None:
+            await super().log(level, data, logger)
+        elif level != "debug":
+            await self._task.note(data if isinstance(data, str) else encode(data).decode())
+
+    async def hand_over(self) -> None:
+        if self.work is not None and not await self.work.hand_over():
+            raise LostLease("the call has ended, or another run has taken its record over")
+
+    async def ask(self, questions: Sequence[Question]) -> list[Any]:
+        if self._task is not None:
+            # A key stands for one question for the life of a task (SEP-2663, "Input Requests").
+            for question in questions:
+                digest = _digest({"method": question.method, "params": question.params})
+                if self._task.document.asked.get(question.key, digest) != digest:
+                    raise UsageError(
+                        f"The question {question.key!r} of {self._task.method.name} is another one than before.",
+                        "a task asks one question under one key, and starts from the top with the answer",
+                        "ask the same in the same order, or name the questions: ctx.elicit(..., key=...)",
+                    )
+        return await super().ask(questions)
+
+    async def pause(self, questions: JsonObject) -> bytes:
+        return await (super().pause(questions) if self._task is None else self._task.pause(questions))
+
+
+class Tasks:
+    """The tasks of a server."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        calls: Calls,
+        questions: Questions,
+        hub: Hub,
+        limits: Limits,
+        dispatcher: "Callable[[], Dispatcher]",
+        ledger: Callable[[], Coroutine[Any, Any, Ledger]],
+    ) -> None:
+        self.works: dict[str, Work] = {}  # tasks that run in this process
+        self.dispatcher = dispatcher
+        self.ledger = ledger
+        self._catalog = catalog
+        self._calls = calls
+        self._questions = questions
+        self._hub = hub
+        self._limits = limits
+        self._adopting: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        hub.on_task = self._heard
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the server has tools that can become tasks."""
+        return any(method.task is not None for method in self._catalog.tools.values())
+
+    @property
+    def has_place(self) -> bool:
+        return len(self.works) < self._limits.tasks
+
+    # --- a call that becomes a task ----------------------------------------------------------------------------------
+
+    async def call(
+        self, peer: Peer, method: Method, arguments: Raw, shape: Shape, key: str | None, identity: bytes | None
+    ) -> tuple[bytes, JsonObject]:
+        """Return the result of a call with its marks, or a task that stands for it (`resultType: "task"`)."""
+        self.watch()
+        loop, now = asyncio.get_running_loop(), time.time()
+        id = urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
+        # Every task has a record. A further round of a call has the key of the first one, in its state.
+        if key is None and peer.params.state is UNSET and (not method.is_command or method.key == "off"):
+            key = id
+        document = Document(
+            tool=method.name,
+            arguments=Raw(bytes(arguments)),  # a copy: the other one keeps the whole message
+            revision=peer.session.revision.name,
+            capabilities=peer.session.capabilities,
+            ttl_ms=int((method.task_ttl + method.terms.retention) * 1000),
+            lasts=method.task_ttl,
+            created=now,
+            updated=now,
+            started=0.0,
+            client=peer.session.client,
+        )
+        work = Work(self, method, id, document, is_adopted=False)
+        work.peer = mine = TaskPeer(
+            *(peer.session, peer.outlet, peer.questions, peer.id, peer.raw, peer.params),
+            *(peer.caller, peer.key, peer.position),
+            work=work,
+        )
+        name = f"tools/call:{method.name}"
+        running = self._calls.run(mine, method, arguments, shape, record=name, key=key, identity=identity, task=work)
+        run, handing = loop.create_task(running), None
+        try:
+            patience = method.task if isinstance(method.task, float) else None
+            await asyncio.wait({run, work.handed_over}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if not run.done() and not work.is_handed_over:
+                handing = loop.create_task(work.hand_over())
+                await asyncio.wait({handing})
+                if not work.is_handed_over:  # it ended in that moment, waits for another run, or the ledger is down
+                    await asyncio.wait({run})
+        except asyncio.CancelledError:
+            if handing is not None:
+                await asyncio.wait({handing})
+            if not work.is_handed_over:
+                run.cancel()
+                await asyncio.wait({run})
+            raise
+        finally:
+            if handing is not None and handing.done() and not handing.cancelled() and handing.exception() is not None:
+                logger.warning("task %s was not handed over: %s", id, handing.exception())
+            if work.is_handed_over:
+                self.dispatcher().commands.start(self._follow(work, run))
+        return (created(id, document) if work.is_handed_over else run.result()), mine.marks
+
+    async def _follow(self, work: Work, run: "asyncio.Task[bytes]") -> None:
+        """Wait for the end of a leg, and see that the task has an end if its record has none."""
+        with self.dispatcher().set_aside():
+            await asyncio.wait({run})
+        self.works.pop(work.id, None)
+        error = None if run.cancelled() else run.exception()
+
+        def edit(document: Document) -> bool:
+            if document.final is not None:
+                return False
+            failed = error if isinstance(error, RpcError) else InternalError(ran="no")
+            document.final = {"status": "cancelled"} if document.is_cancelled else _failed(failed)
+            return True
+
+        try:
+            found = await (await self.ledger()).task(work.id)
+            if found is not None and _record(found, _decode(found.document)) is None:
+                await self.change(work.id, edit)
+        except LedgerDown as down:
+            logger.warning("the end of task %s was not written: %s", work.id, down)
+        self._hub.tell("task", work.id)
+
+    # --- tasks that no process works on ------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Look for tasks to adopt, now and from now on."""
+        self._is_closed = False
+        self.watch()
+        self.dispatcher().commands.start(self.adopt())
+
+    def watch(self) -> None:
+        """Look for tasks to adopt every half lease."""
+        if self._adopting is None and not self._is_closed:
+            leases = (method.terms.lease for method in self._catalog.tools.values() if method.task is not None)
+            delay = min(leases, default=30) / 2 * random.uniform(0.5, 1.0)
+            self._adopting = asyncio.get_running_loop().call_later(delay, self._adopt_soon)
+
+    def _adopt_soon(self) -> None:
+        self._adopting = None
+        self.open()
+
+    async def adopt(self) -> None:
+        """Run tasks whose process has died, or that wait for a place."""
+        room = self._limits.tasks - len(self.works)
+        if room <= 0:
+            return
+        try:
+            for id in await (await self.ledger()).orphans(room):
+                self.dispatcher().commands.start(self.resume(id))
+        except (LedgerDown, UsageError) as error:
+            logger.warning("the ledger was not asked for tasks: %s", error)
+
+    def close(self) -> None:
+        """Adopt nothing more."""
+        self._is_closed = True
+        if self._adopting is not None:
+            self._adopting.cancel()
+            self._adopting = None
+
+    async def resume(self, id: str) -> None:
+        """Run a leg of a task that no process works on, if there is a place for it."""
+        try:
+            found = await (await self.ledger()).task(id)
+            if found is None or found.is_over or id in self.works or not self.has_place:
+                return
+            document = _decode(found.document)
+            record, method = _record(found, document), self._catalog.tools.get(document.tool)
+            if record is None:
+                return
+            is_begun = record.committed and record.state is State.RUNNING
+            if document.is_cancelled and not is_begun:
+                await self._end(found, {"status": "cancelled"})
+                return
+            if method is None:
+                reason = f"there is no tool {document.tool!r} any more"
+                await self._end(found, _failed(InvalidParams(reason, ran="unknown" if is_begun else "no")))
+                return
+        except LedgerDown as error:
+            logger.warning("task %s was not adopted: %s", id, error)
+            return
+        self.works[id] = work = Work(self, method, id, document, is_adopted=True)
+        session = Session(REVISIONS[document.revision], document.capabilities, client=document.client)
+        work.peer = peer = TaskPeer(
+            *(session, Nowhere(), self._questions, id, document.arguments),
+            *(CallTool(name=document.tool, arguments=document.arguments), found.record.caller, None, None),
+            answers=document.answers,
+            work=work,
+        )
+        if record.state is State.WAITING:
+            peer.continues = f"{id}.{document.leg}"
+        shape, name, key = self._calls.shape(method), found.record.method, found.record.key
+        running = self._calls.run(peer, method, document.arguments, shape, record=name, key=key, task=work)
+        await self._follow(work, asyncio.get_running_loop().create_task(running))
+
+    async def _end(self, task: Task, final: JsonObject) -> None:
+        """End a task that no process works on, and give its record back unless its effect may have happened."""
+
+        def edit(document: Document) -> bool:
+            document.final = document.final or final
+            return True
+
+        await self.change(task.id, edit)
+        record, ledger = task.now, await self.ledger()
+        if record is None or record.state not in (State.RUNNING, State.WAITING):
+            return
+        claim = Claim(
+            id=record.id,
+            fingerprint=record.fingerprint,
+            nonce=os.urandom(16),
+            lease=30,
+            retention=86_400,
+            on_crash="rerun",
+            committed=False,
+            continues=True,
+        )
+        taken = await ledger.claim(claim)
+        if taken.state is State.RUNNING and taken.nonce == claim.nonce:
+            # The first attempt of a leg: the leg before ended with a question, and had done nothing.
+            is_undone = taken.attempts == 1 or not taken.committed
+            await (ledger.release(taken.token) if is_undone else ledger.abandon(taken.token))
+
+    async def change(self, id: str, edit: Callable[[Document], bool]) -> None:
+        """Change the document of a task, and tell its listeners. `edit` returns False if nothing is to be written."""
+        ledger = await self.ledger()
+        while (found := await ledger.task(id)) is not None:
+            document = _decode(found.document)
+            if not edit(document):
+                return
+            document.updated = max(time.time(), document.updated)
+            written = msgspec.structs.replace(
+                found, document=encode(document), is_ready=document.is_ready, is_over=document.final is not None
+            )
+            if await ledger.change_task(written):
+                self._hub.tell("task", id)
+                return
+
+    # --- what clients ask for ----------------------------------------------------------------------------------------
+
+    async def get(self, peer: Peer) -> object:
+        """Answer `tasks/get`."""
+        return await self._told(await self._find(peer.caller, peer.params.task_id))
+
+    async def update(self, peer: Peer) -> object:
+        """Answer `tasks/update`: take answers to the questions of a task."""
+        found = await self._find(peer.caller, peer.params.task_id)
+        # Step 1: an answer must fit its question. Answers that were not asked for, or are there already, are ignored
+        # (SEP-2663, "tasks/update").
+        questions = _open_questions(found)
+        given = {key: told for key, told in peer.params.responses.items() if key in questions}
+        for key, told in given.items():
+            check_answer(questions[key], told)
+
+        # Step 2: the next `tasks/get` shows them. The last one makes the next leg ready.
+        def edit(document: Document) -> bool:
+            fresh = {key: told for key, told in given.items() if key not in document.answers}
+            document.answers.update(fresh)
+            document.is_ready = all(key in document.answers for key in questions)
+            return bool(fresh) and document.final is None
+
+        if given:
+            await self._within(self.change(found.id, edit))
+            self.dispatcher().commands.start(self.resume(found.id))
+        return b"{}"
+
+    async def cancel(self, peer: Peer) -> object:
+        """Answer `tasks/cancel`: the task ends if it has done nothing yet."""
+        found = await self._find(peer.caller, peer.params.task_id)
+
+        def edit(document: Document) -> bool:
+            record = _record(found, document)
+            is_over = document.final is not None or record is None or record.state not in (State.RUNNING, State.WAITING)
+            is_new = not document.is_cancelled and not is_over
+            document.is_cancelled = True
+            if is_new and record is not None and record.committed and record.state is State.RUNNING:
+                document.message = "cancelled after its commit point: it finishes"
+            return is_new
+
+        await self._within(self.change(found.id, edit))  # the hub tells every worker, this one included
+        if found.id not in self.works:
+            self.dispatcher().commands.start(self._cancel_orphan(found.id))
+        return b"{}"
+
+    async def _cancel_orphan(self, id: str) -> None:
+        """End a cancelled task at once if no process works on it: it waits for an answer, or for a place."""
+        try:
+            found = await (await self.ledger()).task(id)
+            record = None if found is None else _record(found, _decode(found.document))
+            if found is None or record is None or found.is_over:
+                return
+            if record.state is State.WAITING or (record.lease_left == 0 and not record.committed):
+                await self._end(found, {"status": "cancelled"})
+        except LedgerDown as error:
+            logger.warning("task %s was not cancelled yet: %s", id, error)
+
+    def _heard(self, id: str) -> None:
+        """Look whether a task of this process was cancelled: another worker, or this one, has changed it."""
+        if (work := self.works.get(id)) is not None and work.run is not None and work.run.stops:
+            self.dispatcher().commands.start(self._look(work))
+
+    async def _look(self, work: Work) -> None:
+        try:
+            await work.look()
+        except LedgerDown as error:
+            logger.warning("task %s was not looked at: %s", work.id, error)
+
+    async def listen(
+        self, ids: frozenset[str], caller: str, send: Callable[[JsonObject], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Send every change of some tasks, beginning with their present states; ends when the coroutine is cancelled."""
+        changed = set(ids)
+
+        def wants(kind: str, uri: str | None) -> bool:
+            if kind != "task" or uri not in ids:
+                return False
+            changed.add(uri)
+            return True
+
+        told: dict[str, bytes] = {}
+        listener = Listener(wants)
+        self._hub.add(listener)
+        try:
+            while True:
+                pause = LAST_POLL_MS
+                for id in changed.copy():
+                    changed.discard(id)
+                    try:
+                        state = await self._told(await self._find(caller, id))
+                    except RpcError:  # it is forgotten, or the ledger is down: the client asks for itself
+                        continue
+                    pause = min(pause, state["pollIntervalMs"])
+                    if told.get(id) != (now := encode(state)):
+                        told[id] = now
+                        await send(state)
+                try:
+                    await asyncio.wait_for(listener.next(), pause / 1000)
+                except TimeoutError:
+                    changed.update(ids)  # tasks of other hosts change without a word
+        finally:
+            self._hub.remove(listener)
+
+    async def known(self, ids: Sequence[str], caller: str) -> list[str]:
+        """Return those ids that are tasks of a caller."""
+        found = []
+        for id in dict.fromkeys(ids):
+            try:
+                await self._find(caller, id)
+                found.append(id)
+            except InvalidParams:
+                continue
+        return found
+
+    async def _find(self, caller: str, id: str) -> Task:
+        """Return a task of a caller. A task of another one is unknown: its id must not tell that it exists."""
+        found = await self._within((await self._within(self.ledger())).task(id))
+        if found is None or found.record.caller != caller or (found.now is not None and found.now.state is State.TOMBSTONE):
+            raise InvalidParams("taskId: there is no such task, or it is no longer kept")
+        return found
+
+    async def _within(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except LedgerDown as error:
+            raise unavailable(error) from error
+
+    async def _told(self, task: Task) -> JsonObject:
+        """Return a task as its client sees it, with its result, error or questions."""
+        document = _decode(task.document)
+        record = _record(task, document)
+        told = _members(task.id, document)
+        if document.final is None and record is not None and record.state is State.WAITING:
+            if task.ttl_left <= document.ttl_ms / 1000 - document.lasts:
+                late = OutcomeUnknown("the task was not answered in time", ran="no")
+                document.final = _failed(late)
+                await self._within(self._end(task, document.final))
+            elif questions := _open_questions(task):
+                return {**told, "status": "input_required", "inputRequests": questions}
+        if document.final is not None:
+            return {**told, **document.final}
+        if record is None:  # its process died between the end of the run and the end of the task
+            return {**told, **({"status": "cancelled"} if document.is_cancelled else _failed(InvalidParams(ran="no")))}
+        if record.state in (State.RUNNING, State.WAITING):
+            return told
+        try:
+            return {**told, "status": "completed", "result": answer(recorded(record), replayed=False)}
+        except RpcError as raised:
+            error = raised
+        if record.state is State.UNKNOWN:
+            # Frozen when it is first told: a late truth settles the record, and a task that has ended does not change.
+            final = _failed(error)
+
+            def edit(document: Document) -> bool:
+                document.final = document.final or final
+                return True
+
+            await self._within(self.change(task.id, edit))
+            return {**told, **final}
+        method = self._catalog.tools.get(document.tool)
+        try:
+            if method is None:
+                raise error
+            return {**told, "status": "completed", "result": as_result(error, method, REVISIONS[document.revision])}
+        except RpcError as failure:
+            return {**told, **_failed(failure)}
+
+
+def created(id: str, document: Document, meta: JsonObject | None = None) -> bytes:
+    """Return the answer to a call that has become a task."""
+    told = {"resultType": "task", **_members(id, document)}
+    return encode({**told, "_meta": meta} if meta else told)
+
+
+def _members(id: str, document: Document) -> JsonObject:
+    """Return the members that every form of a task has; it works unless the caller says otherwise."""
+    age_ms = (time.time() - document.created) * 1000
+    told: JsonObject = {
+        "taskId": id,
+        "status": "working",
+        "createdAt": _iso(document.created),
+        "lastUpdatedAt": _iso(document.updated),
+        "ttlMs": document.ttl_ms,
+        "pollIntervalMs": int(min(max(age_ms / 10, FIRST_POLL_MS), LAST_POLL_MS)) // 1000 * 1000,
+    }
+    if document.message is not None:
+        told["statusMessage"] = document.message
+    return told
+
+
+def _iso(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _digest(question: JsonObject) -> str:
+    return sha256(encode([question["method"], question["params"]])).hexdigest()[:16]
+
+
+def _failed(error: RpcError) -> JsonObject:
+    told = error_object(error)
+    return {"status": "failed", "statusMessage": told.message, "error": told}
+
+
+def _record(task: Task, document: Document) -> Record | None:
+    """Return the record of a task; None if it was given back: another one with its key belongs to another call."""
+    return task.now if task.now is not None and task.now.started_at == document.started else None
+
+
+def _open_questions(task: Task) -> JsonObject:
+    """Return the questions of a task that are not answered yet, by key."""
+    document = _decode(task.document)
+    record = _record(task, document)
+    if document.final is not None or record is None or record.state is not State.WAITING or record.outcome is None:
+        return {}
+    questions = _decode_questions(record.outcome.payload or b"{}").get("inputRequests", {})
+    return {key: question for key, question in questions.items() if key not in document.answers}
