@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.calls import batch, call, read
 from tests.commands.charges import PARAMS, NewApp, World, watch
 from tests.commands.wires import (
     HTTP,
     PIPES,
     STATELESS,
     WAYS,
-    McpWire,
     PipeWire,
     Told,
     Wire,
@@ -26,8 +24,8 @@ from tests.commands.wires import (
     known,
 )
 from tests.mcp.asgi import LEGACY, PATIENCE, R2, R4, R5, over_http
-from wirecall import App, Context
-from wirecall.ledger.base import Ledger, Record, State
+from wirecall import App
+from wirecall.ledger.base import Ledger, State
 
 pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)
 
@@ -221,7 +219,7 @@ async def cancelled(wire: Wire, app: App, way: str, world: World) -> None:
     await (sent.leave() if way in HANGING_UP else wire.cancel(7))
 
 
-@pytest.mark.parametrize("way", (*HANGING_UP, *CANCELLING))
+@pytest.mark.parametrize("way", [*HANGING_UP, *CANCELLING])
 async def test_a_call_that_is_cancelled_before_its_commit_point_is_released(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
@@ -236,7 +234,7 @@ async def test_a_call_that_is_cancelled_before_its_commit_point_is_released(
     assert await wire.call("charge", PARAMS) == Told(FIRST)
 
 
-@pytest.mark.parametrize("way", (*HANGING_UP, *CANCELLING))
+@pytest.mark.parametrize("way", [*HANGING_UP, *CANCELLING])
 async def test_a_call_that_is_cancelled_after_its_commit_point_finishes_and_is_undelivered(
     way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
 ) -> None:
@@ -289,7 +287,7 @@ async def test_each_entry_of_a_lost_array_is_recognised(way: str, new_app: NewAp
         await next_of(ends)
     told = await wire.post(array(wire, "charge", "charge", "charge")).told()
     assert [each.value for each in told] == [{"charged": 4 + number, "number": number} for number in (1, 2, 3)]
-    if way not in ("pipe",):
+    if way != "pipe":
         # `App.handle` that is cancelled begins no further entry.
         assert [each.is_replayed for each in told] == [True, way != "memory", way != "memory"]
     assert world.effects == [5, 6, 7]

@@ -134,7 +134,7 @@ class Method:
         if key == "optional":
             import warnings  # late: `import wirecall` stays light
 
-            warnings.warn('key="optional" is now called key="off"; key="auto" protects such calls', DeprecationWarning, 4)
+            warnings.warn('key="optional" is now called key="off"; key="auto" protects such calls', DeprecationWarning, 3)
             key = "off"
         self.key = key
         self.input_schema = input_schema
