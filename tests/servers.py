@@ -406,7 +406,7 @@ def _age_in_memory(url: str, id: RecordId, seconds: float) -> None:
 
 
 def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
-    times = ("lease_until", "due", "expires_at", "started_at", "completed_at")
+    times = ("lease_until", "due", "expires_at", "started_at", "completed_at", "answer_at")
     earlier = ", ".join(f"{name} = {name} - :seconds" for name in times)
     # Not Python's sqlite3: two copies of SQLite in one process release each other's locks, and the file suffers.
     with closing(apsw.Connection(url.removeprefix("sqlite:"))) as db:

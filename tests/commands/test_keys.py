@@ -55,11 +55,15 @@ async def test_params_that_do_not_fit_take_no_claim(params: Any, code: int, app:
     assert result(await app.handle(charge()))["number"] == 1
 
 
-async def test_a_command_without_a_key_leaves_no_record(app: App, ledger: Ledger, world: World) -> None:
-    app.command(world.charge)
+@pytest.mark.parametrize("key", ["auto", "off"])
+async def test_a_command_without_a_key_has_a_record_unless_it_is_declared_off(
+    key: Any, app: App, ledger: Ledger, world: World
+) -> None:
+    """Each call is a new one: its caller is not known, or has got its answer."""
+    app.command(key=key)(world.charge)
     for number in (1, 2):
         assert result(await app.handle(call("charge", PARAMS)))["number"] == number
-    assert await ledger.list() == []
+    assert len(await ledger.list()) == (2 if key == "auto" else 0)
 
 
 async def test_queries_never_touch_the_ledger(store: Store, monkeypatch: pytest.MonkeyPatch, world: World) -> None:

@@ -79,6 +79,8 @@ async def test_a_handler_that_changes_its_params_and_its_context_changes_nothing
         effects.append(1)
         items.append(len(effects))
         ctx.caller, ctx.record, ctx.method = "eve", "other", "other"
+        with pytest.raises(AttributeError):
+            ctx.__setattr__("idempotency_key", "other")
         return [items, seen]
 
     for id in (1, 2):

@@ -201,6 +201,8 @@ NEVER = [
     "key = '" + "x" * 256 + "'",
     "state = 'none'",
     "digest = NULL",  # of a record that is done
+    "delivery = 'somewhere'",
+    "delivery = 'pending'",  # of a record without a deliverer
 ]
 
 

@@ -49,7 +49,7 @@ class Deliveries:
         return msgspec.structs.replace(keyless, beside=frozenset(self._not_lost.get(keyless.likeness, ())))
 
     def begin(self, keyless: Keyless, key: str) -> None:
-        """Hear that an answer is on its way, from the record with this key."""
+        """Hear that an answer is on its way, or its claim, from the record with this key."""
         if keyless.likeness is not None:
             self._not_lost.setdefault(keyless.likeness, set()).add(key)
 
@@ -64,7 +64,7 @@ class Deliveries:
                 self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
             return
         if likeness is not None:
-            self._forget(likeness, end.id.key)
+            self.forget(likeness, end.id.key)
             self._lost.setdefault(likeness, []).append(end)
 
         async def mark() -> None:
@@ -90,15 +90,14 @@ class Deliveries:
                 await self._background.persist(partial(written[0][0].deliver, [end for _, _, end in written]))
             finally:
                 for _, likeness, end in written:
-                    if likeness is not None:
-                        self._forget(likeness, end.id.key)
+                    self.forget(likeness, end.id.key)
 
         if written:
             self._background.start(mark())
 
-    def _forget(self, likeness: bytes, key: str) -> None:
-        keys = self._not_lost.get(likeness)
-        if keys is not None:
+    def forget(self, likeness: bytes | None, key: str) -> None:
+        """Hear that an answer is not on its way any more, or not from the record with this key."""
+        if likeness is not None and (keys := self._not_lost.get(likeness)):
             keys.discard(key)
             if not keys:
                 del self._not_lost[likeness]

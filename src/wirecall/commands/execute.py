@@ -123,6 +123,8 @@ class Commands:
         # The answer to a call without a key is on its way from here on. Where no transport watches it, it has arrived when
         # this coroutine returns. A caller that cancels, or whose time is over, has not got the outcome.
         is_left = False
+        # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
+        self._deliveries.begin(claim.keyless, claim.id.key)
 
         def end(written: bool) -> None:
             assert keyless is not None
@@ -141,6 +143,8 @@ class Commands:
         finally:
             if call.frame.sending is None:
                 end(True)
+            if not run.answers or run.claim.id != claim.id:  # there is no record with this key
+                self._deliveries.forget(claim.keyless.likeness, claim.id.key)
 
     async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
         """Run the command of a claim, or answer with the outcome of an earlier run."""

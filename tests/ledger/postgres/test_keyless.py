@@ -94,7 +94,7 @@ async def test_a_list_may_have_new_calls_repetitions_and_calls_that_wait(ledger:
         assert (found[kind].id, found[kind].deliverer) == (claims[kind].id, claims[kind].nonce)
 
 
-async def test_an_end_that_is_told_twice_in_one_list_is_the_written_one(ledger: Ledger) -> None:
+async def test_an_end_that_comes_twice_in_one_list_is_the_written_one(ledger: Ledger) -> None:
     """A stream was lost, and resumed before its loss was marked; or the other way round, which comes too late."""
     told: Any
     for told in (("undelivered", "written"), ("written", "undelivered")):

@@ -37,7 +37,7 @@ class Shop:
         return cast(int, self.ask("SELECT count(*) FROM effects")[0])
 
     async def run(self, claim: Claim, wait: float = WAIT) -> Record:
-        """What a command does: one effect, if the record is its own."""
+        """Run a command: one effect, if the record is its own."""
         async with self.ledger.transaction(claim, wait) as transaction:
             if transaction.record.nonce == claim.nonce:
                 await self.act(transaction)
@@ -66,7 +66,7 @@ def shop(store: Store, ledger: Ledger) -> Any:
 
 
 async def test_a_transaction_without_a_key_has_a_delivery(shop: Shop) -> None:
-    """B1. What is not committed is not there to be marked."""
+    """B1. A record that is not committed cannot be marked."""
     for claim in (keyless(), keyless(None)):
         async with shop.ledger.transaction(claim, WAIT) as transaction:
             record = transaction.record

@@ -436,7 +436,7 @@ async def test_an_outcome_that_only_the_primary_holds_is_not_replayed(pair: tupl
     await ledger.aclose()
 
 
-async def test_an_equal_call_is_told_of_no_record_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
+async def test_an_equal_call_does_not_get_a_record_that_only_the_primary_holds(pair: tuple[Redis, Redis]) -> None:
     """Neither of one that it waits for, nor of one that it takes over."""
     primary, replica = pair
     writer, ledger = await open_ledger(primary.url), await open_ledger(primary.url + "?replicas=1")

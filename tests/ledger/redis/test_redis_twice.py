@@ -73,7 +73,7 @@ async def test_a_claim_that_is_sent_twice_keeps_its_record_whatever_was_lost_in_
 
 
 @pytest.mark.parametrize("tell", [lose, write])
-async def test_the_end_of_an_answer_that_is_told_twice_is_one_end(tell: Any, ledger: Ledger) -> None:
+async def test_the_end_of_an_answer_that_is_sent_twice_is_one_end(tell: Any, ledger: Ledger) -> None:
     record = await claimed(ledger)
     assert await ledger.complete(record.token, outcome_of(), RETENTION)
     await tell(ledger, record)

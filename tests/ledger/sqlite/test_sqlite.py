@@ -20,7 +20,7 @@ import pytest
 
 from tests.calls import call, error, make_app, result
 from wirecall.errors import CannotWait, UsageError
-from wirecall.ledger.base import Claim, LedgerDown, Outcome, RecordId, State
+from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, RecordId, State
 from wirecall.ledger.sqlite import file as sqlite_file
 from wirecall.ledger.sqlite import ledger as sqlite
 from wirecall.ledger.sqlite.file import LedgerFile
@@ -72,6 +72,10 @@ async def test_transitions_that_come_together_share_a_commit(ledger: SqliteLedge
     assert len(commits) == 1
     assert all(await asyncio.gather(*(ledger.complete(record.token, DONE, 60) for record in records)))
     assert len(commits) == 2 and (await ledger.counts())[State.DONE] == 64
+    await ledger.deliver([Delivered(record.id, record.nonce, "written") for record in records])
+    assert len(commits) == 3
+    await ledger.deliver([])
+    assert len(commits) == 3
 
 
 async def test_a_duplicate_is_answered_by_a_read_during_any_write(ledger: SqliteLedger, path: Path) -> None:
@@ -302,6 +306,7 @@ async def test_an_outcome_with_another_retention_is_kept_for_that(path: Path) ->
 
 PLANS = {
     "due": "PRIMARY KEY (due<?)",
+    "alike": "wirecall_commands_likeness (likeness=?)",
     "page": "wirecall_commands_id ((caller,method,key)>(?,?,?))",
     "page_of_few": "wirecall_commands_open (state=?)",
     "page_of_many": "wirecall_commands_id ((caller,method,key)>(?,?,?))",
@@ -315,7 +320,7 @@ OF_RECORDS = [name for name, text in sqlite_file.SQL.items() if re.search("(FROM
 def test_few_among_many_are_found_by_an_index(name: str, is_analyzed: bool) -> None:
     """Whether or not the user has had SQLite look at the tables in the file."""
     db = apsw.Connection(":memory:")
-    db.execute(sqlite_file.SQL["schema"])
+    db.execute("".join(sqlite_file.SCHEMA))
     if is_analyzed:
         ledger = SqliteLedger("not opened")
         for number in range(1000):
@@ -373,7 +378,7 @@ async def test_claims_that_come_together_have_fences_of_their_own(ledger: Sqlite
 async def test_a_file_with_other_columns_is_refused_and_left_alone(path: Path) -> None:
     """Such as one from before the first release."""
     old = apsw.Connection(str(path))
-    old.execute(sqlite_file.SQL["schema"].replace("due", "kept_until"))
+    old.execute(sqlite_file.SQL["schema 1"].replace("due", "kept_until"))
     ledger = SqliteLedger(path)
     with pytest.raises(UsageError, match=r"not those of this wirecall(.|\n)*boot, kept_until,(.|\n)*boot, due,"):
         await ledger.open()

@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.ledger.test_ledger_model import QUIET, Attempt, World
 from tests.size import full_only, sized
 from wirecall.ledger.base import Claim, Record
-from wirecall.ledger.sqlite.file import SQL
+from wirecall.ledger.sqlite.file import SCHEMA, SQL
 from wirecall.ledger.sqlite.ledger import SqliteLedger
 from wirecall.ledger.sqlite.writer import Job, take_fences
 
@@ -25,7 +25,7 @@ class AtOnce:
 
     def __init__(self) -> None:
         db = apsw.Connection(":memory:")
-        db.execute(SQL["schema"])
+        db.execute("".join(SCHEMA))
         self.reader = db.cursor()
         self.reading = threading.Lock()
 

@@ -15,11 +15,10 @@ import apsw
 
 from wirecall.errors import UsageError
 from wirecall.files import real_path
-from wirecall.ledger.base import LedgerDown
+from wirecall.ledger.base import Delivery, LedgerDown
 
 PATIENCE = 5.0  # seconds that a write waits for the lock of the file
 APPLICATION_ID = int.from_bytes(b"wcll", "big")
-VERSION = 1
 
 # WAL needs memory that all users of the file share, so they must live under one kernel.
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "glusterfs", "lustre", "fuse.sshfs", "fuse.glusterfs"}
@@ -31,6 +30,7 @@ AGAIN = 1.0
 _creating = threading.Lock()
 _text = Path(__file__).with_name("sqlite.sql").read_text(encoding="utf-8")
 SQL = {name: text.strip() for name, _, text in (part.partition("\n") for part in _text.split("-- name: ")[1:])}
+SCHEMA = [text for name, text in SQL.items() if name.startswith("schema ")]  # each makes a version of the tables
 
 
 class Row(NamedTuple):
@@ -55,6 +55,11 @@ class Row(NamedTuple):
     outcome_kind: Literal["result", "error"] | None = None
     payload: bytes | None = None
     digest: bytes | None = None
+    delivery: Delivery | None = None
+    deliverer: bytes | None = None
+    answer_at: float | None = None
+    answer_boot: bytes | None = None
+    likeness: bytes | None = None
 
 
 class LedgerFile:
@@ -215,29 +220,41 @@ def _make_fit(db: apsw.Connection, path: str) -> None:
     if mode != "wal":
         raise down(f"The ledger {path} cannot use WAL.", f"SQLite stays in mode {mode!r}", "use a file on a local disk")
 
-    # Step 3: the tables. Another process may be faster.
-    if not db.execute(SQL["has_ledger"]).get:
+    # Step 3: the tables, as far as the file does not have them; another process may be faster. Those of an older version are
+    # brought up to date. From then on, a process with that version of wirecall refuses its commands.
+    version = _version(db)
+    if version is not None and version < len(SCHEMA):
         db.execute(SQL["begin"])
-        if not db.execute(SQL["has_ledger"]).get:
-            db.execute(SQL["schema"])
-        db.execute(SQL["commit"])
-    try:
-        version = db.execute(SQL["version"]).get
-    except apsw.SQLError:
-        version = None
-    if isinstance(version, int) and version > VERSION:
+        with suppress(apsw.SQLError):  # it has tables of other columns, as the check below finds
+            for part in SCHEMA[_version(db) :]:
+                db.execute(part)
+        version = _version(db)
+    if version is not None and version > len(SCHEMA):
         raise down(
             f"The ledger {path} was made by a newer wirecall.",
-            f"its tables have version {version}, and this wirecall knows {VERSION}",
+            f"its tables have version {version}, and this wirecall knows {len(SCHEMA)}",
             "upgrade wirecall",
         )
     columns = tuple(name for (name,) in db.execute(SQL["columns"]))
-    if version != VERSION or columns != Row._fields:
+    if version is None or columns != Row._fields:  # to close the connection undoes what was added to them
         raise UsageError(
             f"The file {path} has tables with the ledger's names that are not those of this wirecall.",
             f"wirecall_commands has the columns {', '.join(columns)}; here they are {', '.join(Row._fields)}",
             "use the wirecall that made them, or rename them, or name another file",
         )
+    if db.in_transaction:
+        db.execute(SQL["commit"])
+
+
+def _version(db: apsw.Connection) -> int | None:
+    """Return the version of the ledger's tables in a file: 0 if it has none, None if they do not tell."""
+    if not db.execute(SQL["has_ledger"]).get:
+        return 0
+    try:
+        version = db.execute(SQL["version"]).get
+    except apsw.SQLError:
+        return None
+    return version if isinstance(version, int) else None
 
 
 def as_down(path: str, error: Exception) -> LedgerDown:

@@ -7,8 +7,10 @@ The rules of the file:
    the order. An event loop never commits.
 2. Readers do not wait (WAL): a claim that changes nothing is answered by a read in the calling thread.
 3. Leases are measured by the clock that counts from boot, which cannot be set, and a record tells which boot it means: a
-   lease of another boot is over. Retention is over when the wall clock says so and, within one boot, that clock too. The
-   times that people read are wall time.
+   lease of another boot is over. So is the time since an answer was lost; a loss of another boot counts from the start of
+   this one, as no caller could repeat its call while the machine was off, and only the wall clock tells how long that was.
+   Retention is over when the wall clock says so and, within one boot, that clock too. The times that people read are wall
+   time.
 4. The file may be the user's own, with the tables that `transactional` handlers write to. So its `user_version` is left
    alone, its `application_id` is set only in a file that we made, and the version of our tables is in one of them. In the
    same process use apsw for it: Python's sqlite3 is a second copy of SQLite, and two copies release each other's locks.
@@ -24,7 +26,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,14 +37,18 @@ from wirecall.errors import UsageError
 from wirecall.ledger.base import (
     TOMBSTONE_FACTOR,
     Claim,
+    Delivered,
     LedgerDown,
+    Locked,
     Outcome,
+    Recognition,
     Record,
     RecordId,
     State,
     Token,
     Verdict,
     decide,
+    recognise,
 )
 from wirecall.ledger.sqlite.file import SQL, Row, as_down
 from wirecall.ledger.sqlite.transaction import HandlerTransaction
@@ -98,9 +104,9 @@ class SqliteLedger:
         await self._running().ask(Job(nothing, "nothing"))
 
     async def claim(self, claim: Claim) -> Record:
-        found = await self._read(self._judged, claim)
-        if found is not None and found[2] == "leave":
-            return found[1]
+        found = await self._read(self._unchanged, claim)
+        if found is not None:
+            return found
         writer, job = self._running(), Job(partial(self._claim, claim), claims=True)
         try:
             granted: Record = await writer.ask(job)
@@ -110,6 +116,10 @@ class SqliteLedger:
             writer.send(Job(partial(self._unclaim, claim), "unclaim"))
             raise
         return granted
+
+    async def deliver(self, ends: Sequence[Delivered]) -> None:
+        if ends:
+            await self._running().ask(Job(partial(self._deliver, ends)))
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         return await self._change("heartbeat", token, lease=lease)
@@ -169,7 +179,7 @@ class SqliteLedger:
         `db` is an apsw connection. The handler may use savepoints on it, but cannot commit: if it ends the transaction,
         everything is undone.
         """
-        return HandlerTransaction(self._running(), claim, wait, self._look, self._enter, self._complete)
+        return HandlerTransaction(self._running(), claim, wait, self._look, self._enter, self._complete, self._unclaim)
 
     async def aclose(self) -> None:
         """Write what waits and close the file; the last process to close it folds the WAL into it."""
@@ -203,6 +213,8 @@ class SqliteLedger:
                 if writer.reader is None:
                     raise LedgerDown(f"The ledger {self._path} is closed.")
                 return look(question, writer.reader)
+        except Locked:
+            raise
         except Exception as error:  # of SQLite; or a damaged row
             raise as_down(self._path, error) from error
 
@@ -210,24 +222,66 @@ class SqliteLedger:
         row = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
         return row and self._record(Row(*row))
 
+    def _unchanged(self, claim: Claim, db: apsw.Cursor) -> Record | None:
+        """Return the record that a claim is given as it stands; None if the claim changes something."""
+        if claim.keyless is None:
+            found = self._judged(claim, db)
+            return found[1] if found is not None and found[2] == "leave" else None
+        earlier = self._earlier(claim, db)
+        return self._record(earlier[1]) if earlier is not None and earlier[0] == "wait" else None
+
     async def _look(self, claim: Claim) -> Record | None:
         return await self._read(self._seen, claim)
 
     def _seen(self, claim: Claim, db: apsw.Cursor) -> Record | None:
-        """Return the record for a handler's transaction. One that is due to become a tombstone looks like one already."""
-        found = self._judged(claim, db)
-        if found is None:
-            return None
-        row, record, verdict = found
+        """Return the record for a handler's transaction, unless it needs a write."""
+        found = self._judged(claim, db) if self._repeated(claim, db) is None else None
+        return None if found is None else self._shown(*found)
+
+    def _shown(self, row: Row, record: Record, verdict: Verdict) -> Record:
+        """The record as a handler's transaction sees it: one that is due to become a tombstone looks like one already."""
         return self._record(self._buried(row)) if verdict == "to_tombstone" else record
+
+    def _repeated(self, claim: Claim, db: apsw.Cursor) -> Row | None:
+        """Find the record whose answer a handler's transaction gives, because its call repeats that one.
+
+        A run under a lease, and an answer that is on its way elsewhere, hold it up as another transaction would.
+        """
+        earlier = self._earlier(claim, db)
+        if earlier is None:
+            return None
+        recognition, row = earlier
+        if recognition == "wait" or (row.state == "running" and self._time_left(row)):
+            raise Locked(f"{claim.id}: an equal call is in progress.")
+        return row
+
+    def _earlier(self, claim: Claim, db: apsw.Cursor) -> tuple[Recognition, Row] | None:
+        """Find the record that a call without a key repeats ("match"), or else the one that it has to wait for."""
+        keyless = claim.keyless
+        if keyless is None or keyless.likeness is None:
+            return None
+        # In the order of the contract, but first the one that an earlier try of this claim took.
+        alike = [Row(*found) for found in db.execute(SQL["alike"], (keyless.likeness,))]
+        alike.sort(key=lambda row: (row.deliverer != claim.nonce, row.delivery != "undelivered", row.fence))
+        waited_for = None
+        for row in alike:
+            # Equal calls at once may be many: most of those of this process are passed over without a closer look.
+            if row.key in keyless.beside and row.delivery == "pending" and row.deliverer != claim.nonce:
+                continue
+            recognition = recognise(self._record(row), claim, self._since(row))
+            if recognition == "match":
+                return recognition, row
+            if recognition == "wait" and waited_for is None:
+                waited_for = recognition, row
+        return waited_for
 
     def _judged(self, claim: Claim, db: apsw.Cursor) -> tuple[Row, Record, Verdict] | None:
         """Find the record of a claim, and decide what the claim does to it; None if there is no record."""
         id = claim.id
         found = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
-        if found is None:
-            return None
-        row = Row(*found)
+        return None if found is None else self._judge(claim, Row(*found))
+
+    def _judge(self, claim: Claim, row: Row) -> tuple[Row, Record, Verdict]:
         record = self._record(row)
         is_expired = row.expires_at <= self._wall() and not self._time_left(row)
         return row, record, decide(record, claim, expired=is_expired)
@@ -246,20 +300,26 @@ class SqliteLedger:
         return db.connection.changes() > 0
 
     def _claim(self, claim: Claim, db: apsw.Cursor, fence: int) -> Record:
-        # As a rule there is no record, so it is looked for only if the insert meets one.
-        record = self._insert(claim, db, fence)
-        if db.connection.changes():
-            return record
-        found = self._judged(claim, db)
-        assert found is not None  # this is one transaction
+        earlier = self._earlier(claim, db)
+        if earlier is None:
+            # As a rule there is no record, so it is looked for only if the insert meets one.
+            record = self._insert(claim, db, fence)
+            if db.connection.changes():
+                return record
+            found = self._judged(claim, db)
+            assert found is not None  # this is one transaction
+        elif earlier[0] == "wait":
+            return self._record(earlier[1])
+        else:
+            found = self._judge(claim, self._taken(claim, earlier[1]))
         row, record, verdict = found
-        if verdict == "leave":
+        if verdict == "leave" and earlier is None:
             return record
         if verdict == "to_unknown":
             row = row._replace(state="unknown", lease_until=0.0, due=math.inf, expires_at=math.inf)
         elif verdict == "to_tombstone":
             row = self._buried(row)
-        else:
+        elif verdict != "leave":
             is_same = verdict == "renew"
             row = row._replace(
                 state="running",
@@ -285,19 +345,28 @@ class SqliteLedger:
         id, print, nonce, committed, lease = claim.id, claim.fingerprint, claim.nonce, claim.committed, claim.lease
         wall, ends = self._wall(), self._clock() + lease
         due = wall + claim.retention
+        keyless = claim.keyless
+        answer = (None,) * 5 if keyless is None else ("pending", nonce, None, None, keyless.likeness)
         # fmt: off
         db.execute(SQL["put_new"], (
             id.caller, id.method, id.key, print, "running", fence, nonce, committed, 1,
-            lease, ends, self._boot, due, due + lease, wall, None, None, None, None,
+            lease, ends, self._boot, due, due + lease, wall, None, None, None, None, *answer,
         ))
         # fmt: on
-        return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
+        if keyless is None:
+            return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
+        return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall, None, None, "pending", nonce)
 
     def _enter(self, claim: Claim, db: apsw.Cursor) -> tuple[Record, bool]:
         """Find the record for a handler's transaction, or insert it; returns whether it was inserted."""
-        record = self._seen(claim, db)
-        if record is not None:
-            return record, False
+        repeated = self._repeated(claim, db)
+        if repeated is not None:
+            row = self._taken(claim, repeated)
+            db.execute(SQL["put"], row)
+            return self._shown(*self._judge(claim, row)), False
+        found = self._judged(claim, db)
+        if found is not None:
+            return self._shown(*found), False
         return self._insert(claim, db, take_fences(db, 1) + 1), True
 
     def _complete(self, token: Token, outcome: Outcome, retention: float, db: apsw.Cursor, _: int = 0) -> bool:
@@ -311,8 +380,18 @@ class SqliteLedger:
         return self._execute("complete_late", token, {"retention": retention, **_parts(outcome)}, db)
 
     def _unclaim(self, claim: Claim, db: apsw.Cursor, _: int) -> None:
-        for name in ("unclaim_first", "unclaim_later"):
-            self._execute(name, Token(claim.id, 0, claim.nonce), {}, db)
+        ids = {claim.id}
+        if claim.keyless is not None:  # it may have taken over an earlier call, or its answer alone
+            alike = [Row(*found) for found in db.execute(SQL["alike"], (claim.keyless.likeness,))]
+            ids |= {RecordId(*row[:3]) for row in alike if row.deliverer == claim.nonce}
+        for id in ids:
+            for name in ("unclaim_first", "unclaim_later"):
+                self._execute(name, Token(id, 0, claim.nonce), {}, db)
+            self._deliver([Delivered(id, claim.nonce, "undelivered")], db)
+
+    def _deliver(self, ends: Sequence[Delivered], db: apsw.Cursor, _: int = 0) -> None:
+        for end in ends:
+            self._execute("deliver", Token(end.id, 0, end.deliverer), {"delivery": end.delivery}, db)
 
     def _sweep(self, limit: int, db: apsw.Cursor, _: int) -> int:
         now = {"wall": self._wall(), "clock": self._clock(), "boot": self._boot}
@@ -321,7 +400,8 @@ class SqliteLedger:
             if row.state == "done":
                 db.execute(SQL["put"], self._buried(row))
             elif row.state == "running" and row.committed:
-                db.execute(SQL["put"], row._replace(state="unknown", lease_until=0.0, due=math.inf, expires_at=math.inf))
+                lost = row._replace(state="unknown", lease_until=0.0, due=math.inf, expires_at=math.inf, likeness=None)
+                db.execute(SQL["put"], lost)
             else:  # it is a tombstone, or nothing was done
                 db.execute(SQL["remove"], row[:3])
         return len(due)
@@ -342,6 +422,8 @@ class SqliteLedger:
             row.started_at,
             row.completed_at,
             None if row.outcome_kind is None or row.digest is None else Outcome(row.outcome_kind, row.payload, row.digest),
+            row.delivery,
+            row.deliverer or b"",
         )
 
     def _time_left(self, row: Row) -> float:
@@ -350,8 +432,20 @@ class SqliteLedger:
         Where the system does not tell the boot, a rest that is longer than the whole shows that the clock began anew.
         """
         left = row.lease_until - self._clock()
-        is_other_boot = row.boot != self._boot and row.boot and self._boot
-        return 0.0 if left <= 0 or is_other_boot or left > row.lease + 1 else left
+        return 0.0 if left <= 0 or self._is_other_boot(row.boot) or left > row.lease + 1 else left
+
+    def _since(self, row: Row) -> float:
+        """Seconds since the answer was lost, as `recognise` counts them."""
+        at, boot = (row.lease_until, row.boot) if row.state == "running" else (row.answer_at or 0.0, row.answer_boot)
+        now = self._clock()
+        return now if at > now or self._is_other_boot(boot) else now - at
+
+    def _is_other_boot(self, boot: bytes | None) -> bool:
+        return bool(boot != self._boot and boot and self._boot)
+
+    def _taken(self, claim: Claim, row: Row) -> Row:
+        """The row after a repetition took its answer over."""
+        return row._replace(delivery="pending", deliverer=claim.nonce, answer_at=self._clock(), answer_boot=self._boot)
 
     def _buried(self, row: Row) -> Row:
         retention = row.due - row.started_at
@@ -364,6 +458,7 @@ class SqliteLedger:
             due=row.started_at + TOMBSTONE_FACTOR * retention,
             expires_at=self._wall() + left,
             payload=None,
+            likeness=None,
         )
 
 

@@ -3,7 +3,8 @@
 -- The file may be the user's own, so all names begin with wirecall_, and nothing needs an SQLite newer than 3.9 to be
 -- read: no STRICT. RETURNING is avoided too: it costs five times the statement it is attached to.
 
--- name: schema
+-- name: schema 1
+-- Parts called "schema N" are run once, in order, and never edited after their release; a change is a new part.
 CREATE TABLE wirecall_meta (
     only    INTEGER PRIMARY KEY CHECK (only = 1),
     version INTEGER NOT NULL,  -- of these tables; PRAGMA user_version belongs to the user
@@ -23,7 +24,7 @@ CREATE TABLE wirecall_commands (
     committed    INTEGER NOT NULL CHECK (committed IN (0, 1)),
     attempts     INTEGER NOT NULL CHECK (attempts >= 0),
     lease        REAL    NOT NULL,  -- how long the lease of a running record is; the retention of one that has ended
-    lease_until  REAL    NOT NULL,  -- when that is over, by the clock that counts from boot; 0 if it is over
+    lease_until  REAL    NOT NULL,  -- when that is over, by the clock that counts from boot
     boot         BLOB    NOT NULL,  -- which boot that was; empty where the system does not tell
     due          REAL    NOT NULL,  -- until when it is kept, at least: its retention after started_at
     expires_at   REAL    NOT NULL,  -- when its retention is over, or its lease and that; like the others, by the wall clock
@@ -48,6 +49,30 @@ CREATE UNIQUE INDEX wirecall_commands_id ON wirecall_commands (caller, method, k
 
 -- For the operator, who looks for a few among very many. No other command is in it.
 CREATE INDEX wirecall_commands_open ON wirecall_commands (state) WHERE state IN ('unknown', 'waiting');
+
+-- name: schema 2
+-- The delivery of the answer to a call without a key; all NULL where there is one. The rules about it are one CHECK: in three,
+-- they cost a command with a key a third of its insert.
+ALTER TABLE wirecall_commands ADD COLUMN delivery TEXT;
+-- The nonce of the claim whose caller gets the answer.
+ALTER TABLE wirecall_commands ADD COLUMN deliverer BLOB;
+-- By the clock that counts from boot, and in which one: when the answer was lost or, while it is pending, since when it is
+-- there for its deliverer.
+ALTER TABLE wirecall_commands ADD COLUMN answer_at REAL;
+ALTER TABLE wirecall_commands ADD COLUMN answer_boot BLOB;
+-- As long as an equal call may be a repetition of this one.
+ALTER TABLE wirecall_commands ADD COLUMN likeness BLOB CHECK (CASE
+    WHEN delivery IS NULL THEN coalesce(deliverer, answer_at, answer_boot, likeness) IS NULL
+    ELSE deliverer IS NOT NULL AND CASE delivery
+        WHEN 'pending'     THEN likeness IS NULL OR state <> 'tombstone'
+        WHEN 'undelivered' THEN (likeness IS NULL OR state <> 'tombstone') AND answer_at IS NOT NULL
+        WHEN 'written'     THEN likeness IS NULL
+        ELSE 0 END
+    END);
+
+CREATE INDEX wirecall_commands_likeness ON wirecall_commands (likeness) WHERE likeness IS NOT NULL;
+
+UPDATE wirecall_meta SET version = 2;
 
 -- name: is_empty
 SELECT NOT EXISTS (SELECT 1 FROM sqlite_master);
@@ -83,11 +108,16 @@ SELECT fence FROM wirecall_meta;
 -- name: find
 SELECT * FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
 
+-- name: alike
+-- The calls that one without a key may repeat. They are few: to have them sorted here costs more than the insert of one.
+SELECT * FROM wirecall_commands WHERE likeness = ?;
+
 -- name: put
-REPLACE INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+REPLACE INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: put_new
-INSERT INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING;
+INSERT INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING;
 
 -- name: remove
 DELETE FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
@@ -109,7 +139,9 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 UPDATE wirecall_commands
 SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot = :boot,
     expires_at = :wall + :retention, completed_at = :wall,
-    outcome_kind = :kind, payload = :payload, digest = :digest
+    outcome_kind = :kind, payload = :payload, digest = :digest,
+    answer_at = CASE delivery WHEN 'pending' THEN :clock ELSE answer_at END,
+    answer_boot = CASE delivery WHEN 'pending' THEN :boot ELSE answer_boot END
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce
     AND state = 'running' AND due = started_at + :retention;
 
@@ -118,7 +150,9 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 UPDATE wirecall_commands
 SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot = :boot,
     due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
-    outcome_kind = :kind, payload = :payload, digest = :digest
+    outcome_kind = :kind, payload = :payload, digest = :digest,
+    answer_at = CASE delivery WHEN 'pending' THEN :clock ELSE answer_at END,
+    answer_boot = CASE delivery WHEN 'pending' THEN :boot ELSE answer_boot END
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce
     AND state IN ('running', 'unknown');
 
@@ -140,7 +174,7 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 
 -- name: lapse
 UPDATE wirecall_commands
-SET lease_until = 0, expires_at = :wall + (due - started_at)
+SET lease = 0, lease_until = :clock, boot = :boot, expires_at = :wall + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
 -- name: resolve_done
@@ -148,7 +182,9 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 UPDATE wirecall_commands
 SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot = :boot,
     due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
-    outcome_kind = :kind, payload = :payload, digest = :digest
+    outcome_kind = :kind, payload = :payload, digest = :digest,
+    answer_at = CASE delivery WHEN 'pending' THEN :clock ELSE answer_at END,
+    answer_boot = CASE delivery WHEN 'pending' THEN :boot ELSE answer_boot END
 WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown';
 
 -- name: resolve_absent
@@ -162,8 +198,15 @@ WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AN
 -- name: unclaim_later
 -- and one that was taken over is left as it was found, its lease over.
 UPDATE wirecall_commands
-SET lease_until = 0, expires_at = :wall + (due - started_at)
+SET lease = 0, lease_until = :clock, boot = :boot, expires_at = :wall + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts > 1;
+
+-- name: deliver
+-- By the claim that has the answer. A loss counts from now; what is written is not lost any more.
+UPDATE wirecall_commands
+SET delivery = :delivery, answer_at = :clock, answer_boot = :boot,
+    likeness = CASE :delivery WHEN 'undelivered' THEN likeness END
+WHERE caller = :caller AND method = :method AND key = :key AND deliverer = :nonce AND delivery IN ('pending', 'undelivered');
 
 -- name: due
 -- The wall clock says so, and the clock from boot too, unless the time began in another boot.

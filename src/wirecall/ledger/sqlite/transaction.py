@@ -4,6 +4,7 @@ It has a connection of its own, and with it the write lock of the file. The writ
 the handler uses `db` where it runs.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -16,11 +17,15 @@ from wirecall.ledger.base import Claim, CommitUnknown, Locked, NotCommitted, Out
 from wirecall.ledger.sqlite.file import SQL
 from wirecall.ledger.sqlite.writer import Job, Writer, too_late
 
+# Seconds between two looks at an equal call without a key that is in progress.
+TURN = 0.05
+
 
 class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
     """A transaction that holds a record; or, if the record existed already, nothing but that.
 
-    `look` reads the record; `enter` finds it or inserts it, and tells whether it did; `finish` records an outcome.
+    `look` reads the record; `enter` finds it or inserts it, and tells whether it did; `finish` records an outcome; `leave`
+    gives back the answer that a call without a key has taken over.
     """
 
     record: Record
@@ -34,6 +39,7 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
         look: Callable[[Claim], Awaitable[Record | None]],
         enter: Callable[[Claim, apsw.Cursor], tuple[Record, bool]],
         finish: Callable[[Token, Outcome, float, apsw.Cursor], bool],
+        leave: Callable[[Claim, apsw.Cursor, int], None],
     ) -> None:
         self.is_dropped = False  # the handler is gone: what is not committed yet is undone
         self._writer = writer
@@ -42,25 +48,30 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
         self._look = look
         self._enter = enter
         self._finish = finish
+        self._leave = leave
         self._may_commit = False
 
     async def __aenter__(self) -> "HandlerTransaction":
-        found = await self._look(self._claim)
-        if found is not None:
-            self.record = found
-            return self
         until = time.monotonic() + self._wait
         try:
             # In turns of PATIENCE, and one at least: the lock is the file's, so another command may hold it.
             while True:
+                began = time.monotonic()
                 try:
-                    await self._writer.ask(Job(self.begin, "begin"))
+                    found = await self._look(self._claim)
+                    if found is not None:
+                        self.record = found
+                    else:
+                        await self._writer.ask(Job(self.begin, "begin"))
                     return self
                 except Locked:
                     if time.monotonic() >= until:
                         raise
-        except BaseException:
+                await asyncio.sleep(began + TURN - time.monotonic())
+        except BaseException as error:
             self._writer.drop(self)
+            if self._claim.keyless is not None and not isinstance(error, Locked):
+                self._writer.send(Job(partial(self._leave, self._claim), "unclaim"))
             raise
 
     async def __aexit__(self, *_: object) -> None:
@@ -89,6 +100,8 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
                 db.execute(SQL["before_handler"])
                 db.set_commit_hook(lambda: not self._may_commit)
                 self.db, self._writer.holder = db, self
+            else:
+                db.execute(SQL["commit"])  # a call without a key has taken over the answer of an earlier one
         except apsw.BusyError:
             raise too_late(self._writer.path) from None
         finally:

@@ -1,0 +1,462 @@
+"""Calls without a key in SQLite: clocks and boots, claims that are given up, transactions, and files of before."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import apsw
+import pytest
+
+from tests.ledger import ID, LEASE, PRINT, RETENTION, claim_of, outcome_of, present
+from tests.ledger.contract.test_delivery import (
+    OTHER_LIKENESS,
+    WINDOW,
+    claimed,
+    is_match,
+    is_new,
+    is_waited_for,
+    keyless,
+    lose,
+    write,
+)
+from tests.ledger.sqlite.test_sqlite import turn_of
+from tests.ledger.sqlite.test_sqlite_clocks import Clock, opened
+from wirecall.ledger.base import Claim, Delivered, LedgerDown, Locked, Record, State
+from wirecall.ledger.sqlite import file as sqlite_file
+from wirecall.ledger.sqlite import ledger as sqlite
+from wirecall.ledger.sqlite.ledger import SqliteLedger
+from wirecall.ledger.sqlite.transaction import HandlerTransaction
+
+Leave: TypeAlias = Callable[[SqliteLedger, Clock, Record], Awaitable[Any]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def ledger(path: Path, clock: Clock) -> AsyncIterator[SqliteLedger]:
+    ledger = await opened(path, clock)
+    yield ledger
+    await ledger.aclose()
+
+
+# --- clocks and boots ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+async def test_setting_the_wall_clock_does_not_move_the_window(jump: float, ledger: SqliteLedger, clock: Clock) -> None:
+    record = await claimed(ledger)
+    assert await ledger.complete(record.token, outcome_of(), 10 * RETENTION)
+    clock.wall_time += jump
+    assert await is_waited_for(ledger, keyless(), record)
+    await lose(ledger, record)
+    clock.wall_time += jump
+    assert await is_match(ledger, keyless(), record)
+    await lose(ledger, await present(ledger, record.id))
+    clock.since_boot += WINDOW + 1
+    clock.wall_time -= 2 * jump
+    assert await is_new(ledger, keyless())
+
+
+async def _done(ledger: SqliteLedger, record: Record) -> None:
+    assert await ledger.complete(record.token, outcome_of(), 10 * RETENTION)
+
+
+async def _lost(ledger: SqliteLedger, record: Record) -> None:
+    await _done(ledger, record)
+    await lose(ledger, record)
+
+
+async def _running(ledger: SqliteLedger, record: Record) -> None:
+    """Its process dies with the machine."""
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("leave", [_done, _lost, _running])
+async def test_a_loss_of_another_boot_counts_from_the_start_of_this_one(
+    leave: Callable[[SqliteLedger, Record], Awaitable[None]],
+    is_told: bool,
+    path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long the machine was off, and whether or not the system tells which boot it is."""
+    boots = [b"first boot......", b"another boot....", b"a third boot...."] if is_told else [b""] * 3
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: boots[0])
+    before = await opened(path, clock)
+    record = await claimed(before)
+    await leave(before, record)
+    await before.aclose()
+
+    # An answer that was pending may be lost only a lease after the start: nothing tells that its deliverer is gone.
+    margin = LEASE if leave is _done else 0.0
+    for boot in (1, 2):
+        monkeypatch.setattr(sqlite, "_boot_id", lambda boot=boot: boots[boot])
+        clock.since_boot, clock.wall_time = margin + WINDOW + (1 if boot == 1 else -1), clock.wall_time + 600
+        after = await opened(path, clock)
+        try:
+            claim = keyless()
+            assert await (is_new(after, claim) if boot == 1 else is_match(after, claim, record))
+            if boot == 1:
+                await write(after, await present(after, claim.id))
+        finally:
+            await after.aclose()
+
+
+async def test_an_answer_that_is_lost_in_a_later_boot_counts_from_there(
+    path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is of the first boot, and keeps its retention by the clock of that one."""
+    before = await opened(path, clock)
+    record = await claimed(before)
+    await _lost(before, record)
+    await before.aclose()
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: b"another boot....")
+    clock.since_boot = 10.0
+    after = await opened(path, clock)
+    assert await is_match(after, keyless(), record)
+    clock.since_boot += 3600
+    await lose(after, await present(after, record.id))
+    clock.since_boot += WINDOW - 1
+    assert await is_match(after, keyless(), record)
+    assert await after.sweep() == 0, "by the wall clock it was done a moment ago"
+    await after.aclose()
+
+
+async def test_a_lease_that_was_ended_counts_from_then(ledger: SqliteLedger, clock: Clock) -> None:
+    """A run that went wrong leaves its record to a successor."""
+    record = await claimed(ledger)
+    assert await ledger.lapse(record.token)
+    clock.since_boot += WINDOW - 1
+    assert await is_match(ledger, keyless(), record)
+
+
+async def test_any_retention_has_its_window(ledger: SqliteLedger, clock: Clock) -> None:
+    for number, retention in enumerate((float("inf"), 2.0**62)):
+        likeness = bytes([number]) * 16
+        record = await claimed(ledger, likeness=likeness, retention=retention)
+        assert await ledger.complete(record.token, outcome_of(), retention)
+        assert await is_waited_for(ledger, keyless(likeness), record)
+        clock.since_boot += LEASE + 1
+        assert await is_match(ledger, keyless(likeness), record)
+        await lose(ledger, await present(ledger, record.id))
+        assert await is_match(ledger, keyless(likeness), record)
+
+
+# --- reads and writes ------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_that_has_to_wait_is_answered_by_a_read(ledger: SqliteLedger, path: Path) -> None:
+    """While another connection has the lock of the file: a call that asks again and again costs the others nothing."""
+    record = await claimed(ledger)
+    with closing(apsw.Connection(str(path))) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert await asyncio.wait_for(is_waited_for(ledger, keyless(), record), 4)
+
+
+async def _written(ledger: SqliteLedger, _: Clock, record: Record) -> None:
+    await write(ledger, record)
+
+
+async def _written_by_a_repetition(ledger: SqliteLedger, _: Clock, record: Record) -> None:
+    await lose(ledger, record)
+    await write(ledger, await ledger.claim(keyless()))
+
+
+async def _released(ledger: SqliteLedger, _: Clock, record: Record) -> None:
+    assert await ledger.release(record.token)
+
+
+async def _resolved(ledger: SqliteLedger, _: Clock, record: Record) -> None:
+    assert await ledger.abandon(record.token)
+    assert await ledger.resolve(record.id, None)
+
+
+async def _buried(ledger: SqliteLedger, clock: Clock, record: Record) -> None:
+    assert await ledger.complete(record.token, outcome_of(), 1)
+    _pass(clock, 2)
+    assert (await ledger.claim(claim_of(record.id))).state is State.TOMBSTONE
+
+
+async def _buried_by_a_repetition(ledger: SqliteLedger, clock: Clock, record: Record) -> None:
+    assert await ledger.complete(record.token, outcome_of(), 1)
+    await lose(ledger, record)
+    _pass(clock, 2)
+    assert (await ledger.claim(keyless())).state is State.TOMBSTONE
+
+
+async def _swept_when_done(ledger: SqliteLedger, clock: Clock, record: Record) -> None:
+    assert await ledger.complete(record.token, outcome_of(), RETENTION)
+    _pass(clock, RETENTION + 1)
+    assert await ledger.sweep() == 1
+
+
+async def _swept_when_running(ledger: SqliteLedger, clock: Clock, _: Record) -> None:
+    _pass(clock, LEASE + RETENTION + 1)
+    assert await ledger.sweep() == 1
+
+
+def _pass(clock: Clock, seconds: float) -> None:
+    clock.since_boot += seconds
+    clock.wall_time += seconds
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        _written,
+        _written_by_a_repetition,
+        _released,
+        _resolved,
+        _buried,
+        _buried_by_a_repetition,
+        _swept_when_done,
+        _swept_when_running,
+    ],
+)
+async def test_what_matches_nothing_leaves_the_index(leave: Leave, ledger: SqliteLedger, clock: Clock, path: Path) -> None:
+    """Otherwise the claim of a call that is often repeated would look at all of them."""
+    record = await claimed(ledger)
+    open = await claimed(ledger, likeness=OTHER_LIKENESS)
+    await ledger.heartbeat(open.token, 10 * RETENTION)
+    await leave(ledger, clock, record)
+    await lose(ledger, record)  # too late: it does not come back
+    with closing(apsw.Connection(str(path))) as db:
+        found = db.execute("SELECT key FROM wirecall_commands WHERE likeness IS NOT NULL").fetchall()
+    assert found == [(open.id.key,)]
+
+
+# --- claims that are given up ----------------------------------------------------------------------------------------
+
+
+async def test_a_claim_that_is_given_up_leaves_no_record(ledger: SqliteLedger) -> None:
+    claim = keyless()
+    given_up = ledger.claim(claim)
+    given_up.send(None)
+    turn_of(ledger)
+    assert await ledger.get(claim.id) is not None
+    given_up.close()
+    turn_of(ledger)
+    assert await ledger.get(claim.id) is None
+
+
+@pytest.mark.parametrize(("on_crash", "is_lapsed"), [("unknown", False), ("unknown", True), ("rerun", True)])
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_a_repetition_that_is_given_up_leaves_the_answer_to_the_next(
+    on_crash: str, is_lapsed: bool, is_written: bool, ledger: SqliteLedger, clock: Clock
+) -> None:
+    """Of a command that is done, one that becomes unknown, and one that is taken over: the window begins anew."""
+    record = await claimed(ledger, on_crash=on_crash)
+    if is_lapsed:
+        clock.since_boot += LEASE + 1
+    else:
+        await _lost(ledger, record)
+    claim = keyless(on_crash=on_crash)
+    given_up = ledger.claim(claim)
+    given_up.send(None)
+    if is_written:
+        turn_of(ledger)
+        assert (await present(ledger, record.id)).deliverer == claim.nonce
+        clock.since_boot += WINDOW - 1
+    given_up.close()
+    turn_of(ledger)
+    left = await present(ledger, record.id)
+    assert left.lease_left == 0
+    assert left.delivery == ("undelivered" if is_written or not is_lapsed else "pending")
+    clock.since_boot += WINDOW - 1 if is_written else 0
+    second = keyless(on_crash=on_crash)
+    assert await is_match(ledger, second, record)
+    state = (await present(ledger, record.id)).state
+    assert state is (State.DONE if not is_lapsed else State.RUNNING if on_crash == "rerun" else State.UNKNOWN)
+
+
+# --- transactions ----------------------------------------------------------------------------------------------------
+
+WAIT = 20.0
+
+
+@pytest.fixture
+async def shop(path: Path) -> AsyncIterator["Shop"]:
+    shop = Shop(SqliteLedger(path), path)
+    await shop.ledger.open()
+    shop.ask("CREATE TABLE effects (cents integer)")
+    yield shop
+    await shop.ledger.aclose()
+
+
+class Shop:
+    """A ledger, and a table of effects in its file."""
+
+    def __init__(self, ledger: SqliteLedger, path: Path) -> None:
+        self.ledger = ledger
+        self._path = path
+
+    def ask(self, statement: str) -> Any:
+        with closing(apsw.Connection(str(self._path))) as db:
+            db.set_busy_timeout(5000)
+            return db.execute(statement).get
+
+    @property
+    def effects(self) -> Any:
+        return self.ask("SELECT count(*) FROM effects")
+
+    async def run(self, claim: Claim, wait: float = WAIT) -> Record:
+        """Run a command: one effect, if the record is its own."""
+        async with self.ledger.transaction(claim, wait) as transaction:
+            if transaction.record.nonce == claim.nonce:
+                await self.act(transaction)
+            return transaction.record
+
+    async def act(self, transaction: HandlerTransaction) -> None:
+        transaction.db.execute("INSERT INTO effects VALUES (5)")
+        await transaction.complete(outcome_of(), RETENTION, undo=False)
+
+
+@pytest.mark.parametrize("claim", [keyless(), keyless(None)])
+async def test_a_transaction_without_a_key_has_a_delivery(claim: Claim, shop: Shop) -> None:
+    """B1."""
+    async with shop.ledger.transaction(claim, WAIT) as transaction:
+        record = transaction.record
+        assert (record.id, record.state, record.nonce) == (claim.id, State.RUNNING, claim.nonce)
+        assert (record.delivery, record.deliverer) == ("pending", claim.nonce)
+        await shop.act(transaction)
+    done = await present(shop.ledger, claim.id)
+    assert (done.state, done.delivery, done.deliverer) == (State.DONE, "pending", claim.nonce)
+
+
+@pytest.mark.parametrize("end", ["undelivered", "written"])
+async def test_of_two_transactions_at_once_the_second_acts_if_the_first_was_answered(end: Any, shop: Shop) -> None:
+    first, second = keyless(), keyless()
+    async with shop.ledger.transaction(first, WAIT) as transaction:
+        repetition = asyncio.create_task(shop.run(second))
+        await asyncio.sleep(0)
+        await shop.act(transaction)
+    # Now it is done. But its answer is on its way, so the second still waits.
+    with pytest.raises(Locked):
+        await shop.run(keyless(), wait=0.0)
+    assert not repetition.done()
+    await shop.ledger.deliver([Delivered(first.id, first.nonce, end)])
+    record = await asyncio.wait_for(repetition, WAIT)
+    if end == "undelivered":
+        assert (record.id, record.state, record.outcome) == (first.id, State.DONE, outcome_of())
+        assert (record.deliverer, record.delivery) == (second.nonce, "pending")
+        assert (await present(shop.ledger, first.id)).deliverer == second.nonce
+        assert shop.effects == 1
+    else:
+        assert (record.id, record.nonce) == (second.id, second.nonce)
+        assert shop.effects == 2
+
+
+async def test_one_lost_answer_serves_one_of_many_transactions(shop: Shop) -> None:
+    first = keyless()
+    await lose(shop.ledger, await shop.run(first))
+    found = await asyncio.gather(*(shop.run(keyless(), wait=0.0) for _ in range(4)), return_exceptions=True)
+    assert sorted(type(each).__name__ for each in found) == ["Locked", "Locked", "Locked", "Record"]
+    assert [each.id for each in found if isinstance(each, Record)] == [first.id]
+    assert shop.effects == 1
+
+
+async def test_a_transaction_that_was_undone_leaves_the_effect_to_the_next(shop: Shop) -> None:
+    second = keyless()
+    async with shop.ledger.transaction(keyless(), WAIT) as transaction:
+        transaction.db.execute("INSERT INTO effects VALUES (5)")
+    assert (await shop.run(second)).id == second.id
+    assert shop.effects == 1
+
+
+async def test_an_equal_call_of_the_same_process_acts_in_its_own_transaction(shop: Shop) -> None:
+    """Two equal orders are two orders, though the answer to the first is on its way."""
+    first = await shop.run(keyless())
+    second = keyless(beside=frozenset({first.id.key}))
+    assert (await shop.run(second, wait=0)).id == second.id
+    assert shop.effects == 2
+
+
+async def test_a_lost_call_that_still_runs_under_a_lease_holds_a_transaction_up(shop: Shop) -> None:
+    """It was declared otherwise when it began. Its answer stays lost, so that a later repetition finds it."""
+    record = await claimed(shop.ledger)
+    await lose(shop.ledger, record)
+    with pytest.raises(Locked):
+        await shop.run(keyless(), wait=0.0)
+    assert (await present(shop.ledger, record.id)).delivery == "undelivered"
+    assert await shop.ledger.complete(record.token, outcome_of(), RETENTION)
+    second, third = keyless(), keyless()
+    found = await shop.run(second)
+    assert (found.id, found.deliverer) == (record.id, second.nonce)
+    await write(shop.ledger, found)
+    assert (await shop.run(third)).id == third.id
+    assert shop.effects == 1
+
+
+async def test_an_answer_that_is_too_old_is_a_tombstone_for_a_transaction(path: Path, clock: Clock) -> None:
+    ledger = await opened(path, clock)
+    record = await claimed(ledger)
+    assert await ledger.complete(record.token, outcome_of(), 1)
+    await lose(ledger, record)
+    _pass(clock, 2)
+    async with ledger.transaction(keyless(), WAIT) as transaction:
+        assert (transaction.record.id, transaction.record.state) == (record.id, State.TOMBSTONE)
+    await ledger.aclose()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+async def test_a_transaction_that_is_given_up_leaves_the_answer_to_the_next(is_taken: bool, shop: Shop) -> None:
+    """Before it has begun, and when the answer stands in the file as its own."""
+    first, second, third = keyless(), keyless(), keyless()
+    await lose(shop.ledger, await shop.run(first))
+    given_up = shop.ledger.transaction(second, WAIT).__aenter__()
+    given_up.send(None)
+    if is_taken:
+        turn_of(shop.ledger)
+        assert (await present(shop.ledger, first.id)).deliverer == second.nonce
+    given_up.close()
+    turn_of(shop.ledger)
+    assert (await present(shop.ledger, first.id)).delivery == "undelivered"
+    assert (await shop.run(third, wait=0)).deliverer == third.nonce
+    assert shop.effects == 1
+
+
+# --- files of before -------------------------------------------------------------------------------------------------
+
+
+async def test_a_file_of_before_gets_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P9: its records are found, and lost answers are recognised from now on. An older wirecall does not open it again."""
+    with closing(apsw.Connection(str(path))) as old:
+        old.execute(sqlite_file.SQL["schema 1"])
+        old.execute(
+            "INSERT INTO wirecall_commands"
+            " VALUES (?, ?, ?, ?, 'done', 7, x'', 1, 1, 9e9, 9e9, x'', 9e9, 9e9, 1, 2, 'result', '1', x'')",
+            (ID.caller, ID.method, ID.key, PRINT),
+        )
+        old.execute("UPDATE wirecall_meta SET fence = 7")
+    ledger = SqliteLedger(path)
+    record = await ledger.claim(claim_of())
+    assert (record.state, record.fence, record.delivery, record.deliverer) == (State.DONE, 7, None, b"")
+    lost = await claimed(ledger)
+    assert lost.fence > 7
+    await lose(ledger, lost)
+    assert await is_match(ledger, keyless(), lost)
+    await ledger.aclose()
+    monkeypatch.setattr(sqlite_file, "SCHEMA", sqlite_file.SCHEMA[:1])
+    older = SqliteLedger(path)
+    with pytest.raises(LedgerDown, match=r"made by a newer wirecall(.|\n)*version 2, and this wirecall knows 1"):
+        await older.open()
+    await older.aclose()
+
+
+async def test_processes_that_start_together_change_a_file_of_before_once(path: Path) -> None:
+    with closing(apsw.Connection(str(path))) as old:
+        old.execute(sqlite_file.SQL["schema 1"])
+    ledgers = [SqliteLedger(path) for _ in range(8)]
+    await asyncio.gather(*(ledger.open() for ledger in ledgers))
+    for ledger in ledgers:
+        await ledger.aclose()
