@@ -430,24 +430,24 @@ def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
 
 def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
     key = re.sub(r"^(auto-[0-9a-f]{32})(?=-)", r"{\1}", quote(id.key))  # the hash tag of a likeness
-    with _holder(url, ":".join([quote(id.caller), quote(id.method), key])) as (client, name):
+    with redis_key(url, ":".join([quote(id.caller), quote(id.method), key])) as (client, name):
         for field in ("lease_until", "expires", "started_at", "completed_at", "lost_at", "taken_at"):
             if client.hexists(name, field):
                 client.hincrby(name, field, -int(seconds * 1e6))
         _expire_earlier(client, name, seconds)
         task = client.hget(name, "task")
     if isinstance(task, bytes):
-        with _holder(url, f"task:{task.decode()}") as (client, name):
+        with redis_key(url, f"task:{task.decode()}") as (client, name):
             client.hincrby(name, "started_at", -int(seconds * 1e6))
 
 
 def _age_task_in_redis(url: str, id: str, seconds: float) -> None:
-    with _holder(url, f"task:{id}") as (client, name):
+    with redis_key(url, f"task:{id}") as (client, name):
         _expire_earlier(client, name, seconds)
 
 
 @contextmanager
-def _holder(url: str, name: str) -> "Iterator[tuple[redis.Redis, str]]":
+def redis_key(url: str, name: str) -> "Iterator[tuple[redis.Redis, str]]":
     """A client of the server that holds this key of a ledger, and the key's whole name."""
     parts = urlsplit(url)
     name = parse_qs(parts.query)["prefix"][0] + name
