@@ -197,11 +197,12 @@ async def test_an_answer_on_its_way_in_another_process_is_waited_for(ledger: Led
 
 
 async def test_an_answer_that_a_repetition_took_over_is_waited_for_too(ledger: Ledger, store: Store) -> None:
-    """However long ago the command was done: otherwise a new call that comes before the mark would get its answer."""
+    """However long ago it was lost: otherwise a new call that comes before the mark would get its answer."""
     record = await claimed(ledger)
     assert await ledger.complete(record.token, outcome_of(), RETENTION)
     store.age(record.id, 2 * LEASE)
     await lose(ledger, record)
+    store.age(record.id, 2 * LEASE)
     second = await ledger.claim(keyless())
     assert await is_waited_for(ledger, keyless(), second)
     store.age(record.id, LEASE - 10)

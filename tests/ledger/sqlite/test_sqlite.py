@@ -375,15 +375,17 @@ async def test_claims_that_come_together_have_fences_of_their_own(ledger: Sqlite
 # --- its beginning and its end ---
 
 
-async def test_a_file_with_other_columns_is_refused_and_left_alone(path: Path) -> None:
-    """Such as one from before the first release."""
+@pytest.mark.parametrize(("name", "other"), [("due", "kept_until"), ("state", "status")])
+async def test_a_file_with_other_columns_is_refused_and_left_alone(name: str, other: str, path: Path) -> None:
+    """Such as one from before the first release; also where columns could be added to it, and where they could not."""
     old = apsw.Connection(str(path))
-    old.execute(sqlite_file.SQL["schema 1"].replace("due", "kept_until"))
+    old.execute(sqlite_file.SQL["schema 1"].replace(name, other))
+    before = old.execute("SELECT sql FROM sqlite_master").fetchall()
     ledger = SqliteLedger(path)
-    with pytest.raises(UsageError, match=r"not those of this wirecall(.|\n)*boot, kept_until,(.|\n)*boot, due,"):
+    with pytest.raises(UsageError, match=rf"not those of this wirecall(.|\n)*, {other},(.|\n)*, {name},"):
         await ledger.open()
     await ledger.aclose()
-    assert old.execute("SELECT count(*) FROM wirecall_commands").get == 0
+    assert old.execute("SELECT sql FROM sqlite_master").fetchall() == before
     old.close()
 
 

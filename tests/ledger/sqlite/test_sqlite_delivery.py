@@ -112,6 +112,20 @@ async def test_a_loss_of_another_boot_counts_from_the_start_of_this_one(
             await after.aclose()
 
 
+async def test_the_clock_of_another_boot_is_not_compared_with_this_one(
+    path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This boot has lasted a little longer than that one had when the answer was lost."""
+    before = await opened(path, clock)
+    await _lost(before, await claimed(before))
+    await before.aclose()
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: b"another boot....")
+    clock.since_boot += 1
+    after = await opened(path, clock)
+    assert await is_new(after, keyless())
+    await after.aclose()
+
+
 async def test_an_answer_that_is_lost_in_a_later_boot_counts_from_there(
     path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

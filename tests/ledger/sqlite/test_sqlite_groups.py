@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import apsw
 import pytest
@@ -27,9 +27,10 @@ from msgspec import Struct, structs
 
 from tests.ledger.test_ledger_model import IDS, LEASE, ONCE, QUIET, RETENTION, Clock
 from tests.size import sized
-from wirecall.ledger.base import Claim, LedgerDown, Outcome, Record, RecordId, State, Token
+from wirecall.ledger.base import Claim, Delivered, Keyless, LedgerDown, Outcome, Record, RecordId, State, Token
 from wirecall.ledger.memory import MemoryLedger
 from wirecall.ledger.sqlite import file as sqlite_file
+from wirecall.ledger.sqlite import ledger as sqlite_ledger
 from wirecall.ledger.sqlite import writer as sqlite_writer
 from wirecall.ledger.sqlite.file import LedgerFile
 from wirecall.ledger.sqlite.ledger import SqliteLedger
@@ -89,12 +90,18 @@ class Wish(Struct, frozen=True):
     id: RecordId
     token: int
     flag: bool  # of a claim: its caller gives it up; of others: with a wrong nonce
-    continues: bool
+    continues: bool  # of an answer: that it is written
 
-    def made(self, number: int) -> Claim:
+    def made(self, number: int, known: list[Delivered]) -> Claim:
+        """The claim of the wish; where it has no key, some of the answers that are `known` are on their way beside it."""
+        keyless = None
+        if self.name == "claim keyless":
+            beside = {answer.id.key for answer in known[: self.token]}
+            keyless = Keyless(b"likeness of a call" if number % 3 else None, 2 * LEASE, frozenset(beside))
         return Claim(
-            id=self.id,
-            fingerprint=b"b" if number % 7 == 0 else b"a",
+            id=self.id if keyless is None else structs.replace(self.id, key=f"auto-{number}"),
+            keyless=keyless,
+            fingerprint=b"b" if number % 7 == 0 and keyless is None else b"a",
             nonce=b"nonce %d" % number,
             lease=LEASE,
             retention=RETENTION if number % 5 else RETENTION / 2,
@@ -115,9 +122,10 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "lapse": (),
     "resolve": (DONE, RETENTION),
     "sweep": (),
+    "deliver": (),
 }
 RARELY = st.sampled_from([False, False, False, True])
-names = st.sampled_from([*["claim"] * 8, *["complete"] * 3, *ARGUMENTS])
+names = st.sampled_from([*["claim", "claim keyless"] * 6, *["complete", "deliver"] * 3, *ARGUMENTS])
 wishes = st.builds(Wish, names, st.sampled_from(IDS), st.integers(0, 9), RARELY, st.booleans())
 troubles = st.sampled_from(["", "", "locked", "full once", "full twice", "full"])
 
@@ -128,6 +136,7 @@ class Asked(Struct):
     wish: Wish
     claim: Claim | None
     tokens: tuple[Token, Token] | None  # in the memory ledger, and in the file
+    ends: list[Delivered]
     coroutine: Coroutine[Any, Any, Any] | None = None
     job: Job | None = None
     result: Any = None
@@ -146,6 +155,7 @@ class Groups(RuleBasedStateMachine):
         self.model = MemoryLedger(**clocks)
         self.processes = [ThreadlessLedger(path, **clocks) for _ in range(2)]
         self.tokens: list[tuple[Token, Token]] = []
+        self.answers: list[Delivered] = []  # to calls without a key
         self.numbers = count(1)
         self.fence = 0
 
@@ -186,8 +196,11 @@ class Groups(RuleBasedStateMachine):
 
     def ask(self, ledger: ThreadlessLedger, wish: Wish) -> Asked:
         """Of the ledger in the file; the other one is asked when it is known in which order things have happened."""
-        claim = wish.made(next(self.numbers)) if wish.name == "claim" else None
-        asked = Asked(wish, claim, self.tokens[wish.token % len(self.tokens)] if self.tokens else None)
+        claim = wish.made(next(self.numbers), self.answers) if wish.name.startswith("claim") else None
+        tokens = self.tokens[wish.token % len(self.tokens)] if self.tokens else None
+        delivery: Literal["written", "undelivered"] = "written" if wish.continues else "undelivered"
+        ends = [structs.replace(end, delivery=delivery) for end in self.answers[wish.token :: 3]]
+        asked = Asked(wish, claim, tokens, ends)
         asked.coroutine = self.called(ledger, asked, 1)
         if asked.coroutine is None:
             return asked
@@ -209,6 +222,10 @@ class Groups(RuleBasedStateMachine):
         arguments: tuple[Any, ...] = ARGUMENTS[wish.name]
         if wish.name == "resolve":
             arguments = (wish.id, *(arguments if wish.flag else (None,)))
+        elif wish.name == "deliver":
+            if not asked.ends:
+                return None
+            arguments = ([structs.replace(end, deliverer=b"wrong") if wish.flag else end for end in asked.ends],)
         elif wish.name != "sweep":
             if asked.tokens is None:
                 return None
@@ -239,6 +256,8 @@ class Groups(RuleBasedStateMachine):
             assert asked.result == expected, asked.wish
             return
         assert _seen(asked.result) == _seen(expected), asked.wish
+        if expected.deliverer == asked.claim.nonce:
+            self.answers = [*self.answers[-5:], Delivered(expected.id, expected.deliverer, "written")]
         if expected.state is State.RUNNING and expected.nonce == asked.claim.nonce:
             assert asked.result.fence > self.fence, "a fence did not grow"
             self.fence = asked.result.fence
@@ -310,14 +329,24 @@ def _same_fence(db: apsw.Cursor, number: int) -> int:
     return max(0, take_fences(db, number) - 1)
 
 
+def _with(name: str, before: str, after: str) -> dict[str, str]:
+    """The statements, with a change in one of them."""
+    assert before in sqlite_file.SQL[name]
+    return {**sqlite_file.SQL, name: sqlite_file.SQL[name].replace(before, after)}
+
+
 _commit = Writer._commit
 _without_undo = {**sqlite_file.SQL, "rollback": "COMMIT"}
+_keeps_the_time = ("answer_at = :clock", "answer_at = coalesce(answer_at, :clock)")
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "a group in another order": (Writer, "_commit", _reversed),
     "a group that is not undone": (sqlite_writer, "SQL", _without_undo),
     "a fence that was given before": (sqlite_writer, "take_fences", _same_fence),
     "all pay for one": (Writer, "_commit", _all_for_one),
+    "an end of what is written": (sqlite_ledger, "SQL", _with("deliver", "AND delivery IN ('pending', 'undelivered')", "")),
+    "a loss that counts from the end of the command": (sqlite_ledger, "SQL", _with("deliver", *_keeps_the_time)),
+    "a lease that was never ended": (sqlite_ledger, "SQL", _with("lapse", "lease_until = :clock", "lease_until = 0")),
 }
 
 

@@ -1,6 +1,6 @@
-"""The model of `test_ledger_model` around the statements of the SQLite ledger, each in a transaction of its own.
+"""The models of `tests.ledger` around the statements of the SQLite ledger, each in a transaction of its own.
 
-Then every guard of every statement is taken out, one at a time, and the model has to find that out.
+Then every guard of every statement is taken out, one at a time, and its model has to find that out.
 """
 
 import threading
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.ledger.test_delivery_model import Shop
 from tests.ledger.test_ledger_model import QUIET, Attempt, World
 from tests.size import full_only, sized
 from wirecall.ledger.base import Claim, Record
@@ -51,6 +52,14 @@ class SqliteWorld(World):
         return super().begin(claim, record, before)
 
 
+class SqliteShop(Shop):
+    make_ledger = AtOnceLedger
+
+
+def test_the_statements_let_a_lost_order_take_effect_once() -> None:
+    run_state_machine_as_test(SqliteShop, settings=settings(QUIET, max_examples=sized(small=30, full=100)))
+
+
 def test_the_statements_let_a_command_take_effect_once() -> None:
     run_state_machine_as_test(SqliteWorld, settings=settings(QUIET, max_examples=sized(small=30, full=100)))
 
@@ -85,7 +94,18 @@ def mutants() -> Iterator[tuple[str, Mutant]]:
     yield "a sweep of what is unknown", {"due": [("AND state <> 'unknown'", ""), *clocks]}
 
 
-MUTANTS = dict(mutants())
+def mutants_of_delivery() -> Iterator[tuple[str, Mutant]]:
+    yield "deliver without deliverer", {"deliver": [("deliverer = :nonce", ":nonce IS NOT NULL")]}
+    kept = "CASE :delivery WHEN 'undelivered' THEN likeness END"
+    yield "deliver that keeps the likeness", {"deliver": [(kept, "likeness")]}
+    yield "deliver that drops the likeness", {"deliver": [(kept, "NULL")]}
+    yield "a search of another likeness", {"alike": [("likeness = ?", "likeness <> ?")]}
+    end = "answer_at = CASE delivery WHEN 'pending' THEN :clock ELSE answer_at END"
+    yield "complete without a time for the answer", {"complete": [(end, "answer_at = -1e9")]}
+
+
+OF_DELIVERY = dict(mutants_of_delivery())
+MUTANTS = dict(mutants()) | OF_DELIVERY
 LONG = {f"commit_point without {LEASE[0]}"}  # many hundred examples until one of them shows it
 
 
@@ -97,5 +117,6 @@ def test_the_model_notices_a_missing_guard(name: str, monkeypatch: pytest.Monkey
             assert before in text
             text = text.replace(before, after)
         monkeypatch.setitem(SQL, statement, text)
+    model = SqliteShop if name in OF_DELIVERY else SqliteWorld
     with pytest.raises((AssertionError, apsw.ConstraintError)):  # the table has guards of its own
-        run_state_machine_as_test(SqliteWorld, settings=settings(QUIET, max_examples=1000, phases=[Phase.generate]))
+        run_state_machine_as_test(model, settings=settings(QUIET, max_examples=1000, phases=[Phase.generate]))
