@@ -392,7 +392,7 @@ def _empty(url: str) -> None:
 
 
 def age(kind: str, url: str, id: RecordId, seconds: float) -> None:
-    """Make all that a store knows about a record happen `seconds` earlier. Its tasks stay its own, and as old as they are."""
+    """Make all that a store knows about a record happen `seconds` earlier. Its tasks stay its own, and no older."""
     AGING[kind](url, id, seconds)
 
 
@@ -425,6 +425,19 @@ def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
             f"UPDATE wirecall_commands SET {earlier} WHERE caller = :caller AND method = :method AND key = :key",
             {"seconds": seconds, **msgspec.structs.asdict(id)},
         )
+        assert db.changes() == 1, id
+        db.execute(
+            "UPDATE wirecall_tasks SET started_at = started_at - :seconds "
+            "WHERE caller = :caller AND method = :method AND key = :key",
+            {"seconds": seconds, **msgspec.structs.asdict(id)},
+        )
+
+
+def _age_task_in_sqlite(url: str, id: str, seconds: float) -> None:
+    with closing(apsw.Connection(url.removeprefix("sqlite:"))) as db:
+        db.set_busy_timeout(5000)
+        statement = "UPDATE wirecall_tasks SET until = until - :seconds, expires_at = expires_at - :seconds WHERE id = :id"
+        db.execute(statement, {"seconds": seconds, "id": id})
         assert db.changes() == 1, id
 
 
@@ -499,6 +512,7 @@ AGING: dict[str, Callable[[str, RecordId, float], None]] = {
 
 AGING_TASKS: dict[str, Callable[[str, str, float], None]] = {
     "memory": _age_task_in_memory,
+    "sqlite": _age_task_in_sqlite,
     "redis": _age_task_in_redis,
     "cluster": _age_task_in_redis,
     "postgres": _age_task_in_postgres,

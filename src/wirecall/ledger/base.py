@@ -21,8 +21,8 @@ The rules of the contract:
    the same step, so one lost call serves one repetition.
 9. A task is a second row about a record: what the server keeps of a call that goes on after its request. The store reads
    nothing of its document, and a change names the version that it replaces. The task ends by itself; its record stays an
-   ordinary one, which claims, leases and `decide` govern. A record that was removed and made again is another record, and
-   the task of the first is not a task of the second: that may be a call with other params. Its `started_at` tells them apart.
+   ordinary one, which claims, leases and `decide` govern. A record that was removed and made again is another record, as
+   its `started_at` tells. It may be of other params, so it does not inherit the tasks of the first.
 
     absent ──claim──► RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
                       │  │ ▲ └─release; lease and retention over, not committed─► absent

@@ -35,7 +35,7 @@ class MemoryLedger:
         self._rows: dict[RecordId, _Row] = {}
         self._likes: dict[bytes, list[_Row]] = {}  # rows of calls without a key whose answers are not written
         self._fences = count(1)
-        self._tasks: dict[str, tuple[Task, float, _Row]] = {}  # in the order of beginning; when each is forgotten; its record
+        self._tasks: dict[str, tuple[Task, float, _Row]] = {}  # as begun: when it is forgotten, and its record
 
     async def claim(self, claim: Claim) -> Record:
         row = self._rows.get(claim.id)

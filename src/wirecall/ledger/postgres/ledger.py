@@ -123,7 +123,7 @@ class PostgresLedger:
         return bool(await self._ask("begin_task", **token_of(token), id=id, document=document, ttl=ttl))
 
     async def task(self, id: str) -> Task | None:
-        if not id.isprintable():  # it is none of ours, and may be text that PostgreSQL does not take
+        if not id.isprintable():  # we make no such id, and PostgreSQL may not take such text
             return None
         rows = await self._ask("task", id=id)
         return task_of(rows[0]) if rows else None

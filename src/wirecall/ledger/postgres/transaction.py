@@ -202,7 +202,7 @@ class PostgresTransaction:
             if not is_undone:
                 raise CommitUnknown(str(misused(id))) from error
             if is_taken:
-                raise TryAgain(f"another run has claimed {id}, or removed it, while its handler was in a transaction") from error
+                raise TryAgain(f"another run has claimed {id} while its handler was in a transaction") from error
             raise undone(error) or NotCommitted(
                 "What the handler did cannot be committed, so all of it was undone.",
                 "a statement of it had failed" if error.sqlstate == FAILED else str(error.diag.message_primary),

@@ -11,7 +11,7 @@ The rules of the file:
    the end of an answer the deliverer, the change of a task the name of that change.
 4. An operation over all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
 5. A task is a hash in a slot of its own, so its beginning takes three steps: the record names it, as its token allows; it is
-   written; and it goes to the set of open tasks, where `orphans` looks. If they end halfway, no caller has heard of the task:
+   written; and it goes to the set of open tasks, where `orphans` looks. If that ends halfway, no caller has heard of it yet:
    either the record names one that is not there, as if it had none, or the task is not adopted until a retry finds it. (In
    another order there could be tasks that their records refused, or a set that forgets one which is still to be written.)
 
