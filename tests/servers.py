@@ -18,8 +18,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -353,6 +353,10 @@ class Store:
     def age(self, id: RecordId, seconds: float) -> None:
         age(self.kind, self.url, id, seconds)
 
+    def age_task(self, id: str, seconds: float) -> None:
+        """Make a task older, but not its record."""
+        AGING_TASKS[self.kind](self.url, id, seconds)
+
     def __repr__(self) -> str:
         return f"<{self.kind} {self.url}>"
 
@@ -384,11 +388,11 @@ def _empty(url: str) -> None:
         db.execute("SET lock_timeout = '5s'")
         found = db.execute("SELECT to_regclass('wirecall.ledger') IS NOT NULL").fetchone()
         if found == (True,):
-            db.execute("TRUNCATE wirecall.ledger")
+            db.execute("TRUNCATE wirecall.ledger, wirecall.tasks")
 
 
 def age(kind: str, url: str, id: RecordId, seconds: float) -> None:
-    """Make all that a store knows about a record happen `seconds` earlier."""
+    """Make all that a store knows about a record happen `seconds` earlier. Its tasks stay its own, and no older."""
     AGING[kind](url, id, seconds)
 
 
@@ -405,6 +409,12 @@ def _age_in_memory(url: str, id: RecordId, seconds: float) -> None:
     )
 
 
+def _age_task_in_memory(url: str, id: str, seconds: float) -> None:
+    tasks = MEMORIES[url]._tasks
+    task, until, row = tasks[id]
+    tasks[id] = task, until - seconds, row
+
+
 def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
     times = ("lease_until", "due", "expires_at", "started_at", "completed_at", "answer_at")
     earlier = ", ".join(f"{name} = {name} - :seconds" for name in times)
@@ -416,28 +426,60 @@ def _age_in_sqlite(url: str, id: RecordId, seconds: float) -> None:
             {"seconds": seconds, **msgspec.structs.asdict(id)},
         )
         assert db.changes() == 1, id
+        db.execute(
+            "UPDATE wirecall_tasks SET started_at = started_at - :seconds "
+            "WHERE caller = :caller AND method = :method AND key = :key",
+            {"seconds": seconds, **msgspec.structs.asdict(id)},
+        )
+
+
+def _age_task_in_sqlite(url: str, id: str, seconds: float) -> None:
+    with closing(apsw.Connection(url.removeprefix("sqlite:"))) as db:
+        db.set_busy_timeout(5000)
+        statement = "UPDATE wirecall_tasks SET until = until - :seconds, expires_at = expires_at - :seconds WHERE id = :id"
+        db.execute(statement, {"seconds": seconds, "id": id})
+        assert db.changes() == 1, id
 
 
 def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
-    parts = urlsplit(url)
-    prefix = parse_qs(parts.query)["prefix"][0]
     key = re.sub(r"^(auto-[0-9a-f]{32})(?=-)", r"{\1}", quote(id.key))  # the hash tag of a likeness
-    name = prefix + ":".join([quote(id.caller), quote(id.method), key])
-    try:
-        _age_key(parts._replace(query="").geturl(), name, seconds)
-    except redis.ResponseError as moved:  # a slot, and its node
-        _age_key(f"redis://{str(moved).split(' ')[-1]}/0", name, seconds)
-
-
-def _age_key(url: str, name: str, seconds: float) -> None:
-    with closing(redis.Redis.from_url(url)) as client:
-        assert client.exists(name), name
+    with redis_key(url, ":".join([quote(id.caller), quote(id.method), key])) as (client, name):
         for field in ("lease_until", "expires", "started_at", "completed_at", "lost_at", "taken_at"):
             if client.hexists(name, field):
                 client.hincrby(name, field, -int(seconds * 1e6))
-        left = client.pttl(name)
-        if left > 0:
-            client.pexpire(name, max(0, left - int(seconds * 1e3)))
+        _expire_earlier(client, name, seconds)
+        task = client.hget(name, "task")
+    if isinstance(task, bytes):
+        with redis_key(url, f"task:{task.decode()}") as (client, name):
+            client.hincrby(name, "started_at", -int(seconds * 1e6))
+
+
+def _age_task_in_redis(url: str, id: str, seconds: float) -> None:
+    with redis_key(url, f"task:{id}") as (client, name):
+        _expire_earlier(client, name, seconds)
+
+
+@contextmanager
+def redis_key(url: str, name: str) -> "Iterator[tuple[redis.Redis, str]]":
+    """A client of the server that holds this key of a ledger, and the key's whole name."""
+    parts = urlsplit(url)
+    name = parse_qs(parts.query)["prefix"][0] + name
+    where = parts._replace(query="").geturl()
+    with closing(redis.Redis.from_url(where)) as client:
+        try:
+            client.exists(name)
+        except redis.ResponseError as moved:  # a slot, and its node
+            where = f"redis://{str(moved).split(' ')[-1]}/0"
+    with closing(redis.Redis.from_url(where)) as client:
+        assert client.exists(name), name
+        yield client, name
+
+
+def _expire_earlier(client: "redis.Redis", name: str, seconds: float) -> None:
+    left = client.pttl(name)
+    assert isinstance(left, int)
+    if left > 0:
+        client.pexpire(name, max(0, left - int(seconds * 1e3)))
 
 
 def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
@@ -447,6 +489,17 @@ def _age_in_postgres(url: str, id: RecordId, seconds: float) -> None:
     with psycopg.connect(url, autocommit=True) as db:
         changed = db.execute(statement.encode(), {"seconds": seconds, **msgspec.structs.asdict(id)})
         assert changed.rowcount == 1, id
+        db.execute(
+            "UPDATE wirecall.tasks SET started_at = started_at - make_interval(secs => %(seconds)s) "
+            "WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s",
+            {"seconds": seconds, **msgspec.structs.asdict(id)},
+        )
+
+
+def _age_task_in_postgres(url: str, id: str, seconds: float) -> None:
+    with psycopg.connect(url, autocommit=True) as db:
+        statement = "UPDATE wirecall.tasks SET expires_at = expires_at - make_interval(secs => %s) WHERE id = %s"
+        assert db.execute(statement, (seconds, id)).rowcount == 1, id
 
 
 AGING: dict[str, Callable[[str, RecordId, float], None]] = {
@@ -455,4 +508,12 @@ AGING: dict[str, Callable[[str, RecordId, float], None]] = {
     "redis": _age_in_redis,
     "cluster": _age_in_redis,
     "postgres": _age_in_postgres,
+}
+
+AGING_TASKS: dict[str, Callable[[str, str, float], None]] = {
+    "memory": _age_task_in_memory,
+    "sqlite": _age_task_in_sqlite,
+    "redis": _age_task_in_redis,
+    "cluster": _age_task_in_redis,
+    "postgres": _age_task_in_postgres,
 }

@@ -570,10 +570,10 @@ class Commands:
     async def _transact_task(self, call: Call, run: Run, handler: Handler) -> Outcome:
         """Run the handler of a task in a transaction that records its outcome. The record is there already."""
         ledger: Any = run.ledger
-        terms = run.method.terms
+        terms, claim = run.method.terms, msgspec.structs.replace(run.claim, keyless=None)
         for _ in range(TRIES):
             try:
-                async with ledger.transaction(run.claim, terms.wait) as transaction:
+                async with ledger.transaction(claim, terms.wait) as transaction:
                     if not run.holds(transaction.record):
                         raise LostLease(f"{run.claim.id}: another run holds the record")
                     run.db = transaction.db

@@ -175,7 +175,6 @@ class Run(Struct, eq=False):
     token: Token | None = None
     attempt: int = 1
     fence: int = 0
-    started_at: float = 0.0
     db: object = None
     keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
     answers: RecordId | None = None  # and the record whose answer is this run's to give
@@ -221,7 +220,6 @@ class Run(Struct, eq=False):
         self.token = record.token
         self.attempt = record.attempts
         self.fence = record.fence
-        self.started_at = record.started_at
 
     def begin(self) -> None:
         """Begin the handler, unless the run was cancelled before."""

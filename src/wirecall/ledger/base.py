@@ -21,7 +21,8 @@ The rules of the contract:
    the same step, so one lost call serves one repetition.
 9. A task is a second row about a record: what the server keeps of a call that goes on after its request. The store reads
    nothing of its document, and a change names the version that it replaces. The task ends by itself; its record stays an
-   ordinary one, which claims, leases and `decide` govern.
+   ordinary one, which claims, leases and `decide` govern. A record that was removed and made again is another record, as
+   its `started_at` tells. It may be of other params, so it does not inherit the tasks of the first.
 
     absent ──claim──► RUNNING ──complete──► DONE ──retention over──► TOMBSTONE ──8 x retention──► absent
                       │  │ ▲ └─release; lease and retention over, not committed─► absent
@@ -153,14 +154,14 @@ class Keyless(Struct, frozen=True, gc=False):
 class Task(Struct, frozen=True, gc=False):
     """A task as the store saw it at the moment of the call."""
 
-    id: str
+    id: str  # made by the server, of printable characters
     record: RecordId
     version: int  # grows by one with every change
     document: bytes
     is_ready: bool  # the record is WAITING, and its next leg can begin
-    is_over: bool  # the task has ended, whatever becomes of its record
+    is_over: bool  # the task has ended for good, whatever becomes of its record
     ttl_left: float  # seconds until the store forgets it
-    now: Record | None = None  # the record as it stands; None if it is gone
+    now: Record | None = None  # the record as it stands; None if it is gone, also where another one has its id
 
 
 class Delivered(Struct, frozen=True, gc=False):
@@ -269,15 +270,19 @@ class Ledger(Protocol):
         ...
 
     async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
-        """Make a task of a RUNNING record, of version 1, neither ready nor over. It is forgotten after `ttl` seconds."""
+        """Make a task of a RUNNING record, with version 1; it is neither ready nor over, and forgotten after `ttl`.
+
+        A task that the record has already under this id is that task, and stays as it is: the answer may have been lost. An
+        id that is another record's is refused.
+        """
         ...
 
     async def task(self, id: str) -> Task | None:
-        """The task with this id, and its record; None after its `ttl`."""
+        """The task with this id, and its record, as they stand at one moment; None after its `ttl`."""
         ...
 
     async def task_of(self, id: RecordId) -> Task | None:
-        """The task that was begun last with a record of this id."""
+        """The task that was begun last with the record that has this id now; None where that, or the task, is gone."""
         ...
 
     async def change_task(self, task: Task) -> bool:
@@ -342,7 +347,7 @@ class Ledger(Protocol):
         DONE whose retention is over becomes TOMBSTONE, which is removed after 8 times the retention in all. RUNNING whose
         lease and retention are over becomes UNKNOWN if it is committed, and stays so until `resolve` or a late `complete`.
         RUNNING that is not committed, and WAITING, have done nothing: they are removed. No swept record matches a call.
-        Tasks whose `ttl` is over are removed.
+        Tasks whose `ttl` is over are removed; they count like records, but not where the store removes them by itself.
         """
         ...
 
@@ -361,7 +366,11 @@ class Transactional(Protocol):
     def transaction(self, claim: Claim, wait: float) -> "AbstractAsyncContextManager[Transaction]":
         """Begin, and look for the record; leaving the block without `complete` undoes everything.
 
-        Another transaction that holds the record is waited for, `wait` seconds; then it is `Locked`.
+        Another transaction that holds the record is waited for, `wait` seconds; then it is `Locked`. A record that is there
+        is given back, without a `db`, with one exception: it is RUNNING with the nonce of the claim, which names its id and
+        is not `keyless`. So a record under a lease, the record of a task, gets the transaction of its handler. It is not
+        touched before `complete`, so others can renew the lease meanwhile, and it is RUNNING after a block without
+        `complete`. If another run has claimed it by then, `complete` raises `TryAgain`.
         """
         ...
 

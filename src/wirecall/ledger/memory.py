@@ -35,7 +35,7 @@ class MemoryLedger:
         self._rows: dict[RecordId, _Row] = {}
         self._likes: dict[bytes, list[_Row]] = {}  # rows of calls without a key whose answers are not written
         self._fences = count(1)
-        self._tasks: dict[str, tuple[Task, float]] = {}  # and when each is forgotten
+        self._tasks: dict[str, tuple[Task, float, _Row]] = {}  # as begun: when it is forgotten, and its record
 
     async def claim(self, claim: Claim) -> Record:
         row = self._rows.get(claim.id)
@@ -106,27 +106,32 @@ class MemoryLedger:
 
     async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
         row = self._held(token, State.RUNNING)
-        if row:
-            self._tasks[id] = Task(id, token.id, 1, document, False, False, ttl), self._clock() + ttl
-        return row is not None
+        if row is None:
+            return False
+        begun = Task(id, token.id, 1, document, False, False, ttl), self._clock() + ttl, row
+        return self._tasks.setdefault(id, begun)[2] is row
 
     async def task(self, id: str) -> Task | None:
-        task, until = self._tasks.get(id, (None, 0.0))
-        left = until - self._clock()
-        if task is None or left <= 0:
+        if id not in self._tasks:
             return None
-        return msgspec.structs.replace(task, ttl_left=left, now=await self.get(task.record))
+        task, until, row = self._tasks[id]
+        left = until - self._clock()
+        now = row.view(self._clock()) if self._rows.get(task.record) is row else None
+        return msgspec.structs.replace(task, ttl_left=left, now=now) if left > 0 else None
 
     async def task_of(self, id: RecordId) -> Task | None:
-        ids = [task.id for task, _ in self._tasks.values() if task.record == id]
+        row = self._rows.get(id)
+        ids = [task.id for task, _, its in self._tasks.values() if its is row]
         return await self.task(ids[-1]) if ids else None
 
     async def change_task(self, task: Task) -> bool:
         found = await self.task(task.id)
         if found is None or found.version != task.version:
             return False
-        changed = msgspec.structs.replace(task, version=task.version + 1, now=None)
-        self._tasks[task.id] = changed, self._tasks[task.id][1]
+        changed = msgspec.structs.replace(
+            found, version=task.version + 1, document=task.document, is_ready=task.is_ready, is_over=task.is_over
+        )
+        self._tasks[task.id] = changed, *self._tasks[task.id][1:]
         return True
 
     async def orphans(self, limit: int = 100) -> Sequence[str]:
@@ -211,7 +216,7 @@ class MemoryLedger:
                 self._match_no_more(row)
             else:  # it is a tombstone, or nothing was done
                 self._remove(row)
-        over = [id for id, (_, until) in self._tasks.items() if until <= self._clock()][:limit]
+        over = [id for id, (_, until, _) in self._tasks.items() if until <= self._clock()][: limit - len(due)]
         for id in over:
             del self._tasks[id]
         return len(due) + len(over)

@@ -8,6 +8,8 @@ from tests.ledger import LEASE, RETENTION, outcome_of
 from tests.servers import DURABLE, Store
 from wirecall.ledger.base import Ledger, State, Token
 
+TTL = 5000.0  # of a task
+
 Change = Callable[[Ledger, Token], Awaitable[bool]]
 
 durable_only = pytest.mark.parametrize("store", [*DURABLE, "cluster"], indirect=True)
@@ -21,6 +23,7 @@ CHANGES: dict[str, Change] = {
     "release": lambda ledger, token: ledger.release(token),
     "abandon": lambda ledger, token: ledger.abandon(token),
     "lapse": lambda ledger, token: ledger.lapse(token),
+    "begin_task": lambda ledger, token: ledger.begin_task(token, f"task of {token.nonce.hex()}", b"{}", TTL),
 }
 ALLOWED = {name: {State.RUNNING} for name in CHANGES} | {"complete": {State.RUNNING, State.UNKNOWN}}
 REFUSED = [(name, state) for name in CHANGES for state in State if state not in ALLOWED[name]]

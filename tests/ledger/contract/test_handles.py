@@ -29,6 +29,7 @@ from wirecall.ledger.base import (
     Record,
     RecordId,
     State,
+    Task,
     Token,
 )
 
@@ -310,6 +311,8 @@ async def test_a_server_that_is_gone_is_ledger_down_and_comes_back_with_its_reco
         actions += [ledger.claim(claim_of()), ledger.get(ID), ledger.list(), ledger.counts(), ledger.sweep()]
         actions.append(ledger.ping())
         actions += [ledger.resolve(ID, None), store.open()]
+        actions += [ledger.task("task"), ledger.task_of(ID), ledger.orphans()]
+        actions.append(ledger.change_task(Task("task", ID, 1, b"", False, False, 1)))
         results = await asyncio.gather(*actions, return_exceptions=True)
         assert [type(result) for result in results] == [LedgerDown] * len(actions)
     finally:

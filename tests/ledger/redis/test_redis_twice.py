@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.ledger import ID, RETENTION, claim_of, granted, outcome_of, present, same
-from tests.ledger.contract import CHANGES
+from tests.ledger.contract import CHANGES, TTL
 from tests.ledger.contract.test_delivery import claimed, is_match, is_new, keyless, lose, write
 from wirecall.ledger.base import Ledger, State
 from wirecall.ledger.redis.connection import Connections
@@ -82,3 +83,24 @@ async def test_the_end_of_an_answer_that_is_sent_twice_is_one_end(tell: Any, led
     taken = await present(ledger, record.id)
     await tell(ledger, record)  # a repetition has the answer now, or it was written
     assert same(await present(ledger, record.id), taken)
+
+
+async def test_a_task_whose_beginning_is_sent_twice_is_one_task(ledger: Ledger) -> None:
+    record = await granted(ledger)
+    assert await ledger.begin_task(record.token, "task", b"{}", TTL)
+    assert (task := await ledger.task_of(ID)) is not None and (task.id, task.version) == ("task", 1)
+    assert await ledger.lapse(record.token)
+    assert await ledger.orphans() == ["task"]
+
+
+async def test_a_change_of_a_task_that_is_sent_twice_is_one_change(ledger: Ledger) -> None:
+    """The second is not refused for the version that the first has written. An equal change by another call is."""
+    record = await granted(ledger)
+    assert await ledger.begin_task(record.token, "task", b"{}", TTL)
+    for version in (1, 2):
+        task = await ledger.task("task")
+        assert task is not None and task.version == version
+        assert await ledger.change_task(task)
+        assert not await ledger.change_task(task)
+    assert await ledger.change_task(structs.replace(task, version=3, is_over=True))
+    assert await ledger.orphans() == []

@@ -311,11 +311,17 @@ PLANS = {
     "page_of_few": "wirecall_commands_open (state=?)",
     "page_of_many": "wirecall_commands_id ((caller,method,key)>(?,?,?))",
     "counts": "SCAN",
+    "change_task": "INDEX sqlite_autoindex_wirecall_tasks_1 (id=?)",
+    "forget_tasks": "wirecall_tasks_expires_at (expires_at<?)",
 }
-OF_RECORDS = [name for name, text in sqlite_file.SQL.items() if re.search("(FROM|UPDATE) wirecall_commands\\b", text)]
+OF_TABLES = [
+    name
+    for name, text in sqlite_file.SQL.items()
+    if re.search("(FROM|UPDATE|JOIN) wirecall_(commands|tasks)\\b", text) and not name.startswith("schema")
+]
 
 
-@pytest.mark.parametrize("name", OF_RECORDS)
+@pytest.mark.parametrize("name", OF_TABLES)
 @pytest.mark.parametrize("is_analyzed", [False, True])
 def test_few_among_many_are_found_by_an_index(name: str, is_analyzed: bool) -> None:
     """Whether or not the user has had SQLite look at the tables in the file."""
@@ -386,6 +392,19 @@ async def test_a_file_with_other_columns_is_refused_and_left_alone(name: str, ot
         await ledger.open()
     await ledger.aclose()
     assert old.execute("SELECT sql FROM sqlite_master").fetchall() == before
+    old.close()
+
+
+async def test_a_file_with_a_table_of_the_same_name_is_refused_and_left_alone(path: Path) -> None:
+    """In the user's own file, say, which has a ledger from before there were tasks."""
+    old = apsw.Connection(str(path))
+    old.execute(sqlite_file.SQL["schema 1"] + sqlite_file.SQL["schema 2"])
+    old.execute("CREATE TABLE wirecall_tasks (mine)")
+    ledger = SqliteLedger(path)
+    with pytest.raises(UsageError, match=r"not those of this wirecall(.|\n)*table wirecall_tasks already exists"):
+        await ledger.open()
+    await ledger.aclose()
+    assert old.execute("SELECT version FROM wirecall_meta").get == 2
     old.close()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import apsw
 import pytest
+from msgspec import structs
 
 from tests.ledger import claim_of, granted, outcome_of, present
 from wirecall import UsageError
@@ -138,6 +139,46 @@ async def test_without_a_boot_id_a_clock_that_restarted_shows_a_boot(path: Path,
     clock.since_boot = 10
     after = await opened(path, clock)
     assert (await after.claim(claim_of())).state is State.UNKNOWN
+    await after.aclose()
+
+
+@pytest.mark.parametrize("jump", [10 * 365 * 86_400.0, -10 * 365 * 86_400.0])
+async def test_setting_the_wall_clock_does_not_forget_a_task(jump: float, path: Path) -> None:
+    clock = Clock()
+    ledger = await opened(path, clock)
+    record = await granted(ledger)
+    assert await ledger.begin_task(record.token, "task", b"{}", 1000)
+    assert await ledger.suspend(record.token, outcome_of(), 1e6)
+    clock.wall_time += jump
+    clock.since_boot += 990
+    assert await ledger.sweep() == 0
+    assert (task := await ledger.task("task")) is not None and task.ttl_left >= 10
+    assert await ledger.change_task(structs.replace(task, is_ready=True))
+    assert await ledger.orphans() == ["task"]
+    clock.wall_time += 11
+    clock.since_boot += 11
+    is_forgotten = jump > 0  # else the wall clock has still to get there
+    assert (await ledger.task("task") is None) is (await ledger.orphans() == []) is is_forgotten
+    assert await ledger.sweep() == is_forgotten
+    await ledger.aclose()
+
+
+async def test_after_a_boot_only_the_wall_clock_tells_how_old_a_task_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    before = await opened(path, clock)
+    record = await granted(before)
+    assert await before.begin_task(record.token, "task", b"{}", 1000)
+    await before.aclose()
+    monkeypatch.setattr(sqlite, "_boot_id", lambda: b"another boot....")
+    clock.since_boot, clock.wall_time = 4000.0, clock.wall_time + 990
+    after = await opened(path, clock)
+    assert (task := await after.task("task")) is not None and task.ttl_left == 10
+    assert await after.orphans() == ["task"], "its holder is gone"
+    clock.wall_time += 11
+    assert await after.task("task") is None
+    assert not await after.change_task(task)
+    assert await after.orphans() == []
+    assert await after.sweep() == 1
     await after.aclose()
 
 

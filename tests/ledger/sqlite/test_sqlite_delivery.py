@@ -462,7 +462,7 @@ async def test_a_file_of_before_gets_what_is_missing(path: Path, monkeypatch: py
     await ledger.aclose()
     monkeypatch.setattr(sqlite_file, "SCHEMA", sqlite_file.SCHEMA[:1])
     older = SqliteLedger(path)
-    with pytest.raises(LedgerDown, match=r"made by a newer wirecall(.|\n)*version 2, and this wirecall knows 1"):
+    with pytest.raises(LedgerDown, match=r"made by a newer wirecall(.|\n)*version 3, and this wirecall knows 1"):
         await older.open()
     await older.aclose()
 

@@ -19,7 +19,7 @@ import psycopg
 from psycopg import conninfo
 
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Token
+from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Task, Token
 from wirecall.ledger.postgres.queue import (
     SQL,
     Completion,
@@ -27,6 +27,7 @@ from wirecall.ledger.postgres.queue import (
     Connections,
     Params,
     Queue,
+    Row,
     Rows,
     down,
     encode,
@@ -117,6 +118,26 @@ class PostgresLedger:
         once = {(end.id, end.deliverer): end for end in ordered}
         if once:
             await self._ask("deliver", items=encode(list(once.values())).decode())
+
+    async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
+        return bool(await self._ask("begin_task", **token_of(token), id=id, document=document, ttl=ttl))
+
+    async def task(self, id: str) -> Task | None:
+        if not id.isprintable():  # we make no such id, and PostgreSQL may not take such text
+            return None
+        rows = await self._ask("task", id=id)
+        return task_of(rows[0]) if rows else None
+
+    async def task_of(self, id: RecordId) -> Task | None:
+        rows = await self._ask("task_of", **id_of(id))
+        return task_of(rows[0]) if rows else None
+
+    async def change_task(self, task: Task) -> bool:
+        changed = {"document": task.document, "is_ready": task.is_ready, "is_over": task.is_over}
+        return bool(await self._ask("change_task", id=task.id, version=task.version, **changed))
+
+    async def orphans(self, limit: int = 100) -> Sequence[str]:
+        return [id for (id,) in await self._ask("orphans", limit=limit)]
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         return bool(await self._ask("heartbeat", **token_of(token), lease=lease))
@@ -260,6 +281,12 @@ class _Place:
 
 def token_of(token: Token) -> Params:
     return {**id_of(token.id), "fence": token.fence, "nonce": token.nonce}
+
+
+def task_of(row: Row) -> Task:
+    id, caller, method, key, version, document, is_ready, is_over, left, *now = row
+    record = record_of(tuple(now)) if now[0] is not None else None
+    return Task(id, RecordId(caller, method, key), version, document, is_ready, is_over, left, record)
 
 
 def outcome_of(outcome: Outcome) -> Params:

@@ -462,6 +462,26 @@ BEGIN
     END IF;
 END $$;
 
+-- name: schema 5
+-- Tasks. The record has no foreign key: it may go before its task, and another may come under its id.
+CREATE TABLE wirecall.tasks (
+    id         text COLLATE "C" PRIMARY KEY,
+    nth        bigint GENERATED ALWAYS AS IDENTITY, -- the order of beginning
+    caller     text COLLATE "C" NOT NULL,
+    method     text COLLATE "C" NOT NULL,
+    key        text COLLATE "C" NOT NULL,
+    started_at timestamptz NOT NULL, -- of the record
+    version    bigint NOT NULL,
+    document   bytea NOT NULL,
+    is_ready   boolean NOT NULL,
+    is_over    boolean NOT NULL,
+    expires_at timestamptz NOT NULL
+);
+
+CREATE INDEX tasks_record ON wirecall.tasks (caller, method, key, nth);
+CREATE INDEX tasks_open ON wirecall.tasks (nth) WHERE NOT is_over; -- few, however many there are
+CREATE INDEX tasks_expires_at ON wirecall.tasks (expires_at);
+
 -- name: opened
 SELECT current_setting('synchronous_commit'), current_setting('fsync'), to_regclass('wirecall.version') IS NOT NULL
 
@@ -497,6 +517,56 @@ SELECT wirecall.deliver(%(items)s::json)
 
 -- name: complete
 SELECT * FROM wirecall.complete(%(items)s::json, %(again)s)
+
+-- name: begin_task
+-- The record is locked, so that it does not change hands meanwhile. A task that is there already is written as it is, because
+-- a row that is not written is not returned.
+INSERT INTO wirecall.tasks (id, caller, method, key, started_at, version, document, is_ready, is_over, expires_at)
+SELECT %(id)s, caller, method, key, started_at, 1, %(document)s, false, false,
+    clock_timestamp() + wirecall.seconds(%(ttl)s)
+FROM wirecall.ledger
+WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
+    AND state = 'running'
+FOR UPDATE
+ON CONFLICT (id) DO UPDATE SET version = tasks.version
+WHERE (tasks.caller, tasks.method, tasks.key, tasks.started_at)
+    = (excluded.caller, excluded.method, excluded.key, excluded.started_at)
+RETURNING true
+
+-- name: task
+SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over,
+    extract(epoch FROM t.expires_at - clock_timestamp())::float8, now.*
+FROM wirecall.tasks AS t LEFT JOIN LATERAL (
+    SELECT seen.* FROM wirecall.ledger AS l, wirecall.seen(l) AS seen
+    WHERE l.caller = t.caller AND l.method = t.method AND l.key = t.key AND l.started_at = t.started_at LIMIT 1
+) AS now ON true
+WHERE t.id = %(id)s AND t.expires_at > clock_timestamp()
+
+-- name: task_of
+SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over,
+    extract(epoch FROM t.expires_at - clock_timestamp())::float8, seen.*
+FROM wirecall.ledger AS l, wirecall.seen(l) AS seen, LATERAL (
+    SELECT * FROM wirecall.tasks AS t
+    WHERE t.caller = l.caller AND t.method = l.method AND t.key = l.key AND t.started_at = l.started_at
+    ORDER BY t.nth DESC LIMIT 1
+) AS t
+WHERE l.caller = %(caller)s AND l.method = %(method)s AND l.key = %(key)s AND t.expires_at > clock_timestamp()
+
+-- name: change_task
+UPDATE wirecall.tasks
+SET version = version + 1, document = %(document)s, is_ready = %(is_ready)s, is_over = %(is_over)s
+WHERE id = %(id)s AND version = %(version)s AND expires_at > clock_timestamp()
+RETURNING true
+
+-- name: orphans
+SELECT t.id FROM wirecall.tasks AS t
+WHERE NOT t.is_over AND t.expires_at > clock_timestamp() AND EXISTS (
+    SELECT FROM wirecall.ledger AS l
+    WHERE l.caller = t.caller AND l.method = t.method AND l.key = t.key AND l.started_at = t.started_at
+        AND CASE l.state WHEN 'running' THEN l.lease_until <= clock_timestamp() WHEN 'waiting' THEN t.is_ready END
+    OFFSET 0
+)
+ORDER BY t.nth LIMIT %(limit)s
 
 -- name: heartbeat
 UPDATE wirecall.ledger
@@ -592,8 +662,15 @@ WITH due AS (
     FROM due
     WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'running'
     RETURNING 1
+), forgotten AS (
+    DELETE FROM wirecall.tasks WHERE id IN (
+        SELECT id FROM wirecall.tasks WHERE expires_at <= (SELECT clock_timestamp())
+        ORDER BY expires_at LIMIT %(limit)s - (SELECT count(*) FROM due) FOR UPDATE SKIP LOCKED
+    )
+    RETURNING 1
 )
 SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM buried) + (SELECT count(*) FROM lost)
+    + (SELECT count(*) FROM forgotten)
 
 -- name: ping
 -- Both statements are one transaction, so the row is seen nowhere; but it takes its room, and its commit goes to the disk.
@@ -625,6 +702,11 @@ SELECT pg_current_xact_id()::text, pg_backend_pid(), is_new, (entry).*, expired,
 FROM wirecall.enter_keyless(%(items)s::json);
 SAVEPOINT wirecall
 
+-- name: stay
+-- The record runs under a lease of this claim: the transaction stays open. Nothing is written and nothing locked as yet, so
+-- it asks for its number.
+SELECT pg_current_xact_id()::text, pg_backend_pid(), set_config('lock_timeout', '3s', true)
+
 -- name: found
 SELECT seen.*, l.expires_at <= clock_timestamp() FROM wirecall.ledger AS l, wirecall.seen(l) AS seen
 WHERE l.caller = %(caller)s AND l.method = %(method)s AND l.key = %(key)s
@@ -641,7 +723,7 @@ ROLLBACK
 SELECT pg_xact_status(%(xid)s::xid8)
 
 -- name: settle
--- What became of a transaction whose commit nobody confirmed: its status, and whether a row with its nonce is there. The row
+-- What became of a transaction whose commit nobody confirmed: its status, and whether a record with its nonce is done. That
 -- proves the commit. The status alone does not: after a crash or a failover its number may be given to another transaction.
 -- A number that was not given out at all has not committed here. A session that still holds the transaction is ended: it
 -- waits for a client that is gone.
@@ -649,6 +731,7 @@ SELECT CASE WHEN t.xid < pg_current_xact_id() THEN pg_xact_status(t.xid) ELSE 'a
     EXISTS (
         SELECT FROM wirecall.ledger
         WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND nonce = %(nonce)s
+            AND state IN ('done', 'tombstone')
     ),
     (SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE pid = %(pid)s AND backend_xid = t.xid::xid)
 FROM (SELECT %(xid)s::xid8 AS xid) AS t

@@ -5,6 +5,9 @@ The rules of the file:
 1. The record is inserted first, so a duplicate anywhere waits for this transaction to end, and then finds it. It waits as
    long as its method says, but in turns: a duplicate that waits holds a connection, and others may be waiting for that.
    Calls without a key have other ids: there the likeness is locked first, so equal calls go one after another.
+   A record that its claimer already holds under a lease is not touched before its end, since others renew that lease. Should
+   one of them claim it, the end finds that, and everything is undone. (A database whose own default is a stricter level than
+   READ COMMITTED undoes it also after a renewal.)
 2. The handler works in a savepoint, through `Db`, which has no words to end the transaction: its writes can be undone, and
    the record of its error kept.
 3. A transaction that is lost before we sent its COMMIT has done nothing, whatever became of the server. It is not repeated
@@ -67,10 +70,11 @@ DAY = 86_400.0
 
 OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 
-# What the server says of a transaction that goes no further, because of an error before; and of one that its handler ended:
-# no such savepoint, no transaction, no record.
+# What the server says of a transaction that goes no further, because of an error before; of one without its record; and of
+# one that its handler ended: no such savepoint, no transaction, or again no record.
 FAILED = "25P02"
-ENDED = ("3B001", "25P01", "WC001")
+GONE = "WC001"
+ENDED = ("3B001", "25P01", GONE)
 
 
 @asynccontextmanager
@@ -114,6 +118,7 @@ class PostgresTransaction:
         self._connection = connection
         self._claim = claim
         self._xid, self._pid = "", 0
+        self._is_leased = False  # the record was there before, under a lease of this claim
         self._work: asyncio.Task[Any] | None = None  # the statement that runs on the connection, wanted or not
         self._settled = False
         self.db = Db(connection)
@@ -154,6 +159,10 @@ class PostgresTransaction:
                 print, nonce, committed = claim.fingerprint, claim.nonce, claim.committed
                 return Record(claim.id, print, State.RUNNING, fence, nonce, committed, 1, claim.lease, started_at)
             rows = await rows_of(self._connection, SQL["found"], id)
+            if rows and (found := record_of(rows[0][:-1])).state is State.RUNNING and found.nonce == claim.nonce:
+                self._is_leased = True
+                ((self._xid, self._pid, _),) = await rows_of(self._connection, SQL["stay"])
+                return found
             await rows_of(self._connection, "ROLLBACK")
             if not rows:
                 raise TryAgain(f"{claim.id} was removed while it was looked for")
@@ -177,7 +186,8 @@ class PostgresTransaction:
         try:
             await rows_of(connection, back + SQL["finish"], {"items": f"[{encode(completion).decode()}]"})
         except psycopg.Error as error:
-            if error.sqlstate in ENDED:
+            is_taken = self._is_leased and error.sqlstate == GONE
+            if error.sqlstate in ENDED and not is_taken:
                 raise misused(id) from error
             if is_lost(error):
                 await self._settle(error)
@@ -191,6 +201,8 @@ class PostgresTransaction:
                 is_undone = await rows_of(connection, SQL["fate"], {"xid": self._xid}) == [("aborted",)]
             if not is_undone:
                 raise CommitUnknown(str(misused(id))) from error
+            if is_taken:
+                raise TryAgain(f"another run has claimed {id} while its handler was in a transaction") from error
             raise undone(error) or NotCommitted(
                 "What the handler did cannot be committed, so all of it was undone.",
                 "a statement of it had failed" if error.sqlstate == FAILED else str(error.diag.message_primary),

@@ -8,8 +8,12 @@ The rules of the file:
 3. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a script that the server does
    not know is sent again, in full, since then nothing has run. Should the driver send a script twice, the second finds what
    the first did: a claim its own nonce, what a token allows the name of its call (but for `release`, which leaves nothing),
-   the end of an answer the deliverer.
+   the end of an answer the deliverer, the change of a task the name of that change.
 4. An operation over all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
+5. A task is a hash in a slot of its own, so its beginning takes three steps: the record names it, as its token allows; it is
+   written; and it goes to the set of open tasks, where `orphans` looks. If that ends halfway, no caller has heard of it yet:
+   either the record names one that is not there, as if it had none, or the task is not adopted until a retry finds it. (In
+   another order there could be tasks that their records refused, or a set that forgets one which is still to be written.)
 
 Beside it: `scripts` (what is said) and `connection` (the way to the server that holds a record). The promise is "at most
 once, unless Redis loses writes that it acknowledged": so no eviction, an append-only file, and where a replica may take
@@ -30,10 +34,12 @@ from urllib.parse import quote, unquote
 from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Token
+from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Task, Token, is_orphan
 from wirecall.ledger.redis.connection import Connections, Node, check_server, options_of
 from wirecall.ledger.redis.scripts import (
     ABANDON,
+    BEGIN_TASK,
+    CHANGE_TASK,
     CLAIM,
     COMMIT_POINT,
     COMPLETE,
@@ -48,7 +54,10 @@ from wirecall.ledger.redis.scripts import (
     STATE,
     SUSPEND,
     SWEEP,
+    TASK,
+    WRITE_TASK,
     Script,
+    cut,
     fields_of,
     micros,
     record_of,
@@ -63,6 +72,7 @@ KEY_END = 24
 GENERATED = re.compile(r"(auto-[0-9a-f]+)(-[0-9a-f]{24})")
 
 Ids: TypeAlias = list[RecordId]  # inside the class, `list` is a method
+Tasks: TypeAlias = list[str]
 Walk: TypeAlias = deque[tuple[Node, int]]  # the servers whose keys are still to be looked at, and from which cursor on
 
 
@@ -121,7 +131,7 @@ class RedisLedger:
                 raise LedgerDown(
                     f"{index.decode()}: the cluster moves this slot, and the index has moved before its records"
                 )
-            await (await self._here()).ask(index, ("ZREM", index, *seen), writes=True)
+            await self._ask("ZREM", index, *seen, writes=True)
 
     async def deliver(self, ends: Sequence[Delivered]) -> None:
         # A server alone takes many records in one script. In a cluster they are in different slots.
@@ -131,6 +141,53 @@ class RedisLedger:
             told = [end.delivery.encode() + b" " + end.deliverer for end in page]
             scripts.append(self._run_on(DELIVER, [self._name(end.id) for end in page], *told))
         await asyncio.gather(*scripts)
+
+    async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
+        started_at = await self._run(BEGIN_TASK, token.id, token.fence, token.nonce, os.urandom(16), id)
+        if started_at is None:
+            return False
+        terms = self._name(token.id), started_at, document, micros(ttl)
+        begun_at = await self._run_on(WRITE_TASK, [self._task_name(id)], *terms)
+        if not begun_at:
+            return False
+        await self._ask("ZADD", self._open_tasks, begun_at, id, writes=True)
+        return True
+
+    async def task(self, id: str) -> Task | None:
+        name = self._task_name(id)
+        while seen := await self._run_on(TASK, [name]):
+            record_name, started_at, version, document, is_ready, is_over, left = cut(seen)
+            record = self._id(record_name)
+            assert record is not None
+            now = await self.get(record)
+            # If the task is still the same after the look at its record, both were there at the moment of that look.
+            if await self._ask("HGET", name, "version") == version:
+                is_its_own = now is not None and now.started_at == int(started_at) / 1e6
+                facts = int(version), document, is_ready == b"1", is_over == b"1", int(left) / 1e3
+                return Task(id, record, *facts, now if is_its_own else None)
+        return None
+
+    async def task_of(self, id: RecordId) -> Task | None:
+        last = await self._ask("HGET", self._name(id), "task")
+        task = await self.task(last.decode()) if last else None
+        return task if task is not None and task.record == id and task.now is not None else None
+
+    async def change_task(self, task: Task) -> bool:
+        flags = int(task.is_ready), int(task.is_over)
+        change = task.version, os.urandom(16), task.document, *flags
+        return bool(await self._run_on(CHANGE_TASK, [self._task_name(task.id)], *change))
+
+    async def orphans(self, limit: int = 100) -> Sequence[str]:
+        found: Tasks = []
+        start = 0
+        while len(found) < limit and (page := await self._ask("ZRANGE", self._open_tasks, start, start + PAGE - 1)):
+            tasks = await asyncio.gather(*(self.task(id.decode()) for id in page))
+            found += [task.id for task in tasks if task is not None and is_orphan(task)]
+            over = [id for id, task in zip(page, tasks, strict=True) if task is None or task.is_over]
+            if over:
+                await self._ask("ZREM", self._open_tasks, *over, writes=True)
+            start += len(page) - len(over)
+        return found[:limit]
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         return await self._change(HEARTBEAT, token, micros(lease))
@@ -255,6 +312,14 @@ class RedisLedger:
         key = f"{{{generated[1]}}}{generated[2]}" if generated else quote(id.key, errors="surrogatepass")
         return self._prefix + f"{_quoted(id.caller)}:{_quoted(id.method)}:{key}".encode()
 
+    def _task_name(self, id: str) -> bytes:
+        """Two parts, so it is not the name of a record."""
+        return self._prefix + f"task:{quote(id, errors='surrogatepass')}".encode()
+
+    @property
+    def _open_tasks(self) -> bytes:
+        return self._prefix + b"tasks"
+
     def _id(self, name: bytes) -> RecordId | None:
         """The record behind a key; None for another program's key that begins like ours."""
         with suppress(ValueError):  # also that of `decode`
@@ -302,6 +367,9 @@ class RedisLedger:
                 raise LedgerDown(f"redis-py has no client for this cluster: {error}") from error
             await anext(place[1].lifetime)
         return place[1]
+
+    async def _ask(self, command: str, name: bytes, *args: Any, writes: bool = False) -> Any:
+        return await (await self._here()).ask(name, (command, name, *args), writes=writes)
 
     async def _run(self, script: Script, id: RecordId, *args: Any) -> Any:
         return await self._run_on(script, [self._name(id)], *args)

@@ -1,9 +1,9 @@
 """What goes to Redis and what comes back: the scripts of the folder `lua`, their arguments, and the record they return.
 
-1. A script touches one record, and where that is of a call without a key, the index of its likeness and the records there.
-   They are in one slot, so a script runs on a server alone and in a cluster alike.
+1. A script touches one record, and where that is of a call without a key, the index of its likeness and the records there;
+   or it touches one task. Its keys are in one slot, so it runs on a server alone and in a cluster alike.
 2. Times and durations are whole microseconds, by the server's clock.
-3. A record comes as one string of fields, which `record_of` takes apart.
+3. A record or a task comes as one string of fields, which `cut` takes apart.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def record_of(id: RecordId, seen: bytes) -> Record:
         payload,
         delivery,
         deliverer,
-    ) = _cut(seen)
+    ) = cut(seen)
     return Record(
         id=id,
         fingerprint=fingerprint,
@@ -69,8 +69,8 @@ def record_of(id: RecordId, seen: bytes) -> Record:
     )
 
 
-def _cut(seen: bytes) -> Iterator[Any]:
-    """The fields of a view: first their lengths, -1 for one that is not there, then all of them."""
+def cut(seen: bytes) -> Iterator[Any]:
+    """The fields that `joined` in common.lua puts together: first their lengths, -1 for none, then all of them."""
     lengths, _, fields = seen.partition(b"\n")
     start = 0
     for length in map(int, lengths.split()):
@@ -105,6 +105,9 @@ def _script(name: str, *, writes: bool = True) -> Script:
 
 CLAIM = _script("claim")
 DELIVER = _script("deliver")
+BEGIN_TASK = _script("begin_task")
+WRITE_TASK = _script("write_task")
+CHANGE_TASK = _script("change_task")
 HEARTBEAT = _script("heartbeat")
 COMMIT_POINT = _script("commit_point")
 COMPLETE = _script("complete")
@@ -118,3 +121,4 @@ PING = _script("ping")
 DUE = _script("due", writes=False)
 GET = _script("get", writes=False)
 STATE = _script("state", writes=False)
+TASK = _script("task", writes=False)

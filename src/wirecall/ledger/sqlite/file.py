@@ -222,12 +222,14 @@ def _make_fit(db: apsw.Connection, path: str) -> None:
 
     # Step 3: the tables, as far as the file does not have them; another process may be faster. Those of an older version are
     # brought up to date. From then on, a process with that version of wirecall refuses its commands.
-    version = _version(db)
+    version, clash = _version(db), ""
     if version is not None and version < len(SCHEMA):
         db.execute(SQL["begin"])
-        with suppress(apsw.SQLError):  # it has tables of other columns, as the check below finds
+        try:
             for part in SCHEMA[_version(db) :]:
                 db.execute(part)
+        except apsw.SQLError as error:  # it has such a table already, or one with other columns
+            clash = str(error)
         version = _version(db)
     if version is not None and version > len(SCHEMA):
         raise down(
@@ -236,10 +238,11 @@ def _make_fit(db: apsw.Connection, path: str) -> None:
             "upgrade wirecall",
         )
     columns = tuple(name for (name,) in db.execute(SQL["columns"]))
-    if version is None or columns != Row._fields:  # to close the connection undoes what was added to them
+    if version != len(SCHEMA) or columns != Row._fields:  # to close the connection undoes what was added to them
+        shown = f"wirecall_commands has the columns {', '.join(columns)}; here they are {', '.join(Row._fields)}"
         raise UsageError(
             f"The file {path} has tables with the ledger's names that are not those of this wirecall.",
-            f"wirecall_commands has the columns {', '.join(columns)}; here they are {', '.join(Row._fields)}",
+            shown if columns != Row._fields else clash,
             "use the wirecall that made them, or rename them, or name another file",
         )
     if db.in_transaction:

@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import apsw
 
@@ -45,6 +45,7 @@ from wirecall.ledger.base import (
     Record,
     RecordId,
     State,
+    Task,
     Token,
     Verdict,
     decide,
@@ -56,6 +57,7 @@ from wirecall.ledger.sqlite.writer import Job, Writer, nothing, take_fences
 
 T = TypeVar("T")
 Q = TypeVar("Q")
+Names: TypeAlias = list[str]  # inside the class, `list` is a method
 _STATES = {state.value: state for state in State}
 
 
@@ -120,6 +122,24 @@ class SqliteLedger:
     async def deliver(self, ends: Sequence[Delivered]) -> None:
         if ends:
             await self._running().ask(Job(partial(self._deliver, ends)))
+
+    async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
+        return await self._change("begin_task", token, id=id, document=document, ttl=ttl)
+
+    async def task(self, id: str) -> Task | None:
+        if not id.isprintable():  # we make no such id, and SQLite may not take such text
+            return None
+        return await self._read(self._find_task, id)
+
+    async def task_of(self, id: RecordId) -> Task | None:
+        return await self._read(self._find_task, id)
+
+    async def change_task(self, task: Task) -> bool:
+        changed: bool = await self._running().ask(Job(partial(self._change_task, task)))
+        return changed
+
+    async def orphans(self, limit: int = 100) -> Sequence[str]:
+        return await self._read(self._orphans, limit)
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         return await self._change("heartbeat", token, lease=lease)
@@ -222,6 +242,28 @@ class SqliteLedger:
         row = db.execute(SQL["find"], (id.caller, id.method, id.key)).get
         return row and self._record(Row(*row))
 
+    def _find_task(self, id: str | RecordId, db: apsw.Cursor) -> Task | None:
+        """Find the task with this id, or the last one of the record with this id."""
+        if isinstance(id, RecordId):
+            found = db.execute(SQL["task_of"], (id.caller, id.method, id.key)).get
+        else:
+            found = db.execute(SQL["task"], (id,)).get
+        if found is None:
+            return None
+        name, caller, method, key, version, document, is_ready, is_over, *ending = found[: -len(Row._fields)]
+        left, row = self._ttl_left(*ending), found[-len(Row._fields) :]
+        now = None if row[0] is None else self._record(Row(*row))
+        task = Task(name, RecordId(caller, method, key), version, document, bool(is_ready), bool(is_over), left, now)
+        return task if left > 0 else None
+
+    def _orphans(self, limit: int, db: apsw.Cursor) -> Names:
+        found: Names = []
+        for id, ttl, until, boot, expires_at, state, *lease in db.execute(SQL["open_tasks"]).fetchall():
+            is_free = state == "waiting" or not self._time_left(*lease)
+            if is_free and self._ttl_left(ttl, until, boot, expires_at) > 0:
+                found.append(id)
+        return found[:limit]
+
     def _unchanged(self, claim: Claim, db: apsw.Cursor) -> Record | None:
         """Return the record that a claim is given as it stands; None if the claim changes something."""
         if claim.keyless is None:
@@ -234,9 +276,9 @@ class SqliteLedger:
         return await self._read(self._seen, claim)
 
     def _seen(self, claim: Claim, db: apsw.Cursor) -> Record | None:
-        """Return the record for a handler's transaction, unless it needs a write."""
+        """Return the record for a handler's transaction, unless that needs a write, or opens on the record."""
         found = self._judged(claim, db) if self._repeated(claim, db) is None else None
-        return None if found is None else self._shown(*found)
+        return None if found is None or _holds(claim, found[1]) else self._shown(*found)
 
     def _shown(self, row: Row, record: Record, verdict: Verdict) -> Record:
         """The record as a handler's transaction sees it: one that is due to become a tombstone looks like one already."""
@@ -251,7 +293,7 @@ class SqliteLedger:
         if earlier is None:
             return None
         recognition, row = earlier
-        if recognition == "wait" or (row.state == "running" and self._time_left(row)):
+        if recognition == "wait" or (row.state == "running" and self._time_left(row.lease_until, row.lease, row.boot)):
             raise Locked(f"{claim.id}: an equal call is in progress.")
         return row
 
@@ -283,7 +325,7 @@ class SqliteLedger:
 
     def _judge(self, claim: Claim, row: Row) -> tuple[Row, Record, Verdict]:
         record = self._record(row)
-        is_expired = row.expires_at <= self._wall() and not self._time_left(row)
+        is_expired = row.expires_at <= self._wall() and not self._time_left(row.lease_until, row.lease, row.boot)
         return row, record, decide(record, claim, expired=is_expired)
 
     # --- writing, in the writer's thread and inside a transaction ----------------------------------------------------
@@ -358,7 +400,7 @@ class SqliteLedger:
         return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall, None, None, "pending", nonce)
 
     def _enter(self, claim: Claim, db: apsw.Cursor) -> tuple[Record, bool]:
-        """Find the record for a handler's transaction, or insert it; returns whether it was inserted."""
+        """Find the record for a handler's transaction, or insert it; returns whether this claim holds it."""
         repeated = self._repeated(claim, db)
         if repeated is not None:
             row = self._taken(claim, repeated)
@@ -366,7 +408,7 @@ class SqliteLedger:
             return self._shown(*self._judge(claim, row)), False
         found = self._judged(claim, db)
         if found is not None:
-            return self._shown(*found), False
+            return self._shown(*found), _holds(claim, found[1])
         return self._insert(claim, db, take_fences(db, 1) + 1), True
 
     def _complete(self, token: Token, outcome: Outcome, retention: float, db: apsw.Cursor, _: int = 0) -> bool:
@@ -393,6 +435,12 @@ class SqliteLedger:
         for end in ends:
             self._execute("deliver", Token(end.id, 0, end.deliverer), {"delivery": end.delivery}, db)
 
+    def _change_task(self, task: Task, db: apsw.Cursor, _: int) -> bool:
+        if self._find_task(task.id, db) is None:
+            return False
+        db.execute(SQL["change_task"], (task.document, task.is_ready, task.is_over, task.id, task.version))
+        return db.connection.changes() > 0
+
     def _sweep(self, limit: int, db: apsw.Cursor, _: int) -> int:
         now = {"wall": self._wall(), "clock": self._clock(), "boot": self._boot}
         due = [Row(*row) for row in db.execute(SQL["due"], {**now, "limit": limit})]
@@ -404,7 +452,8 @@ class SqliteLedger:
                 db.execute(SQL["put"], lost)
             else:  # it is a tombstone, or nothing was done
                 db.execute(SQL["remove"], row[:3])
-        return len(due)
+        db.execute(SQL["forget_tasks"], {**now, "limit": limit - len(due)})
+        return len(due) + db.connection.changes()
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -418,7 +467,7 @@ class SqliteLedger:
             row.nonce,
             bool(row.committed),
             row.attempts,
-            self._time_left(row) if row.state == "running" else 0.0,
+            self._time_left(row.lease_until, row.lease, row.boot) if row.state == "running" else 0.0,
             row.started_at,
             row.completed_at,
             None if row.outcome_kind is None or row.digest is None else Outcome(row.outcome_kind, row.payload, row.digest),
@@ -426,13 +475,17 @@ class SqliteLedger:
             row.deliverer or b"",
         )
 
-    def _time_left(self, row: Row) -> float:
-        """How much of the lease or retention is left by the clock that counts from boot; 0 if it began in another boot.
+    def _time_left(self, until: float, whole: float, boot: bytes) -> float:
+        """How much of a lease, retention or ttl is left by the clock that counts from boot; 0 if it began in another boot.
 
         Where the system does not tell the boot, a rest that is longer than the whole shows that the clock began anew.
         """
-        left = row.lease_until - self._clock()
-        return 0.0 if left <= 0 or self._is_other_boot(row.boot) or left > row.lease + 1 else left
+        left = until - self._clock()
+        return 0.0 if left <= 0 or self._is_other_boot(boot) or left > whole + 1 else left
+
+    def _ttl_left(self, ttl: float, until: float, boot: bytes, expires_at: float) -> float:
+        """How much of the ttl of a task is left. It is over when both clocks say so."""
+        return max(expires_at - self._wall(), self._time_left(until, ttl, boot))
 
     def _since(self, row: Row) -> float:
         """Seconds since the answer was lost, as `recognise` counts them."""
@@ -460,6 +513,10 @@ class SqliteLedger:
             payload=None,
             likeness=None,
         )
+
+
+def _holds(claim: Claim, record: Record) -> bool:
+    return record.state is State.RUNNING and record.nonce == claim.nonce
 
 
 def _parts(outcome: Outcome) -> dict[str, Any]:

@@ -74,6 +74,31 @@ CREATE INDEX wirecall_commands_likeness ON wirecall_commands (likeness) WHERE li
 
 UPDATE wirecall_meta SET version = 2;
 
+-- name: schema 3
+-- Tasks. A record may go before its task, and another may come under its id.
+CREATE TABLE wirecall_tasks (
+    nth        INTEGER PRIMARY KEY,  -- the order of beginning
+    id         TEXT    NOT NULL UNIQUE,
+    caller     TEXT    NOT NULL,
+    method     TEXT    NOT NULL,
+    key        TEXT    NOT NULL,
+    started_at REAL    NOT NULL,  -- of the record
+    version    INTEGER NOT NULL,
+    document   BLOB    NOT NULL,
+    is_ready   INTEGER NOT NULL CHECK (is_ready IN (0, 1)),
+    is_over    INTEGER NOT NULL CHECK (is_over IN (0, 1)),
+    ttl        REAL    NOT NULL,
+    until      REAL    NOT NULL,  -- when the ttl is over, by the clock that counts from boot
+    boot       BLOB    NOT NULL,  -- which boot that was; empty where the system does not tell
+    expires_at REAL    NOT NULL   -- the same by the wall clock
+);
+
+CREATE INDEX wirecall_tasks_record ON wirecall_tasks (caller, method, key);
+CREATE INDEX wirecall_tasks_open ON wirecall_tasks (is_over) WHERE is_over = 0;  -- few, however many there are
+CREATE INDEX wirecall_tasks_expires_at ON wirecall_tasks (expires_at);
+
+UPDATE wirecall_meta SET version = 3;
+
 -- name: is_empty
 SELECT NOT EXISTS (SELECT 1 FROM sqlite_master);
 
@@ -207,6 +232,47 @@ UPDATE wirecall_commands
 SET delivery = :delivery, answer_at = :clock, answer_boot = :boot,
     likeness = CASE :delivery WHEN 'undelivered' THEN likeness END
 WHERE caller = :caller AND method = :method AND key = :key AND deliverer = :nonce AND delivery IN ('pending', 'undelivered');
+
+-- name: begin_task
+-- Of a record that this token holds. A task that the record has already is written as it is, so that a row is changed.
+INSERT INTO wirecall_tasks
+SELECT NULL, :id, caller, method, key, started_at, 1, :document, 0, 0, :ttl, :clock + :ttl, :boot, :wall + :ttl
+FROM wirecall_commands
+WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running'
+ON CONFLICT (id) DO UPDATE SET version = version
+WHERE caller = excluded.caller AND method = excluded.method AND key = excluded.key AND started_at = excluded.started_at;
+
+-- name: task
+SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over, t.ttl, t.until, t.boot, t.expires_at, c.*
+FROM wirecall_tasks AS t LEFT JOIN wirecall_commands AS c
+ON c.caller = t.caller AND c.method = t.method AND c.key = t.key AND c.started_at = t.started_at
+WHERE t.id = ?;
+
+-- name: task_of
+SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over, t.ttl, t.until, t.boot, t.expires_at, c.*
+FROM wirecall_commands AS c JOIN wirecall_tasks AS t
+ON t.caller = c.caller AND t.method = c.method AND t.key = c.key AND t.started_at = c.started_at
+WHERE c.caller = ? AND c.method = ? AND c.key = ?
+ORDER BY t.nth DESC LIMIT 1;
+
+-- name: change_task
+UPDATE wirecall_tasks SET version = version + 1, document = ?, is_ready = ?, is_over = ? WHERE id = ? AND version = ?;
+
+-- name: open_tasks
+-- Those that may be orphans: the clocks decide. CROSS keeps their order, in which the tasks come first.
+SELECT t.id, t.ttl, t.until, t.boot, t.expires_at, c.state, c.lease_until, c.lease, c.boot
+FROM wirecall_tasks AS t CROSS JOIN wirecall_commands AS c
+ON c.caller = t.caller AND c.method = t.method AND c.key = t.key AND c.started_at = t.started_at
+WHERE t.is_over = 0 AND (c.state = 'running' OR (c.state = 'waiting' AND t.is_ready))
+ORDER BY t.nth;
+
+-- name: forget_tasks
+DELETE FROM wirecall_tasks WHERE nth IN (
+    SELECT nth FROM wirecall_tasks
+    WHERE expires_at <= :wall
+        AND (until <= :clock OR until > :clock + ttl + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''))
+    LIMIT :limit
+);
 
 -- name: due
 -- The wall clock says so, and the clock from boot too, unless the time began in another boot.

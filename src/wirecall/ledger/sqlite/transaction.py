@@ -22,10 +22,10 @@ TURN = 0.05
 
 
 class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
-    """A transaction that holds a record; or, if the record existed already, nothing but that.
+    """A transaction that holds a record; or, if there is one that is not this claim's, nothing but that.
 
-    `look` reads the record; `enter` finds it or inserts it, and tells whether it did; `finish` records an outcome; `leave`
-    gives back the answer that a call without a key has taken over.
+    `look` reads the record; `enter` finds it or inserts it, and tells whether this claim holds it; `finish` records an
+    outcome; `leave` gives back the answer that a call without a key has taken over.
     """
 
     record: Record
@@ -87,7 +87,7 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
     # --- in the writer's thread --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take the write lock and enter the record; if there was one, the transaction ends at once."""
+        """Take the write lock and enter the record; if that is not this claim's, the transaction ends at once."""
         if self.is_dropped:
             return
         self._writer.file.check()
@@ -95,8 +95,8 @@ class HandlerTransaction(AbstractAsyncContextManager["HandlerTransaction"]):
         try:
             db.pragma("foreign_keys", True)  # the handler could not: inside a transaction it has no effect
             db.execute(SQL["begin"])
-            self.record, is_new = self._enter(self._claim, db.cursor())
-            if is_new:
+            self.record, is_held = self._enter(self._claim, db.cursor())
+            if is_held:
                 db.execute(SQL["before_handler"])
                 db.set_commit_hook(lambda: not self._may_commit)
                 self.db, self._writer.holder = db, self

@@ -69,7 +69,6 @@ class Document(Struct, omit_defaults=True):
     lasts: float  # seconds that the task may run or wait; `ttl_ms` counts the time that its answer is kept as well
     created: float  # by the clock on the wall: people read it
     updated: float
-    started: float  # of the record: another one with the same key is not this task's
     client: dict[str, str] | None = None
     message: str | None = None
     is_cancelled: bool = False
@@ -105,7 +104,7 @@ class Work:
         if self.is_handed_over:
             return
         known = await (await self._tasks.ledger()).task_of(record.id)
-        if known is not None and _decode(known.document).started == record.started_at:
+        if known is not None:
             raise InputRequired(created(known.id, _decode(known.document), {REPLAYED_META: True}))
 
     async def begin(self, run: Running) -> bool:
@@ -127,7 +126,7 @@ class Work:
             if run is None or self.peer is None:
                 return False
             # Answers that the client gave before, in the rounds of its request, go on with the task.
-            document.started, document.answers = run.started_at, self.peer.answers
+            document.answers = self.peer.answers
             commands, ttl = self._tasks.dispatcher().commands, document.ttl_ms / 1000
             if not await commands.hand_over(run, self.id, encode(document), ttl):
                 return False
@@ -289,7 +288,6 @@ class Tasks:
             lasts=method.task_ttl,
             created=now,
             updated=now,
-            started=0.0,
             client=peer.session.client,
         )
         work = Work(self, method, id, document, is_adopted=False)
@@ -394,7 +392,7 @@ class Tasks:
             if found is None or found.is_over or id in self.works or not self.has_place:
                 return
             document = _decode(found.document)
-            record, method = _record(found, document), self._catalog.tools.get(document.tool)
+            record, method = found.now, self._catalog.tools.get(document.tool)
             if record is None or (record.state is State.WAITING and not found.is_ready):
                 return
             is_begun = record.committed and record.state is State.RUNNING
@@ -497,7 +495,7 @@ class Tasks:
         found = await self._find(peer.caller, peer.params.task_id)
 
         def edit(document: Document) -> bool:
-            record = _record(found, document)
+            record = found.now
             is_over = document.final is not None or record is None or record.state not in (State.RUNNING, State.WAITING)
             is_new = not document.is_cancelled and not is_over
             document.is_cancelled = True
@@ -514,7 +512,7 @@ class Tasks:
         """End a cancelled task at once if no process works on it: it waits for an answer, or for a place."""
         try:
             found = await (await self.ledger()).task(id)
-            record = None if found is None else _record(found, _decode(found.document))
+            record = None if found is None else found.now
             if found is None or record is None or found.is_over:
                 return
             if record.state is State.WAITING or (record.lease_left == 0 and not record.committed):
@@ -595,7 +593,7 @@ class Tasks:
     async def _told(self, task: Task) -> JsonObject:
         """Return a task as its client sees it, with its result, error or questions."""
         document = _decode(task.document)
-        record = _record(task, document)
+        record = task.now
         told = _members(task.id, document)
         if document.final is None and record is not None and record.state is State.WAITING:
             if task.ttl_left <= document.ttl_ms / 1000 - document.lasts:
@@ -662,15 +660,10 @@ def _failed(error: RpcError) -> JsonObject:
     return {"status": "failed", "statusMessage": told.message, "error": told}
 
 
-def _record(task: Task, document: Document) -> Record | None:
-    """Return the record of a task; None if it was given back: another one with its key belongs to another call."""
-    return task.now if task.now is not None and task.now.started_at == document.started else None
-
-
 def _open_questions(task: Task) -> JsonObject:
     """Return the questions of a task that are not answered yet, by key."""
     document = _decode(task.document)
-    record = _record(task, document)
+    record = task.now
     if document.final is not None or record is None or record.state is not State.WAITING or record.outcome is None:
         return {}
     questions = _decode_questions(record.outcome.payload or b"{}").get("inputRequests", {})

@@ -1,7 +1,7 @@
 -- What every script begins with: the clock, and the writes that several transitions share. scripts.py puts this file, and
 -- before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR and GRACE, in front of each of the others.
 --
--- KEYS[1] is the record, a hash. Times and durations are whole microseconds. They stay below 2^53, so a Lua number holds
+-- KEYS[1] is the record, a hash; or a task, for the scripts that say so. Times and durations are whole microseconds. They stay below 2^53, so a Lua number holds
 -- them exactly; but Lua prints 14 digits, so they are written with %.0f.
 --
 -- The record of a call without a key is named caller:method:{auto-likeness}-end. The same name without -end is the index of
@@ -95,18 +95,23 @@ local function finish(retention, kind, digest, payload)
   turn_with_outcome('done', retention, kind, digest, payload, 'retention', retention, 'completed_at', whole(now))
 end
 
--- The record as a reader sees it, false if there is none: the lengths of the fields (-1: none), a line end, the fields. One
--- string, since the driver is pure Python and reads each element of an array by itself.
+-- Fields as one string, since the driver is pure Python and reads each element of an array by itself: their lengths (-1:
+-- none), a line end, and then all of them.
+local function joined(fields)
+  local lengths = {}
+  for place, field in ipairs(fields) do
+    lengths[place] = field and #field or -1
+    fields[place] = field or ''
+  end
+  return table.concat(lengths, ' ') .. '\n' .. table.concat(fields)
+end
+
+-- The record as a reader sees it, false if there is none.
 local function view()
   local seen = redis.call(
     'HMGET', record, 'state', 'fence', 'nonce', 'fingerprint', 'committed', 'attempts', 'lease_until', 'started_at',
     'completed_at', 'kind', 'digest', 'payload', 'delivery', 'deliverer')
   if not seen[1] then return false end
   seen[7] = whole(math.max(0, seen[7] - now))
-  local lengths = {}
-  for place, field in ipairs(seen) do
-    lengths[place] = field and #field or -1
-    seen[place] = field or ''
-  end
-  return table.concat(lengths, ' ') .. '\n' .. table.concat(seen)
+  return joined(seen)
 end

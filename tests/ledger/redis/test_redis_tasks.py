@@ -1,0 +1,74 @@
+"""Tasks in Redis: they are in other slots than their records, and the set of open tasks is only a hint."""
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from tests.ledger import ID, RETENTION, granted, outcome_of
+from tests.ledger.contract import TTL
+from tests.servers import Store, redis_key
+from wirecall.ledger.base import Ledger, State
+from wirecall.ledger.redis.connection import Connections
+from wirecall.ledger.redis.ledger import PAGE
+from wirecall.ledger.redis.scripts import GET
+
+pytestmark = pytest.mark.parametrize("store", ["redis", "cluster"], indirect=True)
+
+
+async def test_the_set_of_open_tasks_forgets_those_that_are_over_or_gone(ledger: Ledger, store: Store) -> None:
+    """More than one look takes; those that are still open are found in any order."""
+    names = [f"task-{number}" for number in range(2 * PAGE + 20)]
+    for number, name in enumerate(names):
+        record = await granted(ledger, structs.replace(ID, key=name))
+        assert await ledger.begin_task(record.token, name, b"{}", TTL)
+        assert await ledger.lapse(record.token)
+        if number % 4 == 0:
+            task = await ledger.task(name)
+            assert task is not None and await ledger.change_task(structs.replace(task, is_over=True))
+        elif number % 4 == 1:
+            store.age_task(name, TTL + 1)
+    left = [name for number, name in enumerate(names) if number % 4 > 1]
+    assert await ledger.orphans(limit=1000) == left, "the oldest first"
+    with redis_key(store.url, "tasks") as (client, name):
+        assert client.zcard(name) == len(left)
+
+
+async def test_a_task_and_its_record_are_read_as_of_one_moment(
+    ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process ends both between the two looks, the task first: DONE with the old document was never the case."""
+    record = await granted(ledger)
+    assert await ledger.begin_task(record.token, "task", b"works", TTL)
+    task = await ledger.task("task")
+    assert task is not None
+    other = await store.open()
+    ask, looks = Connections.ask, 0
+
+    async def ask_late(self: Connections, name: bytes, command: Any, *, writes: bool) -> Any:
+        nonlocal looks
+        if GET.sha in command:
+            looks += 1
+            if looks == 1:
+                assert await other.change_task(structs.replace(task, document=b"done"))
+                assert await other.complete(record.token, outcome_of(), RETENTION)
+        return await ask(self, name, command, writes=writes)
+
+    monkeypatch.setattr(Connections, "ask", ask_late)
+    seen = await ledger.task("task")
+    monkeypatch.undo()
+    assert seen is not None and seen.now is not None
+    assert (seen.document, seen.now.state, looks) == (b"done", State.DONE, 2)
+    await other.aclose()
+
+
+async def test_a_record_that_names_a_task_which_was_never_written_has_none(ledger: Ledger, store: Store) -> None:
+    """Its holder has ended in the middle of the beginning, and no caller has heard of that task."""
+    record = await granted(ledger)
+    assert await ledger.begin_task(record.token, "task", b"{}", TTL)
+    with redis_key(store.url, "task:task") as (client, name):
+        client.delete(name)
+    assert await ledger.task_of(ID) is None
+    assert await ledger.task("task") is None
+    assert await ledger.begin_task(record.token, "task", b"again", TTL)
+    assert (task := await ledger.task_of(ID)) is not None and task.document == b"again"
