@@ -2,7 +2,7 @@
 
     MCP-Protocol-Version    the version in `_meta`
     Mcp-Method              the method
-    Mcp-Name                `params.name` or `params.uri`, of the methods that have one
+    Mcp-Name                `params.name`, `params.uri` or `params.taskId`, of the methods that have one
     Mcp-Param-{name}        an argument of a tool whose schema marks it with `x-mcp-header`
 
 A server refuses a header that is missing, doubled or different from the body with -32020 before anything runs (`check`); a
@@ -30,7 +30,12 @@ MARK = "x-mcp-header"
 Marks: TypeAlias = Mapping[tuple[str, ...], str]  # the name of a header, by the path to the property that it repeats
 
 # Which member of the params `Mcp-Name` repeats.
-_NAMED = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri"}
+_NAMED = {
+    "tools/call": "name",
+    "prompts/get": "name",
+    "resources/read": "uri",
+    **dict.fromkeys(("tasks/get", "tasks/update", "tasks/cancel"), "task_id"),
+}
 
 _NUMBER = re.compile(r"-?[0-9]{1,400}(\.[0-9]+)?")
 _OPEN, _CLOSE = "=?base64?", "?="
@@ -150,8 +155,9 @@ def repeated(version: str, method: str, params: object, marks: Marks) -> dict[st
 
 
 def named(method: str, params: object) -> str | None:
-    """Return the name of the tool or prompt, or the URI of the resource, that a call is for."""
+    """Return the name of the tool or prompt, the URI of the resource, or the id of the task, that a call is for."""
     member = _NAMED.get(method)
+    member = "taskId" if member == "task_id" else member  # as it travels
     name = params.get(member) if member is not None and isinstance(params, dict) else None
     return name if isinstance(name, str) else None
 

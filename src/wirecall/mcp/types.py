@@ -160,6 +160,8 @@ REPLAYED_META = "io.wirecall/replayed"
 RECORDED_META = "io.wirecall/recorded"  # false: the command has run, and the ledger records it later
 ERROR_META = "io.wirecall/error"
 
+TASKS = "io.modelcontextprotocol/tasks"  # the extension
+
 # Under `capabilities.experimental`: the server honours KEY_META. Of the calls of a tool with one key, one runs.
 KEYS_CAPABILITY = "io.wirecall/idempotency"
 

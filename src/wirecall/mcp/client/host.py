@@ -25,6 +25,15 @@ from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import Elicited, Root, Sampled
 from wirecall.protocol.messages import JsonObject
 
+ROUNDS = 16  # of questions and answers in one call
+
+
+class Question(Struct):
+    """A request of the server's in a result, or in the state of a task: it has no id."""
+
+    method: str
+    params: Raw = Raw(b"{}")
+
 
 class Form(Struct, frozen=True, rename="camel"):
     """A server asks a person to fill in a form: a flat object of plain values."""
