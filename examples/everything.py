@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from wirecall import App, Context, ToolAnnotations, ToolError
+from wirecall import App, Context, Header, ToolAnnotations, ToolError
 from wirecall.mcp import Audio, Embedded, Image, Message, ResourceLink, Text, ToolResult
 
 app = App("everything", version="1.0", instructions="One of each: tools, resources, prompts and questions to the user.")
@@ -129,7 +129,7 @@ def json_schema_2020_12_tool(**arguments: Any) -> str:
     return f"Arguments: {', '.join(sorted(arguments)) or 'none'}"
 
 
-Region = Annotated[str, Meta(description="where to look", extra_json_schema={"x-mcp-header": "Region"})]
+Region = Annotated[str, Meta(description="where to look"), Header("Region")]
 
 
 @app.tool(annotations=READS)

@@ -58,6 +58,10 @@ EXPLAINED: dict[type[FixedError], tuple[str, str]] = {
         "MCP: the call needs a capability that the client has not declared",
         "declare those in `data.requiredCapabilities`",
     ),
+    errors.VisitRequired: (
+        "MCP 2025-11-25: the user has to visit a page before the call, and there is no handler for that, or they declined",
+        "pass `elicit_url=` to `connect`; `data.elicitations` has the addresses",
+    ),
     errors.UnknownVersion: ("MCP: the server does not support the revision", "use one of `data.supported`"),
     errors.KeyInProgress: (
         "the first call with this key is still running",

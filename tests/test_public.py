@@ -17,6 +17,7 @@ def test_the_names_of_wirecall() -> None:
         "Context",
         "DomainError",
         "Done",
+        "Header",
         "Kind",
         "Limits",
         "NotDone",
@@ -74,11 +75,11 @@ def test_the_tree_on_top_of_errors_is_the_tree_below() -> None:
 
 
 def test_our_own_codes_stay_out_of_the_protocol_s_range() -> None:
-    """MCP 2026-07-28 closes -32768..-32000; what stands there is JSON-RPC's own, and three of MCP's."""
+    """MCP 2026-07-28 closes -32768..-32000; what stands there is JSON-RPC's own, and four of MCP's."""
     codes = {value.CODE for value in vars(errors).values() if isinstance(value, type) and hasattr(value, "CODE")}
     assert {code for code in codes if -32768 <= code <= -32000} == {
         *(-32700, -32600, -32601, -32602, -32603),
-        *(-32020, -32021, -32022),
+        *(-32020, -32021, -32022, -32042),
     }
 
 

@@ -6,6 +6,7 @@ from wirecall import jsonrpc
 from wirecall.app import App
 from wirecall.errors import CallFailed, DomainError, RpcError, ToolError, Unauthorized, UsageError, WirecallError
 from wirecall.protocol.messages import Limits
+from wirecall.protocol.params import Header
 from wirecall.server.call import Context
 from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
 from wirecall.version import __version__ as __version__
@@ -21,6 +22,7 @@ __all__ = [
     "Context",
     "DomainError",
     "Done",
+    "Header",
     "Kind",
     "Limits",
     "NotDone",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from wirecall.declarations import Declarations
+from wirecall.declarations import Declarations, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.messages import Data, Id, JsonObject, Limits
@@ -37,6 +37,7 @@ Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None
 
 MODE_VARIABLE = "WIRECALL_MODE"
 SECRET_VARIABLE = "WIRECALL_SECRET"
+LIST_TTL = 60.0  # seconds; a client that listens hears of a change before that
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
 
 # Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
@@ -51,6 +52,7 @@ class App(Declarations):
     the first command with a key arrives, and closed by `aclose`.
 
     `extensions` are those of MCP that the app declares to clients: settings by id. `@app.extension_method` adds methods.
+    `list_ttl` are the seconds for which an MCP client may keep the lists of tools, prompts and resources (2026-07-28).
 
     For HTTP: `authenticate` takes the headers of a request and returns the caller's name, or None to refuse. `hosts` and
     `origins` are the names of the server and of the web pages that may call it, besides the loopback's. `secret` seals
@@ -71,6 +73,7 @@ class App(Declarations):
         strict: bool = True,
         instructions: str | None = None,
         extensions: Mapping[str, JsonObject] | None = None,
+        list_ttl: float = LIST_TTL,
         authenticate: Authenticate | None = None,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
@@ -93,6 +96,7 @@ class App(Declarations):
         self._execution = execution
         self._strict = strict
         self.instructions = instructions
+        self._list_ttl_ms = milliseconds("list_ttl", list_ttl)
         self._extensions: dict[str, JsonObject] = {}
         if extensions is not None:
             from wirecall.mcp.extensions import checked  # late: `import wirecall` stays light
@@ -297,6 +301,7 @@ class App(Declarations):
                     catalog,
                     self._serving,
                     Seals(self._secret),
+                    list_ttl_ms=self._list_ttl_ms,
                     is_public=self._authenticate is None,
                     limits=self.limits,
                 )

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
 
 F = TypeVar("F", bound=Callable[..., object])
+Scope: TypeAlias = Literal["public", "private"]
 
+LONGEST_TTL = 2**31  # seconds (RFC 9111, section 1.2.2)
 TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
 
 
@@ -158,15 +160,25 @@ class Declarations:
         title: str | None = None,
         description: str | None = None,
         mime_type: str | None = None,
+        ttl: float = 0,
+        scope: Scope = "private",
         timeout: float | None = None,
         blocking: bool = False,
     ) -> Callable[[F], F]:
-        """Register a function that returns the resource at a URI. A `{name}` in the URI is a parameter of the function."""
+        """Register a function that returns the resource at a URI. A `{name}` in the URI is a parameter of the function.
+
+        `ttl` are the seconds for which a client may keep the contents (2026-07-28). With `scope="public"` caches may share
+        them among all callers, unless the app has `authenticate`.
+        """
+        kept = milliseconds(f"ttl of {uri}", ttl)
+        if scope not in get_args(Scope):
+            raise UsageError(f"scope of {uri} must be one of {', '.join(get_args(Scope))}, got {scope!r}.")
 
         def register(function: F) -> F:
             declared = {"title": title, "description": description, "timeout": timeout, "blocking": blocking}
             method = self._query(function, f"resources/read:{uri}", declared)
-            self.catalog().add_resource(method, uri, name or function.__name__, mime_type)
+            is_public = scope == "public"
+            self.catalog().add_resource(method, uri, name or function.__name__, mime_type, ttl_ms=kept, is_public=is_public)
             return function
 
         return register
@@ -259,6 +271,16 @@ class Declarations:
         for method in (*self.registry.methods.values(), *self.registry.tools.values()):
             _check_transactional(method.terms, scheme)
         self._ledger_scheme = scheme
+
+
+def milliseconds(option: str, seconds: object) -> int:
+    """Return a time for which a client may keep something, as MCP writes it. Raises `UsageError` if it is not a time."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= LONGEST_TTL:
+        raise UsageError(
+            f"{option} must be a number of seconds from 0 to {LONGEST_TTL}, got {seconds!r}.",
+            fix="use 0 if clients must not keep it",
+        )
+    return round(seconds * 1000)
 
 
 def _check_transactional(terms: Terms, scheme: str) -> None:

@@ -32,6 +32,7 @@
             ├── HeaderMismatch     -32020  MCP: an HTTP header is missing, or says other things than the body
             ├── NotCapable         -32021  MCP: the client has not declared a capability that the call needs
             ├── UnknownVersion     -32022  MCP: a revision that is not served
+            ├── VisitRequired      -32042  MCP 2025-11-25: the user has to visit a page before the call
             ├── KeyInProgress       40910  data.type = idempotency_key_in_progress
             ├── ResultNotRetained   41010  data.type = result_not_retained
             ├── KeyConflict         42210  data.type = idempotency_key_conflict
@@ -191,10 +192,10 @@ class RpcError(WirecallError):
             return f"{self.message} ({self.code}): data nested too deep to show"
 
 
-# The default for an error that does not say itself whether the call ran. JSON-RPC's first four codes and MCP's three refuse
+# The default for an error that does not say itself whether the call ran. JSON-RPC's first four codes and MCP's four refuse
 # a call before it runs; an internal error may come from anywhere; any other code is a method's own.
 _RAN: dict[int, Ran] = {
-    **dict.fromkeys((-32700, -32600, -32601, -32602, -32020, -32021, -32022), "no"),
+    **dict.fromkeys((-32700, -32600, -32601, -32602, -32020, -32021, -32022, -32042), "no"),
     -32603: "unknown",
 }
 
@@ -312,6 +313,13 @@ class UnknownVersion(FixedError):
 
     CODE = -32022
     MESSAGE = "Unsupported protocol version"
+
+
+class VisitRequired(FixedError):
+    """MCP 2025-11-25: the call needs a visit of the user to a page first; `data.elicitations` has the addresses."""
+
+    CODE = -32042
+    MESSAGE = "URL elicitation required"
 
 
 class KeyInProgress(FixedError):

@@ -158,3 +158,27 @@ def test_of_wirecall_the_version_that_runs_is_shown(monkeypatch: pytest.MonkeyPa
 def test_a_clock_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wirecall.cli.doctor.time.time", lambda: 1_000_000.0)
     assert diagnosis()[1]["clock"][0][0] == "warn"
+
+
+# --- the app, as MCP clients and models see it -------------------------------------------------------------------------
+
+
+def app_findings(source: str) -> list[tuple[str, str]]:
+    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n')
+    Path("app.py").write_text(f'from wirecall import App, Context\n\napp = App("shop")\n{source}')
+    code, found = diagnosis()
+    assert code == 0
+    return found["app"][1:]
+
+
+def test_names_of_tools_with_dots_are_a_remark() -> None:
+    """SEP-986: the specification allows them, and some model APIs do not."""
+    names = [f"orders.m{number}" for number in range(7)]
+    source = "".join(f'app.query(name="{name}")(lambda: 1)\n' for name in names)
+    source += 'app.query(name="internal.only", expose=("rpc",))(lambda: 1)\napp.query(name="plain-name_2")(lambda: 1)\n'
+    shown = "orders.m0, orders.m1, orders.m2, orders.m3, orders.m4 and 2 more"
+    assert app_findings(source) == [("warn", f"some model APIs refuse dots in the names of tools: {shown}")]
+
+
+def test_an_app_without_anything_to_remark() -> None:
+    assert app_findings('app.query(name="plain")(lambda: 1)\n') == []

@@ -31,6 +31,7 @@ Level = Literal["ok", "warn", "fail"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 FILES = 2048  # open files of a process: its connections, and some of its own
 TOO_FEW = 256
+SHOWN = 5  # names in a finding
 _PACKAGES = ("msgspec", "click", "rich", "aiohttp", "apsw", "granian")  # they come with wirecall
 
 
@@ -110,6 +111,16 @@ def check_app(config: Config) -> Iterator[Finding]:
     if not _is_local(config) and app.mode != "production":
         what = "other machines can reach it in development mode: commands run without keys"
         yield Finding("app", "warn", what, "set WIRECALL_MODE=production")
+    # MCP allows dots in the names of tools, but several model APIs do not (SEP-986).
+    if dotted := [name for name in app.registry.tools if "." in name]:
+        what = f"some model APIs refuse dots in the names of tools: {listed(dotted)}"
+        yield Finding("app", "warn", what, 'rename it: name="orders_create", or leave it out of MCP: expose=("rpc",)')
+
+
+def listed(names: list[str]) -> str:
+    """Return the first names of a list, and how many there are more."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def check_ledger(config: Config) -> Iterator[Finding]:

@@ -182,6 +182,9 @@ class Dialect:
         """Return whether a settled entry is to be sent again: a call of several rounds."""
         return False
 
+    def ended(self, entry: AnyEntry) -> None:
+        """Take note of an entry that is settled, or whose caller stopped waiting."""
+
     async def try_arrays(self) -> None:
         """Find out whether the server takes arrays, if it may be one that drops them."""
 
@@ -233,22 +236,29 @@ class Delivery:
     async def run(self, entry: AnyEntry) -> None:
         """Settle one entry."""
         self._begin(entry)
-        await self._prepare(entry)
-        if entry.is_settled:
-            return
-        if self._coalescer is not None and entry.safe and self.arrays.legal:
-            await self._coalescer.add(entry, self.arrays.chunk)
-        else:
-            await self.deliver([entry])
+        try:
+            await self._prepare(entry)
+            if entry.is_settled:
+                return
+            if self._coalescer is not None and entry.safe and self.arrays.legal:
+                await self._coalescer.add(entry, self.arrays.chunk)
+            else:
+                await self.deliver([entry])
+        finally:
+            self._dialect.ended(entry)
 
     async def run_together(self, entries: list[AnyEntry]) -> tuple[Wire, str]:
         """Settle all entries, in arrays where that is legal; return how they went, and why so."""
         for entry in entries:
             self._begin(entry)
-        for entry in entries:
-            await self._prepare(entry)
-        left = [entry for entry in entries if not entry.is_settled]
-        wire = await self._deliver_together(left)
+        try:
+            for entry in entries:
+                await self._prepare(entry)
+            left = [entry for entry in entries if not entry.is_settled]
+            wire = await self._deliver_together(left)
+        finally:
+            for entry in entries:
+                self._dialect.ended(entry)
         return wire, self.arrays.reason if len(left) > 1 else "there is one entry" if left else "nothing was sent"
 
     async def ask(self, method: str, timeout: float) -> AnyEntry:

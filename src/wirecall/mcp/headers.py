@@ -20,12 +20,12 @@ from msgspec import UNSET, Raw
 from wirecall.errors import HeaderMismatch
 from wirecall.mcp.types import Params
 from wirecall.protocol.messages import JsonObject, decode_any
+from wirecall.protocol.params import MARK, TOKEN
 
 VERSION = "mcp-protocol-version"
 METHOD = "mcp-method"
 NAME = "mcp-name"
 PARAM = "mcp-param-"
-MARK = "x-mcp-header"
 
 Marks: TypeAlias = Mapping[tuple[str, ...], str]  # the name of a header, by the path to the property that it repeats
 
@@ -41,7 +41,6 @@ _NUMBER = re.compile(r"-?[0-9]{1,400}(\.[0-9]+)?")
 _OPEN, _CLOSE = "=?base64?", "?="
 _PLAIN = re.compile(r"[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?")  # fits a header as it is
 _SENTINEL = re.compile(r"=\?base64\?.*\?=")
-_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
 _MARKED_TYPES = ("string", "integer", "boolean")
 _DATA = frozenset({MARK, "const", "enum", "default", "examples"})  # members of a schema that hold values, not schemas
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -182,7 +181,7 @@ def fault_of(schema: object) -> str | None:
     seen: set[str] = set()
     for declared in plain:
         name = declared[MARK]
-        if not (isinstance(name, str) and _TOKEN.fullmatch(name)):
+        if not (isinstance(name, str) and TOKEN.fullmatch(name)):
             return f"{MARK}: {name!r} is not a valid header name"
         if name.lower() in seen:
             return f"{MARK}: {name!r} occurs twice"

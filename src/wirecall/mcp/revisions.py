@@ -15,6 +15,7 @@ The first word of a row says what it is about:
 
 from typing import Final
 
+from wirecall.errors import BadInput, FixedError, InternalError, InvalidParams, KeyInvalid, KeyRequired, NotCapable, RpcError
 from wirecall.protocol.messages import JsonObject
 
 # fmt: off
@@ -84,6 +85,7 @@ _TABLE: Final = {
     "resource not found":                           "-32002      -32002      -32002      -32002      -32602",
     "bad arguments":                                "error       error       error       result      result",
     "capability of the client missing":             "result      result      result      result      error",
+    "visit required":                               "-           -           -           -32042      -",
 
     # --- Streamable HTTP
     "http version header":                          "-           -           +           +           +",
@@ -130,6 +132,20 @@ class Revision:
         if content["type"] == "resource_link":
             return {"type": "text", "text": f"{content['name']}: {content['uri']}"}
         return {"type": "text", "text": f"[{content['type']} of type {content.get('mimeType', 'unknown')} left out]"}
+
+    def reports_in_result(self, error: RpcError, *, asks_key: bool) -> bool:
+        """Return whether a tool reports an error in its result, where the model reads it, and not as one of the protocol.
+
+        `asks_key` says that the model fills in the idempotency key.
+        """
+        # Errors that a model can mend belong into the result (server/tools, "Error Handling"; SEP-1303 for bad arguments).
+        # It can mend arguments, and a key only if it is asked for one. It can mend neither a header nor an answer.
+        if isinstance(error, InvalidParams):
+            is_mendable = asks_key if isinstance(error, KeyRequired) else not isinstance(error, (KeyInvalid, BadInput))
+            return is_mendable and self.value("bad arguments") == "result"
+        if isinstance(error, NotCapable):
+            return self.value("capability of the client missing") == "result"
+        return not isinstance(error, FixedError) or isinstance(error, InternalError)
 
     def __repr__(self) -> str:
         return f"<revision {self.name}>"

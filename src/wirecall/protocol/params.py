@@ -12,9 +12,11 @@ The rules of the file:
 2. An untyped parameter takes any JSON. `*rest` takes the surplus positions, or a list under its own name.
 3. `_meta` is accepted beside every method's params and `idempotency_key` beside a command's; neither is passed to a
    function that does not declare it.
-4. Every mismatch is an `InvalidParams` that says what and where: `params.cents: expected int, got str`.
+4. `Header("Region")` in an Annotated marks a parameter that MCP clients repeat in an HTTP header (`x-mcp-header`).
+5. Every mismatch is an `InvalidParams` that says what and where: `params.cents: expected int, got str`.
 """
 
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,14 +31,26 @@ from wirecall.protocol.messages import JsonObject
 
 META = "_meta"
 KEY = "idempotency_key"
+MARK = "x-mcp-header"
+TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a name in a header (RFC 9110, section 5.6.2)
 REQUIRED: object = type("REQUIRED", (), {"__repr__": lambda _: "REQUIRED"})()
 
 Binder = Callable[[Raw | UnsetType], Sequence[object]]
 
 _NO_PARAMS = Raw(b"[]")
 _SCALARS = (type(None), bool, int, float, str)
+_HEADER_TYPES = {str: "string", int: "integer", bool: "boolean"}  # of parameters that a header can repeat
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
 _decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+class Header(Struct, frozen=True):
+    """Marks a parameter of a tool: MCP clients repeat its value in the HTTP header `Mcp-Param-NAME` (2026-07-28).
+
+    `Annotated[str, Header("Region")]` lets a proxy route by the region without reading bodies.
+    """
+
+    name: str
 
 
 class Parameter(Struct, frozen=True):
@@ -98,6 +112,7 @@ class Signature:
         )
         self.bind = self._binder()
         self.schema, self.result_schema = self._describe()
+        self.has_headers = self._mark()
 
     def bind_all(self, raw: Raw | UnsetType, injected: object) -> tuple[Sequence[object], Mapping[str, object]]:
         """Return the arguments of any function; `injected` goes to the parameters annotated with the injected type."""
@@ -212,6 +227,43 @@ class Signature:
             self.returns = Any
             return params, {}
         return params, {**result, **({"$defs": definitions} if definitions else {})}
+
+    def _mark(self) -> bool:
+        """Put the headers of marked parameters into the schema; return whether there are any."""
+        # Only plain properties of three types can be marked, each with a header of its own (2026-07-28,
+        # basic/transports/streamable-http, "Schema Extension"). Clients leave out a tool that breaks these rules.
+        seen: set[str] = set()
+        for p in self.parameters:
+            own = [note for note in getattr(p.type, "__metadata__", ()) if isinstance(note, Header)]
+            marks = [
+                note
+                for part in _parts(p.type, set())
+                for note in getattr(part, "__metadata__", ())
+                if isinstance(note, Header)
+            ]
+            if not marks:
+                continue
+            schema, name = self.schema["properties"].get(p.name, {}), str(marks[0].name)
+            kinds = {_HEADER_TYPES.get(type(value)) for value in schema.get("enum", ())}
+            kind = schema.get("type", kinds.pop() if len(kinds) == 1 else None)
+            why = fix = ""
+            if len(own) != 1 or marks != own:
+                why, fix = "one header repeats one parameter as a whole", "mark a parameter of the function itself, once"
+            elif not TOKEN.fullmatch(name):
+                why, fix = (
+                    "the name of a header has letters, digits, and marks such as -",
+                    'use a name like Header("Region")',
+                )
+            elif name.lower() in seen:
+                why, fix = "another parameter has the same header", "give one of them another name"
+            elif kind not in _HEADER_TYPES.values():
+                why = "only a str, an int, a bool, or a Literal of one of these fits into a header"
+                fix = "use one of these types; a parameter that may be left out has a default"
+            if why:
+                raise UsageError(f"The parameter {p.name} of {_name_of(self.function)} cannot have {marks[0]!r}.", why, fix)
+            seen.add(name.lower())
+            schema |= {"type": kind, MARK: name}
+        return bool(seen)
 
     def _decoder(self, type: object) -> msgspec.json.Decoder[Any]:
         try:

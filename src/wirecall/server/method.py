@@ -41,7 +41,8 @@ MCP_FAMILIES = (
     "tools/",
 )
 
-LONGEST_TOOL_NAME = 128
+# MCP allows 128 characters (2025-11-25, server/tools, "Tool Names"), SEP-986 and model APIs allow 64. The lower one counts.
+LONGEST_TOOL_NAME = 64
 _NAME_MARKS = str.maketrans("_-.", "aaa")
 
 
@@ -274,11 +275,14 @@ def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
         if not _is_amount(getattr(method.terms, field)):
             yield f"{field} must be a number above 0", f"{field}={getattr(Terms(), field)}"
 
+    if method.input_schema is not None and method.signature.has_headers:
+        yield "input_schema takes the place of the function's own schema, and with it of Header", "write x-mcp-header there"
+
     # Where it is served.
     if not method.expose or not {*method.expose} <= {*EVERYWHERE}:
         why = f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them"
         yield why, 'expose=("rpc",)'
-    if "mcp" in method.expose and not reserved:  # MCP 2025-11-25, server/tools, "Tool Names"
+    if "mcp" in method.expose and not reserved:
         plain = method.name.translate(_NAME_MARKS)
         if not (plain.isascii() and plain.isalnum() and len(plain) <= LONGEST_TOOL_NAME):
             why = f"the name of a tool has 1 to {LONGEST_TOOL_NAME} of the characters A-Z, a-z, 0-9, _, - and ."

@@ -269,6 +269,10 @@ class _Progress(Struct, rename="camel"):
     message: str | None = None
 
 
+class _Complete(Struct, rename="camel"):
+    elicitation_id: str
+
+
 class _Told(Struct):
     uri: str | None = None
     task: str = msgspec.field(default="", name="taskId")
@@ -302,6 +306,7 @@ class Inbox:
     ) -> None:
         self.revision: Revision | None = None
         self.followers: WeakValueDictionary[ProgressToken, Follower] = WeakValueDictionary()
+        self.visits: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()  # set when the user has finished
         self.acknowledged: Callable[[Any, JsonObject], None] = lambda _id, _honoured: None
         self.cancelled: Callable[[int | str], None] = lambda _id: None
         self.on_task: Callable[[str, Raw], None] = lambda _id, _state: None
@@ -342,6 +347,10 @@ class Inbox:
                     self.tell(self._on_log, msgspec.json.decode(params, type=Log))
             elif message.method == "notifications/tasks":
                 self.on_task(msgspec.json.decode(params, type=_Told).task, params)
+            elif message.method == "notifications/elicitation/complete":
+                visit = self.visits.get(msgspec.json.decode(params, type=_Complete).elicitation_id)
+                if visit is not None:
+                    visit.set()
             elif message.method == "notifications/subscriptions/acknowledged":
                 told = msgspec.json.decode(params, type=_Told)
                 self.acknowledged(told.subscription, told.notifications or {})

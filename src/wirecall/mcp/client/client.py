@@ -180,8 +180,8 @@ class McpClient(Client):
         return await self._conversation.lists.read(Template, timeout)
 
     async def read_resource(self, uri: str, *, timeout: float | None = None) -> list[Embedded]:
-        """Return the contents of a resource."""
-        return await self._conversation.ask("resources/read", {"uri": uri}, offers.read_contents, timeout)
+        """Return the contents of a resource. They are kept for as long as the server allows (2026-07-28)."""
+        return await self._conversation.read_resource(uri, timeout)
 
     async def get_prompt(
         self, name: str, arguments: Mapping[str, str] | None = None, *, timeout: float | None = None

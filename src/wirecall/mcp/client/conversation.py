@@ -9,6 +9,10 @@ lists the tools anew, one for the version (-32022) takes one that the server lis
 run. The result of a tool may also be a task: the call goes on until the task is over (`tasks`), and cancels it if its caller
 stops waiting.
 
+At 2025-11-25 a server may refuse a call until the user has visited a page (-32042). The host's `elicit_url` leads the user
+there, and the call goes again at once. If the server refuses it again, the client waits until the server reports that the
+visit is complete (`notifications/elicitation/complete`), at most for the time of the call, and tries once more.
+
 For every call the conversation decides whether it is confirmed first, whether it has a key, and whether it may be repeated:
 
 1. Lists, resources, prompts and completions only read, and are repeated.
@@ -22,9 +26,10 @@ For every call the conversation decides whether it is confirmed first, whether i
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -45,21 +50,26 @@ from wirecall.errors import (
     TimedOut,
     UnknownVersion,
     UsageError,
+    VisitRequired,
     WirecallError,
 )
+from wirecall.logs import logger
 from wirecall.mcp import extensions
 from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, Listening, Log
 from wirecall.mcp.client.host import ROUNDS, Host, Question
 from wirecall.mcp.client.links import FAREWELL, McpHttpLink, McpLink
 from wirecall.mcp.client.lists import Lists
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
-from wirecall.mcp.client.results import Tool
+from wirecall.mcp.client.results import Tool, read_contents
 from wirecall.mcp.client.tasks import LONGEST_ID, Task, read_state
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
-from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX, REPLAYED_META, TASKS
+from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX, REPLAYED_META, TASKS, Embedded
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.version import __version__
+
+if TYPE_CHECKING:
+    from wirecall.tracing import ClientCall
 
 T = TypeVar("T")
 Trust: TypeAlias = bool | Callable[[Tool], bool]
@@ -83,6 +93,19 @@ class _Asked(Struct, rename="camel"):
     request_state: Any = UNSET
 
 
+class _Visit(Struct, rename="camel"):
+    """A page that the user has to visit before a call (-32042)."""
+
+    elicitation_id: str
+    url: str
+    message: str = ""
+    mode: Literal["url"] = "url"
+
+
+class _Visits(Struct):
+    elicitations: list[_Visit]
+
+
 class _Kind(Struct, rename="camel"):
     result_type: str = "complete"  # what older servers leave out (2026-07-28, basic)
 
@@ -99,6 +122,9 @@ class Extra(Struct):
     tasks: bool = True  # the call may become a task
     is_background: bool = False  # and that is not waited for
     task: "Task[Any] | None" = None  # that the call has become
+    visits: dict[str, asyncio.Event] = {}  # that the user has agreed to, by id; set when the server reports one as complete
+    has_waited: bool = False  # for the last of them
+    trace: "ClientCall | None" = None
 
 
 _kind_of = msgspec.json.Decoder(_Kind).decode
@@ -116,6 +142,7 @@ class Settings(Host, frozen=True, kw_only=True):
     on_change: Callable[[Change], object] | None = None
     identity: Mapping[str, Any] | None = None
     tasks: bool = True
+    baggage: bool = False
 
     def __post_init__(self) -> None:
         if self.revision is not None and self.revision not in REVISIONS:
@@ -133,7 +160,7 @@ class Conversation(Dialect):
     def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
         self.link = link
         self.revision: Revision | None = None  # None: nothing is agreed yet
-        self.has_rounds = False
+        self.is_stateless = False
         self.honours_keys = False  # the server says that of the calls of a tool with one key, one runs
         self.server: JsonObject = {}
         self.capabilities: JsonObject = {}
@@ -144,6 +171,7 @@ class Conversation(Dialect):
         self._me = Raw(encode(dict(settings.identity or {"name": "wirecall", "version": __version__})))
         self._pinned = None if settings.revision is None else REVISIONS[settings.revision]
         self._has_tried_arrays = False
+        self._can_trace = True
         self._level: str | None = None
         self._seal({})
         self._inbox = Inbox(settings, lambda message: self.link.send(message), settings.on_log, self._changed)
@@ -157,10 +185,6 @@ class Conversation(Dialect):
         self._sends_states = True  # the server has not failed to agree to it
         self._leaving: set[asyncio.Task[None]] = set()  # cancel tasks that are no longer waited for
         self._speak_on(link)
-
-    @property
-    def is_stateless(self) -> bool:
-        return self.has_rounds
 
     def extension(self, id: str) -> JsonObject | None:
         """Return the server's settings of an extension; None if the server has not declared it."""
@@ -189,6 +213,7 @@ class Conversation(Dialect):
             except CallFailed:
                 raise refusal from None
             await self.link.aclose()
+            older.url = self.link.url
             self._speak_on(older)
             self.delivery.link = self._options.wrap(older)
             agreed = await self._handshake().initialize(self._pinned or HANDSHAKE[-1])
@@ -233,7 +258,8 @@ class Conversation(Dialect):
         """Speak as was agreed."""
         revision = agreed.revision
         self.revision = self.link.revision = self._inbox.revision = revision
-        self.has_rounds = self._listening.is_stateless = revision.is_stateless
+        self.is_stateless = self._listening.is_stateless = revision.is_stateless
+        self.has_rounds = revision.is_stateless or revision.has("visit required")
         self.server, self.capabilities, self.instructions = agreed.server, agreed.capabilities, agreed.instructions
         experimental = agreed.capabilities.get("experimental")
         self.honours_keys = isinstance(experimental, dict) and KEYS_CAPABILITY in experimental
@@ -316,6 +342,19 @@ class Conversation(Dialect):
         await self.delivery.run(entry)
         return entry.result()
 
+    async def read_resource(self, uri: str, timeout: float | None = None) -> list[Embedded]:
+        """Return the contents of a resource: those that are kept while they are fresh, else new ones."""
+        kept = self.lists.contents(uri)
+        if kept is not None:
+            return kept
+        extra, before = Extra(), self.lists.changes
+        # A result that depends on answers of the user must not be kept (2026-07-28, server/utilities/caching, "Cache Key").
+        extra.read = lambda entry: read_contents(entry.raw) if extra.round else self.lists.keep(uri, entry.raw, before)
+        given = self._options.timeout if timeout is None else timeout
+        entry: Entry[list[Embedded]] = Entry("resources/read", {"uri": uri}, self.read, timeout=given, extra=extra)
+        await self.delivery.run(entry)
+        return entry.result()
+
     async def tell(self, method: str, params: JsonObject) -> None:
         """Call a method of MCP's own whose result says nothing."""
         await self.ask(method, params, lambda _raw: None)
@@ -329,10 +368,35 @@ class Conversation(Dialect):
             entry.extra = Extra()
 
     async def prepare(self, entry: AnyEntry) -> None:
-        if entry.method != "tools/call":
+        if entry.method == "tools/call":
+            await self._prepare_tool(entry)
+        else:
             entry.key = entry.key if isinstance(entry.key, str) else None
             entry.safe = entry.method.startswith(_READS) or entry.query is True
-            return
+        # A program that traces has imported OpenTelemetry. The span begins here, where the caller's one is the current one.
+        if "opentelemetry.trace" in sys.modules and self._can_trace:
+            try:
+                from wirecall.tracing import ClientCall
+
+                entry.extra.trace = ClientCall(
+                    entry.method,
+                    entry.params,
+                    revision=None if self.revision is None else self.revision.name,
+                    url=self.link.url,
+                    baggage=self._settings.baggage,
+                )
+            except Exception as error:  # an OpenTelemetry that is too old must not stop a call
+                self._can_trace = False
+                logger.warning("calls are not traced: %s", error)
+
+    def ended(self, entry: AnyEntry) -> None:
+        extra: Extra | None = entry.extra
+        if extra is not None and extra.trace is not None:
+            error = entry.error if entry.is_settled else asyncio.CancelledError()
+            extra.trace.end(entry.id, error, entry.raw)
+            extra.trace = None
+
+    async def _prepare_tool(self, entry: AnyEntry) -> None:
         params = entry.params or {}
         name, arguments = str(params.get("name")), params.get("arguments")
         confirm = self._settings.confirm
@@ -383,6 +447,8 @@ class Conversation(Dialect):
         members: JsonObject = {**entry.params} if entry.params else {}
         extra: Extra = entry.extra
         own: JsonObject = members.get("_meta", {})
+        if extra.trace is not None:
+            own = {**extra.trace.meta, **own}
         if entry.key is not None and entry.method == "tools/call":
             own = {**own, KEY_META: entry.key}
         if extra.follower is not None:
@@ -400,7 +466,7 @@ class Conversation(Dialect):
 
     def read(self, entry: AnyEntry) -> Any:
         extra: Extra = entry.extra
-        if self.has_rounds:
+        if self.is_stateless:
             try:
                 kind, is_tool = _kind_of(entry.raw).result_type, entry.method == "tools/call"
                 extra.asked = None
@@ -454,6 +520,8 @@ class Conversation(Dialect):
             extra.round = {**({"inputResponses": answers} if answers else {}), **state}
             entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
             return True
+        if isinstance(error, VisitRequired) and self.revision is not None and self.revision.has("visit required"):
+            return await self._visit(entry, error)
         if extra.is_mended:
             return False
         extra.is_mended = True
@@ -478,6 +546,42 @@ class Conversation(Dialect):
             return {key: await self._settings.answer(question.method, question.params) for key, question in asked.items()}
         except RpcError as refusal:
             raise BadAnswer(f"the server asks what this client cannot answer: {refusal}") from None
+
+    async def _visit(self, entry: AnyEntry, error: VisitRequired) -> bool:
+        """Lead the user to the pages that a call needs; return whether it is to be sent again."""
+        extra: Extra = entry.extra
+        if self._settings.elicit_url is None:
+            return False
+        # Step 1: a visit that the user has agreed to, and that is not complete yet.
+        pending = [complete for complete in extra.visits.values() if not complete.is_set()]
+        if pending and not extra.has_waited:
+            extra.has_waited = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(entry.timeout):
+                    for complete in pending:
+                        await complete.wait()
+            entry.deadline = self._options.clock.time() + entry.timeout
+            return True
+        # Step 2: pages that the user has not been asked about yet.
+        try:
+            wanted = msgspec.convert(error.data, _Visits).elicitations
+            new = [visit for visit in wanted if visit.elicitation_id not in extra.visits]
+            for visit in new:
+                # Before the handler is asked: the server may report the end of a visit while the handler still waits for it.
+                id = visit.elicitation_id
+                extra.visits[id] = self._inbox.visits.setdefault(id, asyncio.Event())
+                agreed = await self._settings.answer("elicitation/create", Raw(encode(visit)))
+                if agreed["action"] != "accept":
+                    return False
+        except msgspec.ValidationError as problem:
+            entry.fail(BadAnswer(f"{entry.method}: the server requires a visit and does not say where: {problem}", ran="no"))
+            return False
+        except RpcError as refusal:
+            entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {refusal}", ran="no"))
+            return False
+        extra.has_waited = False
+        entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+        return bool(new)
 
     async def set_log_level(self, level: str) -> None:
         """Ask for log messages from this level upwards, in this session and the next."""
@@ -556,7 +660,7 @@ class Conversation(Dialect):
         return set(self._subscribed.uris) if self._subscribed else set()
 
     def _changed(self, change: Change, subscription: Any) -> None:
-        self.lists.forget(change.kind)
+        self.lists.forget(change.kind, change.uri)
         self._listening.tell(change, subscription)
         if self._settings.on_change is not None:
             self._inbox.tell(self._settings.on_change, change)

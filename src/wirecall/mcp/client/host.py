@@ -15,6 +15,7 @@ A handler is a function or a coroutine function.
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -26,6 +27,7 @@ from wirecall.mcp.types import Elicited, Root, Sampled
 from wirecall.protocol.messages import JsonObject
 
 ROUNDS = 16  # of questions and answers in one call
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Question(Struct):
@@ -48,6 +50,14 @@ class Visit(Struct, frozen=True, rename="camel"):
     message: str = ""
     url: str = ""
     elicitation_id: str | None = None
+
+    @property
+    def host(self) -> str:
+        """The host in the address, or "" if it has none: a user looks at it before they agree."""
+        try:
+            return urlsplit(self.url).hostname or ""
+        except ValueError:
+            return ""
 
 
 class Sampling(Struct, frozen=True, rename="camel"):
@@ -141,7 +151,12 @@ class Host(Struct, frozen=True, kw_only=True):
     async def _elicit(self, params: Raw) -> JsonObject:
         mode = msgspec.json.decode(params, type=_Mode).mode
         if mode == "url" and self.elicit_url is not None:
-            agreed = await _awaited(self.elicit_url(msgspec.json.decode(params, type=Visit)))
+            visit = msgspec.json.decode(params, type=Visit)
+            # A server names the address, and a browser opens it: not a file or a script, and not where others can listen.
+            scheme = visit.url.partition(":")[0].lower()
+            if not visit.host or not (scheme == "https" or (scheme == "http" and visit.host in _LOOPBACK)):
+                raise InvalidParams(f"url: expected https, or http to this machine, got {visit.url[:100]!r}")
+            agreed = await _awaited(self.elicit_url(visit))
             if isinstance(agreed, Elicited):
                 return {"action": agreed.action}
             return {"action": "accept" if agreed else "decline"}

@@ -59,6 +59,7 @@ class McpLink(Link):
     """A link that speaks MCP."""
 
     is_pipe: bool
+    url: str | None = None  # of HTTP
     older: "Callable[[], McpLink] | None" = None  # the way of 2024-11-05 to the same address
 
     def __init__(self) -> None:
@@ -105,6 +106,7 @@ class McpHttpLink(McpLink):
 
     def __init__(self, http: HttpClient, older: Callable[[], McpLink] | None, clock: Clock) -> None:
         super().__init__()
+        self.url = http.url
         self.older = older
         self.session: str | None = None
         self._http = http

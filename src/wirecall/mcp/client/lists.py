@@ -1,11 +1,12 @@
-"""A server's lists as a client keeps them: read from all their pages, and fresh for as long as they may be.
+"""A server's lists and resources as a client keeps them: fresh for as long as they may be.
 
 1. A list is what all its pages say. A cursor is any text, the empty one too; only its absence ends a list. A cursor that
    the server does not know any more means that the list has changed: it is read anew, once.
 2. Where the server names a time (2026-07-28, `ttlMs`), a list is kept for it; each page has its own clock, and the first
    that runs out ends it for all. A notification of a change ends it at once. Older revisions name no time, so nothing is
    kept.
-3. The hints and marks of tools, which calls need, are at most `KNOWN` seconds old, or as old as the list may be.
+3. The contents of a resource are kept in the same way, up to `READS` of them with `READ_BYTES` in all.
+4. The hints and marks of tools, which calls need, are at most `KNOWN` seconds old, or as old as the list may be.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,14 +17,17 @@ from msgspec import Raw, Struct
 
 from wirecall.errors import BadAnswer, InvalidParams, RpcError
 from wirecall.logs import logger
-from wirecall.mcp.client.results import Prompt, Resource, Template, Tool, read_entries
+from wirecall.mcp.client.results import Prompt, Resource, Template, Tool, read_contents, read_entries
 from wirecall.mcp.headers import Marks, fault_of, marked
+from wirecall.mcp.types import Embedded
 from wirecall.protocol.messages import UNREADABLE, JsonObject
 
 T = TypeVar("T", Tool, Prompt, Resource, Template)
 
 PAGES = 1000  # of one list: more of them is a server that goes in circles
 KNOWN = 60.0
+READS = 100
+READ_BYTES = 10 << 20
 
 # The method of each list, and the member of its result that holds the entries.
 _LISTS: dict[type, tuple[str, str]] = {
@@ -47,6 +51,7 @@ _Ask: TypeAlias = Callable[[str, JsonObject | None, Callable[[Raw], Raw], float 
 class _Kept(Struct):
     entries: list[Any]
     until: float
+    size: int = 0  # bytes of JSON
 
 
 class Lists:
@@ -59,14 +64,18 @@ class Lists:
         self._ask = ask  # calls a method of MCP's own
         self._now = now
         self._kept: dict[type, _Kept] = {}
+        self._read: dict[str, _Kept] = {}  # contents of resources, by URI, the oldest first
         self._tools: dict[str, Tool] = {}
         self._known_until = 0.0
+        self.changes = 0  # counts what was forgotten: something that was read meanwhile may be old already
 
     async def read(self, kind: type[T], timeout: float | None = None) -> list[T]:
         """Return all entries of a list."""
         kept = self._kept.get(kind)
         if kept is None or self._now() >= kept.until:
+            before = self.changes
             kept = self._kept[kind] = await self._pages(kind, timeout)
+            kept.until = kept.until if self.changes == before else 0.0
             if kind is Tool:
                 # What calls have to know of tools. One whose marks are not sound is left out, as the specification demands.
                 tools: list[Tool] = kept.entries
@@ -87,8 +96,32 @@ class Lists:
             await self.read(Tool, timeout)
         return self._tools.get(name)
 
-    def forget(self, changed: str | None = None) -> None:
-        """Forget what has changed; None: all may have."""
+    def contents(self, uri: str) -> list[Embedded] | None:
+        """Return the contents of a resource that are kept, or None."""
+        kept = self._read.get(uri)
+        return None if kept is None or self._now() >= kept.until else list(kept.entries)
+
+    def keep(self, uri: str, raw: Raw, before: int) -> list[Embedded]:
+        """Return the contents in a result, and keep them for the time that it names.
+
+        `before` are the changes before the result was asked for: if there were more since, it may be old already.
+        """
+        contents, size = read_contents(raw), memoryview(raw).nbytes
+        self._read.pop(uri, None)
+        ttl = _ttl(msgspec.json.decode(raw, type=dict[str, Raw]))
+        if ttl > 0 and size <= READ_BYTES and self.changes == before:
+            self._read[uri] = _Kept(contents, self._now() + ttl, size)
+            while len(self._read) > READS or sum(kept.size for kept in self._read.values()) > READ_BYTES:
+                del self._read[next(iter(self._read))]
+        return list(contents)
+
+    def forget(self, changed: str | None = None, uri: str | None = None) -> None:
+        """Forget what has changed, and the contents of the resource if it is one; None: all may have changed."""
+        self.changes += 1
+        if changed == "updated":
+            self._read.pop(uri or "", None)
+        elif changed in (None, "resources"):
+            self._read.clear()
         for kind in _LISTS if changed is None else _CHANGED[changed]:
             self._kept.pop(kind, None)
             if kind is Tool:
@@ -118,14 +151,18 @@ class Lists:
                 cursor = msgspec.json.decode(page.get("nextCursor", Raw(b"null")), type=str | None)
             except UNREADABLE as error:
                 raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
-            try:  # milliseconds; left out, or not a number: nothing is kept
-                ttl = max(0.0, msgspec.json.decode(page.get("ttlMs", Raw(b"0")), type=float) / 1000)
-            except UNREADABLE:
-                ttl = 0.0
-            kept.until = min(kept.until, self._now() + ttl)
+            kept.until = min(kept.until, self._now() + _ttl(page))
             if cursor is None:
                 return kept
             if cursor in seen:
                 break
             seen.add(cursor)
         raise BadAnswer(f"{method}: the list has no end", ran="yes")
+
+
+def _ttl(result: dict[str, Raw]) -> float:
+    """Return the seconds for which a result may be kept: 0 if its `ttlMs` is left out, negative or not a number."""
+    try:
+        return max(0.0, msgspec.json.decode(result.get("ttlMs", Raw(b"0")), type=float) / 1000)
+    except UNREADABLE:
+        return 0.0

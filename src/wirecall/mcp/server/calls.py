@@ -21,17 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import (
-    BadInput,
-    FixedError,
-    InternalError,
-    InvalidParams,
-    KeyInProgress,
-    KeyInvalid,
-    KeyRequired,
-    NotCapable,
-    RpcError,
-)
+from wirecall.errors import InvalidParams, KeyInProgress, KeyRequired, NotCapable, RpcError
 from wirecall.mcp.revisions import STATELESS, Revision
 from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
 from wirecall.mcp.server.messages import INPUT_REQUIRED, Answers, Id
@@ -65,9 +55,16 @@ class Calls:
     """Calls the functions of a catalog."""
 
     def __init__(
-        self, catalog: Catalog, dispatcher: "Callable[[], Dispatcher]", questions: Questions, answers: Answers
+        self,
+        catalog: Catalog,
+        dispatcher: "Callable[[], Dispatcher]",
+        questions: Questions,
+        answers: Answers,
+        *,
+        is_public: bool,
     ) -> None:
         self._catalog = catalog
+        self._is_public = is_public  # all callers are anonymous
         self._dispatcher = dispatcher
         self._questions = questions
         self._answers = answers
@@ -172,7 +169,11 @@ class Calls:
         result = await self._run(peer, resource.method, arguments, read_result(resource, uri))
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
-        return result[:-1] + b',"ttlMs":0,"cacheScope":"private"}'
+        # A result that depends on the user's answers is not one of its URI alone, and must not be kept (2026-07-28,
+        # server/utilities/caching, "Cache Key").
+        ttl_ms = 0 if peer.answers else resource.ttl_ms
+        scope = b"public" if resource.is_public and self._is_public and not peer.answers else b"private"
+        return result[:-1] + b',"ttlMs":%d,"cacheScope":"%s"}' % (ttl_ms, scope)
 
     async def complete(self, peer: Peer) -> object:
         """Return the result of `completion/complete`."""
@@ -385,22 +386,14 @@ def _as_result(error: RpcError, method: Method, revision: Revision) -> CallResul
 
     A model sees only the text; code and data stay in `_meta`, from which our client restores the error and its `ran`.
     """
-    # Errors that a model can mend belong into the result, all others are the protocol's (server/tools, "Error Handling";
-    # SEP-1303 for bad arguments).
+    if not revision.reports_in_result(error, asks_key=method.key == "ask"):
+        raise error
     data = error.data
     text = str(data.get("reason", error.message)) if isinstance(data, dict) else error.message
     if isinstance(error, InvalidParams):
-        # A model can mend arguments, and a key only if it is asked for one. It can mend neither a header nor an answer.
-        is_mendable = (
-            method.key == "ask" if isinstance(error, KeyRequired) else not isinstance(error, (KeyInvalid, BadInput))
-        )
-        if not is_mendable or revision.value("bad arguments") == "error":
-            raise error
         text = text.replace("params", "arguments", 1)
         data = {**data, "reason": text} if isinstance(data, dict) else data
-    elif not isinstance(error, NotCapable) or revision.value("capability of the client missing") == "error":
-        if isinstance(error, FixedError) and not isinstance(error, InternalError):
-            raise error
+    elif not isinstance(error, NotCapable):
         text = error.message
     told = {"code": error.code, **({} if data is None else {"data": data})}
     return CallResult([{"type": "text", "text": text}], is_error=True, meta={ERROR_META: told})

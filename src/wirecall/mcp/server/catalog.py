@@ -65,6 +65,8 @@ class ResourceEntry(Struct, frozen=True):
     mime_type: str | None
     method: Method
     pattern: re.Pattern[str] | None = None
+    ttl_ms: int = 0  # how long a client may keep the contents (2026-07-28)
+    is_public: bool = False  # and whether all callers may share them
 
     def described(self, revision: Revision) -> JsonObject:
         return {
@@ -111,7 +113,9 @@ class Catalog:
         _refuse_second(self.prompts, name, "prompt")
         self.prompts[name] = PromptEntry(name, method)
 
-    def add_resource(self, method: Method, uri: str, name: str, mime_type: str | None) -> None:
+    def add_resource(
+        self, method: Method, uri: str, name: str, mime_type: str | None, *, ttl_ms: int, is_public: bool
+    ) -> None:
         # A URI template as a pattern: `{name}` is one segment, `{name*}` (or RFC 6570's `{+name}`) is one or more.
         pattern, end, names = "", 0, []
         for match in _NAME.finditer(uri):
@@ -129,7 +133,7 @@ class Catalog:
                 f"it takes ({', '.join(theirs)}), the URI names ({', '.join(names)})",
                 "give it one parameter for every {name} of the URI, of the same name",
             )
-        kind[uri] = ResourceEntry(uri, name, mime_type, method, found)
+        kind[uri] = ResourceEntry(uri, name, mime_type, method, found, ttl_ms, is_public)
 
     def add_completion(self, method: Method, of: str, argument: str) -> None:
         if (of, argument) in self.completions:

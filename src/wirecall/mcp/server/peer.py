@@ -26,7 +26,7 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -110,6 +110,7 @@ class Session(Struct, eq=False):
     subscriptions: set[str] = set()  # URIs of resources
     waiting: int = 0  # calls that wait for its answers
     client: dict[str, str] | None = None  # its name and version, from `initialize`
+    id: str | None = None  # of a session over HTTP: the random part of its token, which opens nothing by itself
     # Questions that it has not answered yet. An error is a value of the future and not its exception: asyncio reports an
     # exception that is not retrieved, and a call that is cancelled in the same moment does not retrieve it.
     asked: "dict[Id, tuple[Peer, asyncio.Future[Raw | RpcError]]]" = {}
@@ -307,6 +308,20 @@ class Peer(Struct, eq=False):
     @property
     def revision(self) -> str:
         return self.session.revision.name
+
+    @property
+    def transport(self) -> Literal["pipe", "tcp"]:
+        return "pipe" if self.outlet.is_shared else "tcp"
+
+    @property
+    def session_id(self) -> str | None:
+        return self.session.id
+
+    @property
+    def uri(self) -> str | None:
+        """The URI of the resource that the request is for."""
+        uri = getattr(self.params, "uri", None)
+        return uri if isinstance(uri, str) else None
 
     @property
     def capabilities(self) -> JsonObject:

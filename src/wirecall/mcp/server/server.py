@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 Handler = Callable[[Peer], Coroutine[Any, Any, object]]
 
 PAGE = 200  # entries of a list in one answer
-TTL_MS = 60_000  # how long a client may keep a list; a client that listens hears of a change before that
 
 # What a server declares, and the kind of offer that it must have for it (basic/lifecycle, "Capability Negotiation").
 _CAPABILITIES: dict[str, tuple[JsonObject, str | None]] = {
@@ -107,6 +106,7 @@ class Server:
         dispatcher: "Callable[[], Dispatcher]",
         seals: Seals,
         *,
+        list_ttl_ms: int,
         is_public: bool,
         limits: Limits,
     ) -> None:
@@ -119,9 +119,9 @@ class Server:
         self._limits = limits
         self._answers = Answers(self._info, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
-        self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers)
+        self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers, is_public=is_public)
         # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
-        self._kept = {"ttlMs": TTL_MS, "cacheScope": "public" if is_public else "private"}
+        self._kept = {"ttlMs": list_ttl_ms, "cacheScope": "public" if is_public else "private"}
 
         self.methods: dict[str, McpMethod] = {}
         self.add("ping", self._ping)

@@ -129,7 +129,7 @@ class Sessions:
             ended = EndedSession(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
             if ended.is_among(self._ended.get) or self._is_ended(ended):
                 raise HttpError(404, "the session has ended: send initialize")
-            session = Session(REVISIONS[told.revision], told.capabilities, client=told.client)
+            session = Session(REVISIONS[told.revision], told.capabilities, client=told.client, id=id)
             known = self._known[id] = Known(session, ended)
             # Forget the session that was silent for longest. One that waits for its client's answer must not be forgotten,
             # or a caller that opens many sessions could cut off the others.
