@@ -13,7 +13,9 @@
     │   ├── Refused                "no": the server took the message and refused it, without JSON-RPC's words
     │   ├── TimedOut               "unknown": the answer did not come in time
     │   ├── ConnectionLost         "unknown": the connection broke after the call had left
-    │   └── BadAnswer              "unknown": the reply is not an answer to the call
+    │   ├── BadAnswer              "unknown": the reply is not an answer to the call
+    │   ├── TaskGone               "unknown": the server does not know the task that the call became, or no longer
+    │   └── TaskCancelled          "unknown": the task that the call became was cancelled
     └── RpcError                   an error as it travels: code, message, data
         ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
         │   └── ToolError          the same for a tool, where only the text counts
@@ -139,6 +141,14 @@ class ConnectionLost(CallFailed):
 
 class BadAnswer(CallFailed):
     """The reply is not a valid answer: not JSON-RPC, a wrong id, two answers or none. The call may have run."""
+
+
+class TaskGone(CallFailed):
+    """MCP: the server does not know the task: it has expired, it is another caller's, or there was none with that id."""
+
+
+class TaskCancelled(CallFailed):
+    """MCP: the task was cancelled before it had a result. Part of its work may be done."""
 
 
 class RpcError(WirecallError):

@@ -550,7 +550,8 @@ async def test_the_state_of_a_call_goes_back_byte_by_byte_with_its_key() -> None
 @pytest.mark.parametrize(
     ("told", "error"),
     [
-        ({"resultType": "task", "taskId": "1"}, "unknown type 'task'"),
+        ({"resultType": "job", "taskId": "1"}, "unknown type 'job'"),
+        ({"resultType": "task", "taskId": "1"}, "cannot be read"),
         ({"resultType": "input_required", "inputRequests": {"a": {"method": "roots/list"}}}, "cannot answer"),
         ({"resultType": "input_required", "inputRequests": 7}, "cannot be read"),
         ({"resultType": "input_required", "requestState": "again"}, "goes on asking"),

@@ -465,7 +465,7 @@ async def test_our_client_declares_its_extensions_in_every_request() -> None:
         async with connect(server.url, extensions={LOYALTY: {"club": "north"}}) as client:
             await client.call("loyalty/points")
         declared = [one.body["params"]["_meta"][f"{PREFIX}clientCapabilities"] for one in server.seen]
-    assert declared == [{"extensions": {LOYALTY: {"club": "north"}}}] * 2
+    assert declared == [{"extensions": {LOYALTY: {"club": "north"}, f"{PREFIX}tasks": {}}}] * 2
     assert server.seen[-1].headers["mcp-method"] == "loyalty/points"
 
 

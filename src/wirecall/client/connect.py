@@ -65,6 +65,7 @@ class McpOptions(ConnectOptions, total=False):
     on_change: "Callable[[Change], object] | None"
     identity: Mapping[str, Any] | None
     extensions: Mapping[str, Mapping[str, Any]] | None
+    tasks: bool
     baggage: bool
 
 
@@ -86,8 +87,9 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     calls, with `confirm_unknown=True` also before calls of unknown tools. `sample`, `elicit`, `elicit_url` and `roots`
     answer what the server asks (see `mcp.client.host`); `on_log` gets its log messages, `on_change` its changes.
     `identity` describes this client to the server, and `extensions` declares those of MCP that your program supports:
-    settings by id. If the program traces with OpenTelemetry, every call tells the server of its span; `baggage=True` sends
-    the current baggage as well.
+    settings by id. `tasks=False` makes the server answer each call itself, without tasks that the client waits for.
+    If the program traces with OpenTelemetry, every call tells the server of its span; `baggage=True` sends the current
+    baggage as well.
 
     `clock`, `chance` and `wrap` are for tests: see `wirecall.testing`.
     """

@@ -154,8 +154,9 @@ def repeated(version: str, method: str, params: object, marks: Marks) -> dict[st
 
 
 def named(method: str, params: object) -> str | None:
-    """Return the name of the tool or prompt, or the URI of the resource, that a call is for."""
+    """Return the name of the tool or prompt, the URI of the resource, or the id of the task, that a call is for."""
     member = _NAMED.get(method)
+    member = "taskId" if member == "task_id" else member  # as it travels
     name = params.get(member) if member is not None and isinstance(params, dict) else None
     return name if isinstance(name, str) else None
 

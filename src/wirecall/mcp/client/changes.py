@@ -58,17 +58,24 @@ class Log(Struct, frozen=True):
 
 
 class Changes:
-    """The changes that a program listens to, one after another."""
+    """The changes that a program listens to, one after another. The states of a task go to the task itself."""
 
-    def __init__(self, lists: Iterable[Kind], uris: Iterable[str], listening: "Listening") -> None:
+    def __init__(
+        self, lists: Iterable[Kind], uris: Iterable[str], listening: "Listening", *, task: str | None = None
+    ) -> None:
         self.lists = frozenset(lists)
         self.uris = frozenset(uris)
+        self.task = task
         self.honoured: JsonObject | None = None  # 2026-07-28: what the server says it will tell of
         self.agreed = asyncio.Event()  # the server will tell
         self._listening = listening
         self._pending: dict[Change, None] = {}
         self._news = asyncio.Event()
         self._over: WirecallError | bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._over is not False
 
     async def __aenter__(self) -> "Changes":
         await self._listening.begin(self)
@@ -148,6 +155,10 @@ class Listening:
         """Return the resources that are listened to."""
         return {uri for changes in self._all if changes.agreed.is_set() for uri in changes.uris}
 
+    def tasks(self) -> list[str]:
+        """Return the ids of the tasks that are listened to."""
+        return [changes.task for changes in self._all if changes.task is not None]
+
     async def begin(self, changes: Changes) -> None:
         """Listen; the server has agreed when this returns."""
         self._all.append(changes)
@@ -200,6 +211,8 @@ class Listening:
         wanted: JsonObject = {f"{kind}ListChanged": True for kind in sorted(changes.lists)}
         if changes.uris:
             wanted["resourceSubscriptions"] = sorted(changes.uris)
+        if changes.task is not None:
+            wanted["taskIds"] = [changes.task]
         pause = FIRST
         while True:
             id, stream = self._listen({"notifications": wanted})
@@ -262,6 +275,7 @@ class _Complete(Struct, rename="camel"):
 
 class _Told(Struct):
     uri: str | None = None
+    task: str = msgspec.field(default="", name="taskId")
     notifications: JsonObject | None = None
     meta: JsonObject = msgspec.field(default_factory=dict, name="_meta")
 
@@ -295,6 +309,7 @@ class Inbox:
         self.visits: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()  # set when the user has finished
         self.acknowledged: Callable[[Any, JsonObject], None] = lambda _id, _honoured: None
         self.cancelled: Callable[[int | str], None] = lambda _id: None
+        self.on_task: Callable[[str, Raw], None] = lambda _id, _state: None
         self._host = host
         self._send = send
         self._on_log = on_log
@@ -330,6 +345,8 @@ class Inbox:
             elif message.method == "notifications/message":
                 if self._on_log is not None:
                     self.tell(self._on_log, msgspec.json.decode(params, type=Log))
+            elif message.method == "notifications/tasks":
+                self.on_task(msgspec.json.decode(params, type=_Told).task, params)
             elif message.method == "notifications/elicitation/complete":
                 visit = self.visits.get(msgspec.json.decode(params, type=_Complete).elicitation_id)
                 if visit is not None:

@@ -1,17 +1,19 @@
 """`McpClient`: a client with the methods of MCP, the same for all five revisions. `conversation` speaks with the server."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, Unpack, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
 from wirecall.client.client import Batch, CallOptions, Client, Collected, Loop, SyncBatch, SyncClient
 from wirecall.client.delivery import Options
 from wirecall.client.exchange import AnyEntry, Entry
-from wirecall.errors import UsageError
+from wirecall.errors import NotSent, UsageError
 from wirecall.mcp.client import results as offers
 from wirecall.mcp.client.changes import Change, Changes, Follower, Kind, Progress
 from wirecall.mcp.client.conversation import Conversation, Extra, Settings
 from wirecall.mcp.client.links import McpLink
 from wirecall.mcp.client.results import Called, Completion, Prompt, Prompted, Resource, Template, Tool
+from wirecall.mcp.client.tasks import Status, Task, TaskState
 from wirecall.mcp.types import LEVELS, Embedded, Level
 from wirecall.protocol.messages import JsonObject
 
@@ -23,6 +25,22 @@ class ToolOptions(CallOptions, total=False):
 
     check: bool
     progress: Progress | None
+    tasks: bool
+
+
+def _reader(type: Any, check: bool) -> Callable[[AnyEntry], Any]:
+    """Return the function that makes the result of a tool's answer."""
+    if type is not None and not check:
+        raise UsageError("type= and check=False do not go together.", "an error is not of the type", "use one of them")
+
+    def read(entry: AnyEntry) -> Any:
+        called = offers.read_called(entry.raw)
+        entry.replayed = entry.replayed or called.replayed
+        if check and (error := called.error()):
+            raise error
+        return called if type is None else offers.as_type(called, type)
+
+    return read
 
 
 class McpClient(Client):
@@ -84,7 +102,8 @@ class McpClient(Client):
         """Call a tool. An answer that is an error is raised, unless `check=False`.
 
         `type` reads the structured content, or the text where there is none. `progress` gets (progress, total, message).
-        `timeout`, `key` and `query` are as in `call`.
+        `timeout`, `key` and `query` are as in `call`. If the server makes a task of the call, the client waits for its
+        result; `tasks=False` does not let it.
         """
         entry = self.tool_entry(name, arguments, type=type, **options)
         await self._delivery.run(entry)
@@ -98,23 +117,49 @@ class McpClient(Client):
         type: Any = None,
         check: bool = True,
         progress: Progress | None = None,
+        tasks: bool = True,
         **options: Unpack[CallOptions],
     ) -> AnyEntry:
         """Return a call of a tool to be made, checked."""
-        if type is not None and not check:
-            raise UsageError("type= and check=False do not go together.", "an error is not of the type", "use one of them")
-
-        def read(entry: AnyEntry) -> Any:
-            called = offers.read_called(entry.raw)
-            entry.replayed = entry.replayed or called.replayed
-            if check and (error := called.error()):
-                raise error
-            return called if type is None else offers.as_type(called, type)
-
-        extra = Extra(read=read, follower=Follower(progress) if progress else None)
+        extra = Extra(read=_reader(type, check), follower=Follower(progress) if progress else None, tasks=tasks)
         return self.entry(
             "tools/call", {"name": name, "arguments": dict(arguments or {})}, type=type, extra=extra, **options
         )
+
+    @overload
+    async def start_tool(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: type[T], **options: Unpack[ToolOptions]
+    ) -> Task[T]: ...
+    @overload
+    async def start_tool(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
+    ) -> Task[Called]: ...
+    async def start_tool(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
+    ) -> Task[Any]:
+        """Call a tool, and return when the server has made a task of it. If it answers at once, the task is over.
+
+        The options are those of `call_tool`; `timeout` is the time for the server's answer. The task goes on when its
+        caller stops waiting.
+        """
+        entry = self.tool_entry(name, arguments, type=type, **options)
+        entry.extra.is_background = True
+        await self._delivery.run(entry)
+        if entry.error is not None:
+            raise entry.error
+        return entry.extra.task or Task(self._conversation, entry, None)
+
+    @overload
+    def task(self, id: str, *, type: type[T], check: bool = True) -> Task[T]: ...
+    @overload
+    def task(self, id: str, *, type: None = None, check: bool = True) -> Task[Called]: ...
+    def task(self, id: str, *, type: Any = None, check: bool = True) -> Task[Any]:
+        """Return the task of an id that `start_tool` gave, perhaps before a restart of this program.
+
+        `type` and `check` are as in `call_tool`.
+        """
+        entry = self.entry("tools/call", extra=Extra(read=_reader(type, check)))
+        return self._conversation.task(entry, id)
 
     def batch(self) -> "McpBatch":
         """Return a block of calls that leave together: `async with client.batch() as b: one = b.call_tool(...)`."""
@@ -262,6 +307,28 @@ class SyncMcpClient(SyncClient):
         """Call a tool, as `McpClient.call_tool` does. `progress` is called in the client's own thread."""
         return self._loop.run(self._mcp.call_tool(name, arguments, type=type, **options))
 
+    @overload
+    def start_tool(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: type[T], **options: Unpack[ToolOptions]
+    ) -> "SyncTask[T]": ...
+    @overload
+    def start_tool(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
+    ) -> "SyncTask[Called]": ...
+    def start_tool(
+        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
+    ) -> "SyncTask[Any]":
+        """Call a tool, and return as soon as the server has made a task of it, as `McpClient.start_tool` does."""
+        return SyncTask(self._loop.run(self._mcp.start_tool(name, arguments, type=type, **options)), self._loop)
+
+    @overload
+    def task(self, id: str, *, type: type[T], check: bool = True) -> "SyncTask[T]": ...
+    @overload
+    def task(self, id: str, *, type: None = None, check: bool = True) -> "SyncTask[Called]": ...
+    def task(self, id: str, *, type: Any = None, check: bool = True) -> "SyncTask[Any]":
+        """Return the task of an id that `start_tool` gave, perhaps before a restart."""
+        return SyncTask(self._mcp.task(id, type=type, check=check), self._loop)
+
     def batch(self) -> "SyncMcpBatch":
         """Return a block of calls that leave together: `with client.batch() as b: one = b.call_tool(...)`."""
         return SyncMcpBatch(self._mcp, self._loop)
@@ -314,6 +381,58 @@ class SyncMcpClient(SyncClient):
     def unsubscribe(self, uri: str) -> None:
         """End what `subscribe` began."""
         self._loop.run(self._mcp.unsubscribe(uri))
+
+
+class SyncTask(Generic[T]):
+    """A `Task` whose methods block."""
+
+    def __init__(self, task: Task[T], loop: Loop) -> None:
+        self._task = task
+        self._loop = loop
+        self.id = task.id
+
+    @property
+    def status(self) -> Status | None:
+        """The status as it was last seen; None: not seen yet."""
+        return self._task.status
+
+    @property
+    def message(self) -> str | None:
+        """What the server says of the status."""
+        return self._task.message
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the task has ended, and its result or error is here."""
+        return self._task.is_over
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result, and return it as `call_tool` does. After `timeout` seconds the task goes on without you."""
+        return self._loop.run(self._task.result(timeout))
+
+    def __iter__(self) -> Iterator[TaskState]:
+        states = self._task.watch()
+
+        async def following() -> TaskState | None:
+            return await anext(states, None)
+
+        async def close() -> None:
+            await states.aclose()
+
+        try:
+            while (state := self._loop.run(following())) is not None:
+                yield state
+        finally:
+            with suppress(NotSent):  # the client was closed, and with it the wait
+                self._loop.run(close())
+
+    def refresh(self) -> TaskState:
+        """Ask the server for the state, and return it."""
+        return self._loop.run(self._task.refresh())
+
+    def cancel(self) -> None:
+        """Ask the server to cancel the task. It may finish all the same: the server decides."""
+        self._loop.run(self._task.cancel())
 
 
 class SyncMcpBatch(McpCollected, SyncBatch):

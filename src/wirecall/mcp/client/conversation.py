@@ -6,7 +6,8 @@
 At 2026-07-28 a result may be a question (`input_required`): the host answers, and the same call goes again with the
 answers, the server's state exactly as it came, a new id and the same key. A refusal for a header that is missing (-32020)
 lists the tools anew, one for the version (-32022) takes one that the server lists; both once, and both are safe: nothing has
-run.
+run. The result of a tool may also be a task: the call goes on until the task is over (`tasks`), and cancels it if its caller
+stops waiting.
 
 At 2025-11-25 a server may refuse a call until the user has visited a page (-32042). The host's `elicit_url` leads the user
 there, and the call goes again at once. If the server refuses it again, the client waits until the server reports that the
@@ -45,6 +46,7 @@ from wirecall.errors import (
     NotSent,
     Refused,
     RpcError,
+    TaskGone,
     TimedOut,
     UnknownVersion,
     UsageError,
@@ -54,13 +56,14 @@ from wirecall.errors import (
 from wirecall.logs import logger
 from wirecall.mcp import extensions
 from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, Listening, Log
-from wirecall.mcp.client.host import Host
-from wirecall.mcp.client.links import McpHttpLink, McpLink
+from wirecall.mcp.client.host import ROUNDS, Host, Question
+from wirecall.mcp.client.links import FAREWELL, McpHttpLink, McpLink
 from wirecall.mcp.client.lists import Lists
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
 from wirecall.mcp.client.results import Tool, read_contents
+from wirecall.mcp.client.tasks import LONGEST_ID, Task, read_state
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
-from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX, Embedded
+from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX, REPLAYED_META, TASKS, Embedded
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.version import __version__
@@ -72,26 +75,21 @@ T = TypeVar("T")
 Trust: TypeAlias = bool | Callable[[Tool], bool]
 Confirm: TypeAlias = Callable[[Tool, JsonObject], bool | Awaitable[bool]]
 
-ROUNDS = 16  # of questions and answers in one call
 ARRAY_PROBE = 2.0  # seconds in which a server on a pipe has to answer its first array
 BEGINNINGS = 3  # attempts of each message of a handshake
+AGREEING = 2.0  # seconds in which a server has to agree to send the states of a task
+STREAMS = 16  # tasks whose states are sent at a time: each has a connection; others are asked for
 _OLD = (400, 404, 405)  # how a server of 2024-11-05 answers a POST to its stream
 _MODERN = (HeaderMismatch, NotCapable, UnknownVersion)  # errors that only newer servers have
 _MAY_ASK = frozenset({"tools/call", "prompts/get", "resources/read"})
-_READS = ("tools/list", "prompts/", "resources/", "completion/", "server/discover", "ping", "logging/")
-
-
-class _Question(Struct):
-    """A request of the server's in a result: it has no id."""
-
-    method: str
-    params: Raw = Raw(b"{}")
+# Methods that only read, or that can be repeated without harm.
+_READS = ("tools/list", "prompts/", "resources/", "completion/", "server/discover", "ping", "logging/", "tasks/")
 
 
 class _Asked(Struct, rename="camel"):
     """A result that is a question."""
 
-    input_requests: dict[str, _Question] = {}
+    input_requests: dict[str, Question] = {}
     request_state: Any = UNSET
 
 
@@ -121,6 +119,9 @@ class Extra(Struct):
     round: JsonObject = {}  # `inputResponses` and `requestState` of this attempt
     rounds: int = 0
     is_mended: bool = False
+    tasks: bool = True  # the call may become a task
+    is_background: bool = False  # and that is not waited for
+    task: "Task[Any] | None" = None  # that the call has become
     visits: dict[str, asyncio.Event] = {}  # that the user has agreed to, by id; set when the server reports one as complete
     has_waited: bool = False  # for the last of them
     trace: "ClientCall | None" = None
@@ -140,13 +141,17 @@ class Settings(Host, frozen=True, kw_only=True):
     on_log: Callable[[Log], object] | None = None
     on_change: Callable[[Change], object] | None = None
     identity: Mapping[str, Any] | None = None
+    tasks: bool = True
     baggage: bool = False
 
     def __post_init__(self) -> None:
         if self.revision is not None and self.revision not in REVISIONS:
             known = ", ".join(REVISIONS)
             raise UsageError(f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}")
-        extensions.checked(self.extensions)
+        if TASKS in extensions.checked(self.extensions):
+            raise UsageError(
+                f"{TASKS} is not for extensions=.", "the client declares it by itself", "use tasks=False, or drop it"
+            )
 
 
 class Conversation(Dialect):
@@ -174,6 +179,11 @@ class Conversation(Dialect):
         self._listening = Listening(self.tell, self._listen, options.timeout, options.clock)
         self._inbox.cancelled = self._listening.cancelled
         self._subscribed: Changes | None = None
+        self.is_over = False
+        self.waiting: list[Task[Any]] = []  # tasks that are waited for
+        self._inbox.on_task = self._told_of_task
+        self._sends_states = True  # the server has not failed to agree to it
+        self._leaving: set[asyncio.Task[None]] = set()  # cancel tasks that are no longer waited for
         self._speak_on(link)
 
     def extension(self, id: str) -> JsonObject | None:
@@ -212,6 +222,10 @@ class Conversation(Dialect):
             await self.listen_to(())
 
     async def end(self) -> None:
+        self.is_over = True
+        for task in self.waiting:
+            task.wake()
+        await asyncio.gather(*self._leaving)
         await self._listening.aclose()
         await self._inbox.aclose()
 
@@ -223,11 +237,14 @@ class Conversation(Dialect):
         capabilities = self._settings.capabilities(revision)
         return {"protocolVersion": revision.name, "capabilities": capabilities, "clientInfo": self._me}
 
-    def _describe(self, revision: Revision) -> JsonObject:
-        """Return the envelope of 2026-07-28."""
+    def _describe(self, revision: Revision, tasks: bool = True) -> JsonObject:
+        """Return the envelope of 2026-07-28. It declares that the client can wait for tasks, unless `tasks` is False."""
+        capabilities = self._settings.capabilities(revision)
+        if tasks and self._settings.tasks:
+            capabilities["extensions"] = {**self._settings.extensions, TASKS: {}}
         told = {
             f"{PREFIX}protocolVersion": revision.name,
-            f"{PREFIX}clientCapabilities": Raw(encode(self._settings.capabilities(revision))),
+            f"{PREFIX}clientCapabilities": Raw(encode(capabilities)),
             f"{PREFIX}clientInfo": self._me,
         }
         return told if self._level is None else {**told, f"{PREFIX}logLevel": self._level}
@@ -437,6 +454,8 @@ class Conversation(Dialect):
         if extra.follower is not None:
             own = {**own, "progressToken": entry.id}
             self._inbox.followers[entry.id] = extra.follower
+        if not extra.tasks and self.revision is not None and self.is_stateless:
+            own = {**self._describe(self.revision, tasks=False), **own}
         if own:
             members["_meta"] = {**self._envelope, **own}
         elif self._envelope:
@@ -449,20 +468,39 @@ class Conversation(Dialect):
         extra: Extra = entry.extra
         if self.is_stateless:
             try:
-                kind = _kind_of(entry.raw).result_type
-                # A result of an unknown type is invalid (2026-07-28, basic).
-                if kind != "complete" and (kind != "input_required" or entry.method not in _MAY_ASK):
+                kind, is_tool = _kind_of(entry.raw).result_type, entry.method == "tools/call"
+                extra.asked = None
+                if kind == "input_required" and entry.method in _MAY_ASK and extra.task is None:
+                    extra.asked = _asked_in(entry.raw)
+                elif kind == "task" and is_tool and extra.tasks and self._settings.tasks and extra.task is None:
+                    state = read_state(entry.raw)
+                    extra.task = Task(self, entry, state.id, state)
+                    entry.replayed = entry.replayed or state.meta.get(REPLAYED_META) is True
+                # A result of an unknown type is invalid (2026-07-28, basic); so is a task where it may not be one. But some
+                # servers answer `tasks/get` with that type, as two examples of SEP-2663 do.
+                elif kind != "complete" and (kind != "task" or entry.method != "tasks/get"):
                     raise BadAnswer(f"{entry.method}: a result of the unknown type {kind[:40]!r}")
-                extra.asked = None if kind == "complete" else _asked_in(entry.raw)
             except UNREADABLE as error:
                 raise BadAnswer(f"{entry.method}: the result cannot be read: {error}") from None
-            if extra.asked is not None:
-                return None  # the result is still to come
+            if kind != "complete" and entry.method != "tasks/get":
+                entry.is_settled = False  # the result is still to come
+                return None
         return super().read(entry) if extra.read is None else extra.read(entry)
 
     async def goes_on(self, entry: AnyEntry) -> bool:
         extra: Extra = entry.extra
-        error = entry.error
+        error, task = entry.error, extra.task
+        if task is not None:
+            if not extra.is_background:
+                try:
+                    async for _ in task.watch(entry.deadline, entry.timeout):
+                        pass
+                except WirecallError as failure:
+                    entry.fail(failure)
+                finally:
+                    if not task.is_over and not isinstance(entry.error, TaskGone):
+                        self._cancel(task)
+            return False
         if error is None and extra.asked is None:
             return False
         if extra.rounds >= ROUNDS:
@@ -473,11 +511,9 @@ class Conversation(Dialect):
         if error is None and extra.asked is not None:
             asked = extra.asked
             try:
-                answers = {
-                    name: await self._settings.answer(one.method, one.params) for name, one in asked.input_requests.items()
-                }
-            except RpcError as refusal:
-                entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {refusal}"))
+                answers = await self.answers(asked.input_requests)
+            except BadAnswer as refusal:
+                entry.fail(refusal)
                 return False
             # The state goes back exactly as it came, and only if there is one (2026-07-28, `requestState`).
             state = {} if asked.request_state is UNSET else {"requestState": asked.request_state}
@@ -503,6 +539,13 @@ class Conversation(Dialect):
                 self._seal(self._describe(listed[-1]))
                 return True
         return False
+
+    async def answers(self, asked: Mapping[str, Question]) -> JsonObject:
+        """Return the host's answers to questions, by key."""
+        try:
+            return {key: await self._settings.answer(question.method, question.params) for key, question in asked.items()}
+        except RpcError as refusal:
+            raise BadAnswer(f"the server asks what this client cannot answer: {refusal}") from None
 
     async def _visit(self, entry: AnyEntry, error: VisitRequired) -> bool:
         """Lead the user to the pages that a call needs; return whether it is to be sent again."""
@@ -548,6 +591,53 @@ class Conversation(Dialect):
         else:
             await self.tell("logging/setLevel", {"level": level})
 
+    # --- tasks -------------------------------------------------------------------------------------------------------
+
+    def task(self, entry: "Entry[T]", id: str) -> "Task[T]":
+        """Return the task of an id that was noted earlier; its result settles the entry."""
+        if not 0 < len(id) <= LONGEST_ID:
+            raise UsageError(f"The id of a task must have 1 to {LONGEST_ID} characters, got {len(id)}.")
+        if not self._settings.tasks or (self.revision is not None and not self.is_stateless):
+            raise UsageError(
+                "This client has no tasks.", "they need MCP 2026-07-28", "connect without tasks=False and revision="
+            )
+        entry.extra.task = task = Task(self, entry, id)
+        return task
+
+    async def stream_of(self, id: str, left: float) -> Changes | None:
+        """Return a stream on which the server sends the states of a task; None if it does not agree to it."""
+        if not self._sends_states or len(self._listening.tasks()) >= STREAMS:
+            return None
+        stream = Changes((), (), self._listening, task=id)
+        try:
+            async with asyncio.timeout(min(left, AGREEING)):
+                await stream.__aenter__()
+        except (RpcError, CallFailed, TimeoutError) as error:
+            self._sends_states = isinstance(error, (NotSent, ConnectionLost))
+            return None
+        honoured = (stream.honoured or {}).get("taskIds")
+        if isinstance(honoured, list) and id in honoured:
+            return stream
+        self._sends_states = False
+        await stream.__aexit__()
+        return None
+
+    def _told_of_task(self, id: str, state: Raw) -> None:
+        for task in self.waiting:
+            if task.id == id:
+                task.hear(state)
+
+    def _cancel(self, task: "Task[Any]") -> None:
+        """Cancel a task beside everything else: the caller that waited for it may be in the middle of being cancelled."""
+
+        async def cancel() -> None:
+            with suppress(WirecallError):
+                await self.ask("tasks/cancel", {"taskId": task.id}, lambda _raw: None, FAREWELL)
+
+        leaving = asyncio.get_running_loop().create_task(cancel())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
     # --- what the server sends on its own ----------------------------------------------------------------------------
 
     def changes(self, lists: Iterable[Kind], uris: Iterable[str]) -> Changes:
@@ -576,7 +666,8 @@ class Conversation(Dialect):
             self._inbox.tell(self._settings.on_change, change)
 
     def _acknowledged(self, id: Any, honoured: JsonObject) -> None:
-        self.lists.forget()
+        if honoured.keys() != {"taskIds"}:
+            self.lists.forget()
         self._listening.acknowledged(id, honoured)
 
     def _listen(self, params: JsonObject) -> tuple[int, Coroutine[Any, Any, None]]:

@@ -26,7 +26,15 @@ from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import Elicited, Root, Sampled
 from wirecall.protocol.messages import JsonObject
 
+ROUNDS = 16  # of questions and answers in one call
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Question(Struct):
+    """A request of the server's in a result, or in the state of a task: it has no id."""
+
+    method: str
+    params: Raw = Raw(b"{}")
 
 
 class Form(Struct, frozen=True, rename="camel"):

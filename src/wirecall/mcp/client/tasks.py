@@ -1,0 +1,309 @@
+"""Tasks: calls of tools that a server goes on with after its answer (extension io.modelcontextprotocol/tasks, SEP-2663).
+
+    task = await client.start_tool("render", {"film": "x"})
+    async for state in task: ...
+    result = await task
+
+1. The client asks for the state (`tasks/get`) as often as the server wishes, within `SOONEST` and `FURTHEST` seconds, give
+   or take a tenth. If the server sends states by itself (`subscriptions/listen`), the client asks every `FURTHEST` seconds.
+2. An answer that is lost, or a server that is away, does not end the wait: the task goes on meanwhile. The deadline ends it,
+   and so does a server that does not know the task.
+3. The handlers of the host answer the questions of a task, each key once. The client sends an answer until the server has
+   taken it.
+4. The end of a task settles the entry of its call, as a plain answer would have done. A task that has ended does not change.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Generator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from wirecall.client.delivery import LEAST, asked_pause, may_help
+from wirecall.client.exchange import Entry
+from wirecall.errors import (
+    BadAnswer,
+    CallFailed,
+    ConnectionLost,
+    InvalidParams,
+    RpcError,
+    TaskCancelled,
+    TaskGone,
+    TimedOut,
+    UsageError,
+)
+from wirecall.mcp.client.changes import Changes
+from wirecall.mcp.client.host import ROUNDS, Question
+from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
+
+if TYPE_CHECKING:
+    from wirecall.mcp.client.conversation import Conversation
+
+T = TypeVar("T")
+Status: TypeAlias = Literal["working", "input_required", "completed", "failed", "cancelled"]
+
+SOONEST, FURTHEST = 0.1, 60.0  # seconds from one look at a task to the next
+USUAL = 1.0  # the same where the server does not name a time
+LONGEST_ID = 4096  # characters: the id travels in a header
+
+OVER = frozenset({"completed", "failed", "cancelled"})
+
+
+class TaskState(Struct, frozen=True):
+    """A task at one moment. The times are as the server writes them (ISO 8601)."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=LONGEST_ID)] = msgspec.field(name="taskId")
+    status: Status
+    message: str | None = msgspec.field(default=None, name="statusMessage")
+    created: str | None = msgspec.field(default=None, name="createdAt")
+    updated: str | None = msgspec.field(default=None, name="lastUpdatedAt")
+    ttl_ms: int | None = msgspec.field(default=None, name="ttlMs")
+
+
+class Details(TaskState, frozen=True, rename="camel"):
+    """A state with all that a server sends along. A member that does not belong to the status is not looked at."""
+
+    poll_interval_ms: Raw = Raw(b"null")
+    result: Raw | UnsetType = UNSET
+    error: Raw | UnsetType = UNSET
+    input_requests: Raw | UnsetType = UNSET
+    meta: JsonObject = msgspec.field(default_factory=dict, name="_meta")
+
+    @property
+    def interval(self) -> float:
+        """Return the seconds to the next look. The server only wishes for them, so a malformed wish does no harm."""
+        try:
+            wish = msgspec.json.decode(self.poll_interval_ms, type=float) / 1000
+        except UNREADABLE:
+            return USUAL
+        return min(max(wish, SOONEST), FURTHEST)
+
+
+_decode = msgspec.json.Decoder(Details).decode
+_decode_error = msgspec.json.Decoder(ErrorObject).decode
+_decode_questions = msgspec.json.Decoder(dict[str, Question]).decode
+
+
+def read_state(raw: Raw | bytes) -> Details:
+    """Return the state in the answer to `tools/call` or `tasks/get`, or in a notification."""
+    try:
+        return _decode(raw)
+    except UNREADABLE as error:
+        raise BadAnswer(f"the state of a task cannot be read: {error}") from None
+
+
+class Task(Generic[T]):
+    """A call of a tool that may still be running: `await` it for the result, or iterate over its states."""
+
+    def __init__(self, conversation: "Conversation", entry: Entry[T], id: str | None, state: Details | None = None) -> None:
+        self.id = id  # None: the server answered at once, so there is no task
+        self._conversation = conversation
+        self._entry = entry  # of the call; its result is the task's
+        self._state: TaskState | None = state
+        self._is_sent = False  # the server has sent a state by itself
+        self._news: list[asyncio.Event] = []  # of those that wait
+        self._asked: set[str] = set()  # keys of all questions that were answered, or are being answered
+        self._answers: JsonObject = {}  # that the server has not taken yet, by key
+        self._rounds = 0
+        if id is None:
+            self._state = TaskState("", "completed")
+
+    @property
+    def status(self) -> Status | None:
+        """The status as it was last seen; None: not seen yet."""
+        return self._state.status if self._state else None
+
+    @property
+    def message(self) -> str | None:
+        """What the server says of the status."""
+        return self._state.message if self._state else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the task has ended, and its result or error is here."""
+        return self._entry.is_settled
+
+    def __repr__(self) -> str:
+        return f"<Task {self.id!s:.100} {self.status}>"
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self.result().__await__()
+
+    async def result(self, timeout: float | None = None) -> T:
+        """Wait for the result, and return it as `call_tool` does. After `timeout` seconds the task goes on without you."""
+        if timeout is not None and timeout <= 0:
+            raise UsageError(f"timeout must be greater than 0, got {timeout!r}.")
+        patience = math.inf if timeout is None else timeout
+        async for _ in self.watch(self._conversation.delivery.clock.time() + patience, patience):
+            pass
+        return self._entry.result()
+
+    def __aiter__(self) -> AsyncGenerator[TaskState, None]:
+        return self.watch()
+
+    async def refresh(self) -> TaskState:
+        """Ask the server for the state, and return it."""
+        if not self.is_over:
+            await self._look(None)
+        assert self._state is not None
+        return self._state
+
+    async def cancel(self) -> None:
+        """Ask the server to cancel the task. It may finish all the same: the server decides."""
+        if not self.is_over:
+            try:
+                await self._conversation.tell("tasks/cancel", {"taskId": self.id})
+            except InvalidParams as error:
+                raise self._gone(error) from None
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    async def watch(self, deadline: float = math.inf, patience: float = math.inf) -> AsyncGenerator[TaskState, None]:
+        """Yield the state, and another one when the status or its message changes, until the task is over.
+
+        Questions are answered on the way; after that there are `patience` seconds again.
+        """
+        delivery, news = self._conversation.delivery, asyncio.Event()
+        clock, told, asked_for = delivery.clock, None, 0.0
+        is_due = self.status != "working"  # the answer to `tools/call` has neither questions nor a result
+        stream: Changes | None = None
+        self._news.append(news)
+        self._conversation.waiting.append(self)
+        try:
+            while True:
+                # 1. The state.
+                news.clear()
+                if is_due and not self.is_over:
+                    try:
+                        await self._look(deadline)
+                        asked_for = 0.0
+                    except (CallFailed, RpcError) as error:
+                        asked_for = self._pause_after(error)
+                state = self._state
+                if state is not None and (state.status, state.message) != told:
+                    told = state.status, state.message
+                    yield state
+                if self.is_over:
+                    return
+                # 2. Its questions.
+                if isinstance(state, Details) and state.status == "input_required" and await self._answer(state, deadline):
+                    deadline = clock.time() + patience  # a person may have taken their time
+                # 3. A pause: until the server sends a state, or it is time to ask.
+                if self._conversation.is_over:
+                    raise ConnectionLost(f"the client was closed before task {self.id!s:.100} was over")
+                left = deadline - clock.time()
+                if left < LEAST:
+                    raise TimedOut(f"task {self.id!s:.100} was not over within {round(patience, 2):g} s")
+                if stream is None:
+                    stream = await self._conversation.stream_of(str(self.id), left)
+                is_sent = self._is_sent and stream is not None and not stream.is_over
+                interval = FURTHEST if is_sent else state.interval if isinstance(state, Details) else USUAL
+                pause = min(FURTHEST, max(interval, asked_for)) * (0.9 + 0.2 * delivery.options.chance())
+                loop = asyncio.get_running_loop()
+                waits = [loop.create_task(clock.sleep(min(pause, left))), loop.create_task(news.wait())]
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for wait in waits:
+                        wait.cancel()
+                    await asyncio.gather(*waits, return_exceptions=True)
+                is_due = not news.is_set()
+        except (CallFailed, RpcError) as error:
+            error.ran = "unknown"  # said of a question about the task; the call itself may well have run
+            raise
+        finally:
+            self._news.remove(news)
+            self._conversation.waiting.remove(self)
+            if stream is not None:
+                await stream.__aexit__()
+
+    def hear(self, raw: Raw) -> None:
+        """Take a state that the server has sent by itself. One that cannot be used is asked for when its time comes."""
+        self._is_sent = False
+        with suppress(BadAnswer):
+            self._take(read_state(raw))
+            self._is_sent = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Make those that wait look again at what is known."""
+        for news in self._news:
+            news.set()
+
+    async def _look(self, deadline: float | None) -> None:
+        try:
+            state = await self._conversation.ask("tasks/get", {"taskId": self.id}, read_state, self._time_to(deadline))
+        except InvalidParams as error:
+            # An id that is unknown, expired or another caller's MUST be answered with -32602 (SEP-2663, "Protocol Errors").
+            raise self._gone(error) from None
+        self._take(state)
+
+    def _take(self, state: Details) -> None:
+        """Take a state of the task; one that is over settles the entry of the call."""
+        if self.is_over:
+            return
+        if state.id != self.id:
+            raise BadAnswer(f"the server sent the state of another task: {state.id[:100]!a}")
+        if state.status == "completed":
+            if state.result is UNSET:
+                raise BadAnswer(f"task {state.id[:100]} is completed, and has no result")
+            self._entry.succeed(state.result)
+        elif state.status == "failed":
+            try:
+                error = _decode_error(Raw(b"null") if state.error is UNSET else state.error)
+            except UNREADABLE as misfit:
+                raise BadAnswer(f"task {state.id[:100]} has failed, and its error cannot be read: {misfit}") from None
+            self._entry.fail(remote_error(error))
+        elif state.status == "cancelled":
+            self._entry.fail(TaskCancelled(state.message or f"task {state.id[:100]} was cancelled"))
+        self._state = state
+
+    async def _answer(self, state: Details, deadline: float) -> bool:
+        """Answer the questions of a task; return whether there were new ones."""
+        try:
+            asked = {} if state.input_requests is UNSET else _decode_questions(state.input_requests)
+        except UNREADABLE as error:
+            raise BadAnswer(f"the questions of a task cannot be read: {error}") from None
+        # A key is one question for the life of the task, so it is shown once (SEP-2663, "Task Update Requests").
+        new = {key: question for key, question in asked.items() if key not in self._asked}
+        if new:
+            self._rounds += 1
+            if self._rounds > ROUNDS:
+                raise BadAnswer(f"task {state.id[:100]} goes on asking after {ROUNDS} rounds")
+            self._asked |= new.keys()
+            try:
+                self._answers |= await self._conversation.answers(new)
+            except BaseException:
+                self._asked -= new.keys()
+                raise
+        if self._answers:
+            sent = dict(self._answers)
+            params = {"taskId": self.id, "inputResponses": sent}
+            try:
+                await self._conversation.ask("tasks/update", params, lambda _raw: None, self._time_to(deadline))
+                self._answers = {key: answer for key, answer in self._answers.items() if key not in sent}
+            except InvalidParams as refusal:
+                await self._look(deadline)  # raises if the task is gone; else an answer does not fit its question
+                raise refusal
+            except (CallFailed, RpcError) as error:
+                self._pause_after(error)
+        return bool(new)
+
+    def _time_to(self, deadline: float | None) -> float | None:
+        """Return the time for one request, in seconds; None: as for any."""
+        if deadline is None:
+            return None
+        left = deadline - self._conversation.delivery.clock.time()
+        return max(LEAST, min(left, self._conversation.delivery.options.timeout))
+
+    def _pause_after(self, error: CallFailed | RpcError) -> float:
+        """Return the pause that the server asks for, if the error is one that passes; raise any other."""
+        if not may_help(error):
+            raise error
+        return asked_pause(error)
+
+    def _gone(self, error: InvalidParams) -> TaskGone:
+        return TaskGone(f"the server does not know task {self.id!s:.100}: {error}")
