@@ -102,5 +102,7 @@ async def test_a_change_of_a_task_that_is_sent_twice_is_one_change(ledger: Ledge
         assert task is not None and task.version == version
         assert await ledger.change_task(task)
         assert not await ledger.change_task(task)
-    assert await ledger.change_task(structs.replace(task, version=3, is_over=True))
+        assert not await ledger.change_task(structs.replace(task, document=b"another"))
+    assert (task := await ledger.task("task")) is not None and task.document == b"{}"
+    assert await ledger.change_task(structs.replace(task, is_over=True))
     assert await ledger.orphans() == []

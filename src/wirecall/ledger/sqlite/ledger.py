@@ -258,7 +258,8 @@ class SqliteLedger:
 
     def _orphans(self, limit: int, db: apsw.Cursor) -> Names:
         found: Names = []
-        for id, ttl, until, boot, expires_at, state, *lease in db.execute(SQL["open_tasks"]).fetchall():
+        rows: Any = db.execute(SQL["open_tasks"]).fetchall()
+        for id, ttl, until, boot, expires_at, state, *lease in rows:
             is_free = state == "waiting" or not self._time_left(*lease)
             if is_free and self._ttl_left(ttl, until, boot, expires_at) > 0:
                 found.append(id)

@@ -1,0 +1,66 @@
+"""Tasks in PostgreSQL: a few open ones are found among very many records, and a schema of before gets their table."""
+
+import psycopg
+import pytest
+
+from tests.ledger import ID, LEASE, claim_of, granted, present
+from tests.ledger.contract import TTL
+from tests.ledger.contract.test_handles import forget_schema
+from tests.servers import Store
+from wirecall.ledger.base import Ledger
+from wirecall.ledger.postgres.queue import SQL
+
+pytestmark = pytest.mark.parametrize("store", ["postgres"], indirect=True)
+
+MANY = 5000
+
+
+def fill(db: "psycopg.Connection[tuple[object, ...]]") -> None:
+    """Many records that run, each with a task; of these, one in 500 is open. The other records have no tasks."""
+    db.execute(
+        "INSERT INTO wirecall.ledger SELECT '', 'm', n::text, '', 'running', n, '', false, 1, now(), now(), '1 day', now() "
+        "FROM generate_series(1, %s) AS n",
+        (2 * MANY,),
+    )
+    db.execute(
+        "INSERT INTO wirecall.tasks (id, caller, method, key, started_at, version, document, is_ready, is_over, expires_at) "
+        "SELECT key, caller, method, key, started_at, 1, '', false, fence %% 500 > 0, now() + '1 day' "
+        "FROM wirecall.ledger WHERE fence <= %s",
+        (MANY,),
+    )
+
+
+@pytest.mark.parametrize("is_analyzed", [False, True])
+@pytest.mark.parametrize("name", ["begin_task", "task", "task_of", "change_task", "orphans"])
+async def test_few_among_many_are_found_by_an_index(name: str, is_analyzed: bool, ledger: Ledger, store: Store) -> None:
+    assert await ledger.orphans() == []
+    values = {"caller": "", "method": "m", "key": "1", "fence": 1, "nonce": b"", "id": "1", "document": b"", "ttl": 1.0}
+    values |= {"is_ready": False, "is_over": False, "version": 1, "limit": 100}
+    with psycopg.connect(store.url) as db:
+        fill(db)
+        if is_analyzed:
+            db.execute("ANALYZE wirecall.ledger, wirecall.tasks")
+        rows = psycopg.ClientCursor(db).execute(f"EXPLAIN {SQL[name]}".encode(), values).fetchall()
+        found = psycopg.ClientCursor(db).execute(SQL["orphans"].encode(), values).fetchall()
+        db.rollback()
+    plan = "\n".join(line for (line,) in rows)
+    assert "Scan on ledger" not in plan and "Seq Scan" not in plan
+    assert found == [(str(number),) for number in range(500, MANY + 1, 500)]
+
+
+async def test_a_schema_of_before_gets_the_table_of_tasks(store: Store) -> None:
+    forget_schema(store)
+    before = [part for name, part in SQL.items() if name.startswith("schema ")][:4]
+    with psycopg.connect(store.url, autocommit=True) as db:
+        db.execute(SQL["create schema"].encode())
+        for number, part in enumerate(before):
+            db.execute(part.encode())
+            db.execute(SQL["migrated"].encode(), {"number": number + 1})
+    ledger = await store.open()
+    record = await granted(ledger)
+    assert await ledger.begin_task(record.token, "task", b"{}", TTL)
+    store.age(ID, LEASE + 1)
+    assert await ledger.orphans() == ["task"]
+    assert (await ledger.claim(claim_of(on_crash="rerun"))).attempts == 2
+    assert (await present(ledger)).attempts == 2
+    await ledger.aclose()
