@@ -30,6 +30,8 @@ def test_there_is_a_test_for_each() -> None:
         "batch_client",
         "demo",
         "payments_postgres",
+        "agents",
+        "render",
         "everything",
     }  # the last by tests/mcp/conformance.py
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
@@ -44,6 +46,22 @@ def test_shop() -> None:
     assert run("-m", "wirecall", "call", "examples/shop.py", "price", "sku=tea", "--json").startswith(
         '{"ok":true,"result":450'
     )
+
+
+def test_agents() -> None:
+    assert run("examples/agents.py").splitlines() == [
+        "the answer is lost: Request 'tools/call' timed out",
+        "the same call again: order 7, parcel 1",
+        "another one: order 7, parcel 2",
+        "parcels: 2",
+    ]
+
+
+def test_render() -> None:
+    assert run("examples/render.py").splitlines() == [
+        "killed after some frames: True",
+        "dawn: 20 frames, by 2 processes",
+    ]
 
 
 def test_batch_client() -> None:
