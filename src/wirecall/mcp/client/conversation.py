@@ -146,7 +146,7 @@ class Settings(Host, frozen=True, kw_only=True):
         if self.revision is not None and self.revision not in REVISIONS:
             known = ", ".join(REVISIONS)
             raise UsageError(f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}")
-        extensions.checked(self.extensions)
+        msgspec.structs.force_setattr(self, "extensions", extensions.checked(self.extensions))
 
 
 class Conversation(Dialect):
