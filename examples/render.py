@@ -37,7 +37,7 @@ async def render(film: str, ctx: Context) -> str:
 async def main(port: int) -> None:
     url = f"http://127.0.0.1:{port}/mcp"
     server = await serve(port)
-    async with connect(url) as client:
+    async with connect(url, protocol="mcp") as client:
         task = await client.start_tool("render", {"film": "dawn"})
         assert task.id is not None
         while not list(Path("dawn").glob("*.txt")):
@@ -47,7 +47,7 @@ async def main(port: int) -> None:
     print("killed after some frames:", 0 < len(list(Path("dawn").glob("*.txt"))) < FRAMES)
 
     server = await serve(port)
-    async with connect(url) as client:  # any client that knows the id, for example the same one after a restart
+    async with connect(url, protocol="mcp") as client:  # any client that knows the id: this one, or another process
         result = await client.task(task.id)
         print(result.text)
     server.send_signal(signal.SIGTERM)

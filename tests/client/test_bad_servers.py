@@ -48,7 +48,7 @@ def replies(make: Any) -> Behaviour:
 
 
 CASES: list[tuple[str, Behaviour, type[Exception], str]] = [
-    ("never", never, TimedOut, "no answer within 0.3 s"),
+    ("never", never, TimedOut, r"no answer within 0\.\d+ s"),  # the rest of 0.3 s, when the request was sent
     ("dies", dies, ConnectionLost, "the connection broke"),
     ("half an answer", half, ConnectionLost, "the connection broke"),
     ("garbage", says(b"<html>hello</html>"), BadAnswer, "it sent not JSON"),

@@ -36,7 +36,7 @@ async def ask(ctx: Context) -> str:
     answer = await ctx.elicit("Who?", {"type": "object", "properties": {"name": {"type": "string"}}})
     return f"hello {answer.content['name']}"
 
-@app.tool
+@app.query
 async def wait(ctx: Context) -> str:
     import asyncio
     await ctx.progress(1)
