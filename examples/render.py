@@ -8,13 +8,14 @@ The frames that are done are files, so a run that takes over goes on where the l
 
 import asyncio
 import os
-import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from wirecall import App, Context, connect
+from wirecall import App, Context, connect_sync
 
 FRAMES = 20
 app = App("studio", ledger="sqlite:render.db")
@@ -23,58 +24,59 @@ app = App("studio", ledger="sqlite:render.db")
 @app.command(task=True, on_crash="rerun", lease=1, destructive=False)
 async def render(film: str, ctx: Context) -> str:
     """Render a film, frame by frame."""
-    folder = Path(film)
-    folder.mkdir(exist_ok=True)
     for number in range(FRAMES):
-        if not (frame := folder / f"{number}.txt").exists():
+        if number not in frames(film):
             await asyncio.sleep(0.05)
-            frame.write_text(f"frame {number}, attempt {ctx.attempt}\n")
+            write(film, number, f"attempt {ctx.attempt}")
         await ctx.progress(number + 1, FRAMES, f"frame {number + 1} of {FRAMES}")
-    attempts = {frame.read_text().split()[-1] for frame in folder.iterdir()}
-    return f"{film}: {FRAMES} frames, by {len(attempts)} processes"
+    return f"{film}: {FRAMES} frames, by {len(set(frames(film).values()))} processes"
 
 
-async def main(port: int) -> None:
+def frames(film: str) -> dict[int, str]:
+    """Return the frames that are done: their numbers, and the attempt that made each."""
+    return {int(path.stem): path.read_text() for path in Path(film).glob("*.txt")}
+
+
+def write(film: str, number: int, text: str) -> None:
+    Path(film).mkdir(exist_ok=True)
+    Path(film, f"{number}.txt").write_text(text)
+
+
+def main(port: int) -> None:
     url = f"http://127.0.0.1:{port}/mcp"
-    server = await serve(port)
-    async with connect(url, protocol="mcp") as client:
-        task = await client.start_tool("render", {"film": "dawn"})
-        assert task.id is not None
-        while not list(Path("dawn").glob("*.txt")):
-            await asyncio.sleep(0.05)
-    server.kill()  # SIGKILL: nothing is cleaned up
-    await server.wait()
-    print("killed after some frames:", 0 < len(list(Path("dawn").glob("*.txt"))) < FRAMES)
-
-    server = await serve(port)
-    async with connect(url, protocol="mcp") as client:  # any client that knows the id: this one, or another process
-        result = await client.task(task.id)
-        print(result.text)
-    server.send_signal(signal.SIGTERM)
-    await server.wait()
+    with serve(port) as server, connect_sync(url, protocol="mcp") as client:
+        task = client.start_tool("render", {"film": "dawn"})
+        while not frames("dawn"):
+            time.sleep(0.01)
+        server.kill()  # SIGKILL: nothing is cleaned up
+    print("killed after some frames:", 0 < len(frames("dawn")) < FRAMES)
+    assert task.id is not None
+    with serve(port) as server, connect_sync(url, protocol="mcp") as client:
+        print(client.task(task.id).result().text)  # the id is enough: this client did not start the task
+        server.terminate()
 
 
-async def serve(port: int) -> asyncio.subprocess.Process:
+def serve(port: int) -> "subprocess.Popen[bytes]":
     """Start the server, and wait until it answers."""
-    command = (sys.executable, str(Path(__file__).resolve()), "--serve", str(port))
-    server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-    while True:
+    server = subprocess.Popen([sys.executable, __file__, "--serve", str(port)], stderr=subprocess.DEVNULL)
+    while server.poll() is None:
         try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.close()
-            return server
+            socket.create_connection(("127.0.0.1", port)).close()
+            break
         except OSError:
-            await asyncio.sleep(0.05)
+            time.sleep(0.05)
+    return server
 
 
 if __name__ == "__main__":
     if "--serve" in sys.argv:
         app.run("http", port=int(sys.argv[-1]))
     else:
-        with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        __file__ = os.path.abspath(__file__)
+        with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             free = probe.getsockname()[1]
-            probe.close()
+        with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            asyncio.run(main(free))
+            main(free)
             os.chdir("/")
