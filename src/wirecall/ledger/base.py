@@ -309,7 +309,8 @@ class Ledger(Protocol):
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
         """RUNNING to WAITING: the call needs input from its caller before it can go on.
 
-        A handler that asks has done nothing yet, so attempts are counted anew: the next leg may be the first to act.
+        A handler that asks has done nothing yet: the record is not committed any more, and attempts are counted anew, since
+        the next leg may be the first to act.
         """
         ...
 

@@ -162,7 +162,7 @@ class MemoryLedger:
         row = self._held(token, State.RUNNING)
         if row:
             row.turn(State.WAITING, expires=self._clock() + retention)
-            row.record = msgspec.structs.replace(row.record, outcome=interim, attempts=0)
+            row.record = msgspec.structs.replace(row.record, outcome=interim, attempts=0, committed=False)
         return row is not None
 
     async def release(self, token: Token) -> bool:

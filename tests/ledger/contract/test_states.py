@@ -445,6 +445,18 @@ async def test_a_suspended_record_keeps_its_answer_and_resumes_with_a_new_token(
     assert (await present(ledger)).outcome == outcome_of()
 
 
+async def test_a_suspended_record_is_not_committed(ledger: Ledger, store: Store) -> None:
+    """Its handler has done nothing, so the next leg may be taken over after a crash until it commits itself."""
+    first = await granted(ledger)
+    assert first.committed
+    assert await ledger.suspend(first.token, outcome_of(b'"which account?"'), RETENTION)
+    assert not (await present(ledger)).committed
+    second = await granted(ledger, continues=True, committed=False)
+    assert not second.committed
+    store.age(ID, LEASE + 1)
+    assert (await granted(ledger, committed=False)).attempts == 2
+
+
 async def test_a_call_may_wait_more_often_than_it_may_crash(ledger: Ledger) -> None:
     record = await granted(ledger)
     for leg in range(MAX_ATTEMPTS + 2):

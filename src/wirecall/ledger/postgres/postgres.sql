@@ -586,7 +586,7 @@ RETURNING true
 
 -- name: suspend
 UPDATE wirecall.ledger
-SET state = 'waiting', attempts = 0,
+SET state = 'waiting', attempts = 0, committed = false,
     lease_until = clock_timestamp(), expires_at = clock_timestamp() + wirecall.seconds(%(retention)s),
     kind = %(kind)s, payload = %(payload)s, digest = %(digest)s
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s

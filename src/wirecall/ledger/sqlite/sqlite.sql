@@ -183,7 +183,7 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 
 -- name: suspend
 UPDATE wirecall_commands
-SET state = 'waiting', attempts = 0, lease = :retention, lease_until = :clock + :retention, boot = :boot,
+SET state = 'waiting', attempts = 0, committed = 0, lease = :retention, lease_until = :clock + :retention, boot = :boot,
     due = started_at + :retention, expires_at = :wall + :retention,
     outcome_kind = :kind, payload = :payload, digest = :digest
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';

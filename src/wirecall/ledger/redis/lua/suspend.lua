@@ -3,5 +3,5 @@
 
 local answer = answered('running')
 if answer then return answer end
-turn_with_outcome('waiting', ARGV[4], ARGV[5], ARGV[6], ARGV[7], 'attempts', '0')
+turn_with_outcome('waiting', ARGV[4], ARGV[5], ARGV[6], ARGV[7], 'attempts', '0', 'committed', '0')
 return 1
