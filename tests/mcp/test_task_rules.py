@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -436,3 +437,24 @@ async def test_a_mismatched_name_header_is_refused() -> None:
         answer = await client.call("tasks/get", {"taskId": task["taskId"]}, headers={"mcp-name": "other"})
         assert answer["error"]["code"] == -32020
         desk.gate.set()
+
+
+async def test_a_retry_that_finds_a_process_frozen_goes_on_with_its_task(tmp_path: Path) -> None:
+    """The lease of the first process is over, and the retry comes before any process looks for such tasks."""
+    first, second = (Desk(ledger=f"sqlite:{tmp_path}/ledger.db") for _ in range(2))
+    for desk in (first, second):
+        desk.app.command(name="pay", task=True, on_crash="rerun")(desk.act)
+    second.gate.set()
+    async with talk(first.app) as client:
+        task = await start(client, "pay", {"name": "x"}, meta={KEY: "k"})
+        await first.begun.wait()
+        ledger = await first.app.ledger()
+        (record,) = await ledger.list()
+        assert await ledger.lapse(record.token)
+        async with talk(second.app) as other:
+            again = await start(other, "pay", {"name": "x"}, meta={KEY: "k"})
+            assert again["taskId"] == task["taskId"]
+            assert (await until(other, task, *OVER))["status"] == "completed"
+        first.gate.set()
+        assert (await get(client, task))["status"] == "completed"
+    assert (first.effects, second.effects) == (["x"], ["x"])  # as "rerun" says

@@ -290,6 +290,7 @@ class Commands:
             if outcome is not None:
                 return outcome
         run.hear(RunEvent.LEAD)
+        run.flight = mine
         try:
             if self._background.closing:
                 raise stopping(run)
@@ -403,9 +404,10 @@ class Commands:
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
         """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
-        flight = self._flights.pop(run.claim.id, None)
-        if flight is None:
-            return
+        flight, run.flight = run.flight, None
+        if not isinstance(flight, Flight):
+            return  # they were woken when the run became a task
+        del self._flights[run.claim.id]
         flight.landed = (outcome,)  # before the list is read: a duplicate that comes later sees it
         for future in flight.waiting:
             with suppress(RuntimeError):  # its loop is closed
@@ -442,12 +444,17 @@ class Commands:
                     "The handler asked its caller after its commit point.", "it would be run again from the top"
                 )
                 raise await self._failed(call, run, late) from pause
+            interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
+            is_task = run.task is not None and run.task.is_handed_over
+            kept = max(terms.retention, run.method.task_ttl) if is_task else terms.retention
+            suspend = partial(run.ledger.suspend, run.token, interim, kept)
             try:
-                interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
-                await run.ledger.suspend(run.token, interim, terms.retention)
+                await suspend()
             except LedgerDown as error:
-                self._background.unclaim(run.ledger, run.claim)
-                raise unavailable(error) from pause
+                if not is_task:
+                    self._background.unclaim(run.ledger, run.claim)
+                    raise unavailable(error) from pause
+                self._background.start(self._background.persist(suspend))  # the client has the task, and waits
             raise
         except BaseException as error:
             raise await self._failed(call, run, error) from error
@@ -485,7 +492,7 @@ class Commands:
         failure = None if undecided else failure_of(call, run, error, stopped=stopped)
         try:
             if run.state is RunState.UNDONE and run.task is not None and run.task.is_handed_over:
-                if self._background.closing or isinstance(error, LedgerDown):
+                if self._background.closing or isinstance(error, (LedgerDown, LedgerUnavailable)):
                     await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over
                 else:
                     await run.task.end(failure)  # first, since nothing tells how it ended when the record is gone
@@ -573,7 +580,9 @@ class Commands:
         terms, claim = run.method.terms, msgspec.structs.replace(run.claim, keyless=None)
         for _ in range(TRIES):
             try:
+                _check_cancelled(run)  # before the handler started, or while the store undid the last try
                 async with ledger.transaction(claim, terms.wait) as transaction:
+                    _check_cancelled(run)
                     if not run.holds(transaction.record):
                         raise LostLease(f"{run.claim.id}: another run holds the record")
                     run.db = transaction.db
@@ -692,7 +701,7 @@ def _recognised(call: Call, run: Run) -> None:
 
 def _check_cancelled(run: Run) -> None:
     """Raise `CancelledError` in a run that was cancelled while it could not be interrupted."""
-    if run.state in (RunState.STOPPING, RunState.LEAVING):
+    if run.state in (RunState.CANCELLED, RunState.STOPPING, RunState.LEAVING):
         raise asyncio.CancelledError
 
 

@@ -19,6 +19,7 @@
 import asyncio
 import os
 import random
+import re
 import time
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Coroutine, Sequence
@@ -79,6 +80,7 @@ class Document(Struct, omit_defaults=True):
     final: JsonObject | None = None  # how the task ended, where its record does not tell
 
 
+_ID = re.compile(r"[A-Za-z0-9_-]{43}")  # 32 bytes in base64
 _decode = msgspec.json.Decoder(Document).decode
 _decode_questions = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -113,6 +115,13 @@ class Work:
         if not self.at_once or self.is_handed_over:
             return True
         has_place = self._tasks.has_place
+        known = await (await self._tasks.ledger()).task_of(run.claim.id) if run.attempt > 1 else None
+        if known is not None and not known.is_over and self.peer is not None:
+            # The call has taken over the record of a task whose process has died: it goes on with that task.
+            self.id, self.document = known.id, _decode(known.document)
+            self.peer.answers = self.document.answers
+            self._go_on()
+            return has_place
         if not await self.hand_over():
             raise LostLease(f"{run.claim.id}: another run has taken the record over")
         return has_place
@@ -130,10 +139,14 @@ class Work:
             commands, ttl = self._tasks.dispatcher().commands, document.ttl_ms / 1000
             if not await commands.hand_over(run, self.id, encode(document), ttl):
                 return False
-            self.is_handed_over = True
-            self._tasks.works[self.id] = self
-            self.handed_over.set_result(None)
+            self._go_on()
             return True
+
+    def _go_on(self) -> None:
+        """Go on without the request."""
+        self.is_handed_over = True
+        self._tasks.works[self.id] = self
+        self.handed_over.set_result(None)
 
     async def end(self, error: BaseException | None) -> None:
         failed = error if isinstance(error, RpcError) else InternalError(ran="no")
@@ -319,7 +332,7 @@ class Tasks:
                 logger.warning("task %s was not handed over: %s", id, handing.exception())
             if work.is_handed_over:
                 self.dispatcher().commands.start(self._follow(work, run))
-        return (created(id, document) if work.is_handed_over else run.result()), mine.marks
+        return (created(work.id, work.document) if work.is_handed_over else run.result()), mine.marks
 
     async def _follow(self, work: Work, run: "asyncio.Task[bytes]") -> None:
         """Wait for the end of a leg."""
@@ -579,6 +592,8 @@ class Tasks:
 
     async def _find(self, caller: str, id: str) -> Task:
         """Return a task of a caller. A task of another one is unknown: its id must not tell that it exists."""
+        if not _ID.fullmatch(id):
+            raise InvalidParams("taskId: there is no such task, or it is no longer kept")
         found = await self._within((await self._within(self.ledger())).task(id))
         if found is None or found.record.caller != caller or (found.now is not None and found.now.state is State.TOMBSTONE):
             raise InvalidParams("taskId: there is no such task, or it is no longer kept")
