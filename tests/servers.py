@@ -450,12 +450,12 @@ def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
         _expire_earlier(client, name, seconds)
         task = client.hget(name, "task")
     if isinstance(task, bytes):
-        with redis_key(url, f"task:{task.decode()}") as (client, name):
+        with redis_key(url, f"task:{quote(task.decode())}") as (client, name):
             client.hincrby(name, "started_at", -int(seconds * 1e6))
 
 
 def _age_task_in_redis(url: str, id: str, seconds: float) -> None:
-    with redis_key(url, f"task:{id}") as (client, name):
+    with redis_key(url, f"task:{quote(id)}") as (client, name):
         _expire_earlier(client, name, seconds)
 
 

@@ -52,9 +52,12 @@ async def other(store: Store) -> AsyncIterator[Ledger]:
 class Move:
     """A slot on its way from one primary to another, by hand: begin, take the keys along, end."""
 
-    def __init__(self, cluster: RedisCluster, store: Store, id: RecordId) -> None:
-        key = re.sub("^(auto-.*)-", r"{\1}-", id.key)
-        self._name = f"{store.url.partition('?prefix=')[2]}{id.caller}:{id.method}:{key}"
+    def __init__(self, cluster: RedisCluster, store: Store, id: RecordId | str) -> None:
+        """With a record, or with another key of the ledger."""
+        if isinstance(id, RecordId):
+            key = re.sub("^(auto-.*)-", r"{\1}-", id.key)
+            id = f"{id.caller}:{id.method}:{key}"
+        self._name = store.url.partition("?prefix=")[2] + id
         self._cluster = cluster
         self.slot: int = cluster.nodes[0].ask("CLUSTER", "KEYSLOT", self._name)
         self.source = cluster.holder(self.slot)
@@ -219,6 +222,41 @@ async def test_a_call_without_a_key_is_recorded_where_its_slot_goes(
         await lose(ledger, await present(ledger, first.id))
         move.end()
         assert await is_match(other, keyless(), await present(ledger, first.id))  # MOVED
+    finally:
+        move.undo()
+
+
+# --- tasks that move -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [f"{ID.caller}:{ID.method}:{ID.key}", "task:old", "task:new", "tasks-5"])
+async def test_a_task_is_begun_changed_and_found_while_one_of_its_keys_moves(
+    name: str, ledger: Ledger, other: Ledger, cluster_server: RedisCluster, store: Store
+) -> None:
+    """The record, a task that is there, one that is new, or the set that has both."""
+    record = await granted(ledger)
+    assert await ledger.begin_task(record.token, "old", b"{}", LEASE)
+    move = Move(cluster_server, store, name)
+
+    async def change(handle: Ledger, id: str, version: int) -> None:
+        task = await handle.task(id)
+        assert task is not None and same(task.now, record) and task.version == version
+        assert await handle.change_task(task)
+
+    move.begin()
+    try:
+        await change(other, "old", 1)
+        assert await other.begin_task(record.token, "new", b"{}", LEASE)
+        move.take_along()
+        await change(ledger, "old", 2)
+        await change(ledger, "new", 1)
+        assert await ledger.begin_task(record.token, "new", b"{}", LEASE)
+        assert (task := await other.task_of(ID)) is not None and task.id == "new"
+        move.end()
+        await change(other, "old", 3)
+        await change(ledger, "new", 2)
+        assert await ledger.lapse(record.token)
+        assert sorted(await other.orphans()) == sorted(await ledger.orphans()) == ["new", "old"]
     finally:
         move.undo()
 

@@ -10,10 +10,11 @@ The rules of the file:
    the first did: a claim its own nonce, what a token allows the name of its call (but for `release`, which leaves nothing),
    the end of an answer the deliverer, the change of a task the name of that change.
 4. An operation over all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
-5. A task is a hash in a slot of its own, so its beginning takes three steps: the record names it, as its token allows; it is
-   written; and it goes to the set of open tasks, where `orphans` looks. If that ends halfway, no caller has heard of it yet:
-   either the record names one that is not there, as if it had none, or the task is not adopted until a retry finds it. (In
-   another order there could be tasks that their records refused, or a set that forgets one which is still to be written.)
+5. A task is a hash in another slot than its record, so its beginning takes three steps: the record names it, as its token
+   allows; it is written; and it goes to a set of open tasks, where `orphans` looks. If that ends halfway, no caller has
+   heard of it yet: either the record names a task that is not there, as if it had none, or the task is not adopted until a
+   retry finds it. (In another order there could be tasks that their records refused, or a set that forgets one which is
+   still to be written. One script for two of the steps could part their keys while the slot moves.)
 
 Beside it: `scripts` (what is said) and `connection` (the way to the server that holds a record). The promise is "at most
 once, unless Redis loses writes that it acknowledged": so no eviction, an append-only file, and where a replica may take
@@ -27,9 +28,10 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from itertools import compress, count
+from itertools import chain, compress, count
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
+from zlib import crc32
 
 from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 
@@ -67,6 +69,9 @@ from wirecall.ledger.redis.scripts import (
 PAGE = 100
 STEPS = 100
 
+# The open tasks are in so many sets. In one set, all tasks of a cluster would depend on one of its servers.
+SHARDS = 16
+
 # A generated key with a likeness, as `Keyless` makes it, and how long its random end is.
 KEY_END = 24
 GENERATED = re.compile(r"(auto-[0-9a-f]+)(-[0-9a-f]{24})")
@@ -99,6 +104,7 @@ class RedisLedger:
     def __init__(self, url: str) -> None:
         self._options, prefix, self._replicas = options_of(url)
         self._prefix: bytes = prefix.encode()
+        self._open_tasks = [self._prefix + b"tasks-%d" % shard for shard in range(SHARDS)]
         self._is_cluster = False
         self._place: tuple[asyncio.AbstractEventLoop, Connections] | None = None
         self._closed = False
@@ -150,7 +156,8 @@ class RedisLedger:
         begun_at = await self._run_on(WRITE_TASK, [self._task_name(id)], *terms)
         if not begun_at:
             return False
-        await self._ask("ZADD", self._open_tasks, begun_at, id, writes=True)
+        shard = crc32(id.encode()) % SHARDS
+        await self._ask("ZADD", self._open_tasks[shard], begun_at, id, writes=True)
         return True
 
     async def task(self, id: str) -> Task | None:
@@ -178,16 +185,18 @@ class RedisLedger:
         return bool(await self._run_on(CHANGE_TASK, [self._task_name(task.id)], *change))
 
     async def orphans(self, limit: int = 100) -> Sequence[str]:
-        found: Tasks = []
-        start = 0
-        while len(found) < limit and (page := await self._ask("ZRANGE", self._open_tasks, start, start + PAGE - 1)):
-            tasks = await asyncio.gather(*(self.task(id.decode()) for id in page))
-            found += [task.id for task in tasks if task is not None and is_orphan(task)]
-            over = [id for id, task in zip(page, tasks, strict=True) if task is None or task.is_over]
-            if over:
-                await self._ask("ZREM", self._open_tasks, *over, writes=True)
-            start += len(page) - len(over)
-        return found[:limit]
+        async def look(names: bytes) -> Tasks:
+            found, start = Tasks(), 0
+            while len(found) < limit and (page := await self._ask("ZRANGE", names, start, start + PAGE - 1)):
+                tasks = await asyncio.gather(*(self.task(id.decode()) for id in page))
+                found += [task.id for task in tasks if task is not None and is_orphan(task)]
+                over = [id for id, task in zip(page, tasks, strict=True) if task is None or task.is_over]
+                if over:
+                    await self._ask("ZREM", names, *over, writes=True)
+                start += len(page) - len(over)
+            return found
+
+        return [*chain(*await asyncio.gather(*map(look, self._open_tasks)))][:limit]
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
         return await self._change(HEARTBEAT, token, micros(lease))
@@ -314,11 +323,7 @@ class RedisLedger:
 
     def _task_name(self, id: str) -> bytes:
         """Two parts, so it is not the name of a record."""
-        return self._prefix + f"task:{quote(id, errors='surrogatepass')}".encode()
-
-    @property
-    def _open_tasks(self) -> bytes:
-        return self._prefix + b"tasks"
+        return self._prefix + b"task:" + quote(id, errors="surrogatepass").encode()
 
     def _id(self, name: bytes) -> RecordId | None:
         """The record behind a key; None for another program's key that begins like ours."""
