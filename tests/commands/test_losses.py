@@ -16,6 +16,7 @@ from tests.commands.wires import (
     PIPES,
     STATELESS,
     WAYS,
+    McpWire,
     PipeWire,
     Told,
     Wire,
@@ -23,8 +24,8 @@ from tests.commands.wires import (
     authenticate,
     known,
 )
-from tests.mcp.asgi import LEGACY, PATIENCE, R2, R4, R5, over_http
-from wirecall import App
+from tests.mcp.asgi import LEGACY, PATIENCE, R2, R3, R4, R5, over_http
+from wirecall import App, Context
 from wirecall.ledger.base import Ledger, State
 
 pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)
@@ -123,6 +124,78 @@ async def test_a_call_whose_function_cannot_wait_is_answered_at_once(
     assert await wire.call("charge", PARAMS) == Told(FIRST)
     await next_of(marks)
     assert [record.delivery for record in await ledger.list()] == ["written"]
+
+
+# --- in the middle of an answer ---------------------------------------------------------------------------------------
+
+LONG = {"text": "x" * (4 << 20)}  # more than one piece, and more than a pipe holds
+
+
+@pytest.mark.parametrize("way", [*HTTP, *PIPES])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_caller_that_leaves_in_the_middle_of_its_answer_has_lost_it(
+    way: str, is_stream: bool, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    """Plain, and as the last event of a stream."""
+    app = new_app(**known(way))
+
+    @app.command(max_stored_result=1 << 24)
+    async def render(ctx: Context) -> dict[str, str]:
+        await ctx.progress(1)
+        await world.held_after(5, ctx)
+        return LONG
+
+    wire = await wires(way, app)
+    marks, ends = await watch(app, "deliver"), await watch(app, "complete")
+    message = wire.message("render", {}, 99)
+    if is_stream:
+        message["params"].setdefault("_meta", {})["progressToken"] = "p"
+    sent = wire.post(message)
+    await soon(world.begun)
+    sent.pause()
+    world.gate.set()
+    await next_of(ends)
+    await sent.is_full()
+    assert [record.delivery for record in await ledger.list()] == ["pending"]
+    await sent.leave()
+    await next_of(marks)
+    assert [record.delivery for record in await ledger.list()] == ["undelivered"]
+    if isinstance(wire, PipeWire):
+        await wire.open()
+    told = await wire.call("render")
+    assert (told.value, world.effects) == (LONG, [5])
+
+
+@pytest.mark.parametrize("way", [R2, R3, R4])
+async def test_a_stream_that_is_resumed_delivers_what_was_lost(
+    way: str, new_app: NewApp, wires: Wires, world: World, ledger: Ledger
+) -> None:
+    app = new_app()
+
+    @app.command(name="charge")
+    async def handler(cents: int, ctx: Context) -> Any:
+        await ctx.progress(1)
+        return await world.held_after(cents, ctx)
+
+    wire = await wires(way, app)
+    assert isinstance(wire, McpWire)
+    marks = await watch(app, "deliver")
+    message = wire.message("charge", PARAMS, 99)
+    message["params"]["_meta"] = {"progressToken": "p"}
+    exchange = await wire.client.post(message).started()
+    events = [await exchange.event() for _ in range(2 if way == R4 else 1)]  # 2025-11-25 begins with an empty one
+    await soon(world.begun)
+    exchange.leave()
+    await next_of(marks)
+    assert [record.delivery for record in await ledger.list()] == ["undelivered"]
+    assert events[-1] is not None
+    resumed = wire.client.listen(events[-1].id)
+    world.gate.set()
+    (answer,) = await resumed.messages()
+    assert json.loads(answer["result"]["content"][0]["text"]) == FIRST
+    await next_of(marks)
+    assert [record.delivery for record in await ledger.list()] == ["written"]
+    assert await wire.call("charge", PARAMS) == Told(SECOND)
 
 
 # --- whose call it is -----------------------------------------------------------------------------------------------

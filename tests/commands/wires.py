@@ -15,6 +15,7 @@ through a new one.
 import asyncio
 import json
 import os
+import select
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
@@ -60,10 +61,22 @@ def told_of(answer: Any, *, is_replayed: bool = False) -> Told:
 
 
 class Sent:
-    """A call on its way."""
+    """A call on its way. After `pause` the caller reads nothing: a long answer is then written in part, until `is_full`."""
 
-    def __init__(self, told: Callable[[], Awaitable[Any]], leave: Callable[[], Awaitable[None]]) -> None:
-        self._told, self.leave = told, leave
+    def __init__(
+        self,
+        told: Callable[[], Awaitable[Any]],
+        leave: Callable[[], Awaitable[None]],
+        pause: Callable[[], None] = lambda: None,
+        is_full: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        self._told, self.leave, self.pause, self._is_full = told, leave, pause, is_full
+
+    async def is_full(self) -> None:
+        """Wait until the server waits for the caller to read."""
+        assert self._is_full is not None, "in memory an answer has no parts"
+        async with asyncio.timeout(PATIENCE):
+            await self._is_full()
 
     async def told(self) -> Any:
         """Wait for the answer: of one call `Told`, of an array a list of them."""
@@ -148,14 +161,19 @@ class RpcWire(Wire):
                 return [told_of(each, is_replayed=bool(replayed) and each["id"] in replayed) for each in answer]
             return told_of(answer, is_replayed=replayed)
 
-        async def leave() -> None:
-            exchange.leave()
-
-        return Sent(told, leave)
+        return over_http(exchange, told)
 
     async def close(self) -> None:
         for exchange in self._exchanges:
             await exchange.close()
+
+
+def over_http(exchange: Exchange, told: Callable[[], Awaitable[Any]]) -> Sent:
+    async def leave() -> None:
+        exchange.leave()
+        exchange.reads.set()  # a server drops what it has for a client that has left
+
+    return Sent(told, leave, exchange.reads.clear, exchange.is_full.wait)
 
 
 class McpWire(Wire):
@@ -178,10 +196,7 @@ class McpWire(Wire):
             answers = [told_of(each) for each in await exchange.messages() if "method" not in each]
             return answers if isinstance(message, list) else answers[0]
 
-        async def leave() -> None:
-            exchange.leave()
-
-        return Sent(told, leave)
+        return over_http(exchange, told)
 
     async def cancel(self, id: int) -> None:
         await self.client.notify("notifications/cancelled", {"requestId": id})
@@ -239,7 +254,14 @@ class PipeWire(Wire):
             answer = await answered
             return [told_of(each) for each in answer] if isinstance(answer, list) else told_of(answer)
 
-        return Sent(told, self.leave)
+        transport = self._transport
+        assert transport is not None
+
+        async def is_full() -> None:
+            pipe = transport.get_extra_info("pipe")
+            await asyncio.to_thread(select.select, [pipe], [], [], PATIENCE)  # a part has come, and the pipe holds no more
+
+        return Sent(told, self.leave, transport.pause_reading, is_full)
 
     def stop_reading(self) -> None:
         """Close the end that answers come from; `leave` closes both."""

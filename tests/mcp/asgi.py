@@ -114,6 +114,7 @@ class Exchange:
         self._left = asyncio.Event()
         self.reads = asyncio.Event()  # cleared: the client does not read
         self.reads.set()
+        self.is_full = asyncio.Event()  # the server waits for a client that does not read
         self._started = asyncio.Event()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._text = b""
@@ -134,6 +135,8 @@ class Exchange:
             self.headers = [(name.decode(), value.decode()) for name, value in message["headers"]]
             self._started.set()
             return
+        if not self.reads.is_set():
+            self.is_full.set()
         await self.reads.wait()
         self._parts.put_nowait(message.get("body", b""))
         if not message.get("more_body"):

@@ -315,6 +315,15 @@ class HttpRequest:
         if self.has_left:
             raise Gone("the client has left")
 
+    async def _check_reader(self) -> None:
+        """Raise Gone if the client has left, where a call wants to know whether its answer is written."""
+        if self.sending is not None and self.sending.is_heard:
+            if self._watcher is not None:
+                self._watcher.cancel()
+            if self._watched:
+                await asyncio.sleep(0)  # a watcher that is cancelled lets go of the server's events
+            self._check_there()
+
     # --- answering ---------------------------------------------------------------------------------------------------
 
     def add_headers(self, fields: Sequence[tuple[bytes, bytes]]) -> None:
@@ -335,16 +344,15 @@ class HttpRequest:
             fields.append((b"content-type", b"application/json" if media == JSON else media.encode("latin-1")))
         for name, value in headers:
             fields.append((name.lower().encode("latin-1"), value.encode("latin-1")))
-        if self.sending is not None and self.sending.is_heard:
-            if self._watcher is not None:
-                self._watcher.cancel()
-                await asyncio.sleep(0)  # it lets go of the server's events
-            self._check_there()
+        await self._check_reader()
         self.started = True
         await self._tell({"type": "http.response.start", "status": status, "headers": fields})
-        for start in range(0, len(body) or 1, PIECE):
-            piece, more = body[start : start + PIECE], start + PIECE < len(body)
-            await self._tell({"type": "http.response.body", "body": piece, "more_body": more})
+        if len(body) > PIECE:
+            for start in range(0, len(body), PIECE):
+                await self._tell({"type": "http.response.body", "body": body[start : start + PIECE], "more_body": True})
+                await self._check_reader()  # not after the last event: then servers say of every client that it has left
+            body = b""
+        await self._tell({"type": "http.response.body", "body": body, "more_body": False})
         if self.sending is not None:
             self.sending.written()
 
@@ -352,6 +360,9 @@ class HttpRequest:
         """Answer with a JSON-RPC error without an id. An answer that has begun is cut by the server instead."""
         # Without an id, because no message was read (MCP 2025-11-25 and later, basic/transports: "a JSON-RPC error response
         # that has no id").
+        if self.sending is not None:
+            self.sending.lost()  # this is not the answer
+            self.sending = None
         if not self.started:
             code = (InternalError if error.status == 500 else InvalidRequest).CODE
             told: dict[str, Any] = {"code": code, "message": error.message}
@@ -383,6 +394,7 @@ class HttpRequest:
 
     async def close_stream(self) -> None:
         """End the open stream."""
+        await self._check_reader()
         await self._tell({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _tell(self, message: Event) -> None:
