@@ -1,0 +1,313 @@
+"""Tasks over processes: servers that are killed, stopped, or come together, and what becomes of their tasks.
+
+`EXPECTED` is the promise, written down from the design (tasks.md, commands.md) and not from runs. No test waits until a
+lease is over: the record is made older in the store. A process looks for tasks to adopt when it starts.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+import tests
+from tests.crash import task_child
+from tests.crash.harness import Bench, Trial
+from tests.crash.task_child import TOOL, TaskOrder, TaskStep
+from tests.mcp.asgi import KEY, PATIENCE, Json, enveloped
+from tests.servers import DURABLE, TRANSACTIONAL, Store, make_store
+from tests.size import sized
+from wirecall.ledger.base import RecordId
+from wirecall.server.method import OnCrash
+from wirecall.server.policy import ANONYMOUS
+
+# How a task ends after its server was killed at a step, and how many effects it has then. The columns say what the tool
+# declared; "point" means that its handler calls ctx.commit_point().
+#
+#   completed    with the effect that it names
+#   unknown      it failed with 50910, outcome_unknown: an effect may have happened
+#   ~ before it  the record has a lease, which must be over first
+#   ? before it  the task has to be answered first
+EXPECTED = """
+step        | unknown, point | unknown      | rerun        | reconcile, point | transactional
+before_row  | ~completed/1   | ~completed/1 | ~completed/1 | ~completed/1     | ~completed/1
+row_written | ~completed/1   | ~completed/1 | ~completed/1 | ~completed/1     | ~completed/1
+begun       | ~completed/1   | ~unknown/0   | ~completed/1 | ~completed/1     | ~completed/1
+committed   | ~unknown/0     | -            | -            | ~completed/1     | -
+effect_done | ~unknown/1     | ~unknown/1   | ~completed/2 | ~completed/1     | ~completed/1
+waiting     | ?completed/1   | ?completed/1 | ?completed/1 | ?completed/1     | ?completed/1
+answered    | completed/1    | completed/1  | completed/1  | completed/1      | completed/1
+leg_claimed | ~completed/1   | ~completed/1 | ~completed/1 | ~completed/1     | ~completed/1
+completed   | completed/1    | completed/1  | completed/1  | completed/1      | completed/1
+"""
+
+TASKS = "io.modelcontextprotocol/tasks"
+DECLARED: Json = {"extensions": {TASKS: {}}, "elicitation": {}}
+OVER = {"completed", "failed", "cancelled"}
+FIRST_LEG = {"before_row", "row_written"}
+IN_HANDLER = {"begun", "committed", "effect_done", "completed"}  # of the first leg, or of one after an answer
+
+LEASE = 3600.0  # no test lives to see its end
+AT_ONCE = 6  # trials
+
+SEED = int(os.environ.get("CRASH_SEED") or random.randrange(1 << 32))
+_numbers = count()
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """Where a server dies, and what its tool declares."""
+
+    step: TaskStep
+    mode: OnCrash
+    point: bool
+    asks: bool
+    expected: str
+
+
+def read_cases(table: str) -> list[Case]:
+    head, *rows = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+    cases = []
+    for step, *cells in rows:
+        for column, cell in zip(head[1:], cells, strict=True):
+            mode, _, point = column.partition(", ")
+            for asks in (False,) if step in FIRST_LEG else (False, True) if step in IN_HANDLER else (True,):
+                if cell != "-":
+                    told = {"step": step, "mode": mode, "point": bool(point), "asks": asks, "expected": cell}
+                    cases.append(msgspec.convert(told, Case))
+    return cases
+
+
+CASES = read_cases(EXPECTED)
+
+
+# --- servers -----------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """A process that serves lines, and a client of it."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.pid = pid
+        self._reader, self._writer = reader, writer
+        self._ids = count(1)
+
+    def go(self) -> None:
+        self._writer.write(b"\n")
+
+    async def call(self, method: str, params: Json) -> Json | None:
+        """Return the answer; None if the server ends before it."""
+        message = enveloped(method, params, next(self._ids), capabilities=DECLARED)
+        with suppress(ConnectionError):
+            self._writer.write(json.dumps(message).encode() + b"\n")
+            while line := await self._reader.readline():
+                told: Json = json.loads(line)
+                if told.get("id") == message["id"]:
+                    return told
+        return None
+
+    async def result(self, method: str, params: Json) -> Json:
+        told = await self.call(method, params)
+        assert told is not None and "result" in told, told
+        result: Json = told["result"]
+        return result
+
+    async def begin(self, key: str) -> str:
+        """Call the tool, and return the id of the task that it becomes."""
+        told = await self.result("tools/call", called(key))
+        assert told["resultType"] == "task", told
+        return str(told["taskId"])
+
+    async def until(self, task: str, *statuses: str) -> Json:
+        while True:
+            told = await self.result("tasks/get", {"taskId": task})
+            if told["status"] in statuses:
+                return told
+
+    async def answer(self, task: str) -> None:
+        given = {"sure": {"action": "accept", "content": {"sure": True}}}
+        await self.call("tasks/update", {"taskId": task, "inputResponses": given})
+
+    async def ended(self) -> None:
+        with suppress(ConnectionError):
+            while await self._reader.readline():
+                continue
+        self._writer.close()
+
+    async def kill(self, number: int = signal.SIGKILL) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+        await self.ended()
+
+
+def called(key: str) -> Json:
+    return {"name": TOOL, "arguments": {"name": key}, "_meta": {KEY: key}}
+
+
+class Forks:
+    """The fork server of `task_child`."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(log, "ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", task_child.__name__, str(theirs.fileno())],
+                cwd=Path(tests.__file__).parents[1],
+                pass_fds=[theirs.fileno()],
+                stderr=stderr,
+            )
+
+    async def start(self, order: TaskOrder, *, waits: bool = False) -> Server:
+        """Start a server; one that waits opens nothing before `go`."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._orders, [msgspec.json.encode(order)], [theirs.fileno()])
+        reader, writer = await asyncio.open_connection(sock=mine)
+        server = Server(int(await reader.readline()), reader, writer)
+        if not waits:
+            server.go()
+        return server
+
+    def close(self) -> None:
+        self._orders.close()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    forks = Forks(tmp_path_factory.mktemp("forks") / "stderr")
+    yield forks
+    forks.close()
+
+
+class Stores:
+    """A ledger for every trial: a server adopts all the tasks of its ledger, so the trials must not share one."""
+
+    def __init__(self, kind: str, folder: Path, request: pytest.FixtureRequest) -> None:
+        self.kind = kind
+        self._folder = folder
+        self._request = request
+        if kind != "sqlite":  # fixtures are not for several threads or tasks at once
+            request.getfixturevalue(f"{kind}_server")
+
+    def make(self) -> tuple[Store, Bench, Path]:
+        number = next(_numbers)
+        folder = self._folder / str(number)
+        folder.mkdir()
+        if self.kind != "postgres":
+            store = make_store(self.kind, folder, self._request.getfixturevalue)
+        else:
+            server = self._request.getfixturevalue("postgres_server")
+            server.run(f"CREATE DATABASE tasks{SEED}_{number}")
+            store = Store(self.kind, server.url_of(f"tasks{SEED}_{number}"))
+        return store, Bench(store, folder), folder
+
+    def drop(self, store: Store) -> None:
+        if self.kind == "postgres":
+            name = store.url.partition("@/")[2].partition("?")[0]
+            self._request.getfixturevalue("postgres_server").run(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=DURABLE)
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
+    return Stores(request.param, tmp_path, request)
+
+
+def age(store: Store, key: str) -> None:
+    store.age(RecordId(ANONYMOUS, f"tools/call:{TOOL}", key), LEASE + 1)
+
+
+# --- a server is killed ------------------------------------------------------------------------------------------------
+
+
+async def faults_of(case: Case, stores: Stores, forks: Forks) -> list[str]:
+    """Kill a server at a step, let another one adopt its task, and compare what comes of it with what was promised."""
+    store, bench, folder = stores.make()
+    key = f"k{random.randrange(1 << 32)}"
+    order = TaskOrder(
+        url=store.url, mode=case.mode, folder=str(folder), point=case.point, asks=case.asks, die_at=case.step, lease=LEASE
+    )
+    expected = case.expected.strip("~?")
+
+    # Step 1: the first server dies.
+    first = await forks.start(order)
+    told = await first.call("tools/call", called(key))
+    heard = told["result"]["taskId"] if told is not None else None
+    if case.asks:
+        assert heard is not None
+        await first.until(heard, "input_required")
+        if case.step == "waiting":
+            os.kill(first.pid, signal.SIGKILL)
+        else:
+            await first.answer(heard)
+    await first.ended()
+    if case.expected.startswith("~"):
+        age(store, key)
+
+    # Step 2: the second one adopts the task. A client that has not heard of it calls again, and gets it.
+    second = await forks.start(msgspec.structs.replace(order, die_at=None))
+    task = heard or await second.begin(key)
+    state = await second.until(task, *OVER, "input_required")
+    if is_asked := state["status"] == "input_required":
+        await second.answer(task)
+        state = await second.until(task, *OVER)
+    again = await second.result("tasks/get", {"taskId": task})
+    repeated = await second.begin(key)
+    trial = Trial(ledger=store.kind, mode=case.mode, point=case.point, steps=())
+    effects = bench.effects(trial, key)
+    await second.kill(signal.SIGTERM)
+    stores.drop(store)
+
+    # Step 3: the checks.
+    word = state["status"]
+    if word == "failed" and (state["error"]["code"], state["error"]["data"]["ran"]) == (50910, "unknown"):
+        word = "unknown"
+    faults = []
+    if f"{word}/{len(effects)}" != expected:
+        faults.append(f"{word}/{len(effects)} in place of {expected}")
+    if is_asked != case.expected.startswith("?"):
+        faults.append(f"asked again: {is_asked}")
+    if word == "completed" and state["result"]["content"][0]["text"] not in effects:
+        faults.append(f"the result {state['result']} names an effect that is not in the log: {effects}")
+    if again != {**state, "pollIntervalMs": again["pollIntervalMs"]}:
+        faults.append(f"a task that has ended changed from {state} to {again}")
+    if repeated != task and word != "unknown":
+        faults.append("the key has another task")
+    return [f"{store.kind} {case}: {fault}" for fault in faults]
+
+
+def test_every_step_is_killed_in_every_mode() -> None:
+    assert {case.step for case in CASES} == {*get_args(TaskStep)}
+    assert {case.mode for case in CASES} == {*get_args(OnCrash)}
+
+
+async def test_a_task_outlives_its_server(stores: Stores, forks: Forks, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [case for case in CASES if case.mode != "transactional" or stores.kind in TRANSACTIONAL]
+    cases = sized(small=random.Random(SEED).sample(cases, 8), full=cases)
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def judge(case: Case) -> list[str]:
+        async with places:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    return await faults_of(case, stores, forks)
+            except Exception as error:  # the other trials go on
+                return [f"{stores.kind} {case}: {error!r}"]
+
+    found = await asyncio.gather(*map(judge, cases))
+    wrong = [fault for faults in found for fault in faults]
+    with capsys.disabled():
+        print(f"\nCRASH_SEED={SEED} {stores.kind}: {len(cases)} servers of tasks killed, {len(wrong)} wrong")
+    assert not wrong, "\n".join([f"CRASH_SEED={SEED}", *wrong, forks.log.read_text()[-4000:]])
