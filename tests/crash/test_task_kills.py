@@ -311,3 +311,58 @@ async def test_a_task_outlives_its_server(stores: Stores, forks: Forks, capsys: 
     with capsys.disabled():
         print(f"\nCRASH_SEED={SEED} {stores.kind}: {len(cases)} servers of tasks killed, {len(wrong)} wrong")
     assert not wrong, "\n".join([f"CRASH_SEED={SEED}", *wrong, forks.log.read_text()[-4000:]])
+
+
+# --- servers come together, or stop ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["unknown", "rerun"])
+async def test_of_two_servers_one_adopts_a_task(mode: OnCrash, stores: Stores, forks: Forks) -> None:
+    for _ in range(sized(small=1, full=5)):
+        store, bench, folder = stores.make()
+        order = TaskOrder(url=store.url, mode=mode, folder=str(folder), point=mode == "unknown", holds=True, lease=LEASE)
+        keys = [f"k{number}" for number in range(8)]
+        async with asyncio.timeout(PATIENCE):
+            # Step 1: a server dies, and leaves tasks whose handlers have started. A task of "rerun" is past its commit
+            # point then, so its next run is its second one.
+            first = await forks.start(order)
+            tasks = {key: await first.begin(key) for key in keys}
+            while not all((folder / f"{key}.held").exists() for key in keys):
+                await first.until(tasks[keys[0]], "working")
+            await first.kill()
+            for key in keys:
+                age(store, key)
+
+            # Step 2: two come for them at the same moment.
+            others = [await forks.start(msgspec.structs.replace(order, holds=False), waits=True) for _ in range(2)]
+            for server in others:
+                server.go()
+            for key, task in tasks.items():
+                for server in others:
+                    assert (await server.until(task, *OVER))["status"] == "completed"
+                assert len(bench.effects(Trial(ledger=store.kind, mode=mode, point=order.point, steps=()), key)) == 1
+            for server in others:
+                await server.kill(signal.SIGTERM)
+        stores.drop(store)
+
+
+@pytest.mark.parametrize("mode", ["unknown", "transactional"])
+async def test_a_server_that_stops_leaves_its_task_to_the_next_one_at_once(
+    mode: OnCrash, stores: Stores, forks: Forks
+) -> None:
+    if mode == "transactional" and stores.kind not in TRANSACTIONAL:
+        mode = "reconcile"
+    store, bench, folder = stores.make()
+    order = TaskOrder(url=store.url, mode=mode, folder=str(folder), point=mode != "transactional", holds=True, lease=LEASE)
+    async with asyncio.timeout(PATIENCE):
+        first = await forks.start(order)
+        task = await first.begin("k")
+        while not (folder / "k.held").exists():
+            assert (await first.result("server/discover", {}))["resultType"] == "complete"
+        await first.kill(signal.SIGTERM)
+        # The lease would last for an hour.
+        second = await forks.start(msgspec.structs.replace(order, holds=False))
+        assert (await second.until(task, *OVER))["status"] == "completed"
+        await second.kill(signal.SIGTERM)
+    assert len(bench.effects(Trial(ledger=store.kind, mode=mode, point=order.point, steps=()), "k")) == 1
+    stores.drop(store)

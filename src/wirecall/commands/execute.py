@@ -445,13 +445,19 @@ class Commands:
                 )
                 raise await self._failed(call, run, late) from pause
             interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
-            is_task = run.task is not None and run.task.is_handed_over
-            kept = max(terms.retention, run.method.task_ttl) if is_task else terms.retention
-            suspend = partial(run.ledger.suspend, run.token, interim, kept)
+            task = run.task if run.task is not None and run.task.is_handed_over else None
+            kept = terms.retention if task is None else max(terms.retention, run.method.task_ttl)
+            wait = partial(run.ledger.suspend, run.token, interim, kept)
+
+            async def suspend() -> None:
+                if task is not None:
+                    await task.pause()
+                await wait()
+
             try:
                 await suspend()
             except LedgerDown as error:
-                if not is_task:
+                if task is None:
                     self._background.unclaim(run.ledger, run.claim)
                     raise unavailable(error) from pause
                 self._background.start(self._background.persist(suspend))  # the client has the task, and waits
@@ -494,7 +500,7 @@ class Commands:
             if run.state is RunState.UNDONE and run.task is not None and run.task.is_handed_over:
                 if self._background.closing or isinstance(error, (LedgerDown, LedgerUnavailable)):
                     await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over
-                else:
+                elif await run.ledger.heartbeat(run.token, run.claim.lease):  # else another process has adopted it
                     await run.task.end(failure)  # first, since nothing tells how it ended when the record is gone
                     await give_back(run.ledger, run.token, run.attempt)
             elif run.state is RunState.UNDONE:
@@ -506,7 +512,7 @@ class Commands:
             record = await run.ledger.get(run.claim.id) if undecided else None
         except LedgerDown as down:
             logger.error("%s: the end of the run was not written to the ledger: %s", run.claim.id, down)
-            if run.state is RunState.UNDONE:
+            if run.state is RunState.UNDONE and not (run.task is not None and run.task.is_handed_over):
                 self._background.unclaim(run.ledger, run.claim)
         return failure or unknown(run.claim.id, record)
 
@@ -592,8 +598,9 @@ class Commands:
                     await transaction.complete(kept, terms.retention, undo=outcome.kind == "error")
                     return outcome
             except TryAgain:
-                for event in (RunEvent.UNDO, RunEvent.FOLLOW, RunEvent.GRANT):
-                    run.to(event)
+                if run.hear(RunEvent.UNDO):  # else the handler has not started, or was cancelled
+                    run.to(RunEvent.FOLLOW)
+                    run.to(RunEvent.GRANT)
             except NotCommitted:
                 run.hear(RunEvent.UNDO)
                 raise

@@ -117,6 +117,10 @@ class Detachable(Protocol):
         """Hear that the run may start its handler; False if it has to wait for a place."""
         ...
 
+    async def pause(self) -> None:
+        """Write the questions with which a leg ends, before its record waits for the answers."""
+        ...
+
     async def end(self, error: BaseException | None) -> None:
         """Write how the task ended, before its record is given back because nothing was done."""
         ...

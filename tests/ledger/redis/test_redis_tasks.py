@@ -1,7 +1,7 @@
 """Tasks in Redis: they are in other slots than their records, and the sets of open tasks are only a hint."""
 
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -22,7 +22,7 @@ def open_tasks(store: Store) -> int:
     number = 0
     for shard in range(16):
         with suppress(AssertionError), redis_key(store.url, f"tasks-{shard}") as (client, name):
-            number += cast(int, client.zcard(name))
+            number += int(client.zcard(name))
     return number
 
 

@@ -32,7 +32,16 @@ from msgspec import UNSET, Raw, Struct
 
 from wirecall.commands.outcome import answer, recorded, unavailable
 from wirecall.commands.run import LostLease, Run
-from wirecall.errors import Busy, InternalError, InvalidParams, LedgerUnavailable, OutcomeUnknown, RpcError, UsageError
+from wirecall.errors import (
+    Busy,
+    DeadlineExceeded,
+    InternalError,
+    InvalidParams,
+    LedgerUnavailable,
+    OutcomeUnknown,
+    RpcError,
+    UsageError,
+)
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State, Task
 from wirecall.logs import logger
 from wirecall.mcp.revisions import REVISIONS
@@ -101,6 +110,7 @@ class Work:
         self._lock = asyncio.Lock()
         self._noted = 0.0
         self._is_noting = False
+        self._questions: JsonObject = {}  # with which this leg ends
 
     async def found(self, record: Record) -> None:
         if self.is_handed_over:
@@ -163,10 +173,11 @@ class Work:
         if found is not None and _decode(found.document).is_cancelled:
             self._tasks.dispatcher().commands.cancel(found.record)
 
-    async def note(self, message: str) -> None:
+    def note(self, message: str) -> None:
         """Set the status message, at most once a second: the last one is written when its time has come."""
         self.document.message = message[:1000]
-        if self._is_noting:
+        # While a handler has a transaction, nothing else is written: an SQLite file has one writer.
+        if self._is_noting or (self.run is not None and self.run.db is not None):
             return
         loop = asyncio.get_running_loop()
         wait = self._noted + NOTE_EVERY - loop.time()
@@ -185,23 +196,23 @@ class Work:
                 logger.warning("the status of task %s was not written: %s", self.id, error)
 
         self._is_noting = True
-        if wait <= 0:
-            await write()
-        else:
-            loop.call_later(wait, lambda: self._tasks.dispatcher().commands.start(write()))
+        # The handler does not wait for it.
+        loop.call_later(max(0.0, wait), lambda: self._tasks.dispatcher().commands.start(write()))
 
-    async def pause(self, questions: JsonObject) -> bytes:
-        """Write that this leg ends with questions, and return them as the record keeps them."""
+    def interim(self, questions: JsonObject) -> bytes:
+        """Return the questions with which this leg ends, as the record keeps them."""
+        self._questions = questions
+        return encode({"leg": f"{self.id}.{self.document.leg + 1}", "inputRequests": questions})
+
+    async def pause(self) -> None:
+        leg, digests = self.document.leg + 1, {key: _digest(question) for key, question in self._questions.items()}
 
         def edit(document: Document) -> bool:
-            document.asked.update({key: _digest(question) for key, question in questions.items()})
-            document.leg += 1
-            document.is_ready = False
-            self.document = document
+            document.asked.update(digests)
+            document.leg, document.is_ready = leg, False
             return True
 
         await self._tasks.change(self.id, edit)
-        return encode({"leg": f"{self.id}.{self.document.leg}", "inputRequests": questions})
 
 
 class TaskPeer(Peer):
@@ -217,13 +228,13 @@ class TaskPeer(Peer):
         if self._task is None:
             await super().progress(progress, total, message)
         else:
-            await self._task.note(message or (f"{progress:g}" if total is None else f"{progress:g} of {total:g}"))
+            self._task.note(message or (f"{progress:g}" if total is None else f"{progress:g} of {total:g}"))
 
     async def log(self, level: str, data: object, logger: str | None) -> None:
         if self._task is None:
             await super().log(level, data, logger)
         elif level != "debug":
-            await self._task.note(data if isinstance(data, str) else encode(data).decode())
+            self._task.note(data if isinstance(data, str) else encode(data).decode())
 
     async def hand_over(self) -> None:
         if self.work is not None and not await self.work.hand_over():
@@ -243,7 +254,7 @@ class TaskPeer(Peer):
         return await super().ask(questions)
 
     async def pause(self, questions: JsonObject) -> bytes:
-        return await (super().pause(questions) if self._task is None else self._task.pause(questions))
+        return await super().pause(questions) if self._task is None else self._task.interim(questions)
 
 
 class Tasks:
@@ -440,10 +451,11 @@ class Tasks:
             document.final = document.final or final
             return True
 
-        await self.change(task.id, edit)
         record, ledger = task.now, await self.ledger()
-        if record is None or record.state not in (State.RUNNING, State.WAITING):
+        if record is None:
+            await self.change(task.id, edit)
             return
+        # The record first: a process that has claimed it meanwhile goes on, and the task ends as that one says.
         claim = Claim(
             id=record.id,
             fingerprint=record.fingerprint,
@@ -456,9 +468,8 @@ class Tasks:
         )
         taken = await ledger.claim(claim)
         if taken.state is State.RUNNING and taken.nonce == claim.nonce:
-            # The first attempt of a leg: the leg before ended with a question, and had done nothing.
-            is_undone = taken.attempts == 1 or not taken.committed
-            await (ledger.release(taken.token) if is_undone else ledger.abandon(taken.token))
+            await self.change(task.id, edit)
+            await (ledger.abandon(taken.token) if taken.committed else ledger.release(taken.token))
 
     async def change(self, id: str, edit: Callable[[Document], bool]) -> None:
         """Change the document of a task, and tell its listeners. `edit` returns False if nothing is to be written."""
@@ -612,10 +623,10 @@ class Tasks:
         told = _members(task.id, document)
         if document.final is None and record is not None and record.state is State.WAITING:
             if task.ttl_left <= document.ttl_ms / 1000 - document.lasts:
-                late = OutcomeUnknown("the task was not answered in time", ran="no")
-                document.final = _failed(late)
-                await self._within(self._end(task, document.final))
-            elif questions := _open_questions(task):
+                late = DeadlineExceeded("the task was not answered in time", ran="no")
+                await self._within(self._end(task, _failed(late)))
+                return await self._told(await self._find(task.record.caller, task.id))
+            if questions := _open_questions(task):
                 return {**told, "status": "input_required", "inputRequests": questions}
         if document.final is not None:
             return {**told, **document.final}
@@ -632,11 +643,11 @@ class Tasks:
             final = _failed(error)
 
             def edit(document: Document) -> bool:
-                document.final = document.final or final
-                return True
+                is_new, document.final = document.final is None, document.final or final
+                return is_new
 
             await self._within(self.change(task.id, edit))
-            return {**told, **final}
+            return await self._told(await self._find(task.record.caller, task.id))
         return {**told, **self.ending(error, document)}
 
 

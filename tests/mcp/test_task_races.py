@@ -1,0 +1,124 @@
+"""Tasks under races: what two servers, or a client and a handler, do at the same moment, in many rounds."""
+
+import asyncio
+import random
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from tests.calls import make_app
+from tests.mcp.asgi import KEY
+from tests.mcp.test_task_rules import BOOL, OVER, get, start, talk, until
+from tests.servers import DURABLE, Store
+from tests.size import sized
+from wirecall import App, Context
+from wirecall.ledger.base import RecordId
+from wirecall.server.policy import ANONYMOUS
+
+ROUNDS = sized(small=12, full=200)
+SECONDS = 3600.0
+
+
+class Desk:
+    """Apps on one ledger, and the effects of their tools."""
+
+    def __init__(self, store: Store) -> None:
+        self.effects: list[str] = []
+        self.turns = 0
+        self.apps = [self._app(store) for _ in range(2)]
+
+    def _app(self, store: Store) -> App:
+        app = make_app(ledger=store.url)
+
+        @app.command(task=True)
+        async def pay(name: str, ctx: Context) -> str:
+            for _ in range(self.turns):
+                await asyncio.sleep(0)
+            await ctx.commit_point()
+            self.effects.append(name)
+            return name
+
+        @app.command(task=True)
+        async def ask(name: str, ctx: Context) -> str:
+            await ctx.elicit("Sure?", BOOL, key="sure")
+            await ctx.commit_point()
+            self.effects.append(name)
+            return name
+
+        return app
+
+
+async def late(work: Any, turns: int) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await work
+
+
+@pytest.mark.parametrize("handles", [1, 2])
+@pytest.mark.parametrize("tool", ["pay", "ask"])
+async def test_a_task_is_cancelled_or_completed_and_its_effect_agrees(store: Store, tool: str, handles: int) -> None:
+    """With two handles, another server takes the cancellation than the one that runs the task."""
+    desk, ends = Desk(store), set[str]()
+    async with AsyncExitStack() as stack:
+        first, *others = [await stack.enter_async_context(talk(app)) for app in desk.apps[:handles]]
+        canceller = others[0] if others else first
+        for number in range(ROUNDS):
+            name = f"n{number}"
+            desk.turns = random.choice((0, 1, 5, 50, 500))
+            task = await start(first, tool, {"name": name})
+            params = {"taskId": task["taskId"]}
+            work = [late(canceller.result("tasks/cancel", params), random.choice((0, 1, 5, 50, 500)))]
+            if tool == "ask":
+                await until(first, task, "input_required")
+                given = {"sure": {"action": "accept", "content": {"sure": True}}}
+                answering = first.result("tasks/update", {**params, "inputResponses": given})
+                work.append(late(answering, random.choice((0, 1, 5, 50))))
+            await asyncio.gather(*work)
+            told = await until(first, task, *OVER)
+            ends.add(told["status"])
+            assert told["status"] in ("cancelled", "completed"), told
+            assert (name in desk.effects) == (told["status"] == "completed"), told
+            assert (await get(canceller, task))["status"] == told["status"]
+    assert len(desk.effects) == len(set(desk.effects))
+
+
+# In SQLite a handler's transaction locks the file, so its task cannot be adopted.
+ADOPTED = [*((kind, "unknown") for kind in DURABLE), ("postgres", "transactional")]
+
+
+@pytest.mark.parametrize(("store", "mode"), ADOPTED, indirect=["store"])
+async def test_a_server_whose_task_was_adopted_does_not_end_it(store: Store, mode: Any) -> None:
+    begun, gates, runs = asyncio.Queue[int](), [asyncio.Event(), asyncio.Event()], list[int]()
+
+    def make(number: int) -> App:
+        app = make_app(ledger=store.url)
+
+        @app.command(task=True, on_crash=mode, lease=SECONDS)
+        async def pay(ctx: Context) -> str:
+            begun.put_nowait(number)
+            await gates[number].wait()
+            await ctx.commit_point()
+            runs.append(number)
+            return f"by {number}"
+
+        return app
+
+    apps = [make(number) for number in range(2)]
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(talk(apps[0]))
+        task = await start(first, "pay", meta={KEY: "k"})
+        assert await begun.get() == 0
+        store.age(RecordId(ANONYMOUS, "tools/call:pay", "k"), SECONDS + 1)
+        second = await stack.enter_async_context(talk(apps[1]))
+        assert await begun.get() == 1
+        gates[0].set()
+        while apps[0].mcp().tasks.works:
+            await get(first, task)
+        assert (await get(second, task))["status"] == "working"
+        gates[1].set()
+        told = await until(second, task, *OVER)
+        assert (told["status"], told["result"]["content"][0]["text"]) == ("completed", "by 1")
+        assert await get(first, task) == told
+    if mode == "unknown":
+        assert runs == [1]
