@@ -1,4 +1,4 @@
-"""The log of wirecall: one record per call, and one for every handler that failed.
+"""The log of wirecall: one record per call, one for every handler that failed, and messages that no client wants.
 
 The logger is called `wirecall`. Like any library's it says nothing about calls until the program that uses it asks for it;
 a failure it does not hide: with no handler set up, Python prints warnings and errors to stderr.
@@ -9,7 +9,8 @@ a failure it does not hide: with no handler set up, Python prints warnings and e
 Every record carries its facts as attributes, so that a formatter or a filter need not read sentences: `correlation_id`,
 `method`, `kind`, `position` (in a batch, from 0), `duration_ms`, `outcome`, `code` (of an error), `caller` and
 `idempotency_key`. Clients count their ids from 1, so an id alone names no command: caller, method and key do, as in the
-ledger. Params and results are not logged: they are the user's, and they may be secret.
+ledger. Params and results are not logged: they are the user's, and they may be secret. A message of `ctx.log` is logged if
+its client does not want it, with the severity that fits its level.
 
 Callers choose method names, ids and keys, and exceptions quote them. So that none of these can forge a line or steer a
 terminal, every record of this logger has control, bidi and other invisible characters escaped (a newline is \\u000a),
@@ -91,6 +92,25 @@ def failed(method: str, correlation_id: Any, error: BaseException, *, caller: st
 
 
 _NAMING = ("correlation_id", "caller", "idempotency_key")
+
+# The levels of MCP, which are those of RFC 5424, as severities of Python.
+SEVERITIES = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "notice": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+    "alert": logging.CRITICAL,
+    "emergency": logging.CRITICAL,
+}
+
+
+def noted(level: str, data: object, name: str | None, **facts: Any) -> None:
+    """A handler's own message."""
+    if logger.isEnabledFor(SEVERITIES[level]):
+        words = "%(method)s, %(name)s: %(data)s" if name else "%(method)s: %(data)s"
+        logger.log(SEVERITIES[level], words, {**facts, "name": name, "data": data}, extra=facts)
 
 
 class JsonFormatter(logging.Formatter):

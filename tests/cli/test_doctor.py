@@ -182,3 +182,38 @@ def test_names_of_tools_with_dots_are_a_remark() -> None:
 
 def test_an_app_without_anything_to_remark() -> None:
     assert app_findings('app.query(name="plain")(lambda: 1)\n') == []
+
+
+USES = """
+import random
+
+@app.query
+async def ask(ctx: Context) -> str:
+    await ctx.log("info", "asking")
+    return (await ctx.sample("Which?")).text
+
+@app.prompt
+async def greet(context: Context) -> str:
+    return str(await context.roots())
+
+@app.resource("test://a")
+async def read(ctx: Context) -> str:
+    await ctx.log("info", "reading")
+    return "a"
+
+@app.query
+def plain(ctx: Context) -> list[int]:
+    return random.sample(range(9), 2)  # not the context's
+
+app.query(name="short")(lambda: 1)
+app.query(name="built_in")(len)
+"""
+
+
+def test_features_that_mcp_deprecates_are_a_remark() -> None:
+    """SEP-2577: roots, sampling and logging."""
+    assert app_findings(USES) == [
+        ("warn", "MCP 2026-07-28 deprecates logging: ctx.log in ask, resources/read:test://a"),
+        ("warn", "MCP 2026-07-28 deprecates sampling: ctx.sample in ask"),
+        ("warn", "MCP 2026-07-28 deprecates roots: ctx.roots in prompts/get:greet"),
+    ]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -152,6 +153,12 @@ def test_settings_that_change_later_do_not_change_the_declaration() -> None:
     settings["tiers"].append("silver")
     with connect_sync(app, protocol="mcp") as client:
         assert client.extension(LOYALTY) == {"tiers": ["gold"]}
+
+
+def test_any_mapping_declares() -> None:
+    frozen = MappingProxyType({LOYALTY: MappingProxyType({"club": "north"})})
+    with connect_sync(shop(), protocol="mcp", extensions=frozen) as client:
+        assert client.call_tool("client").structured["loyalty"] == {"club": "north"}
 
 
 # --- the client declares ---------------------------------------------------------------------------------------------

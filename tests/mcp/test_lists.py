@@ -243,6 +243,21 @@ async def test_a_level_is_sent_with_each_request_at_2026_07_28(transport: str) -
             assert said(client) == LEVELS[number:]
 
 
+async def test_messages_that_a_client_does_not_want_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them goes to one place: to the client, or to the log of the server."""
+    caplog.set_level("DEBUG", "wirecall")
+    async with over_http(loud(), R5) as client:
+        await client.tool("shout", meta={f"{PREFIX}logLevel": "error"})
+        assert said(client) == LEVELS[4:]
+        noted = [record for record in caplog.records if "said" in record.getMessage()]
+        assert [record.getMessage() for record in noted] == [
+            f"tools/call:shout, test: {{'said': '{level}'}}" for level in LEVELS[:4]
+        ]
+        caplog.clear()
+        await client.tool("shout")
+        assert len([record for record in caplog.records if "said" in record.getMessage()]) == len(LEVELS)
+
+
 async def test_a_level_of_one_session_is_not_anothers() -> None:
     async with over_http(loud(), R4) as client:
         other = HttpClient(client.asgi, R4)

@@ -226,3 +226,61 @@ app.handle_sync(message)
     printed = subprocess.run([sys.executable, "-c", script], cwd=path, capture_output=True, check=True).stderr.decode()
     assert how == "default" or printed
     assert all(line.isprintable() and not line.startswith("2026") for line in printed.split("\n"))
+
+
+# --- messages of handlers ----------------------------------------------------------------------------------------------
+
+LEVELS = {
+    "debug": "DEBUG",
+    "info": "INFO",
+    "notice": "INFO",
+    "warning": "WARNING",
+    "error": "ERROR",
+    "critical": "CRITICAL",
+    "alert": "CRITICAL",
+    "emergency": "CRITICAL",
+}
+
+
+def talking() -> App:
+    app = make_app()
+
+    @app.query
+    async def talk(ctx: Context, level: Any) -> None:
+        await ctx.log(level, {"said": level}, logger="shop" if level == "error" else None)
+
+    return app
+
+
+async def test_a_message_of_a_handler_goes_to_the_log_where_there_is_no_client(log: Collector) -> None:
+    logging.getLogger("wirecall").setLevel(logging.DEBUG)
+    app = talking()
+    for level in LEVELS:
+        await app.handle(call("talk", {"level": level}, id=7), caller="ann")
+    records = [record for record in log.records if "said" in record.getMessage()]
+    assert [record.levelname for record in records] == list(LEVELS.values())
+    assert records[0].getMessage() == "talk: {'said': 'debug'}"
+    assert records[4].getMessage() == "talk, shop: {'said': 'error'}"
+    assert log.facts("correlation_id", "method", "caller")[0] == (7, "talk", "ann")
+
+
+async def test_a_message_below_the_level_of_the_log_is_not_made(log: Collector) -> None:
+    logging.getLogger("wirecall").setLevel(logging.WARNING)
+    await talking().handle(call("talk", {"level": "notice"}))
+    assert log.records == []
+
+
+async def test_a_message_that_forges_a_line_is_escaped(log: Collector) -> None:
+    app = make_app()
+
+    @app.query
+    async def talk(ctx: Context) -> None:
+        await ctx.log("error", "one\nERROR two")
+
+    await app.handle(call("talk"))
+    assert log.records[0].getMessage() == "talk: one\\u000aERROR two"
+
+
+async def test_an_unknown_level_is_a_mistake_everywhere() -> None:
+    answer = await talking().handle(call("talk", {"level": "loud"}))
+    assert b"-32603" in (answer or b"")

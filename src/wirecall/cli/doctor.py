@@ -4,10 +4,13 @@ A check is a function that yields one or several `Finding`s; an exception in it 
 of a "warn"; a "fail" stops it, or breaks its promises.
 """
 
+import ast
+import inspect
 import os
 import platform
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +20,7 @@ from typing import Literal
 import click
 from msgspec import Struct
 
+from wirecall.app import App
 from wirecall.cli.failures import Exit, failure_of
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option
@@ -24,6 +28,7 @@ from wirecall.cli.stores import DRIVERS, opened_ledger, shown
 from wirecall.cli.targets import configured_ledger, parse
 from wirecall.config import Config, ConfigError, check_config
 from wirecall.ledger.base import State
+from wirecall.server.method import Method
 from wirecall.version import __version__
 
 Level = Literal["ok", "warn", "fail"]
@@ -32,6 +37,13 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 FILES = 2048  # open files of a process: its connections, and some of its own
 TOO_FEW = 256
 SHOWN = 5  # names in a finding
+
+# Members of a context, the features of MCP behind them that 2026-07-28 deprecates (SEP-2577), and their substitutes.
+DEPRECATED = {
+    "roots": ("roots", "arguments of tools or URIs of resources"),
+    "sample": ("sampling", "the API of a model"),
+    "log": ("logging", "OpenTelemetry or the server's log"),
+}
 _PACKAGES = ("msgspec", "click", "rich", "aiohttp", "apsw", "granian")  # they come with wirecall
 
 
@@ -115,6 +127,41 @@ def check_app(config: Config) -> Iterator[Finding]:
     if dotted := [name for name in app.registry.tools if "." in name]:
         what = f"some model APIs refuse dots in the names of tools: {listed(dotted)}"
         yield Finding("app", "warn", what, 'rename it: name="orders_create", or leave it out of MCP: expose=("rpc",)')
+
+    # A function names what it uses; a context that it passes on is not followed.
+    used: dict[str, list[str]] = {}
+    for method in app_methods(app):
+        for member in sorted(context_members(method) & DEPRECATED.keys()):
+            used.setdefault(member, []).append(method.name)
+    for member, users in used.items():
+        what = f"MCP 2026-07-28 deprecates {DEPRECATED[member][0]}: ctx.{member} in {listed(users)}"
+        yield Finding("app", "warn", what, f"it still works; use {DEPRECATED[member][1]} instead")
+
+
+def app_methods(app: App) -> list[Method]:
+    """Return everything that an app has registered."""
+    catalog = app.catalog()
+    found = [*app.registry.methods.values(), *app.registry.tools.values(), *catalog.completions.values()]
+    found += [prompt.method for prompt in catalog.prompts.values()]
+    found += [resource.method for resource in (*catalog.resources.values(), *catalog.templates.values())]
+    found += [entry.method for entry in catalog.methods.values()]
+    return list(dict.fromkeys(found))  # a tool is often a method of JSON-RPC as well
+
+
+def context_members(method: Method) -> set[str]:
+    """Return the members of its context that the source of a function names: `ctx.log(...)` gives "log"."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(method.function, "func", method.function))))
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError):  # the source is not at hand, or a lambda in the middle of a line
+        return set()
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in method.signature.injected
+    }
 
 
 def listed(names: list[str]) -> str:

@@ -85,6 +85,7 @@ class Remote(Protocol):
     @property
     def meta(self) -> JsonObject: ...
     def progress(self, progress: float, total: float | None, message: str | None) -> "Awaitable[None]": ...
+    def wants(self, level: str) -> bool: ...
     def log(self, level: str, data: object, logger: str | None) -> "Awaitable[None]": ...
     def hang_up(self, retry: float) -> "Awaitable[None]": ...
     def elicit(self, message: str, schema: object, key: str | None) -> "Awaitable[Elicited]": ...
@@ -250,8 +251,16 @@ class Context:
         return self._call.peer.progress(progress, total, message) if self._call.peer else Passed()
 
     def log(self, level: "Level", data: object, logger: str | None = None) -> Awaitable[None]:
-        """Send a log message to the client, if it wants to see this level."""
-        return self._call.peer.log(level, data, logger) if self._call.peer else Passed()
+        """Send a log message to the client if it wants to see this level, else to the server's log."""
+        from wirecall.logs import SEVERITIES, noted  # late: `import wirecall` stays light
+
+        if level not in SEVERITIES:
+            raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(SEVERITIES)}")
+        peer = self._call.peer
+        if peer is not None and peer.wants(level):
+            return peer.log(level, data, logger)
+        noted(level, data, logger, method=self.record, correlation_id=self.correlation_id, caller=self.caller or None)
+        return Passed()
 
     def elicit(self, message: str, schema: object, *, key: str | None = None) -> "Awaitable[Elicited]":
         """Ask the person at the client with a form.

@@ -148,7 +148,8 @@ class Settings(Host, frozen=True, kw_only=True):
         if self.revision is not None and self.revision not in REVISIONS:
             known = ", ".join(REVISIONS)
             raise UsageError(f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}")
-        if TASKS in extensions.checked(self.extensions):
+        msgspec.structs.force_setattr(self, "extensions", extensions.checked(self.extensions))
+        if TASKS in self.extensions:
             raise UsageError(
                 f"{TASKS} is not for extensions=.", "the client declares it by itself", "use tasks=False, or drop it"
             )

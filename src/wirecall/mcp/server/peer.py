@@ -355,14 +355,14 @@ class Peer(Struct, eq=False):
             told["message"] = message
         await self._tell("notifications/progress", told)
 
-    async def log(self, level: str, data: object, logger: str | None) -> None:
-        if level not in LEVELS:
-            raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
+    def wants(self, level: str) -> bool:
         # A client that has set no level gets messages from `info` on, and none at 2026-07-28 (server/utilities, "Logging").
         least = self.session.level or ("info" if not self.session.revision.is_stateless else None)
-        if least is not None and LEVELS.index(level) >= LEVELS.index(least):
-            named = {"logger": logger} if logger else {}
-            await self._tell("notifications/message", {"level": level, **named, "data": data})
+        return not self._closed and least is not None and LEVELS.index(level) >= LEVELS.index(least)
+
+    async def log(self, level: str, data: object, logger: str | None) -> None:
+        named = {"logger": logger} if logger else {}
+        await self._tell("notifications/message", {"level": level, **named, "data": data})
 
     async def _tell(self, method: str, params: JsonObject) -> None:
         """Send a notification, unless the call is answered."""
