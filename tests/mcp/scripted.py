@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from aiohttp import web
 
@@ -52,7 +52,7 @@ class Scripted:
         self.over = asyncio.Event()
         self._runner: web.AppRunner | None = None
 
-    async def __aenter__(self) -> "Scripted":
+    async def __aenter__(self) -> Self:
         app = web.Application()
         app.router.add_route("*", "/mcp", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)

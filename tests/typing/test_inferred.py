@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 PYRIGHT = "pyright@1.1.414"
 PATIENCE = 300.0
 
+STATUSES = ["working", "input_required", "completed", "failed", "cancelled"]
+
 # What an editor sees after the README's examples.
 README = {
     "client": "SyncClient",
@@ -40,6 +42,12 @@ README = {
     'agent.call_tool("price", {"sku": "tea"}).structured': "Any",
     'agent.call_tool("price", {"sku": "tea"}).text': "str",
     'agent.call_tool("price", {"sku": "tea"}, type=int)': "int",
+    'agent.start_tool("price", {"sku": "tea"})': "SyncTask[Called]",
+    'agent.start_tool("price", {"sku": "tea"}, type=int).result()': "int",
+    'agent.task("id")': "SyncTask[Called]",
+    'agent.task("id").id': "str | None",
+    'agent.task("id", type=int).result(timeout=5)': "int",
+    'next(iter(agent.task("id"))).status': f"Literal{STATUSES}",
     "agent.list_resources()": "list[Resource]",
     "agent.list_resource_templates()": "list[Template]",
     "agent.list_prompts()": "list[Prompt]",
@@ -71,6 +79,12 @@ TWINS = {
     '(await mcp.call_tool("price")).structured': "Any",
     'await mcp.call_tool("price", type=int)': "int",
     'mcp.batch().call_tool("price").result()': "Called",
+    'await mcp.start_tool("price")': "Task[Called]",
+    'await (await mcp.start_tool("price", type=int))': "int",
+    'mcp.task("id").status': f"Literal{STATUSES} | None",
+    'await mcp.task("id")': "Called",
+    'await mcp.task("id", type=int).result(timeout=5)': "int",
+    '[state async for state in mcp.task("id")]': "list[TaskState]",
     "await mcp.listen(tools=True).__anext__()": "Change",
 }
 # What a type checker must not accept.

@@ -28,6 +28,7 @@ VERBS = {
     "show": "Show one method, tool, resource or prompt, and its arguments.",
     "call": "Make one call.",
     "batch": "Make many calls, one JSON object per line.",
+    "task": "Look at a call that goes on in the background, wait for it, or cancel it.",
     "send": "Send raw messages, untouched, and print the answers.",
     "ledger": "Look at the records of commands, and settle unknown ones.",
     "audit": "Look at the audit trail, and verify it.",

@@ -16,7 +16,7 @@ from wirecall.cli.output import Printer, ask, json_option, readable, result_of
 from wirecall.cli.stores import ledger_option, ready
 from wirecall.cli.targets import Target, TargetCommand, app_of, target_argument
 from wirecall.client.delivery import mint_key
-from wirecall.errors import OutcomeUnknown, UsageError
+from wirecall.errors import CallFailed, OutcomeUnknown, RpcError, UsageError
 
 
 class Wanted(Struct, kw_only=True):
@@ -27,6 +27,7 @@ class Wanted(Struct, kw_only=True):
     whole: str | None
     key: str | None
     yes: bool
+    background: bool
     ledger: str | None
     is_sent: bool = False
     is_kept: bool = True  # the key outlives this command
@@ -41,6 +42,7 @@ class Wanted(Struct, kw_only=True):
     "--key", metavar="KEY|auto", help="Idempotency key: calls with the same key take effect once. auto creates one."
 )
 @click.option("--yes", is_flag=True, help="Do not ask before a destructive call.")
+@click.option("--background", is_flag=True, help="MCP: print the id of the task that goes on, and do not wait for it.")
 @ledger_option
 @way_options
 @json_option
@@ -54,6 +56,7 @@ def command(target: Target, way: Way, out: Printer, **given: Any) -> None:
     wirecall call shop.py price sku=tea
     wirecall call http://127.0.0.1:8420 charge order=7 cents=450 --key order-7
     wirecall call search 'filter:={"lang": "en"}' -- python server.py
+    wirecall call http://127.0.0.1:8420 render film=7 --background
     """
     wanted = Wanted(**given)
     if wanted.key == "":
@@ -70,6 +73,11 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
     app, name = app_of(target, wanted.ledger), wanted.name
     if app is not None and way.protocol is None and name in app.registry.tools and name not in app.registry.methods:
         way = msgspec.structs.replace(way, protocol="mcp")
+    if wanted.background:
+        way = way.to_tasks()
+        if app is not None and app.ledger_url.startswith("memory:"):
+            why = "the app runs in this process, and its ledger is in memory"
+            raise CliError("The task would end with this command.", why, "serve the app, or --ledger sqlite:PATH")
     protocol = way.protocol_to(target)
     async with opened(target, way, app=app) as client:
         # 2. The method or tool, if the server lists them.
@@ -102,25 +110,44 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
         if app is not None and wanted.key:
             await ready(app)
 
-        # 4. The call, as the only entry of a batch: an entry knows its key and whether it was replayed.
+        # 4. The call: started, or as the only entry of a batch, which knows its key and whether it was replayed.
         def progress(done: float, total: float | None, message: str | None) -> None:
             out.note(f"  {done:g}{f' of {total:g}' if total else ''}{f'  {message}' if message else ''}")
 
         wanted.is_sent, begun, key = True, time.perf_counter(), wanted.key or False
-        async with client.batch() as batch:
-            try:
-                if protocol == "mcp":
-                    entry = batch.call_tool(name, params, key=key, progress=progress)
-                else:
-                    entry = batch.call(name, params or None, key=key)
-            except UsageError as error:  # only the key can still be wrong
-                failure = failure_of(error)
-                failure.next = failure.next or "use 1 to 255 printable ASCII characters without spaces, or --key auto"
-                raise failure from None
-        took = time.perf_counter() - begun
         revision = {"revision": client.revision} if client.revision else {}
+        try:
+            if wanted.background:
+                task = await client.start_tool(name, params, key=key, progress=progress)
+            else:
+                async with client.batch() as batch:
+                    if protocol == "mcp":
+                        entry = batch.call_tool(name, params, key=key, progress=progress)
+                    else:
+                        entry = batch.call(name, params or None, key=key)
+        except UsageError as error:  # only the key can still be wrong
+            failure = failure_of(error)
+            failure.next = failure.next or "use 1 to 255 printable ASCII characters without spaces, or --key auto"
+            raise failure from None
+        except (CallFailed, RpcError) as error:
+            raise _failed(error, wanted.key, offer, wanted, target) from None
+        took = time.perf_counter() - begun
+    if wanted.background:
+        more = ({"key": wanted.key} if wanted.key else {}) | revision
+        if task.id is None:
+            out.note("The server answered at once: there is no task.")
+            value = await task
+            document = {"id": None, "status": task.status, "result": result_of(value)}
+            out.result(document, readable(value), method=name, **more)
+        else:
+            shown = f"   key {wanted.key}" if wanted.key else ""
+            out.note(f"{name} goes on{shown}   next: {target.line('task wait', task.id)}", "ok")
+            out.result({"id": task.id, "status": task.status}, task.id, method=name, **more)
+        return
     if entry.error is not None:
-        raise _failed(entry, offer, wanted, target)
+        failure = _failed(entry.error, entry.key, offer, wanted, target)
+        failure.facts |= {"replayed": True} if entry.replayed else {}
+        raise failure
     if not out.as_json:
         shown = f"   key {entry.key}" if entry.key else ""
         replayed = "   replayed: it ran before and was not executed again" if entry.replayed else ""
@@ -133,22 +160,20 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
 # --- the outcome ----------------------------------------------------------------------------------------------------
 
 
-def _failed(entry: Any, offer: Offer, wanted: Wanted, target: Target) -> CliError:
-    failure = failure_of(entry.error)
-    if isinstance(entry.error, OutcomeUnknown) and entry.key:
+def _failed(error: Exception, key: str | None, offer: Offer, wanted: Wanted, target: Target) -> CliError:
+    failure = failure_of(error)
+    if isinstance(error, OutcomeUnknown) and key:
         # The command line that settles the record, for an operator of its ledger.
-        data = entry.error.data if isinstance(entry.error.data, dict) else {}
-        method = str(data.get("record", "")).removesuffix(entry.key).rstrip("/") or wanted.name
+        data = error.data if isinstance(error.data, dict) else {}
+        method = str(data.get("record", "")).removesuffix(key).rstrip("/") or wanted.name
         where = wanted.ledger or (target.text if target.kind == "file" else "")
-        words = ("wirecall ledger resolve", where, method, entry.key, "--done, or --not-done")
+        words = ("wirecall ledger resolve", where, method, key, "--done, or --not-done")
         failure.next = f"find out whether it took effect, then: {' '.join(filter(None, words))}"
-    if entry.replayed:
-        failure.facts["replayed"] = True
     if failure.exit == Exit.UNKNOWN and offer.hints and offer.hints.read_only:
         failure.next = "repeat it: it only reads"
-    elif failure.exit == Exit.UNKNOWN and not entry.key:
+    elif failure.exit == Exit.UNKNOWN and not key:
         failure.next = "find out whether it took effect before you repeat it; with --key it could be repeated safely"
-    return _resumable(failure, entry.key, wanted) if entry.key else failure
+    return _resumable(failure, key, wanted) if key else failure
 
 
 def _resumable(failure: CliError, key: str, wanted: Wanted) -> CliError:

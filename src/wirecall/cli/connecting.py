@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import click
 from msgspec import Struct
+from msgspec.structs import replace
 
 from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
@@ -58,6 +59,12 @@ class Way(Struct, frozen=True):
             return self.protocol or "mcp"
         is_endpoint = target.kind == "url" and urlsplit(target.text).path.rstrip("/").endswith("/mcp")
         return "mcp" if target.kind == "command" or is_endpoint else "jsonrpc"
+
+    def to_tasks(self) -> "Way":
+        """Return the same way over MCP, which alone has tasks."""
+        if self.protocol == "jsonrpc":
+            raise CliError("JSON-RPC does not have tasks.", "only MCP has them", "drop --as rpc")
+        return replace(self, protocol="mcp")
 
     def address(self, target: "Target") -> str:
         """Return the URL of the endpoint that speaks the protocol."""

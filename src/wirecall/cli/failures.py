@@ -124,6 +124,20 @@ _FAILED: tuple[tuple[type[CallFailed], Exit, str, str, str], ...] = (
         "The server does not follow the protocol.",
         "wirecall probe finds out which protocols it speaks",
     ),
+    (
+        errors.TaskGone,
+        Exit.REMOTE,
+        "task_gone",
+        "The server does not know the task.",
+        "check the id and the credentials; a server forgets a task some time after its end",
+    ),
+    (
+        errors.TaskCancelled,
+        Exit.REMOTE,
+        "task_cancelled",
+        "The task was cancelled.",
+        "find out what it has done before you call the tool again",
+    ),
     (errors.CallFailed, Exit.UNKNOWN, "failed", "The call failed.", AGAIN),
 )
 

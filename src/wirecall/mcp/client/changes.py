@@ -226,7 +226,7 @@ class Listening:
             except (RpcError, CallFailed) as error:
                 if changes.honoured is None:
                     raise
-                if isinstance(error, RpcError):
+                if isinstance(error, RpcError) or changes.task is not None:
                     changes.finish(error)
                     return
                 logger.debug("a stream of changes broke: %s", error)
@@ -235,6 +235,9 @@ class Listening:
                 del self._streams[id]
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+            if changes.task is not None:  # the client asks for the state of the task before it listens again
+                changes.finish()
+                return
             await self._clock.sleep(pause)
             pause = min(FURTHEST, pause * 2)
 

@@ -393,7 +393,8 @@ class Conversation(Dialect):
     def ended(self, entry: AnyEntry) -> None:
         extra: Extra | None = entry.extra
         if extra is not None and extra.trace is not None:
-            error = entry.error if entry.is_settled else asyncio.CancelledError()
+            is_answered = entry.is_settled or (extra.is_background and extra.task is not None)
+            error = entry.error if is_answered else asyncio.CancelledError()
             extra.trace.end(entry.id, error, entry.raw)
             extra.trace = None
 
@@ -476,7 +477,7 @@ class Conversation(Dialect):
                 elif kind == "task" and is_tool and extra.tasks and self._settings.tasks and extra.task is None:
                     state = read_state(entry.raw)
                     extra.task = Task(self, entry, state.id, state)
-                    entry.replayed = entry.replayed or state.meta.get(REPLAYED_META) is True
+                    entry.replayed = entry.replayed or (state.meta or {}).get(REPLAYED_META) is True
                 # A result of an unknown type is invalid (2026-07-28, basic); so is a task where it may not be one. But some
                 # servers answer `tasks/get` with that type, as two examples of SEP-2663 do.
                 elif kind != "complete" and (kind != "task" or entry.method != "tasks/get"):
@@ -496,11 +497,12 @@ class Conversation(Dialect):
                 try:
                     async for _ in task.watch(entry.deadline, entry.timeout):
                         pass
-                except WirecallError as failure:
-                    entry.fail(failure)
-                finally:
-                    if not task.is_over and not isinstance(entry.error, TaskGone):
+                except BaseException as failure:
+                    if not isinstance(failure, TaskGone):
                         self._cancel(task)
+                    if not isinstance(failure, WirecallError):
+                        raise
+                    entry.fail(failure)
             return False
         if error is None and extra.asked is None:
             return False

@@ -49,8 +49,6 @@ SOONEST, FURTHEST = 0.1, 60.0  # seconds from one look at a task to the next
 USUAL = 1.0  # the same where the server does not name a time
 LONGEST_ID = 4096  # characters: the id travels in a header
 
-OVER = frozenset({"completed", "failed", "cancelled"})
-
 
 class TaskState(Struct, frozen=True):
     """A task at one moment. The times are as the server writes them (ISO 8601)."""
@@ -70,7 +68,11 @@ class Details(TaskState, frozen=True, rename="camel"):
     result: Raw | UnsetType = UNSET
     error: Raw | UnsetType = UNSET
     input_requests: Raw | UnsetType = UNSET
-    meta: JsonObject = msgspec.field(default_factory=dict, name="_meta")
+    meta: JsonObject | None = msgspec.field(default=None, name="_meta")
+
+    @property
+    def shown(self) -> TaskState:
+        return TaskState(self.id, self.status, self.message, self.created, self.updated, self.ttl_ms)
 
     @property
     def interval(self) -> float:
@@ -102,14 +104,12 @@ class Task(Generic[T]):
         self.id = id  # None: the server answered at once, so there is no task
         self._conversation = conversation
         self._entry = entry  # of the call; its result is the task's
-        self._state: TaskState | None = state
+        self._state = Details("", "completed") if id is None else state
         self._is_sent = False  # the server has sent a state by itself
         self._news: list[asyncio.Event] = []  # of those that wait
         self._asked: set[str] = set()  # keys of all questions that were answered, or are being answered
         self._answers: JsonObject = {}  # that the server has not taken yet, by key
         self._rounds = 0
-        if id is None:
-            self._state = TaskState("", "completed")
 
     @property
     def status(self) -> Status | None:
@@ -149,7 +149,7 @@ class Task(Generic[T]):
         if not self.is_over:
             await self._look(None)
         assert self._state is not None
-        return self._state
+        return self._state.shown
 
     async def cancel(self) -> None:
         """Ask the server to cancel the task. It may finish all the same: the server decides."""
@@ -170,13 +170,14 @@ class Task(Generic[T]):
         clock, told, asked_for = delivery.clock, None, 0.0
         is_due = self.status != "working"  # the answer to `tools/call` has neither questions nor a result
         stream: Changes | None = None
+        may_listen = True
         self._news.append(news)
         self._conversation.waiting.append(self)
         try:
             while True:
                 # 1. The state.
                 news.clear()
-                if is_due and not self.is_over:
+                if is_due and not self.is_over and deadline - clock.time() >= LEAST:
                     try:
                         await self._look(deadline)
                         asked_for = 0.0
@@ -185,32 +186,39 @@ class Task(Generic[T]):
                 state = self._state
                 if state is not None and (state.status, state.message) != told:
                     told = state.status, state.message
-                    yield state
+                    yield state.shown
                 if self.is_over:
                     return
                 # 2. Its questions.
-                if isinstance(state, Details) and state.status == "input_required" and await self._answer(state, deadline):
-                    deadline = clock.time() + patience  # a person may have taken their time
-                # 3. A pause: until the server sends a state, or it is time to ask.
+                if state is not None and state.status == "input_required":
+                    deadline = await self._answer(state, deadline, patience)
+                # 3. A pause: until the server sends a state, or it is time to ask. A stream that has ended is replaced then,
+                # and not before: some servers end each at once.
                 if self._conversation.is_over:
                     raise ConnectionLost(f"the client was closed before task {self.id!s:.100} was over")
                 left = deadline - clock.time()
                 if left < LEAST:
                     raise TimedOut(f"task {self.id!s:.100} was not over within {round(patience, 2):g} s")
+                if stream is not None and stream.is_over:
+                    await stream.__aexit__()
+                    stream = None
                 if stream is None:
-                    stream = await self._conversation.stream_of(str(self.id), left)
-                is_sent = self._is_sent and stream is not None and not stream.is_over
-                interval = FURTHEST if is_sent else state.interval if isinstance(state, Details) else USUAL
+                    self._is_sent = False
+                    stream = await self._conversation.stream_of(str(self.id), left) if may_listen else None
+                interval = FURTHEST if self._is_sent else state.interval if state is not None else USUAL
                 pause = min(FURTHEST, max(interval, asked_for)) * (0.9 + 0.2 * delivery.options.chance())
                 loop = asyncio.get_running_loop()
-                waits = [loop.create_task(clock.sleep(min(pause, left))), loop.create_task(news.wait())]
+                waits: list[asyncio.Task[Any]] = [
+                    *(loop.create_task(clock.sleep(min(pause, left))), loop.create_task(news.wait())),
+                    *([] if stream is None else [loop.create_task(stream.__anext__())]),  # which only ends
+                ]
                 try:
                     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     for wait in waits:
                         wait.cancel()
                     await asyncio.gather(*waits, return_exceptions=True)
-                is_due = not news.is_set()
+                is_due = may_listen = not waits[0].cancelled()
         except (CallFailed, RpcError) as error:
             error.ran = "unknown"  # said of a question about the task; the call itself may well have run
             raise
@@ -258,11 +266,13 @@ class Task(Generic[T]):
                 raise BadAnswer(f"task {state.id[:100]} has failed, and its error cannot be read: {misfit}") from None
             self._entry.fail(remote_error(error))
         elif state.status == "cancelled":
-            self._entry.fail(TaskCancelled(state.message or f"task {state.id[:100]} was cancelled"))
+            self._entry.fail(
+                TaskCancelled(f"task {state.id[:100]} was cancelled: {(state.message or '')[:1000]}".rstrip(": "))
+            )
         self._state = state
 
-    async def _answer(self, state: Details, deadline: float) -> bool:
-        """Answer the questions of a task; return whether there were new ones."""
+    async def _answer(self, state: Details, deadline: float, patience: float) -> float:
+        """Answer the questions of a task; return the new deadline, as a person may have taken their time."""
         try:
             asked = {} if state.input_requests is UNSET else _decode_questions(state.input_requests)
         except UNREADABLE as error:
@@ -279,18 +289,22 @@ class Task(Generic[T]):
             except BaseException:
                 self._asked -= new.keys()
                 raise
+            deadline = self._conversation.delivery.clock.time() + patience
         if self._answers:
-            sent = dict(self._answers)
+            sent, self._answers, is_taken = self._answers, {}, False
             params = {"taskId": self.id, "inputResponses": sent}
             try:
                 await self._conversation.ask("tasks/update", params, lambda _raw: None, self._time_to(deadline))
-                self._answers = {key: answer for key, answer in self._answers.items() if key not in sent}
+                is_taken = True
             except InvalidParams as refusal:
                 await self._look(deadline)  # raises if the task is gone; else an answer does not fit its question
                 raise refusal
             except (CallFailed, RpcError) as error:
                 self._pause_after(error)
-        return bool(new)
+            finally:
+                if not is_taken:
+                    self._answers = {**sent, **self._answers}
+        return deadline
 
     def _time_to(self, deadline: float | None) -> float | None:
         """Return the time for one request, in seconds; None: as for any."""
