@@ -61,7 +61,7 @@ class Server(Scripted):
         self._on: dict[str, Any] = {"subscriptions/listen": lambda message: refusal(message, -32601), **on}
 
     def _reply(self, message: Any, seen: Seen) -> Any:
-        acks = {"tasks/update": {}, "tasks/cancel": {}}
+        acks: dict[str, Any] = {"tasks/update": {}, "tasks/cancel": {}}
         if seen.method in self._on:
             made = self._on[seen.method]
         elif seen.method == "tasks/get":
