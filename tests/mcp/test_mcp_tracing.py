@@ -22,6 +22,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, StatusC
 from tests.calls import call, make_app
 from tests.mcp.asgi import EVERY_WAY, LEGACY, R2, R3, R4, R5, over_http, over_stdio, speak
 from tests.mcp.scripted import Reply, Scripted, newest, older, result, text
+from tests.mcp.task_servers import DONE, Server, client_to
 from wirecall import Context, DomainError, connect, connect_sync
 from wirecall.mcp import ToolResult
 from wirecall.tracing import Tracing
@@ -421,6 +422,21 @@ async def test_the_address_of_the_server_is_an_attribute_of_the_client_s_span(mo
     facts = dict(span.attributes or {})
     assert (facts["network.transport"], facts["network.protocol.name"]) == ("tcp", "http")
     assert f"http://{facts['server.address']!s}:{facts['server.port']!s}/mcp" == server.url
+
+
+async def test_the_span_of_a_call_ends_with_its_task_and_that_of_a_started_one_with_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("wirecall.tracing._tracer", provider.get_tracer("test"))
+    async with Server(DONE) as server, client_to(server) as client:
+        await client.call_tool("t")
+        started = await client.start_tool("t")
+        ended = [span.name for span in exporter.get_finished_spans()]
+        await started
+    assert ended == ["tasks/get", "tools/call t", "tools/call t"]
+    assert {span.status.status_code for span in exporter.get_finished_spans()} == {StatusCode.UNSET}
 
 
 def test_a_program_without_opentelemetry_does_not_load_it() -> None:

@@ -56,7 +56,7 @@ from wirecall.errors import (
 from wirecall.logs import logger
 from wirecall.mcp import extensions
 from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, Listening, Log
-from wirecall.mcp.client.host import ROUNDS, Host, Question
+from wirecall.mcp.client.host import ROUNDS, Host, InputRequest
 from wirecall.mcp.client.links import FAREWELL, McpHttpLink, McpLink
 from wirecall.mcp.client.lists import Lists
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
@@ -89,7 +89,7 @@ _READS = ("tools/list", "prompts/", "resources/", "completion/", "server/discove
 class _Asked(Struct, rename="camel"):
     """A result that is a question."""
 
-    input_requests: dict[str, Question] = {}
+    input_requests: dict[str, InputRequest] = {}
     request_state: Any = UNSET
 
 
@@ -543,7 +543,7 @@ class Conversation(Dialect):
                 return True
         return False
 
-    async def answers(self, asked: Mapping[str, Question]) -> JsonObject:
+    async def answers(self, asked: Mapping[str, InputRequest]) -> JsonObject:
         """Return the host's answers to questions, by key."""
         try:
             return {key: await self._settings.answer(question.method, question.params) for key, question in asked.items()}

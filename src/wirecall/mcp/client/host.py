@@ -30,7 +30,7 @@ ROUNDS = 16  # of questions and answers in one call
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class Question(Struct):
+class InputRequest(Struct):
     """A request of the server's in a result, or in the state of a task: it has no id."""
 
     method: str

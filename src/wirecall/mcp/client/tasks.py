@@ -36,7 +36,7 @@ from wirecall.errors import (
     UsageError,
 )
 from wirecall.mcp.client.changes import Changes
-from wirecall.mcp.client.host import ROUNDS, Question
+from wirecall.mcp.client.host import ROUNDS, InputRequest
 from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Details(TaskState, frozen=True, rename="camel"):
 
 _decode = msgspec.json.Decoder(Details).decode
 _decode_error = msgspec.json.Decoder(ErrorObject).decode
-_decode_questions = msgspec.json.Decoder(dict[str, Question]).decode
+_decode_questions = msgspec.json.Decoder(dict[str, InputRequest]).decode
 
 
 def read_state(raw: Raw | bytes) -> Details:
