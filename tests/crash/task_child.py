@@ -1,8 +1,8 @@
 """The servers of tasks that the crash tests kill: each serves an app on its stdin and stdout, and dies at a given step.
 
 As a program this file is a fork server. It imports everything once. An order comes as JSON over a socket, together with one
-end of another socket; a process is forked for it, and that end becomes its stdin and stdout. The process writes its id,
-waits for a byte, and then is what `app.run()` makes it.
+end of another socket; a process is forked for it, and that end becomes its stdin and stdout. The process first writes its
+id, waits for a byte, and then is what `app.run()` makes it.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 # What a process needs sooner or later, imported before the fork.
+import wirecall.commands.execute
 import wirecall.ledger.postgres.ledger
 import wirecall.ledger.redis.ledger
 import wirecall.ledger.sqlite.ledger
