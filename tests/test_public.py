@@ -21,6 +21,7 @@ def test_the_names_of_wirecall() -> None:
         "Kind",
         "Limits",
         "NotDone",
+        "ProtocolError",
         "Retry",
         "RpcError",
         "ToolAnnotations",

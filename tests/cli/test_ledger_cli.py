@@ -101,7 +101,7 @@ def test_the_table_prints_the_command_for_the_next_page() -> None:
         call("put", number, f"k{number}")
     result = invoke("ledger", "list", "app.py", "--limit", "2")
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[0].split() == ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES"]
+    assert result.stdout.splitlines()[0].split() == ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES", "ANSWER"]
     assert result.stdout.splitlines()[1].split()[:3] == ["done", "put", "k0"]
     assert "--after " in result.stderr
 

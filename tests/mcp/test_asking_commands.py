@@ -59,12 +59,14 @@ class Till:
         async def pay_soon(ctx: Context) -> str:
             return str((await ctx.elicit("Pay?", FORM, key="who")).action)
 
-        @self.app.command
         async def hasty(ctx: Context) -> str:
             await ctx.commit_point()
             self.paid.append("hasty")
             await ctx.elicit("Sure?", FORM, key="who")
             return "done"
+
+        self.app.command(hasty)
+        self.app.command(name="unrecorded", key="off")(hasty)
 
     async def state(self, tool: str = "pay", key: str = "k") -> State | None:
         record = await (await self.app.ledger()).get(RecordId("", f"tools/call:{tool}", key))
@@ -226,19 +228,21 @@ async def test_asking_after_the_commit_point_is_fine_where_the_handler_waits() -
 
 
 @pytest.mark.parametrize("revision", [R3, R4])
+@pytest.mark.parametrize("name", ["hasty", "unrecorded"])
 @pytest.mark.parametrize(
     ("capable", "reply"),
     [(ALL, {"action": "accept", "content": {"name": 5}}), (ALL, {"nonsense": 1}), ({}, {})],
 )
 async def test_a_question_that_is_refused_after_the_commit_point_does_not_say_that_nothing_was_done(
-    revision: str, capable: Any, reply: Any
+    revision: str, name: str, capable: Any, reply: Any
 ) -> None:
     """Without a key, too: a client that reads "no" makes the call again, and the effect is doubled."""
     till = Till()
     async with over_http(till.app, revision, capabilities=capable, replies={"elicitation/create": reply}) as client:
-        answer = await client.call("tools/call", {"name": "hasty"})
+        answer = await client.call("tools/call", {"name": name})
     error = answer["error"] if "error" in answer else answer["result"]["_meta"]["io.wirecall/error"]
-    assert (error["code"], error["data"]["ran"]) == (-32602 if capable else -32021, "unknown")
+    refused = -32602 if capable else -32021
+    assert (error["code"], error["data"]["ran"]) == (-32603 if name == "hasty" else refused, "unknown")
     assert till.paid == ["hasty"]
 
 

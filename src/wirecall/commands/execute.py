@@ -290,7 +290,7 @@ class Commands:
             if outcome is not None:
                 return outcome
         run.hear(RunEvent.LEAD)
-        run.flight = mine
+        run.flight = run.claim.id
         try:
             if self._background.closing:
                 raise stopping(run)
@@ -404,10 +404,10 @@ class Commands:
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
         """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
-        flight, run.flight = run.flight, None
-        if not isinstance(flight, Flight):
+        if run.flight is None:
             return  # they were woken when the run became a task
-        del self._flights[run.claim.id]
+        # A call that repeats an earlier one has the id of that by now.
+        flight, run.flight = self._flights.pop(run.flight), None
         flight.landed = (outcome,)  # before the list is read: a duplicate that comes later sees it
         for future in flight.waiting:
             with suppress(RuntimeError):  # its loop is closed

@@ -182,7 +182,7 @@ class Run(Struct, eq=False):
     is_open: bool = False  # and the ledger cannot hear of it yet: the record is in an open transaction
     is_left: bool = False  # nor will get it: whatever its caller is sent now is not the outcome
     task: Detachable | None = None  # where the call can become a task
-    flight: object = None  # where its duplicates in this process wait
+    flight: RecordId | None = None  # under which its duplicates in this process wait for it
     ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
 
     def to(self, event: RunEvent) -> None:

@@ -24,7 +24,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall.errors import InvalidParams, KeyInProgress, KeyRequired, NotCapable, RpcError, rebuilt
 from wirecall.mcp.revisions import STATELESS, Revision
 from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
-from wirecall.mcp.server.messages import INPUT_REQUIRED, Answers, Id
+from wirecall.mcp.server.messages import A_TASK, INPUT_REQUIRED, Answers, Id
 from wirecall.mcp.server.peer import RETRY_AFTER_MS, Peer, Questions, check_capability
 from wirecall.mcp.types import (
     ERROR_META,
@@ -121,8 +121,8 @@ class Calls:
                         check_capability(peer.session, question["method"], question["params"])
         except RpcError as error:
             result = encode(as_result(error, method, revision))
-        if result.startswith(b'{"resultType":') or (revision.structured == "any" and not marks):
-            return result  # a question, a task, or a result without marks
+        if result.startswith((INPUT_REQUIRED, A_TASK)) or (revision.structured == "any" and not marks):
+            return result
         told = project(result, method, revision)
         if marks:
             told.meta = {**(told.meta or {}), **marks}

@@ -24,7 +24,8 @@ from wirecall.protocol.messages import Envelope, ErrorObject, Invalid, Limits, e
 
 Id = int | str
 
-INPUT_REQUIRED = b'{"resultType":"input_required"'  # how a result begins that is a question
+# How a result begins that is a question, and one that is a task.
+INPUT_REQUIRED, A_TASK = b'{"resultType":"input_required"', b'{"resultType":"task"'
 _TYPED = b'{"resultType":'  # how a result begins that says itself of which type it is
 
 
