@@ -28,6 +28,8 @@ Ran: TypeAlias = Literal["no", "unknown"]
 class RunState(enum.Enum):
     """A state of a run. The docs show the value."""
 
+    __hash__ = object.__hash__  # the table is asked several times for each command, and an enum's own hash is slow
+
     CLAIMING = "The run asks the ledger for the record."
     FOLLOWING = "Another run holds the record; this run waits for its outcome."
     LEAVING = "The run was cancelled while another run holds the record."
@@ -48,6 +50,8 @@ class RunState(enum.Enum):
 
 class RunEvent(enum.Enum):
     """An event of a run."""
+
+    __hash__ = object.__hash__
 
     FOLLOW = "another run holds the record"
     LEAD = "that run ends without an outcome"
