@@ -8,6 +8,7 @@ import pytest
 from tests.calls import call, result
 from tests.commands.charges import PARAMS, Effects, World, transactional
 from wirecall import App, Context
+from wirecall.commands import delivery
 
 CALLS = 20
 
@@ -24,6 +25,15 @@ async def test_equal_calls_at_once_do_not_wait_for_each_other(app: App, world: W
     app.command(name="charge", key="auto", wait=wait)(world.charge)
     assert sorted(await charge_at_once(app)) == list(range(1, CALLS + 1))
     assert sorted(await charge_at_once(app)) == list(range(CALLS + 1, 2 * CALLS + 1))
+
+
+async def test_equal_calls_in_memory_do_not_wait_for_a_transport(
+    app: App, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, a caller that leaves is noticed at once."""
+    monkeypatch.setattr(delivery, "NOTICED_AFTER", 3600.0)
+    app.command(name="charge", key="auto")(world.charge)
+    assert sorted(await charge_at_once(app)) == list(range(1, CALLS + 1))
 
 
 @transactional

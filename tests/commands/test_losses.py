@@ -26,12 +26,16 @@ from tests.commands.wires import (
 )
 from tests.mcp.asgi import LEGACY, PATIENCE, R2, R3, R4, R5, over_http
 from wirecall import App, Context
+from wirecall.commands import delivery
 from wirecall.ledger.base import Ledger, State
 
 pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)
 
 every_way = pytest.mark.parametrize("way", WAYS)
 ARRAYS = ("memory", "/rpc", R2, "pipe", f"pipe {R2}")  # 2025-03-26 is the one revision that has arrays
+
+HANGING_UP = ("memory", R5)  # there, a caller that leaves has cancelled its call
+CANCELLING = (*LEGACY, *PIPES[1:])  # there, it says so with notifications/cancelled
 
 FIRST = {"charged": 5, "number": 1}
 SECOND = {"charged": 5, "number": 2}
@@ -124,6 +128,49 @@ async def test_a_call_whose_function_cannot_wait_is_answered_at_once(
     assert await wire.call("charge", PARAMS) == Told(FIRST)
     await next_of(marks)
     assert [record.delivery for record in await ledger.list()] == ["written"]
+
+
+@every_way
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_repetition_may_come_before_the_server_notices_the_loss(
+    way: str, is_cancelled: bool, new_app: NewApp, wires: Wires, world: World
+) -> None:
+    """In the same moment: the caller leaves or cancels, and calls again."""
+    app = new_app(**known(way))
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app)
+    marks, lost = await watch(app, "deliver"), wire.send("charge", PARAMS, id=7)
+    await soon(world.begun)
+    if is_cancelled and way in CANCELLING:
+        await wire.cancel(7)
+    else:
+        await lost.leave()
+        if isinstance(wire, PipeWire):  # a loss is found when the answer is written
+            world.gate.set()
+            await wire.open()
+    again = wire.send("charge", PARAMS)
+    await next_of(marks)
+    world.gate.set()
+    assert is_replay(await again.told(), way)
+    assert world.effects == [5]
+
+
+@every_way
+async def test_an_equal_call_of_a_caller_that_waits_is_a_call_of_its_own(
+    way: str, new_app: NewApp, wires: Wires, world: World
+) -> None:
+    """Two coffees at once are two coffees."""
+    app = new_app(**known(way))
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app)
+    sent = []
+    for _ in range(2):
+        sent.append(wire.send("charge", PARAMS))
+        await soon(world.begun)
+        world.begun.clear()
+    world.gate.set()
+    assert [await each.told() for each in sent] == [Told(FIRST), Told(SECOND)]
+    assert world.effects == [5, 5]
 
 
 # --- in the middle of an answer ---------------------------------------------------------------------------------------
@@ -282,9 +329,6 @@ async def test_a_caller_may_repeat_a_tool_call_at_another_revision(
 
 # --- cancelled ------------------------------------------------------------------------------------------------------
 
-HANGING_UP = ("memory", R5)  # there, a caller that leaves has cancelled its call
-CANCELLING = (*LEGACY, *PIPES[1:])  # there, it says so with notifications/cancelled
-
 
 async def cancelled(wire: Wire, app: App, way: str, world: World) -> None:
     sent = wire.send("charge", PARAMS, id=7)
@@ -433,3 +477,16 @@ async def test_equal_entries_of_an_array_are_calls_of_their_own(
     wire = await wires(way, app)
     told = await wire.post([wire.message("charge", PARAMS, id) for id in (101, 102, 103)]).told()
     assert [each.value["number"] for each in told] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("way", ARRAYS)
+async def test_entries_of_an_array_do_not_wait_for_each_other(
+    way: str, new_app: NewApp, wires: Wires, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller of an entry is the caller of the others, so it has not left."""
+    monkeypatch.setattr(delivery, "NOTICED_AFTER", 3600.0)
+    app = new_app(**known(way))
+    app.command(name="charge")(world.charge)
+    wire = await wires(way, app)
+    told = await wire.post([wire.message("charge", PARAMS, id) for id in (101, 102)]).told()
+    assert [each.value["number"] for each in told] == [1, 2]

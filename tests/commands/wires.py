@@ -216,6 +216,8 @@ class PipeWire(Wire):
         self._waiting: dict[str, asyncio.Future[Any]] = {}
 
     async def open(self) -> None:
+        if self._served:  # a process serves one pair of pipes at a time
+            await asyncio.wait(self._served, timeout=PATIENCE)
         reader, self._stdin = os.pipe()
         stdout, writer = os.pipe()
         stream = asyncio.StreamReader(limit=1 << 24)

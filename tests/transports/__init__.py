@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 from wirecall.transports.serve import serve
 
 PATIENCE = 60.0
+
+LONG = 8 << 20  # bytes of an answer that the buffers between a server and a client that does not read cannot hold
 
 Pairs = Sequence[tuple[str, str]]
 LOCAL = (("host", "localhost:8420"),)
@@ -157,6 +160,20 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
     async def medium(request: HttpRequest) -> None:
         await request.respond(200, b"x" * (200 << 10), "text/plain")
 
+    async def watched(request: HttpRequest, *, is_stream: bool) -> None:
+        """A long answer, and a line about its end."""
+        await request.body()
+        sending = request.sending = Sending(request.watch)
+        sending.listen(lambda written: print(json.dumps(["answer", "written" if written else "lost"]), flush=True))
+        await asyncio.sleep(0)  # as the handler of a call does, so that the client is watched when the answer begins
+        if not is_stream:
+            await request.respond(200, b"x" * LONG, "text/plain")
+            return
+        await request.open_stream()
+        await request.write(b"data: " + b"x" * LONG + b"\n\n")
+        await request.close_stream()
+        sending.written()
+
     async def shutdown(seconds: float) -> None:
         await app.aclose(seconds)
         print(json.dumps(["closed", round(seconds, 3)]), flush=True)
@@ -168,6 +185,8 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         "/headers": headers,
         "/large": large,
         "/medium": medium,
+        "/watched": partial(watched, is_stream=False),
+        "/watched-stream": partial(watched, is_stream=True),
     }
     routes: dict[str, Endpoint] = {
         "/rpc": rpc_endpoint(handle),

@@ -18,7 +18,7 @@ import pytest
 
 from tests.calls import call
 from tests.faults import eventually
-from tests.transports import PATIENCE, Served, make_server, post, serving
+from tests.transports import LONG, PATIENCE, Served, make_server, post, serving
 from wirecall import Limits, UsageError
 from wirecall.transports.serve import bind, serve, serve_until
 
@@ -389,6 +389,22 @@ async def test_a_client_that_does_not_read_is_cut(server: str, path: str) -> Non
             await eventually(are_cut)
             assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
             assert all(peer.recv(12) == b"HTTP/1.1 200" for peer in silent), "a peer was not served"
+
+
+@every_server
+@pytest.mark.parametrize("path", ["/watched", "/watched-stream"])
+async def test_an_answer_that_a_client_leaves_in_the_middle_is_lost(server: str, path: str) -> None:
+    """Also if the server takes all pieces without waiting, because the client has left. One that is read is written."""
+    async with serving(server) as served:
+        for nth in range(10):
+            with peers(served, 1, post(path)) as (peer,):
+                assert len(await asyncio.to_thread(peer.recv, 100)) == 100
+                for _ in range(nth % 2 * 5):  # every other time the server has a moment to write all that it can
+                    await served.post("/rpc", ADD)
+            assert await served.hear("answer") == "lost"
+            _, body = await served.post(path)
+            assert body.count(b"x") == LONG
+            assert await served.hear("answer") == "written"
 
 
 @both

@@ -3,7 +3,8 @@
 1. Calls without a key are compared by their likeness: a digest of the caller, the method and the params. A call without a
    known caller has none, so it matches nothing.
 2. An answer is on its way until its transport has taken the last byte, or its caller is gone. Answers that are on their way
-   in this process are not lost: an equal call meanwhile is a new one.
+   in this process are not lost: an equal call meanwhile is a new one. But a caller may have left a moment ago, and its
+   transport not have noticed yet. So an equal call first waits a moment, unless it came in the same message.
 3. A loss is marked in the ledger at once; a repetition in this process sees to the mark itself. Written answers are marked
    together, a moment later, so that they cost no commit of their own. Both are retried while the ledger is down.
 4. A caller may leave before the ledger has answered its claim. Its repetition waits for that answer: if the ledger saw the
@@ -18,10 +19,14 @@ import msgspec
 
 from wirecall.commands.background import Background
 from wirecall.ledger.base import Delivered, Keyless, Ledger
+from wirecall.protocol.sending import Sending
 
 # Written answers are marked when so many wait, or after so many seconds: ten commands one after another share a commit.
 MARK_MANY = 64
 MARK_AFTER = 0.005
+
+# Seconds in which a transport notices that a client has left.
+NOTICED_AFTER = 0.05
 
 
 def keyless_of(whose: str | None, method: str, fingerprint: bytes, window: float) -> Keyless:
@@ -37,11 +42,33 @@ class Deliveries:
 
     def __init__(self, background: Background) -> None:
         self._background = background
-        self._not_lost: dict[bytes, set[str]] = {}  # keys by likeness: on their way, or written and not marked yet
+        # By likeness and key: answers on their way, or written and not marked yet. None: no transport watches the answer.
+        self._not_lost: dict[bytes, dict[str, Sending | None]] = {}
         self._lost: dict[bytes, list[Delivered]] = {}  # not marked yet
         self._doubtful: dict[bytes, dict[str, asyncio.Future[None]]] = {}  # lost before their claims were answered
         self._written: list[tuple[Ledger, Keyless, Delivered]] = []
         self._timer: asyncio.TimerHandle | None = None
+
+    async def notice(self, keyless: Keyless, sending: Sending | None) -> None:
+        """Give the transports of equal calls a moment to notice that their callers have left.
+
+        `sending` is the way of the answer to the call that waits: no call waits for the others of its own message. Where no
+        transport watches, a caller that leaves is noticed at once.
+        """
+        if keyless.likeness is None:
+            return
+        loop, noticed = asyncio.get_running_loop(), []
+
+        def end(future: "asyncio.Future[None]", _written: bool) -> None:
+            if not future.done():
+                future.set_result(None)
+
+        for other in self._not_lost.get(keyless.likeness, {}).values():
+            if other is not None and other is not sending and not other.is_written:
+                noticed.append(loop.create_future())
+                other.listen(partial(end, noticed[-1]))
+        if noticed:
+            await asyncio.wait(noticed, timeout=NOTICED_AFTER)
 
     async def look(self, ledger: Ledger, keyless: Keyless, *, is_lost: bool) -> Keyless:
         """Return it with the keys of equal calls in this process that are not lost, and mark those that are.
@@ -56,10 +83,10 @@ class Deliveries:
             await ledger.deliver(list(lost))  # the background does that too, perhaps too late for this call
         return msgspec.structs.replace(keyless, beside=frozenset(self._not_lost.get(keyless.likeness, ())))
 
-    def begin(self, keyless: Keyless, key: str) -> None:
+    def begin(self, keyless: Keyless, key: str, sending: Sending | None) -> None:
         """Hear that an answer is on its way, or its claim, from the record with this key."""
         if keyless.likeness is not None:
-            self._not_lost.setdefault(keyless.likeness, set()).add(key)
+            self._not_lost.setdefault(keyless.likeness, {})[key] = sending
 
     def doubt(self, keyless: Keyless, key: str) -> None:
         """Hear that a caller has left while its claim, with this key, is on its way."""
@@ -119,6 +146,6 @@ class Deliveries:
     def forget(self, keyless: Keyless, key: str) -> None:
         """Hear that an answer is not on its way any more, or not from the record with this key."""
         if keyless.likeness is not None and (keys := self._not_lost.get(keyless.likeness)):
-            keys.discard(key)
+            keys.pop(key, None)
             if not keys:
                 del self._not_lost[keyless.likeness]

@@ -127,11 +127,11 @@ class Commands:
         # The answer to a call without a key is on its way from here on. Where no transport watches it, it has arrived when
         # this coroutine returns. A caller that cancels, whose time is over, or that shall come again has not got the
         # outcome, whatever is sent to it afterwards.
-        run.keyless = claim.keyless
+        run.keyless, run.sending = claim.keyless, call.frame.sending
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
-        self._deliveries.begin(claim.keyless, claim.id.key)
-        if call.frame.sending is not None:
-            call.frame.sending.listen(partial(self._sent, run, call))
+        self._deliveries.begin(claim.keyless, claim.id.key, run.sending)
+        if run.sending is not None:
+            run.sending.listen(partial(self._sent, run, call))
         try:
             return await self._run(call, run, handler)
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
@@ -139,7 +139,7 @@ class Commands:
             run.is_left = True
             raise
         finally:
-            if call.frame.sending is None:
+            if run.sending is None:
                 self._sent(run, call, True)
             self._deliveries.settle(claim.keyless, claim.id.key)
             if run.answers != claim.id:  # there is no record with this key
@@ -172,6 +172,8 @@ class Commands:
 
         # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
+            if run.keyless is not None:
+                await self._deliveries.notice(run.keyless, run.sending)
             found = await self._claim(run)
             _recognised(call, run)
             call.replayed = found is not None
@@ -396,7 +398,7 @@ class Commands:
             return True
         run.answers = record.id if record.deliverer == run.claim.nonce else None
         if run.answers is not None:
-            self._deliveries.begin(run.keyless, record.id.key)
+            self._deliveries.begin(run.keyless, record.id.key, run.sending)
             if run.is_lost:  # while the claim was on its way
                 self._mark(run)
             self._deliveries.settle(run.keyless, run.claim.id.key)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from msgspec import Raw, Struct
 
 from wirecall.ledger.base import Claim, Keyless, Ledger, LedgerDown, Record, RecordId, State, Token
+from wirecall.protocol.sending import Sending
 from wirecall.server.call import Detachable, Passed
 from wirecall.stepping import run_now
 
@@ -181,6 +182,7 @@ class Run(Struct, eq=False):
     fence: int = 0
     db: object = None
     keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
+    sending: Sending | None = None  # and the way of its answer; None: no transport watches it
     answers: RecordId | None = None  # and the record whose answer is this run's to give
     is_lost: bool = False  # and its caller has not got the answer
     is_open: bool = False  # and the ledger cannot hear of it yet: the record is in an open transaction

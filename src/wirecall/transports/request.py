@@ -285,14 +285,17 @@ class HttpRequest:
         finally:
             self._coming, self._watched = None, False  # a future that was awaited is done now, or cancelled
 
-    def watch(self) -> None:
-        """Look from now on whether the client leaves before its answer is written, and tell `sending`."""
+    def watch(self, left: Callable[[], object] | None = None) -> None:
+        """Look from now on whether the client leaves before its answer is written, and tell `sending`, and call `left`."""
 
         async def look() -> None:
-            await self.gone()
+            with contextlib.suppress(Exception):  # a transport that fails counts as a client that has left
+                await self.gone()
             self.has_left = True
             if self.sending is not None:
                 self.sending.lost()
+            if left is not None:
+                left()
 
         self._watcher = asyncio.get_running_loop().create_task(look())
 
@@ -344,14 +347,19 @@ class HttpRequest:
             fields.append((b"content-type", b"application/json" if media == JSON else media.encode("latin-1")))
         for name, value in headers:
             fields.append((name.lower().encode("latin-1"), value.encode("latin-1")))
-        await self._check_reader()
-        self.started = True
-        await self._tell({"type": "http.response.start", "status": status, "headers": fields})
+        start: Event = {"type": "http.response.start", "status": status, "headers": fields}
         if len(body) > PIECE:
-            for start in range(0, len(body), PIECE):
-                await self._tell({"type": "http.response.body", "body": body[start : start + PIECE], "more_body": True})
-                await self._check_reader()  # not after the last event: then servers say of every client that it has left
-            body = b""
+            self.started = True
+            await self._tell(start)
+            # The last piece is kept back: a server that has all bytes says of every client that it has left.
+            last = (len(body) - 1) // PIECE * PIECE
+            await self.write(body[:last])
+            await self._check_reader()
+            body = body[last:]
+        else:
+            await self._check_reader()
+            self.started = True
+            await self._tell(start)
         await self._tell({"type": "http.response.body", "body": body, "more_body": False})
         if self.sending is not None:
             self.sending.written()
@@ -383,14 +391,16 @@ class HttpRequest:
         await self._tell({"type": "http.response.start", "status": 200, "headers": fields})
 
     async def write(self, chunk: bytes) -> None:
-        """Send bytes of the open stream; Gone if the client has left or does not read."""
-        self._check_there()
-        # A server drops the bytes for a client that has left, and so never waits. The loop needs a turn to notice.
-        self._unbroken += len(chunk)
-        if self._unbroken > PIECE:
-            self._unbroken = 0
-            await asyncio.sleep(0)
-        await self._tell({"type": "http.response.body", "body": chunk, "more_body": True})
+        """Send bytes of the open answer; Gone if the client has left or does not read."""
+        for start in range(0, len(chunk), PIECE):
+            self._check_there()
+            piece = chunk[start : start + PIECE]
+            await self._tell({"type": "http.response.body", "body": piece, "more_body": True})
+            # A server drops the bytes for a client that has left, and so never waits. The loop needs a turn to notice.
+            self._unbroken += len(piece)
+            if self._unbroken > PIECE or len(chunk) > PIECE:
+                self._unbroken = 0
+                await asyncio.sleep(0)
 
     async def close_stream(self) -> None:
         """End the open stream."""

@@ -418,14 +418,7 @@ async def _while_there(request: HttpRequest, work: Coroutine[Any, Any, T], outle
         return result
     this = asyncio.current_task()
     assert this is not None
-    watcher = asyncio.get_running_loop().create_task(request.gone())
-
-    def left(_: object) -> None:
-        if not watcher.cancelled():
-            watcher.exception()  # retrieved: a transport that fails counts as a client that has left
-            outlet.cut()
-
-    watcher.add_done_callback(left)
+    request.watch(outlet.cut)
     outlet.on_cut = this.cancel
     try:
         return await resume(work, awaited)
@@ -435,4 +428,3 @@ async def _while_there(request: HttpRequest, work: Coroutine[Any, Any, T], outle
         raise
     finally:
         outlet.on_cut = None
-        watcher.cancel()
