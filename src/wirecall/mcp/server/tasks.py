@@ -6,7 +6,8 @@
    where the handler says so (`ctx.hand_over()`). The row is written first, so `tasks/get` finds every task that a client
    has heard of, in any process. A call that finds the record of a task gets that task: one key, one task.
 3. The process that takes the call runs it. If that process dies, or stops, another adopts the task when the lease of its
-   record is over. `ledger.base.decide` judges that as it judges a retry: what `on_crash` says.
+   record is over. `ledger.base.decide` judges that as it judges a retry: what `on_crash` says. A process that lacks the tool
+   leaves the task to others, until its time is over.
 4. A question inside a task ends a leg: the record is WAITING, and `tasks/get` shows the question. The process that gets the
    last answer (`tasks/update`) runs the next leg: the function starts from the top, with all the answers.
 5. `tasks/cancel` is a wish. A task that has done nothing ends; one past its commit point finishes. A process that runs the
@@ -108,6 +109,7 @@ class Work:
         self.run: Run | None = None
         self._tasks = tasks
         self._lock = asyncio.Lock()
+        self._is_asking = False  # within the request, which ends with the question
         self._noted = 0.0
         self._is_noting = False
         self._questions: JsonObject = {}  # with which this leg ends
@@ -142,7 +144,7 @@ class Work:
             if self.is_handed_over:
                 return True
             run, document = self.run, self.document
-            if run is None or self.peer is None:
+            if run is None or self.peer is None or self._is_asking:
                 return False
             # Answers that the client gave before, in the rounds of its request, go on with the task.
             document.answers = self.peer.answers
@@ -199,10 +201,14 @@ class Work:
         # The handler does not wait for it.
         loop.call_later(max(0.0, wait), lambda: self._tasks.dispatcher().commands.start(write()))
 
-    def interim(self, questions: JsonObject) -> bytes:
-        """Return the questions with which this leg ends, as the record keeps them."""
-        self._questions = questions
-        return encode({"leg": f"{self.id}.{self.document.leg + 1}", "inputRequests": questions})
+    async def interim(self, questions: JsonObject) -> bytes | None:
+        """Return the questions with which this leg ends, as the record keeps them; None if the request asks them."""
+        async with self._lock:  # in the moment in which the call becomes a task, its question waits to see which it is
+            if not self.is_handed_over:
+                self._is_asking = True
+                return None
+            self._questions = questions
+            return encode({"leg": f"{self.id}.{self.document.leg + 1}", "inputRequests": questions})
 
     async def pause(self) -> None:
         leg, digests = self.document.leg + 1, {key: _digest(question) for key, question in self._questions.items()}
@@ -254,7 +260,8 @@ class TaskPeer(Peer):
         return await super().ask(questions)
 
     async def pause(self, questions: JsonObject) -> bytes:
-        return await super().pause(questions) if self._task is None else self._task.interim(questions)
+        interim = None if self.work is None else await self.work.interim(questions)
+        return await super().pause(questions) if interim is None else interim
 
 
 class Tasks:
@@ -278,6 +285,8 @@ class Tasks:
         self._questions = questions
         self._hub = hub
         self._limits = limits
+        self._left: set[str] = set()  # tasks that are left to servers that have their tools
+        self._lacking: set[str] = set()  # those tools
         self._adopting: asyncio.TimerHandle | None = None
         self._is_closed = False
         hub.on_task = self._heard
@@ -397,7 +406,10 @@ class Tasks:
         if room <= 0:
             return
         try:
-            for id in await (await self.ledger()).orphans(room):
+            # Those that are left to others must not hide those that this server can run.
+            found = await (await self.ledger()).orphans(room + len(self._left))
+            self._left &= set(found)
+            for id in found:
                 self.dispatcher().commands.start(self.resume(id))
         except (LedgerDown, UsageError) as error:
             logger.warning("the ledger was not asked for tasks: %s", error)
@@ -424,6 +436,13 @@ class Tasks:
                 await self._end(found, {"status": "cancelled"})
                 return
             if method is None:
+                # While servers are replaced one after another, some have a tool and others have not yet, or not any more.
+                if not _is_late(found, document):
+                    if document.tool not in self._lacking:
+                        self._lacking.add(document.tool)
+                        logger.warning("tasks of %r wait for a server that has this tool: this one has not", document.tool)
+                    self._left.add(id)
+                    return
                 reason = f"there is no tool {document.tool!r} any more"
                 await self._end(found, _failed(InvalidParams(reason, ran="unknown" if is_begun else "no")))
                 return
@@ -622,7 +641,7 @@ class Tasks:
         record = task.now
         told = _members(task.id, document)
         if document.final is None and record is not None and record.state is State.WAITING:
-            if task.ttl_left <= document.ttl_ms / 1000 - document.lasts:
+            if _is_late(task, document):
                 late = DeadlineExceeded("the task was not answered in time", ran="no")
                 await self._within(self._end(task, _failed(late)))
                 return await self._told(await self._find(task.record.caller, task.id))
@@ -684,6 +703,11 @@ def _digest(question: JsonObject) -> str:
 def _failed(error: RpcError) -> JsonObject:
     told = error_object(error)
     return {"status": "failed", "statusMessage": told.message, "error": told}
+
+
+def _is_late(task: Task, document: Document) -> bool:
+    """Return whether the time in which a task may run or wait is over; the rest of its ttl is that of its answer."""
+    return task.ttl_left <= document.ttl_ms / 1000 - document.lasts
 
 
 def _open_questions(task: Task) -> JsonObject:
