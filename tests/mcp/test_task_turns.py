@@ -212,3 +212,27 @@ async def test_tasks_of_tools_that_a_server_lacks_do_not_hide_its_own(tmp_path: 
         while (told := await get(client, task))["status"] not in OVER:
             await app.mcp().tasks.adopt()
     assert (told["status"], effects) == ("completed", ["third"])
+
+
+# --- a ledger in memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "times"), [({"mode": "production"}, 1), ({"mode": "development"}, 0)])
+async def test_a_server_warns_once_if_its_tasks_end_with_it(
+    options: Any, times: int, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def warnings() -> int:
+        return sum("tasks end with this process" in line for line in caplog.messages)
+
+    app = make_app(**options)
+    app.query(name="plain")(lambda: 1)
+    async with talk(app):
+        assert warnings() == 0
+    app.query(name="render", task=True)(lambda: 1)
+    for _ in range(2):
+        async with talk(app):
+            assert warnings() == times
+    durable = make_app(**options, ledger=f"sqlite:{tmp_path}/ledger.db")
+    durable.query(name="render", task=True)(lambda: 1)
+    async with talk(durable):
+        assert warnings() == times

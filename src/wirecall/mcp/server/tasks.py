@@ -676,6 +676,26 @@ def created(id: str, document: Document, meta: JsonObject | None = None) -> byte
     return encode({**told, "_meta": meta} if meta else told)
 
 
+def summary(task: Task) -> JsonObject:
+    """Return a task in short, for an operator, without its questions and its answer."""
+    document, record = _decode(task.document), task.now
+    status = "working"
+    if document.final is not None:
+        status = document.final["status"]
+    elif record is None:
+        status = "failed"
+    elif _open_questions(task):
+        status = "input_required"
+    elif record.state not in (State.RUNNING, State.WAITING):
+        try:
+            answer(recorded(record), replayed=False)
+            status = "completed"
+        except RpcError as error:  # one that a model reads is a result
+            status = "completed" if REVISIONS[document.revision].reports_in_result(error, asks_key=False) else "failed"
+    told: JsonObject = {"id": task.id, "status": status, "message": document.message}
+    return {**told, "created": _iso(document.created), "updated": _iso(document.updated)}
+
+
 def _members(id: str, document: Document) -> JsonObject:
     """Return the members that every form of a task has; it works unless the caller says otherwise."""
     age_ms = (time.time() - document.created) * 1000
