@@ -10,7 +10,7 @@ import pytest
 
 from tests.calls import make_app
 from tests.mcp.asgi import KEY
-from tests.mcp.test_task_rules import BOOL, OVER, get, start, talk, until
+from tests.mcp.test_task_rules import BOOL, OVER, Desk, get, start, talk, until
 from wirecall import App, Context, Limits, UsageError
 from wirecall.ledger.base import Ledger, RecordId
 from wirecall.server.policy import ANONYMOUS
@@ -236,3 +236,86 @@ async def test_a_server_warns_once_if_its_tasks_end_with_it(
     durable.query(name="render", task=True)(lambda: 1)
     async with talk(durable):
         assert warnings() == times
+
+
+# --- a limit for each caller -------------------------------------------------------------------------------------------
+
+
+def whose(headers: Any) -> str | None:
+    return str(headers.get("authorization"))
+
+
+async def test_one_caller_has_only_so_many_tasks_at_once() -> None:
+    desk = Desk(limits=Limits(tasks_per_caller=2), authenticate=whose)
+    desk.app.command(name="pay", task=True)(desk.act)
+
+    async with talk(desk.app) as client:
+
+        async def call(name: str, caller: str = "ada") -> Any:
+            params = {"name": "pay", "arguments": {"name": name}}
+            return await client.call("tools/call", params, meta={KEY: name}, headers={"authorization": caller})
+
+        first, second = [(await call(name))["result"] for name in "ab"]
+        refused = (await call("c"))["error"]
+        data = refused["data"]
+        assert (refused["code"], data["ran"], data["limit"], data["max"]) == (42910, "no", "tasks_per_caller", 2)
+        assert data["retry_after_ms"] > 0
+        # Nothing was begun, an earlier task is found again, and other callers have places of their own.
+        assert {record.id.key for record in await (await desk.app.ledger()).list()} == {"a", "b"}
+        assert (await call("a"))["result"]["taskId"] == first["taskId"]
+        assert (await call("d", "eve"))["result"]["resultType"] == "task"
+        desk.gate.set()
+        for task in (first, second):
+            params = {"taskId": task["taskId"]}
+            while (await client.result("tasks/get", params, headers={"authorization": "ada"}))["status"] not in OVER:
+                pass
+        while "error" in (again := await call("c")):  # its place is free a moment after its end
+            assert again["error"]["code"] == 42910
+        assert again["result"]["resultType"] == "task"
+    assert sorted(desk.effects) == ["a", "b", "c", "d"]
+
+
+async def test_tasks_that_wait_for_an_answer_have_places_until_they_end() -> None:
+    app = make_app(limits=Limits(tasks_per_caller=1))
+
+    @app.command(task=True)
+    async def ask(ctx: Context) -> str:
+        return str((await ctx.elicit("Sure?", BOOL)).content)
+
+    async with talk(app) as client:
+        task = await start(client, "ask")
+        await until(client, task, "input_required")
+        assert (await client.call("tools/call", {"name": "ask", "arguments": {}}))["error"]["code"] == 42910
+        await client.result("tasks/cancel", {"taskId": task["taskId"]})
+        await until(client, task, "cancelled")
+        while "error" in (again := await client.call("tools/call", {"name": "ask", "arguments": {}})):
+            assert again["error"]["code"] == 42910
+        assert again["result"]["resultType"] == "task"
+
+
+async def test_a_task_that_another_server_has_ended_has_no_place_any_more(tmp_path: Path) -> None:
+    first, second = (Desk(ledger=f"sqlite:{tmp_path}/ledger.db", limits=Limits(tasks_per_caller=1)) for _ in range(2))
+    for desk in (first, second):
+
+        @desk.app.command(task=True)
+        async def ask(ctx: Context) -> str:
+            return str((await ctx.elicit("Sure?", BOOL)).content)
+
+    async with talk(first.app) as client, talk(second.app) as other:
+        task = await start(client, "ask")
+        await until(client, task, "input_required")
+        await other.result("tasks/update", {"taskId": task["taskId"], "inputResponses": YES})
+        await until(other, task, "completed")
+        assert (await start(client, "ask"))["taskId"] != task["taskId"]
+
+
+async def test_a_call_beyond_the_limit_does_not_become_a_task_after_some_seconds() -> None:
+    desk = Desk(limits=Limits(tasks_per_caller=1))
+    desk.app.command(name="pay", task=True)(desk.act)
+    desk.app.command(name="slow", task=0.01)(desk.act)
+    async with talk(desk.app) as client:
+        await start(client, "pay", {"name": "a"})
+        calling = asyncio.ensure_future(client.tool("slow", {"name": "b"}))
+        await asyncio.wait({calling}, timeout=0.1)  # its time is over, or the machine is slow
+        desk.gate.set()
+        assert (await calling)["content"][0]["text"] == "b is done"

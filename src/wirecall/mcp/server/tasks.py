@@ -67,6 +67,7 @@ FIRST_POLL_MS = 1_000
 LAST_POLL_MS = 10_000
 
 NOTE_EVERY = 1.0  # seconds between two writes of a status message
+LOOK_EVERY = 1.0  # seconds between two looks at all the tasks of a caller
 
 
 class Document(Struct, omit_defaults=True):
@@ -90,6 +91,7 @@ class Document(Struct, omit_defaults=True):
     final: JsonObject | None = None  # how the task ended, where its record does not tell
 
 
+_OVER = ("completed", "failed", "cancelled")
 _ID = re.compile(r"[A-Za-z0-9_-]{43}")  # 32 bytes in base64
 _decode = msgspec.json.Decoder(Document).decode
 _decode_questions = msgspec.json.Decoder(dict[str, Any]).decode
@@ -148,11 +150,15 @@ class Work:
                 return False
             # Answers that the client gave before, in the rounds of its request, go on with the task.
             document.answers = self.peer.answers
-            commands, ttl = self._tasks.dispatcher().commands, document.ttl_ms / 1000
-            if not await commands.hand_over(run, self.id, encode(document), ttl):
-                return False
-            self._go_on()
-            return True
+            commands, ttl, is_begun = self._tasks.dispatcher().commands, document.ttl_ms / 1000, False
+            await self._tasks.take_place(self.peer.caller, self.id)
+            try:
+                if is_begun := await commands.hand_over(run, self.id, encode(document), ttl):
+                    self._go_on()
+            finally:
+                if not is_begun:
+                    self._tasks.leave_place(self.peer.caller, self.id)
+            return is_begun
 
     def _go_on(self) -> None:
         """Go on without the request."""
@@ -285,6 +291,10 @@ class Tasks:
         self._questions = questions
         self._hub = hub
         self._limits = limits
+        self._open: dict[
+            str, set[str]
+        ] = {}  # by caller: tasks that ran here, and have not ended as far as this process knows
+        self._looked: dict[str, float] = {}  # when the ledger was last asked for those of a caller
         self._left: set[str] = set()  # tasks that are left to servers that have their tools
         self._lacking: set[str] = set()  # those tools
         self._adopting: asyncio.TimerHandle | None = None
@@ -299,6 +309,27 @@ class Tasks:
     @property
     def has_place(self) -> bool:
         return len(self.works) < self._limits.tasks
+
+    async def take_place(self, caller: str, id: str) -> None:
+        """Count a task of a caller. Raises `Busy` if the caller has too many that have not ended."""
+        most, now = self._limits.tasks_per_caller, asyncio.get_running_loop().time()
+        if len(self._open.get(caller, ())) >= most and self._looked.get(caller, 0.0) <= now - LOOK_EVERY:
+            self._looked[caller] = now
+            for each in [*self._open[caller]]:  # other processes may have ended some
+                if (found := await (await self.ledger()).task(each)) is None or summary(found)["status"] in _OVER:
+                    self.leave_place(caller, each)
+        if (count := len(self._open.get(caller, ()))) >= most:
+            reason = f"{count} tasks of this caller have not ended: wait for one of them, answer it or cancel it"
+            raise Busy(reason, ran="no", limit="tasks_per_caller", max=most, retry_after_ms=FIRST_POLL_MS)
+        self._open.setdefault(caller, set()).add(id)
+
+    def leave_place(self, caller: str, id: str) -> None:
+        """Count a task no more."""
+        if (ids := self._open.get(caller)) is not None:
+            ids.discard(id)
+            if not ids:
+                del self._open[caller]
+                self._looked.pop(caller, None)
 
     # --- a call that becomes a task ----------------------------------------------------------------------------------
 
@@ -362,13 +393,15 @@ class Tasks:
         error = None if run.cancelled() else run.exception()
         # A leg that was refused before it had its record, because its arguments do not fit any more, or its caller may not
         # call the tool, is refused for good. A server that is busy, or stops, is not such a reason.
-        if work.run is None and isinstance(error, RpcError) and not isinstance(error, (Busy, LedgerUnavailable)):
-            try:
-                found = await (await self.ledger()).task(work.id)
-                if found is not None and not found.is_over:
-                    await self._end(found, self.ending(error, _decode(found.document)))
-            except LedgerDown as down:
-                logger.warning("the end of task %s was not written: %s", work.id, down)
+        refusal = error if isinstance(error, RpcError) and not isinstance(error, (Busy, LedgerUnavailable)) else None
+        try:
+            found = await (await self.ledger()).task(work.id)
+            if work.run is None and refusal is not None and found is not None and not found.is_over:
+                await self._end(found, self.ending(refusal, _decode(found.document)))
+            elif work.peer is not None and (found is None or summary(found)["status"] in _OVER):
+                self.leave_place(work.peer.caller, work.id)
+        except LedgerDown as down:
+            logger.warning("the end of task %s was not written or read: %s", work.id, down)
         self._hub.tell("task", work.id)
 
     def ending(self, error: RpcError, document: Document) -> JsonObject:
@@ -450,6 +483,7 @@ class Tasks:
             logger.warning("task %s was not adopted: %s", id, error)
             return
         self.works[id] = work = Work(self, method, id, document, is_adopted=True)
+        self._open.setdefault(found.record.caller, set()).add(id)
         session = Session(REVISIONS[document.revision], document.capabilities, client=document.client)
         work.peer = peer = TaskPeer(
             *(session, Nowhere(), self._questions, id, document.arguments),
@@ -489,6 +523,7 @@ class Tasks:
         if taken.state is State.RUNNING and taken.nonce == claim.nonce:
             await self.change(task.id, edit)
             await (ledger.abandon(taken.token) if taken.committed else ledger.release(taken.token))
+            self.leave_place(record.id.caller, task.id)
 
     async def change(self, id: str, edit: Callable[[Document], bool]) -> None:
         """Change the document of a task, and tell its listeners. `edit` returns False if nothing is to be written."""
