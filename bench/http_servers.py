@@ -44,6 +44,11 @@ def ours() -> Any:
         """The price of an article."""
         return len(sku)
 
+    @app.query(task=True)
+    def render(sku: str) -> int:
+        """A picture of an article."""
+        return len(sku)
+
     return app.asgi()
 
 

@@ -120,6 +120,7 @@ class App(Declarations):
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
         self._ledger: Ledger | None = None
+        self._is_warned = False  # that tasks end with the process
         self._locked: tuple[AbstractEventLoop, Lock] | None = None
         self._question: tuple[float, Task[str | None]] | None = None  # the last check by `/readyz`, and when it began
 
@@ -373,8 +374,14 @@ class App(Declarations):
 
     def _adopt_tasks(self) -> None:
         """Look for tasks that other processes have left, from now on."""
-        if any(method.task is not None for method in self.registry.tools.values()):
-            self.mcp().tasks.open()
+        if not any(method.task is not None for method in self.registry.tools.values()):
+            return
+        if self.mode == "production" and self._ledger_scheme == "memory" and not self._is_warned:
+            from wirecall.logs import logger
+
+            self._is_warned = True
+            logger.warning('the ledger is in memory: tasks end with this process; to keep them, use ledger="sqlite:PATH"')
+        self.mcp().tasks.open()
 
     async def aclose(self, grace: float = 10.0) -> None:
         """Finish the calls in flight, within `grace` seconds, and close the ledger."""

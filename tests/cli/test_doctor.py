@@ -87,6 +87,20 @@ def test_a_ledger_that_is_not_there_yet_and_one_with_unknown_outcomes() -> None:
     ]
 
 
+@pytest.mark.parametrize("mode", ["production", "development"])
+def test_tasks_that_end_with_the_process(mode: str) -> None:
+    app = f'from wirecall import App\napp = App("shop", mode="{mode}", ledger="memory:")\n'
+    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n')
+    Path("app.py").write_text(app + "app.command(name='plain')(lambda: 1)\n")
+    assert len(diagnosis()[1]["app"]) == 1
+    Path("app.py").write_text(app + "app.query(name='render', task=True)(lambda: 1)\n")
+    code, found = diagnosis()
+    told = ("warn", "the ledger is in memory, so tasks end with the process: render")
+    assert (told in found["app"], code) == (mode == "production", 0)
+    Path("wirecall.toml").write_text('[server]\napp = "app.py"\n[ledger]\nurl = "sqlite:ledger.db"\n')
+    assert told not in diagnosis()[1]["app"]
+
+
 def test_a_ledger_in_a_folder_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("wirecall.toml").write_text('[ledger]\nurl = "sqlite:locked/ledger.db"\n')
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root may run the tests, and can write everywhere

@@ -12,11 +12,11 @@ from tests.servers import DURABLE, Store
 from wirecall.app import App
 from wirecall.cli.failures import Exit
 from wirecall.cli.targets import parse
-from wirecall.errors import InternalError
+from wirecall.errors import InternalError, RpcError
 from wirecall.ledger.base import RecordId, State, open_ledger
 
 APP = """
-from wirecall import App, DomainError
+from wirecall import App, DomainError, ProtocolError
 
 app = App("shop", ledger="sqlite:ledger.db")
 
@@ -31,6 +31,18 @@ def put(value: int) -> int:
 @app.command
 def crash(value: int) -> dict[str, int]:
     raise ValueError(value)
+
+
+@app.command(task=True)
+async def render(value: int) -> int:
+    if value < 0:
+        raise DomainError(4, "too little")
+    return value
+
+
+@app.command(task=True)
+async def refuse(value: int) -> int:
+    raise ProtocolError(4711, "no")
 """
 URL = "sqlite:ledger.db"
 
@@ -135,6 +147,41 @@ def test_a_record_is_shown_whole_with_its_result_or_error() -> None:
     assert record["result"] == 7
     assert told("ledger", "show", URL, "put", "b")["error"] == {"code": 4, "message": "too little"}
     assert "result       7" in invoke("ledger", "show", URL, "put", "a", "--caller", "ada").stdout
+
+
+def test_only_tasks_are_listed_with_their_ids_and_states() -> None:
+    call("put", 1, "a")
+    tool("put", 1, "b")
+    tool("render", 7, "c")
+    for name, value, key in (("render", -1, "d"), ("refuse", 1, "e"), ("crash", 1, "f")):
+        with pytest.raises(RpcError):
+            tool(name, value, key)
+    tasks = told("ledger", "list", URL, "--tasks")
+    # A tool's own error is its result (SEP-2663): only what ends a call with a JSON-RPC error fails its task.
+    assert [(each["key"], each["task"]["status"]) for each in tasks] == [
+        ("e", "failed"),
+        ("c", "completed"),
+        ("d", "completed"),
+    ]
+    assert all(len(each["task"]["id"]) == 43 and each["task"]["updated"] >= each["task"]["created"] for each in tasks)
+    first, second = (invoke("ledger", "list", URL, "--tasks", "--limit", limit) for limit in ("5", "1"))
+    assert first.stdout.splitlines()[0].split() == ["STATUS", "METHOD", "KEY", "CALLER", "STARTED", "TASK"]
+    assert first.stdout.splitlines()[1].split()[:3] == ["failed", "tools/call:refuse", "e"]
+    cursor = second.stderr.split("--after ")[1].strip()
+    assert [each["key"] for each in told("ledger", "list", URL, "--tasks", "--after", cursor)] == ["c", "d"]
+    assert told("ledger", "list", URL, "--tasks", "--state", "unknown") == []
+
+
+def test_the_task_of_a_record_is_shown() -> None:
+    tool("render", 7, "c")
+    tool("put", 7, "d")
+    (task,) = told("ledger", "list", URL, "--tasks")
+    assert told("ledger", "show", URL, "tools/call:render", "c")["task"] == task["task"]
+    line = next(
+        line for line in invoke("ledger", "show", URL, "tools/call:render", "c").stdout.splitlines() if "task " in line
+    )
+    assert task["task"]["id"] in line and "completed" in line
+    assert "task" not in told("ledger", "show", URL, "tools/call:put", "d")
 
 
 def test_the_name_of_a_caller_cannot_forge_a_line_of_a_record() -> None:

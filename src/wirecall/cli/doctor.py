@@ -128,6 +128,12 @@ def check_app(config: Config) -> Iterator[Finding]:
         what = f"some model APIs refuse dots in the names of tools: {listed(dotted)}"
         yield Finding("app", "warn", what, 'rename it: name="orders_create", or leave it out of MCP: expose=("rpc",)')
 
+    # A client keeps the id of a task, and comes back to it after a restart of either side.
+    where, tasks = configured_ledger(config), [name for name, tool in app.registry.tools.items() if tool.task is not None]
+    if tasks and app.mode == "production" and where is not None and where.url.startswith("memory:"):
+        what = f"the ledger is in memory, so tasks end with the process: {listed(tasks)}"
+        yield Finding("app", "warn", what, '[ledger] url = "sqlite:..."')
+
     # A function names what it uses; a context that it passes on is not followed.
     used: dict[str, list[str]] = {}
     for method in app_methods(app):

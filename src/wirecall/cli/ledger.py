@@ -18,7 +18,7 @@ from wirecall.cli.input import run
 from wirecall.cli.output import Printer, ask, count_of, json_option, progress
 from wirecall.cli.stores import opened_ledger
 from wirecall.cli.targets import Found, found
-from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State
+from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State, Task
 from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 
@@ -55,14 +55,16 @@ def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
 @command.command("list")
 @_WHERE
 @click.option("--state", type=click.Choice([state.value for state in State]), help="Only records of this state.")
+@click.option("--tasks", is_flag=True, help="Only commands that are tasks, with their ids and states.")
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Records at most.")
 @click.option("--after", metavar="CURSOR", help="Continue after a page: the cursor that it printed.")
 @json_option
-def list_records(target: str | None, state: str | None, limit: int, after: str | None, out: Printer) -> None:
+def list_records(target: str | None, state: str | None, tasks: bool, limit: int, after: str | None, out: Printer) -> None:
     """List records, in the order of their callers, methods and keys.
 
     \b
     wirecall ledger list sqlite:ledger.db --state unknown
+    wirecall ledger list sqlite:ledger.db --tasks
     """
     # A cursor is a record's id as one word: base64 of JSON, because its parts may contain any character.
     place = None
@@ -74,20 +76,25 @@ def list_records(target: str | None, state: str | None, limit: int, after: str |
             raise CliError(f"{after!r} is not a cursor.", "", "give the cursor that the page before printed") from None
     wanted = State(state) if state else None
     # One record more than asked for: it shows whether a page follows.
-    records = _with(found(target), lambda ledger: _page(ledger, wanted, limit + 1, place))
+    page = _with(found(target), lambda ledger: _page_of(ledger, wanted, limit + 1, place, tasks=tasks))
     cursor = None
-    if len(records) > limit:
-        records = records[:limit]
-        cursor = base64.urlsafe_b64encode(msgspec.json.encode(msgspec.structs.astuple(records[-1].id))).decode().rstrip("=")
-    columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES", "ANSWER"]
-    rows = [
-        (
-            *(each.state.value, each.id.method, each.id.key, each.id.caller, _time(each.started_at), str(each.attempts)),
-            each.delivery or "-",
-        )
-        for each in records
-    ]
-    out.result([_document(each) for each in records], lambda: out.table(columns, rows), next=cursor)
+    if len(page) > limit:
+        page = page[:limit]
+        last = page[-1][0].id
+        cursor = base64.urlsafe_b64encode(msgspec.json.encode(msgspec.structs.astuple(last))).decode().rstrip("=")
+    if tasks:
+        columns = ["STATUS", "METHOD", "KEY", "CALLER", "STARTED", "TASK"]
+    else:
+        columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES", "ANSWER"]
+    rows = []
+    for record, task in page:
+        row = (record.id.method, record.id.key, record.id.caller, _time(record.started_at))
+        if task is not None:
+            rows.append((task["status"], *row, task["id"]))
+        else:
+            rows.append((record.state.value, *row, str(record.attempts), record.delivery or "-"))
+    documents = [_document(record) | ({} if task is None else {"task": task}) for record, task in page]
+    out.result(documents, lambda: out.table(columns, rows), next=cursor)
     if cursor and not out.as_json:
         out.note(f"There are more: --after {cursor}")
 
@@ -103,13 +110,21 @@ def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
     wirecall ledger show sqlite:ledger.db charge order-7
     """
     where, id = _named(words, caller)
-    record = _with(where, lambda ledger: _get(ledger, id))
+
+    async def look(ledger: Ledger) -> tuple[Record, Task | None]:
+        return await _get(ledger, id), await ledger.task_of(id)
+
+    record, task = _with(where, look)
     shown = _document(record)
     shown |= {"lease_left": round(max(record.lease_left, 0.0), 1), "fence": record.fence, "params": record.fingerprint.hex()}
     if record.outcome is not None:
         payload = record.outcome.payload
         shown[record.outcome.kind] = "not kept" if payload is None else msgspec.json.decode(payload)
         shown["digest"] = record.outcome.digest.hex()
+    if task is not None:
+        from wirecall.mcp.server.tasks import summary
+
+        shown["task"] = summary(task)
     lines = []
     for name, value in shown.items():
         text = "-" if value in (None, "") else value if isinstance(value, str) else msgspec.json.encode(value).decode()
@@ -229,6 +244,25 @@ async def _page(ledger: Ledger, state: State | None, limit: int, after: RecordId
         records += page
         after = page[-1].id
     return records
+
+
+async def _page_of(
+    ledger: Ledger, state: State | None, limit: int, after: RecordId | None, *, tasks: bool
+) -> list[tuple[Record, JsonObject | None]]:
+    """Return records; with `tasks` those alone that are tasks, and what their clients see of them."""
+    if not tasks:
+        return [(record, None) for record in await _page(ledger, state, limit, after)]
+    from wirecall.mcp.server.tasks import summary
+
+    found: list[tuple[Record, JsonObject | None]] = []
+    while records := await _page(ledger, state, PAGE, after):
+        for record in records:
+            if record.id.method.startswith("tools/call:") and (task := await ledger.task_of(record.id)) is not None:
+                found.append((record, summary(task)))
+                if len(found) == limit:
+                    return found
+        after = records[-1].id
+    return found
 
 
 async def _get(ledger: Ledger, id: RecordId) -> Record:

@@ -121,6 +121,8 @@ TABLE: dict[tuple[RunState, RunEvent], RunState] = {
     (_S.SPILLED, _E.RETURN): _S.RECORDING,
     (_S.ASKING, _E.RETURN): _S.RECORDING,
     # It ends without one. "Not now, not like this" means that nothing was done, unless the handler marked its commit point.
+    (_S.GRANTED, _E.REFUSE): _S.UNDONE,
+    (_S.CANCELLED, _E.REFUSE): _S.UNDONE,
     (_S.FREE, _E.REFUSE): _S.UNDONE,
     (_S.STOPPING, _E.REFUSE): _S.UNDONE,
     (_S.ENTERED, _E.REFUSE): _S.UNDONE,

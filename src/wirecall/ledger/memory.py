@@ -58,7 +58,6 @@ class MemoryLedger:
             row = self._rows[claim.id] = _Row(self._running(claim, attempts=1, started_at=self._wall()), claim.retention)
             row.hold(self._clock(), claim.lease)
             if claim.keyless is not None:
-                row.record = msgspec.structs.replace(row.record, delivery="pending", deliverer=claim.nonce)
                 row.likeness = claim.keyless.likeness
                 if row.likeness is not None:
                     self._likes.setdefault(row.likeness, []).append(row)
@@ -93,6 +92,8 @@ class MemoryLedger:
             attempts=attempts,
             lease_left=0,
             started_at=started_at,
+            delivery="pending" if claim.keyless is not None else None,
+            deliverer=claim.nonce if claim.keyless is not None else b"",
         )
 
     async def deliver(self, ends: Sequence[Delivered]) -> None:

@@ -70,6 +70,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     # Tasks that run in one process at once. The others wait in the ledger for a place: they take hours, and hold none of
     # `in_flight`.
     tasks: int = 100
+    # Tasks of one caller that have not ended, and that one process has begun or adopted; beyond, `42910`. Each is a row of
+    # the ledger that holds its arguments. Ten times what runs at once, and more than a person starts.
+    tasks_per_caller: int = 1000
     # Entries of one batch in flight side by side. One batch must not take all places of `in_flight`.
     concurrency: int = 16
     # Bytes of the header of an HTTP request. Twice the limit of common proxies; a header is kept until it is judged.

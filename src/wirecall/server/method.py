@@ -311,6 +311,13 @@ def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
         yield "only MCP has tasks, and the method is not served there", 'drop task=, or expose=("rpc", "mcp")'
     if method.hands_over and method.task is None:
         yield "its handler calls ctx.hand_over(), which needs a task", "task=True"
+    # The row of a task is written and seen by other processes before its handler goes on, so not in an open transaction.
+    if on_crash == "transactional" and method.task is not None:
+        if method.hands_over:
+            why = "its handler calls ctx.hand_over() inside its transaction, and a transaction is of the task as a whole"
+            yield why, "drop ctx.hand_over(): with task=True the function becomes a task before it starts"
+        elif type(method.task) is float:
+            yield f"a transaction cannot become a task after {method.task:g} seconds, in its middle", "task=True"
 
     # Where it is served.
     if not method.expose or not {*method.expose} <= {*EVERYWHERE}:

@@ -433,8 +433,9 @@ class SqliteLedger:
             self._deliver([Delivered(id, claim.nonce, "undelivered")], db)
 
     def _deliver(self, ends: Sequence[Delivered], db: apsw.Cursor, _: int = 0) -> None:
-        for end in ends:
-            self._execute("deliver", Token(end.id, 0, end.deliverer), {"delivery": end.delivery}, db)
+        now = self._clock(), self._boot  # values are in the order in which the statement names them
+        rows = [(end.delivery, *now, end.id.caller, end.id.method, end.id.key, end.deliverer) for end in ends]
+        db.executemany(SQL["deliver"], rows)
 
     def _change_task(self, task: Task, db: apsw.Cursor, _: int) -> bool:
         if self._find_task(task.id, db) is None:

@@ -6,7 +6,8 @@
    where the handler says so (`ctx.hand_over()`). The row is written first, so `tasks/get` finds every task that a client
    has heard of, in any process. A call that finds the record of a task gets that task: one key, one task.
 3. The process that takes the call runs it. If that process dies, or stops, another adopts the task when the lease of its
-   record is over. `ledger.base.decide` judges that as it judges a retry: what `on_crash` says.
+   record is over. `ledger.base.decide` judges that as it judges a retry: what `on_crash` says. A process that lacks the tool
+   leaves the task to others, until its time is over.
 4. A question inside a task ends a leg: the record is WAITING, and `tasks/get` shows the question. The process that gets the
    last answer (`tasks/update`) runs the next leg: the function starts from the top, with all the answers.
 5. `tasks/cancel` is a wish. A task that has done nothing ends; one past its commit point finishes. A process that runs the
@@ -66,6 +67,7 @@ FIRST_POLL_MS = 1_000
 LAST_POLL_MS = 10_000
 
 NOTE_EVERY = 1.0  # seconds between two writes of a status message
+LOOK_EVERY = 1.0  # seconds between two looks at all the tasks of a caller
 
 
 class Document(Struct, omit_defaults=True):
@@ -89,6 +91,7 @@ class Document(Struct, omit_defaults=True):
     final: JsonObject | None = None  # how the task ended, where its record does not tell
 
 
+_OVER = ("completed", "failed", "cancelled")
 _ID = re.compile(r"[A-Za-z0-9_-]{43}")  # 32 bytes in base64
 _decode = msgspec.json.Decoder(Document).decode
 _decode_questions = msgspec.json.Decoder(dict[str, Any]).decode
@@ -108,6 +111,7 @@ class Work:
         self.run: Run | None = None
         self._tasks = tasks
         self._lock = asyncio.Lock()
+        self._is_asking = False  # within the request, which ends with the question
         self._noted = 0.0
         self._is_noting = False
         self._questions: JsonObject = {}  # with which this leg ends
@@ -142,15 +146,19 @@ class Work:
             if self.is_handed_over:
                 return True
             run, document = self.run, self.document
-            if run is None or self.peer is None:
+            if run is None or self.peer is None or self._is_asking:
                 return False
             # Answers that the client gave before, in the rounds of its request, go on with the task.
             document.answers = self.peer.answers
-            commands, ttl = self._tasks.dispatcher().commands, document.ttl_ms / 1000
-            if not await commands.hand_over(run, self.id, encode(document), ttl):
-                return False
-            self._go_on()
-            return True
+            commands, ttl, is_begun = self._tasks.dispatcher().commands, document.ttl_ms / 1000, False
+            await self._tasks.take_place(self.peer.caller, self.id)
+            try:
+                if is_begun := await commands.hand_over(run, self.id, encode(document), ttl):
+                    self._go_on()
+            finally:
+                if not is_begun:
+                    self._tasks.leave_place(self.peer.caller, self.id)
+            return is_begun
 
     def _go_on(self) -> None:
         """Go on without the request."""
@@ -199,10 +207,14 @@ class Work:
         # The handler does not wait for it.
         loop.call_later(max(0.0, wait), lambda: self._tasks.dispatcher().commands.start(write()))
 
-    def interim(self, questions: JsonObject) -> bytes:
-        """Return the questions with which this leg ends, as the record keeps them."""
-        self._questions = questions
-        return encode({"leg": f"{self.id}.{self.document.leg + 1}", "inputRequests": questions})
+    async def interim(self, questions: JsonObject) -> bytes | None:
+        """Return the questions with which this leg ends, as the record keeps them; None if the request asks them."""
+        async with self._lock:  # in the moment in which the call becomes a task, its question waits to see which it is
+            if not self.is_handed_over:
+                self._is_asking = True
+                return None
+            self._questions = questions
+            return encode({"leg": f"{self.id}.{self.document.leg + 1}", "inputRequests": questions})
 
     async def pause(self) -> None:
         leg, digests = self.document.leg + 1, {key: _digest(question) for key, question in self._questions.items()}
@@ -254,7 +266,8 @@ class TaskPeer(Peer):
         return await super().ask(questions)
 
     async def pause(self, questions: JsonObject) -> bytes:
-        return await super().pause(questions) if self._task is None else self._task.interim(questions)
+        interim = None if self.work is None else await self.work.interim(questions)
+        return await super().pause(questions) if interim is None else interim
 
 
 class Tasks:
@@ -278,6 +291,12 @@ class Tasks:
         self._questions = questions
         self._hub = hub
         self._limits = limits
+        self._open: dict[
+            str, set[str]
+        ] = {}  # by caller: tasks that ran here, and have not ended as far as this process knows
+        self._looked: dict[str, float] = {}  # when the ledger was last asked for those of a caller
+        self._left: set[str] = set()  # tasks that are left to servers that have their tools
+        self._lacking: set[str] = set()  # those tools
         self._adopting: asyncio.TimerHandle | None = None
         self._is_closed = False
         hub.on_task = self._heard
@@ -290,6 +309,27 @@ class Tasks:
     @property
     def has_place(self) -> bool:
         return len(self.works) < self._limits.tasks
+
+    async def take_place(self, caller: str, id: str) -> None:
+        """Count a task of a caller. Raises `Busy` if the caller has too many that have not ended."""
+        most, now = self._limits.tasks_per_caller, asyncio.get_running_loop().time()
+        if len(self._open.get(caller, ())) >= most and self._looked.get(caller, 0.0) <= now - LOOK_EVERY:
+            self._looked[caller] = now
+            for each in [*self._open[caller]]:  # other processes may have ended some
+                if (found := await (await self.ledger()).task(each)) is None or summary(found)["status"] in _OVER:
+                    self.leave_place(caller, each)
+        if (count := len(self._open.get(caller, ()))) >= most:
+            reason = f"{count} tasks of this caller have not ended: wait for one of them, answer it or cancel it"
+            raise Busy(reason, ran="no", limit="tasks_per_caller", max=most, retry_after_ms=FIRST_POLL_MS)
+        self._open.setdefault(caller, set()).add(id)
+
+    def leave_place(self, caller: str, id: str) -> None:
+        """Count a task no more."""
+        if (ids := self._open.get(caller)) is not None:
+            ids.discard(id)
+            if not ids:
+                del self._open[caller]
+                self._looked.pop(caller, None)
 
     # --- a call that becomes a task ----------------------------------------------------------------------------------
 
@@ -353,13 +393,15 @@ class Tasks:
         error = None if run.cancelled() else run.exception()
         # A leg that was refused before it had its record, because its arguments do not fit any more, or its caller may not
         # call the tool, is refused for good. A server that is busy, or stops, is not such a reason.
-        if work.run is None and isinstance(error, RpcError) and not isinstance(error, (Busy, LedgerUnavailable)):
-            try:
-                found = await (await self.ledger()).task(work.id)
-                if found is not None and not found.is_over:
-                    await self._end(found, self.ending(error, _decode(found.document)))
-            except LedgerDown as down:
-                logger.warning("the end of task %s was not written: %s", work.id, down)
+        refusal = error if isinstance(error, RpcError) and not isinstance(error, (Busy, LedgerUnavailable)) else None
+        try:
+            found = await (await self.ledger()).task(work.id)
+            if work.run is None and refusal is not None and found is not None and not found.is_over:
+                await self._end(found, self.ending(refusal, _decode(found.document)))
+            elif work.peer is not None and (found is None or summary(found)["status"] in _OVER):
+                self.leave_place(work.peer.caller, work.id)
+        except LedgerDown as down:
+            logger.warning("the end of task %s was not written or read: %s", work.id, down)
         self._hub.tell("task", work.id)
 
     def ending(self, error: RpcError, document: Document) -> JsonObject:
@@ -397,7 +439,10 @@ class Tasks:
         if room <= 0:
             return
         try:
-            for id in await (await self.ledger()).orphans(room):
+            # Those that are left to others must not hide those that this server can run.
+            found = await (await self.ledger()).orphans(room + len(self._left))
+            self._left &= set(found)
+            for id in found:
                 self.dispatcher().commands.start(self.resume(id))
         except (LedgerDown, UsageError) as error:
             logger.warning("the ledger was not asked for tasks: %s", error)
@@ -424,6 +469,13 @@ class Tasks:
                 await self._end(found, {"status": "cancelled"})
                 return
             if method is None:
+                # While servers are replaced one after another, some have a tool and others have not yet, or not any more.
+                if not _is_late(found, document):
+                    if document.tool not in self._lacking:
+                        self._lacking.add(document.tool)
+                        logger.warning("tasks of %r wait for a server that has this tool: this one has not", document.tool)
+                    self._left.add(id)
+                    return
                 reason = f"there is no tool {document.tool!r} any more"
                 await self._end(found, _failed(InvalidParams(reason, ran="unknown" if is_begun else "no")))
                 return
@@ -431,6 +483,7 @@ class Tasks:
             logger.warning("task %s was not adopted: %s", id, error)
             return
         self.works[id] = work = Work(self, method, id, document, is_adopted=True)
+        self._open.setdefault(found.record.caller, set()).add(id)
         session = Session(REVISIONS[document.revision], document.capabilities, client=document.client)
         work.peer = peer = TaskPeer(
             *(session, Nowhere(), self._questions, id, document.arguments),
@@ -470,6 +523,7 @@ class Tasks:
         if taken.state is State.RUNNING and taken.nonce == claim.nonce:
             await self.change(task.id, edit)
             await (ledger.abandon(taken.token) if taken.committed else ledger.release(taken.token))
+            self.leave_place(record.id.caller, task.id)
 
     async def change(self, id: str, edit: Callable[[Document], bool]) -> None:
         """Change the document of a task, and tell its listeners. `edit` returns False if nothing is to be written."""
@@ -622,7 +676,7 @@ class Tasks:
         record = task.now
         told = _members(task.id, document)
         if document.final is None and record is not None and record.state is State.WAITING:
-            if task.ttl_left <= document.ttl_ms / 1000 - document.lasts:
+            if _is_late(task, document):
                 late = DeadlineExceeded("the task was not answered in time", ran="no")
                 await self._within(self._end(task, _failed(late)))
                 return await self._told(await self._find(task.record.caller, task.id))
@@ -657,6 +711,26 @@ def created(id: str, document: Document, meta: JsonObject | None = None) -> byte
     return encode({**told, "_meta": meta} if meta else told)
 
 
+def summary(task: Task) -> JsonObject:
+    """Return a task in short, for an operator, without its questions and its answer."""
+    document, record = _decode(task.document), task.now
+    status = "working"
+    if document.final is not None:
+        status = document.final["status"]
+    elif record is None:
+        status = "failed"
+    elif _open_questions(task):
+        status = "input_required"
+    elif record.state not in (State.RUNNING, State.WAITING):
+        try:
+            answer(recorded(record), replayed=False)
+            status = "completed"
+        except RpcError as error:  # one that a model reads is a result
+            status = "completed" if REVISIONS[document.revision].reports_in_result(error, asks_key=False) else "failed"
+    told: JsonObject = {"id": task.id, "status": status, "message": document.message}
+    return {**told, "created": _iso(document.created), "updated": _iso(document.updated)}
+
+
 def _members(id: str, document: Document) -> JsonObject:
     """Return the members that every form of a task has; it works unless the caller says otherwise."""
     age_ms = (time.time() - document.created) * 1000
@@ -684,6 +758,11 @@ def _digest(question: JsonObject) -> str:
 def _failed(error: RpcError) -> JsonObject:
     told = error_object(error)
     return {"status": "failed", "statusMessage": told.message, "error": told}
+
+
+def _is_late(task: Task, document: Document) -> bool:
+    """Return whether the time in which a task may run or wait is over; the rest of its ttl is that of its answer."""
+    return task.ttl_left <= document.ttl_ms / 1000 - document.lasts
 
 
 def _open_questions(task: Task) -> JsonObject:
