@@ -112,9 +112,7 @@ class App(Declarations):
 
             self._extensions = checked(extensions)
         self._authenticate = authenticate
-        self._access: Access | None = None
-        if auth is not None:
-            self._protect(auth)
+        self.access: Access | None = None  # the rules about tokens
         self._hosts: Sequence[str] = _names("hosts", hosts)
         self._origins: Sequence[str] = _names("origins", origins)
         # Made here and not where it is used: workers are copies of this process, and all need the same secret.
@@ -124,6 +122,8 @@ class App(Declarations):
         self._building = threading.Lock()  # for the parts that are made on first use, so that all threads get the same ones
         self._catalog: Catalog | None = None
         self._mcp: Server | None = None
+        if auth is not None:
+            self._protect(auth)
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
@@ -182,13 +182,15 @@ class App(Declarations):
         """Judge the tokens of requests from now on."""
         from wirecall.auth.access import Access  # late: `import wirecall` stays light
 
+        if self._mcp is not None:
+            raise UsageError("The app is serving already.", "its MCP server does not know of auth=", "configure it before")
         if self._authenticate is not None:
             raise UsageError(
                 "auth= and authenticate= contradict each other.",
                 "each of them names the caller of a request",
                 "keep auth= for tokens, or authenticate= for anything else",
             )
-        self._access = Access.of(auth)
+        self.access = Access.of(auth)
 
     def _scoped(self) -> "list[Method]":
         """Return everything that asks for scopes."""
@@ -204,7 +206,7 @@ class App(Declarations):
 
     def _check_scopes(self) -> None:
         """Raise `UsageError` if methods ask for scopes and no token can have any: every caller would be let in."""
-        if self._access is None and (scoped := self._scoped()):
+        if self.access is None and (scoped := self._scoped()):
             raise UsageError(
                 f"{scoped[0].name} asks for scopes, and the app has no auth=.",
                 "scopes are those of a token, so over HTTP they could not be checked",
@@ -213,7 +215,7 @@ class App(Declarations):
 
     def _shows(self, method: Method, identity: Identity | None) -> bool:
         """Return whether lists show a method to a caller."""
-        return method.scopes is None or self._access is None or self._access.may(identity, method.scopes.always)
+        return method.scopes is None or self.access is None or self.access.may(identity, method.scopes.always)
 
     # --- serving -----------------------------------------------------------------------------------------------------
 
@@ -277,8 +279,8 @@ class App(Declarations):
             },
             limits=self.limits,
             authenticate=self._authenticate,
-            access=self._access,
-            open_routes=None if self._access is None else self._access.endpoints(self._declared_scopes),
+            access=self.access,
+            open_routes=None if self.access is None else self.access.endpoints(self._declared_scopes),
             hosts=self._hosts,
             origins=self._origins,
             startup=startup,
@@ -392,9 +394,9 @@ class App(Declarations):
                     Seals(self._secret),
                     self.ledger,
                     list_ttl_ms=self._list_ttl_ms,
-                    is_public=self._authenticate is None and self._access is None,
+                    is_public=self._authenticate is None and self.access is None,
                     limits=self.limits,
-                    access=self._access,
+                    access=self.access,
                 )
             return self._mcp
 
@@ -433,7 +435,7 @@ class App(Declarations):
                     middleware=self._middleware,
                     execution=self._execution,
                     strict=self._strict,
-                    permit=None if self._access is None else self._access.permit,
+                    permit=None if self.access is None else self.access.permit,
                 )
             return self._dispatcher
 

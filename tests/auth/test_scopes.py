@@ -1,4 +1,4 @@
-"""What a token allows: scopes of tools, resources, templates, prompts and methods, in every revision and on /rpc."""
+"""The scopes of a token: tools, resources, templates, prompts and methods, in every revision and on /rpc."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ async def test_scopes_by_argument_see_the_values_of_the_handler() -> None:
     assert answer.challenge == insufficient(["orders:read", "orders:7"])
 
 
-async def test_params_that_do_not_fit_are_refused_as_such() -> None:
+async def test_params_that_do_not_fit_are_refused_for_that() -> None:
     shop = Shop()
     answer = await shop.mcp(shop.token(), "resources/read", {"uri": "shop://orders/tea"})
     assert answer.json["error"]["code"] == -32602

@@ -54,6 +54,10 @@ class Verifier:
         """Return the identity of a token, None if the token is unknown here; raise `Unauthorized` to refuse it."""
         raise NotImplementedError
 
+    async def check(self) -> str:
+        """Try what tokens will need, for `wirecall doctor`; return the finding, or raise `CallFailed`."""
+        return type(self).__name__
+
 
 Verify: TypeAlias = Callable[[str], "Awaitable[Identity | str | None] | Identity | str | None"]
 Hierarchy: TypeAlias = Mapping[str, Iterable[str]] | Callable[[frozenset[str]], Iterable[str]]

@@ -115,6 +115,12 @@ class Jwt(Verifier):
             raise Unauthorized("the token is not valid yet")
         return Identity.of_claims(claims, self.issuer)
 
+    async def check(self) -> str:
+        await self.keys.fetch()
+        if self.keys.failure is not None:
+            raise self.keys.failure
+        return f"{self.issuer} has {self.keys.count} keys"
+
 
 def audiences(resource: str, audience: str | Sequence[str] | None) -> list[str]:
     """Return the names of this server in `aud`, one of which a token must have. The check cannot be left out."""
