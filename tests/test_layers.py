@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "logs", "version"},
     {"protocol", "ledger.base", "files", "stepping"},
     {"server", "ledger", "transports", "mcp", "jsonrpc"},
-    {"commands", "client", "audit", "tracing"},
+    {"commands", "client", "audit", "tracing", "auth.access"},
     {"mcp.server", "mcp.client", "declarations"},
     {"app", "config", "client.connect"},
     {"auth", "gateway", "console"},
@@ -32,10 +32,12 @@ FOREIGN = {
     "opentelemetry": {"tracing"},
     "click": {"cli"},
     "rich": {"cli.output"},
-    "aiohttp": {"transports.http_client"},
+    "aiohttp": {"transports.http_client", "testing.auth"},
     "granian": {"transports.serve"},
     "uvicorn": {"transports.serve"},
     "pydantic": {"mcp.server.forms"},
+    "jwt": {"auth", "testing.auth"},
+    "cryptography": {"testing.auth"},
 }
 # Protocol code uses no event loop, no socket and no clock.
 PURE = {"errors", "jsonrpc", "ledger.base", "mcp.extensions", "mcp.headers", "mcp.revisions", "mcp.types", "protocol"}

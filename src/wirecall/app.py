@@ -16,6 +16,8 @@ from wirecall.declarations import Declarations, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.messages import Data, Id, JsonObject, Limits
+from wirecall.server.call import Context
+from wirecall.server.identity import Identity
 from wirecall.server.method import Done, Execution, Kind, Method, NotDone, Terms
 from wirecall.server.policy import ANONYMOUS, Mode, Policy
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from wirecall.audit import Audit
+    from wirecall.auth.access import Access, Verifier, Verify
     from wirecall.ledger.base import Ledger
     from wirecall.mcp.server.catalog import Catalog
     from wirecall.mcp.server.lines import StdioConnection
@@ -56,7 +59,8 @@ class App(Declarations):
     `extensions` are those of MCP that the app declares to clients: settings by id. `@app.extension_method` adds methods.
     `list_ttl` are the seconds for which an MCP client may keep the lists of tools, prompts and resources (2026-07-28).
 
-    For HTTP: `authenticate` takes the headers of a request and returns the caller's name, or None to refuse. `hosts` and
+    For HTTP: `auth` judges the tokens of requests (`wirecall.auth`); `authenticate` does so for anything else: it takes the
+    headers of a request and returns the caller's name, or None to refuse. `hosts` and
     `origins` are the names of the server and of the web pages that may call it, besides the loopback's. `secret` seals
     the state that clients keep for the server; processes that share it serve each other's sessions (or WIRECALL_SECRET).
     """
@@ -76,6 +80,7 @@ class App(Declarations):
         instructions: str | None = None,
         extensions: Mapping[str, JsonObject] | None = None,
         list_ttl: float = LIST_TTL,
+        auth: "Access | Verifier | Verify | Sequence[Verifier | Verify] | None" = None,
         authenticate: Authenticate | None = None,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
@@ -107,6 +112,7 @@ class App(Declarations):
 
             self._extensions = checked(extensions)
         self._authenticate = authenticate
+        self.access: Access | None = None  # the rules about tokens
         self._hosts: Sequence[str] = _names("hosts", hosts)
         self._origins: Sequence[str] = _names("origins", origins)
         # Made here and not where it is used: workers are copies of this process, and all need the same secret.
@@ -116,6 +122,8 @@ class App(Declarations):
         self._building = threading.Lock()  # for the parts that are made on first use, so that all threads get the same ones
         self._catalog: Catalog | None = None
         self._mcp: Server | None = None
+        if auth is not None:
+            self._protect(auth)
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
@@ -124,11 +132,12 @@ class App(Declarations):
         self._locked: tuple[AbstractEventLoop, Lock] | None = None
         self._question: tuple[float, Task[str | None]] | None = None  # the last check by `/readyz`, and when it began
 
-        def discover() -> JsonObject:
+        def discover(context: Context) -> JsonObject:
             """Return the methods of this server as an OpenRPC document."""
             from wirecall.server.openrpc import document
 
-            return document(self.name, self.version, self.registry, self.mode)
+            shown = [method for method in self.registry if self._shows(method, context.identity)]
+            return document(self.name, self.version, shown, self.mode)
 
         self.registry.add(Method(discover, Kind.QUERY, name="rpc.discover", reserved=True))
 
@@ -141,6 +150,7 @@ class App(Declarations):
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
         single_user: bool | None = None,
+        auth: "Access | Verifier | Verify | Sequence[Verifier | Verify] | None" = None,
     ) -> None:
         """Replace arguments of the constructor before the first call, for example in a program that serves another's app.
 
@@ -150,6 +160,8 @@ class App(Declarations):
             raise UsageError("The app is serving already.", "calls in flight have the old rules", "configure it before")
         if single_user is not None:
             self._single_user = single_user
+        if auth is not None:
+            self._protect(auth)
         if ledger is not None:
             self._use_ledger(check_url(ledger))
             self.ledger_url = ledger
@@ -165,6 +177,47 @@ class App(Declarations):
         self._middleware.append(layer)
         return layer
 
+    # --- authorization -----------------------------------------------------------------------------------------------
+
+    def _protect(self, auth: "Access | Verifier | Verify | Sequence[Verifier | Verify]") -> None:
+        """Judge the tokens of requests from now on."""
+        from wirecall.auth.access import Access  # late: `import wirecall` stays light
+
+        if self._mcp is not None:
+            raise UsageError("The app is serving already.", "its MCP server does not know of auth=", "configure it before")
+        if self._authenticate is not None:
+            raise UsageError(
+                "auth= and authenticate= contradict each other.",
+                "each of them names the caller of a request",
+                "keep auth= for tokens, or authenticate= for anything else",
+            )
+        self.access = Access.of(auth)
+
+    def _scoped(self) -> "list[Method]":
+        """Return everything that asks for scopes."""
+        catalog = self.catalog()
+        methods = {*self.registry, *self.registry.tools.values()}
+        for table in (catalog.prompts, catalog.resources, catalog.templates, catalog.methods):
+            methods |= {entry.method for entry in table.values()}
+        return [method for method in methods if method.scopes is not None]
+
+    def _declared_scopes(self) -> list[str]:
+        """Return the scopes that methods name; those that depend on arguments are not known."""
+        return sorted({scope for method in self._scoped() if method.scopes for scope in method.scopes.always})
+
+    def _check_scopes(self) -> None:
+        """Raise `UsageError` if methods ask for scopes and no token can have any: every caller would be let in."""
+        if self.access is None and (scoped := self._scoped()):
+            raise UsageError(
+                f"{scoped[0].name} asks for scopes, and the app has no auth=.",
+                "scopes are those of a token, so over HTTP they could not be checked",
+                'App(..., auth=Jwt(issuer="https://auth.example.com", resource="https://api.example.com/mcp"))',
+            )
+
+    def _shows(self, method: Method, identity: Identity | None) -> bool:
+        """Return whether lists show a method to a caller."""
+        return method.scopes is None or self.access is None or self.access.may(identity, method.scopes.always)
+
     # --- serving -----------------------------------------------------------------------------------------------------
 
     async def handle(
@@ -179,9 +232,17 @@ class App(Declarations):
         return await self._answer(data, caller=caller, replayed=replayed, key=key)
 
     async def _answer(
-        self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: "Sending | None" = None
+        self,
+        data: Data,
+        *,
+        caller: str,
+        replayed: list[Id] | None,
+        key: str | None,
+        sending: "Sending | None" = None,
+        identity: Identity | None = None,
     ) -> bytes | None:
-        reply = (self._dispatcher or self._serving()).handle(data, caller, False, replayed, key, sending)
+        dispatcher = self._dispatcher or self._serving()
+        reply = dispatcher.handle(data, caller, False, replayed, key, sending, None, identity)
         return reply if reply is None or isinstance(reply, bytes) else await reply
 
     def handle_sync(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
@@ -199,6 +260,7 @@ class App(Declarations):
         from wirecall.transports.asgi import HttpServer
         from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 
+        self._check_scopes()
         endpoint = McpEndpoint(self.mcp(), self.limits, shared=self._is_shared)
 
         async def shutdown(grace: float) -> None:
@@ -206,6 +268,7 @@ class App(Declarations):
             await self.aclose(grace * 3 / 4)
 
         async def startup() -> None:
+            self._check_scopes()
             await endpoint.open()
             self._adopt_tasks()
 
@@ -217,6 +280,8 @@ class App(Declarations):
             },
             limits=self.limits,
             authenticate=self._authenticate,
+            access=self.access,
+            open_routes=None if self.access is None else self.access.endpoints(self._declared_scopes),
             hosts=self._hosts,
             origins=self._origins,
             startup=startup,
@@ -317,20 +382,22 @@ class App(Declarations):
         if self._mcp is not None:
             return self._mcp
         from wirecall.mcp.server.seals import Seals
-        from wirecall.mcp.server.server import Identity, Server
+        from wirecall.mcp.server.server import Identity as Name
+        from wirecall.mcp.server.server import Server
 
         catalog = self.catalog()
         with self._building:
             if self._mcp is None:
                 self._mcp = Server(
-                    Identity(self.name, self.version, self.instructions),
+                    Name(self.name, self.version, self.instructions),
                     catalog,
                     self._serving,
                     Seals(self._secret),
                     self.ledger,
                     list_ttl_ms=self._list_ttl_ms,
-                    is_public=self._authenticate is None,
+                    is_public=self._authenticate is None and self.access is None,
                     limits=self.limits,
+                    access=self.access,
                 )
             return self._mcp
 
@@ -369,6 +436,7 @@ class App(Declarations):
                     middleware=self._middleware,
                     execution=self._execution,
                     strict=self._strict,
+                    permit=None if self.access is None else self.access.permit,
                 )
             return self._dispatcher
 

@@ -7,6 +7,9 @@
     server = "granian"                    file = "audit.jsonl"
     grace = 10                            [ledger]
                                           url = "sqlite:.wirecall/ledger.db"
+    [auth]
+    issuer = "https://auth.example.com"
+    resource = "https://api.example.com/mcp"
 
 1. A flag of the command line wins over the environment, the environment over the file, the file over the app's own settings.
 2. The variable of a setting is named after its place: WIRECALL_SERVER_HTTP, WIRECALL_LIMITS_BATCH. WIRECALL_CONFIG names
@@ -87,6 +90,7 @@ _Count = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9)]  # an upper bound, so that TOML's inf is refused
 _Names = Annotated[list[_Text], Meta(min_length=1)]
 _Port = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"  # 0 to 65535
+_Web = Annotated[str, Meta(pattern=r"^(https://|http://(localhost|127\.0\.0\.1|\[::1\])([:/]|$))")]
 _Address = Annotated[str, Meta(pattern=f"^.+:{_Port}$")]
 
 
@@ -128,6 +132,10 @@ SETTINGS: dict[str, Setting] = {
         if name in Limits.__struct_fields__
     },
     "audit.file": Setting(_Text, "a text", "audit.jsonl"),
+    "auth.issuer": Setting(_Web, "the https address of an authorization server", "https://auth.example.com"),
+    "auth.resource": Setting(_Web, "the https address of this server", "https://api.example.com/mcp"),
+    "auth.audience": Setting(_Text, "a text", "shop"),
+    "auth.scopes": Setting(_Names, "an array of names", ["mcp:use"]),
 }
 SECTIONS = tuple(dict.fromkeys(place.partition(".")[0] for place in SETTINGS))
 
@@ -238,6 +246,13 @@ def check_config(
         fix = 'use a ledger that processes share: "sqlite:PATH", "redis://...", "postgresql://..."'
         at = lines.get("server.workers") if workers.origin == located("server.workers")[0] else None
         problems.append(Problem(workers.origin, f"{workers.value} workers cannot share a ledger in memory", fix, at))
+    stated = [place for place, value in values.items() if place.startswith("auth.") and value.value is not None]
+    missing = [place for place in ("auth.issuer", "auth.resource") if stated and values[place].value is None]
+    for place in missing:
+        origin = values[stated[0]].origin
+        at = lines.get(stated[0]) if origin == located(stated[0])[0] else None
+        fix = f'{place.partition(".")[2]} = "{SETTINGS[place].example}"'
+        problems.append(Problem(origin, f"{stated[0]} needs {place}", fix, at))
     problems.sort(key=lambda each: each.line or 0)
     return Config(file if text is not None else None, values), problems
 

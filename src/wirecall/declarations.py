@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, ov
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
+from wirecall.server.identity import ScopeRule
 from wirecall.server.method import (
     EVERYWHERE,
     Execution,
@@ -60,6 +61,7 @@ class Declarations:
         execution: Execution | None = None,
         task: TaskRule | None = None,
         task_ttl: float = 3600,
+        scopes: ScopeRule | None = None,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -93,6 +95,7 @@ class Declarations:
         execution: Execution | None = None,
         task: TaskRule | None = None,
         task_ttl: float = 3600,
+        scopes: ScopeRule | None = None,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -134,6 +137,7 @@ class Declarations:
         execution: Execution | None = None,
         task: TaskRule | None = None,
         task_ttl: float = 3600,
+        scopes: ScopeRule | None = None,
     ) -> Callable[[F], F]: ...
     def tool(
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any
@@ -172,20 +176,28 @@ class Declarations:
         mime_type: str | None = None,
         ttl: float = 0,
         scope: Scope = "private",
+        scopes: ScopeRule | None = None,
         timeout: float | None = None,
         blocking: bool = False,
     ) -> Callable[[F], F]:
         """Register a function that returns the resource at a URI. A `{name}` in the URI is a parameter of the function.
 
         `ttl` are the seconds for which a client may keep the contents (2026-07-28). With `scope="public"` caches may share
-        them among all callers, unless the app has `authenticate`.
+        them among all callers, unless the app has `auth` or `authenticate`. `scopes` are those that a reader's token needs,
+        or a function of the names in the URI that returns them.
         """
         kept = milliseconds(f"ttl of {uri}", ttl)
         if scope not in get_args(Scope):
             raise UsageError(f"scope of {uri} must be one of {', '.join(get_args(Scope))}, got {scope!r}.")
 
         def register(function: F) -> F:
-            declared = {"title": title, "description": description, "timeout": timeout, "blocking": blocking}
+            declared = {
+                "title": title,
+                "description": description,
+                "timeout": timeout,
+                "blocking": blocking,
+                "scopes": scopes,
+            }
             method = self._query(function, f"resources/read:{uri}", declared)
             is_public = scope == "public"
             self.catalog().add_resource(method, uri, name or function.__name__, mime_type, ttl_ms=kept, is_public=is_public)
@@ -203,6 +215,7 @@ class Declarations:
         name: str | None = None,
         title: str | None = None,
         description: str | None = None,
+        scopes: ScopeRule | None = None,
         timeout: float | None = None,
         blocking: bool = False,
     ) -> Callable[[F], F]: ...
@@ -230,7 +243,14 @@ class Declarations:
         return register
 
     def extension_method(
-        self, name: str, /, *, extension: str, timeout: float | None = None, blocking: bool = False
+        self,
+        name: str,
+        /,
+        *,
+        extension: str,
+        scopes: ScopeRule | None = None,
+        timeout: float | None = None,
+        blocking: bool = False,
     ) -> Callable[[F], F]:
         """Register a function as a method of an MCP extension, for the clients that declare the extension.
 
@@ -240,7 +260,7 @@ class Declarations:
         """
 
         def register(function: F) -> F:
-            method = self._query(function, name, {"timeout": timeout, "blocking": blocking})
+            method = self._query(function, name, {"timeout": timeout, "blocking": blocking, "scopes": scopes})
             kind = method.signature.result_schema.get("type", "object")
             if kind not in ("object", "null"):
                 raise UsageError(

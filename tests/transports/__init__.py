@@ -16,6 +16,7 @@ from wirecall import Limits
 from wirecall.mcp.server.http import McpEndpoint
 from wirecall.protocol.messages import Data, Id
 from wirecall.protocol.sending import Sending
+from wirecall.server.identity import Identity
 from wirecall.transports import request
 from wirecall.transports.asgi import HttpServer
 from wirecall.transports.request import Endpoint, HttpRequest
@@ -125,7 +126,13 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         os.abort()
 
     async def handle(
-        data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: Sending
+        data: Data,
+        *,
+        caller: str,
+        replayed: list[Id] | None,
+        key: str | None,
+        sending: Sending,
+        identity: Identity | None,
     ) -> bytes | None:
         return await app.handle(data, caller=caller, replayed=replayed)
 

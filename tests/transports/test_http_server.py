@@ -15,6 +15,7 @@ from wirecall import Limits
 from wirecall.errors import Gone, Unauthorized
 from wirecall.protocol.messages import Data, Id
 from wirecall.protocol.sending import Sending
+from wirecall.server.identity import Identity
 from wirecall.transports.asgi import HttpServer
 from wirecall.transports.request import Headers, HttpRequest
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
@@ -35,7 +36,14 @@ class Handler:
         self.replays = replays or []
 
     async def __call__(
-        self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: Sending
+        self,
+        data: Data,
+        *,
+        caller: str,
+        replayed: list[Id] | None,
+        key: str | None,
+        sending: Sending,
+        identity: Identity | None,
     ) -> bytes | None:
         assert isinstance(data, bytes)
         self.calls.append((data, caller, key))

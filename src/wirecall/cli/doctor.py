@@ -27,6 +27,7 @@ from wirecall.cli.output import Printer, count_of, json_option
 from wirecall.cli.stores import DRIVERS, opened_ledger, shown
 from wirecall.cli.targets import configured_ledger, parse
 from wirecall.config import Config, ConfigError, check_config
+from wirecall.errors import CallFailed
 from wirecall.ledger.base import State
 from wirecall.server.method import Method
 from wirecall.version import __version__
@@ -235,6 +236,22 @@ def check_port(config: Config) -> Iterator[Finding]:
             yield Finding("port", "fail", f"{address} cannot be used: {error.strerror or error}", next_step)
 
 
+def check_auth(config: Config) -> Iterator[Finding]:
+    """Fetch the keys of the issuers that wirecall.toml or the app names."""
+    from wirecall.auth import Access, Jwt
+
+    stated = {place[5:]: value for place, value in config.stated().items() if place.startswith("auth.")}
+    access = Access(Jwt(**stated)) if stated else None
+    if access is None and config.get("server.app") is not None:
+        access = parse(config.get("server.app")).app().access
+    for verifier in access.verifiers if access is not None else ():
+        try:
+            yield Finding("auth", "ok", run(verifier.check()))
+        except CallFailed as error:
+            next_step = "is the issuer right, and can this machine reach it? Until then every new token gets 503"
+            yield Finding("auth", "fail", str(error), next_step)
+
+
 def check_clock(_: Config) -> Iterator[Finding]:
     """Compare the wall clock with the installation. The store measures leases; people and certificates read the clock."""
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -278,6 +295,7 @@ CHECKS: dict[str, Callable[[Config], Iterator[Finding]]] = {
     "config": check_file,
     "app": check_app,
     "ledger": check_ledger,
+    "auth": check_auth,
     "port": check_port,
     "clock": check_clock,
     "files": check_files,

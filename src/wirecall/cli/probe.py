@@ -6,25 +6,29 @@ judge them; a `Talk` does.
 """
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import msgspec
 from msgspec import Struct, field
 
 from wirecall.app import App
+from wirecall.auth.access import WELL_KNOWN, check_address
+from wirecall.auth.documents import fetch, server_metadata
 from wirecall.cli.connecting import Way, way_options
 from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option, progress
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.client.links import MemoryPipe
-from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, TimedOut
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, TimedOut, UsageError
 from wirecall.mcp.headers import VERSION, repeated
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.types import KEYS_CAPABILITY, PREFIX
@@ -45,6 +49,7 @@ NOISE = 5  # lines of noise that are kept
 ROOM = 16 << 20  # bytes of lines for one message; everything beyond them is dropped
 COST = 200  # bytes that a line takes besides its own
 _BARRED = (401, 403, 407)
+_MEMBERS = ("authorization_servers", "scopes_supported")
 _LISTS = {"tools": "tools/list", "prompts": "prompts/list", "resources": "resources/list"}
 
 
@@ -63,6 +68,20 @@ class Plain(Struct):
     methods: int | None = None  # by rpc.discover
 
 
+class Tokens(Struct):
+    """The findings about authorization: where clients get tokens."""
+
+    metadata: str  # the address of the protected resource metadata (RFC 9728)
+    resource: str = ""
+    servers: list[str] = []
+    scopes: list[str] = []
+    problems: list[str] = []
+
+    def told(self) -> str:
+        scopes = f", scopes {' '.join(self.scopes)}" if self.scopes else ""
+        return f"tokens of {', '.join(self.servers) or 'no authorization server'} for {self.resource or 'nothing'}{scopes}"
+
+
 class Seen(Struct):
     """All findings."""
 
@@ -74,6 +93,7 @@ class Seen(Struct):
     keys: bool = False  # it honours idempotency keys
     unannotated: int = 0  # tools that do not state their effects
     latency_ms: float | None = None
+    tokens: Tokens | None = None
     problems: list[BrokenRule] = []
 
 
@@ -514,6 +534,48 @@ def command(target: Target, way: Way, out: Printer) -> Exit | None:
     return Exit.FOUND if seen.problems else None
 
 
+async def _tokens(url: str) -> Tokens | None:
+    """Return what a server tells about its authorization, None if it does not. No credentials are sent."""
+    # Step 1: the address of the metadata: from the challenge, else at the two well-known places (2025-11-25,
+    # authorization, "Protected Resource Metadata Discovery Requirements").
+    parts = urlsplit(url)
+    origin = f"{parts.scheme}://{parts.netloc}"
+    places = [f"{origin}{WELL_KNOWN}{parts.path}", f"{origin}{WELL_KNOWN}"]
+    wire = HttpWire(url, {})
+    await wire.open()
+    try:
+        reply = await wire.send({"jsonrpc": "2.0", "id": 1, "method": "ping"}, {}, QUICK)
+    finally:
+        await wire.aclose()
+    challenge = next((value for name, value in reply.headers.items() if name.lower() == "www-authenticate"), "")
+    named = re.search(r'(?:^|[\s,])resource_metadata="([^"]+)"', challenge)
+    for place in [named[1]] if named else places:
+        try:
+            status, document = await fetch(check_address("resource_metadata", place))
+        except (CallFailed, UsageError) as error:
+            return Tokens(place, problems=[str(error).splitlines()[0]]) if named else None
+        if status != 200:
+            continue
+        # Step 2: the rules that clients rely on.
+        servers, scopes = ([each for each in document.get(name) or () if isinstance(each, str)] for name in _MEMBERS)
+        found = Tokens(place, str(document.get("resource", "")), servers, scopes)
+        at = urlsplit(found.resource)
+        if (at.scheme, at.netloc) != (parts.scheme, parts.netloc) or not f"{parts.path}/".startswith(at.path):
+            found.problems.append(f"its metadata are those of {found.resource!r}, and clients refuse them for {url}")
+        if not servers:
+            found.problems.append("its metadata name no authorization server")
+        for issuer in servers[:3]:
+            try:
+                metadata = await server_metadata(check_address("authorization_servers", issuer))
+            except (CallFailed, UsageError) as error:
+                found.problems.append(str(error).splitlines()[0])
+                continue
+            if "S256" not in (metadata.get("code_challenge_methods_supported") or ()):
+                found.problems.append(f"{issuer} does not offer PKCE with S256, and MCP clients refuse it")
+        return found
+    return Tokens(named[1], problems=["its challenge names metadata that are not there"]) if named else None
+
+
 async def _probe(target: Target, way: Way) -> Seen:
     # 1. The revisions to ask for.
     revisions = [] if way.protocol == "jsonrpc" else list(REVISIONS.values())
@@ -528,9 +590,21 @@ async def _probe(target: Target, way: Way) -> Seen:
 
     try:
         with redirect_stdout(sys.stderr), progress(len(revisions) + plain, "Asking") as advance:
-            return await Prober(target, way, app).look(revisions, plain=plain, advance=advance)
+            seen = await Prober(target, way, app).look(revisions, plain=plain, advance=advance)
+            if target.kind == "url" and any(seen.revisions.values()):
+                seen.tokens = await _tokens(target.address("/mcp", keep_root=False))
+                broken = seen.tokens.problems if seen.tokens is not None else ()
+                seen.problems += [BrokenRule(["authorization"], each) for each in broken]
+            return seen
 
     # 3. A server that cannot be probed.
+    except Refused as error:
+        found = await _tokens(target.address("/mcp", keep_root=False)) if error.status == 401 else None
+        if found is None:
+            raise
+        why = "; ".join([found.told(), f"metadata at {found.metadata}", *found.problems])
+        next_step = "--header 'Authorization: Bearer ...'"
+        raise CliError("The server asks for a token.", why, next_step, exit=Exit.AUTH, type="unauthorized") from None
     except (ConnectionLost, NotSent, TimedOut) as error:
         is_command, is_unstarted = target.kind == "command", isinstance(error, NotSent)
         if is_unstarted and not is_command:
@@ -587,6 +661,7 @@ def _show(out: Printer, seen: Seen) -> None:
         counted = seen.features.items()
         names = [name if count is True else count_of(count, name.removesuffix("s")) for name, count in counted]
         rows += [("features", ", ".join(names)), ("keys", "honoured" if seen.keys else "not honoured")]
+    rows += [("tokens", seen.tokens.told())] if seen.tokens is not None else []
     rows += [("ping", f"{seen.latency_ms} ms")] if seen.latency_ms is not None else []
     out.table(["ASKED", "FOUND"], rows)
     for problem in seen.problems:

@@ -47,6 +47,7 @@ class Serving(Struct, frozen=True, kw_only=True):
     single_user: bool = False
     ledger: str | None = None
     audit: str | None = None
+    auth: dict[str, Any] | None = None
 
 
 # Fixes in the words of Python, and the same as flags.
@@ -115,6 +116,10 @@ def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...
     how = serving({**given, "limits": read_limits(limits)})
     app = configured((target or named(how)).app(), ledger=how.ledger, audit=how.audit, limits=how.limits)
     app.configure(hosts=how.hosts or (), origins=how.origins or (), single_user=how.single_user or None)
+    if how.auth:
+        from wirecall.auth import Jwt
+
+        app.configure(auth=Jwt(**how.auth))
 
     # Problems that would otherwise show only at the first command.
     check_ledger(app.ledger_url)

@@ -231,8 +231,8 @@ def serve_settings(path: str | None = None) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for place, value in stated.items():
         section, _, name = place.partition(".")
-        if section == "limits":
-            settings.setdefault("limits", {})[name] = value
+        if section in ("limits", "auth"):
+            settings.setdefault(section, {})[name] = value
         else:  # the URL of the ledger and the file of the audit trail have options named after their sections
             settings[name if section == "server" else section] = f"file:{value}" if section == "audit" else value
     return settings

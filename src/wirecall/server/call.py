@@ -15,6 +15,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall.errors import NotCapable, UsageError
 from wirecall.protocol.messages import Id, Json, JsonObject
 from wirecall.protocol.sending import Sending
+from wirecall.server.identity import Identity
 
 if TYPE_CHECKING:
     from wirecall.ledger.base import Record
@@ -39,6 +40,7 @@ class Frame(Struct, eq=False):
     room: int | None = None  # bytes that the results of a batch may still take; None for a single call
     whose: str | None = None  # the one sender that can repeat its calls; None: there may be several
     sending: Sending | None = None  # the way of the answers, where a transport watches it
+    identity: Identity | None = None  # of the sender, where a token named it
 
 
 class Running(Protocol):
@@ -187,6 +189,11 @@ class Context:
         self.params = call.params
         self.caller = call.frame.caller
         self.position = call.position
+
+    @property
+    def identity(self) -> Identity | None:
+        """The sender as its token describes it: subject, client, issuer, scopes, claims; None without `App(auth=...)`."""
+        return self._call.frame.identity
 
     @property
     def idempotency_key(self) -> str | None:

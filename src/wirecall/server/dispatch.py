@@ -46,6 +46,7 @@ from wirecall.protocol.sending import Sending
 from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Context, CorrelationId, Frame, Handler, InputRequired, Shape, call_of, correlation_of
 from wirecall.server.events import CallEnded, Events, log
+from wirecall.server.identity import Identity, Permit
 from wirecall.server.method import Execution, Method, Registry
 from wirecall.server.policy import ANONYMOUS, Policy, fingerprint
 from wirecall.stepping import cancels, in_thread, is_closing, needs_loop, resume, settled
@@ -90,6 +91,7 @@ class Dispatcher:
         middleware: Sequence[Middleware] = (),
         execution: Execution | None = None,
         strict: bool = True,
+        permit: Permit | None = None,
     ) -> None:
         self._methods = registry.methods
         self._policy = policy
@@ -102,6 +104,7 @@ class Dispatcher:
             self._guarded = partial(_around, layer, inner)
         self._execution = execution
         self._strict = strict
+        self._permit = permit
         self._in_flight = 0
         # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
         whose = policy.whose(ANONYMOUS, None)
@@ -116,11 +119,13 @@ class Dispatcher:
         key: str | None = None,
         sending: Sending | None = None,
         peer: str | None = None,
+        identity: Identity | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         """Return the reply to a message: at once where nothing waits, else as a coroutine, which costs a quarter of a call.
 
         `alone` says that there is no event loop, so that nothing may wait. `key` is that of a single call. `sending` is the
         way of the reply, where a transport watches it. `peer` names an anonymous sender that is the only one of its kind.
+        `identity` is the sender's, where a token named it.
         """
         limits = self._policy.limits
         # `Any`, since a type checker does not follow `type(read) is list`, and `isinstance` costs every call some per cent.
@@ -132,6 +137,15 @@ class Dispatcher:
                 "with one key for all, every entry would be a repetition of the first, or refused",
                 "give each entry its own: params.idempotency_key",
             )
+        if identity is not None and self._permit is not None:
+            # All entries ask for their scopes at once, before one of them runs: a client that gets more scope sends the
+            # whole message again. A replay asks as well, since this precedes the claim.
+            asked: list[str] = []
+            for entry in read if is_batch else (read,):
+                known = None if type(entry) is Invalid else self._methods.get(entry.method)
+                if known is not None and known.scopes is not None:
+                    asked += known.scopes.of(entry.params)
+            self._permit(identity, asked)
         busy = self._in_flight + self.commands.left
         if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
             refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
@@ -145,7 +159,7 @@ class Dispatcher:
         if is_batch or logged or sending is not None or replayed is not None or caller != ANONYMOUS or key is not None:
             in_full, reported = logged or self._in_full, logged or self._events.observed
             room, whose = limits.bytes_out if is_batch else None, self._policy.whose(caller, peer)
-            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, whose, sending)
+            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, whose, sending, identity)
         else:
             frame = self._quiet[alone]
         if is_batch:
@@ -366,11 +380,11 @@ class Dispatcher:
         finally:
             self._in_flight -= 1
 
-    def frame(self, caller: str, peer: str | None, sending: Sending | None) -> Frame:
+    def frame(self, caller: str, peer: str | None, sending: Sending | None, identity: Identity | None) -> Frame:
         """Return the frame of a call that was parsed elsewhere."""
         logged = logger.isEnabledFor(logging.INFO)
         reported, whose = logged or self._events.observed, self._policy.whose(caller, peer)
-        return Frame(caller, reported=reported, logged=logged, whose=whose, sending=sending)
+        return Frame(caller, reported=reported, logged=logged, whose=whose, sending=sending, identity=identity)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

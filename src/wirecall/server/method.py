@@ -16,6 +16,7 @@ from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import Signature
 from wirecall.server.call import Context
+from wirecall.server.identity import ScopeRule, Scopes
 
 Execution: TypeAlias = Literal["sequential", "parallel"]
 OnCrash: TypeAlias = Literal["unknown", "rerun", "reconcile", "transactional"]
@@ -120,6 +121,7 @@ class Method:
         output_schema: JsonObject | None = None,
         task: "TaskRule | None" = None,
         task_ttl: float = 3600,
+        scopes: "ScopeRule | None" = None,
         reserved: bool = False,
     ) -> None:
         import inspect  # late: `import wirecall` stays light
@@ -178,6 +180,7 @@ class Method:
         for why, fix in _faults(self, reserved):
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
         self.bind = self.signature.bind
+        self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
         self.plain = (
             not (self.is_command or self.blocking or task)

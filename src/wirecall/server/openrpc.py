@@ -1,10 +1,11 @@
 """The registered methods as an OpenRPC document, which `rpc.discover` answers (J16)."""
 
 import re
+from collections.abc import Iterable
 
 from wirecall.protocol.messages import Json, JsonObject
 from wirecall.protocol.params import KEY
-from wirecall.server.method import Method, Registry
+from wirecall.server.method import Method
 from wirecall.server.policy import Mode, needs_key
 
 VERSION = "1.3.2"
@@ -16,7 +17,7 @@ KEY_PARAM = {
 }
 
 
-def document(name: str, version: str, registry: Registry, mode: Mode) -> JsonObject:
+def document(name: str, version: str, registry: Iterable[Method], mode: Mode) -> JsonObject:
     """Return an OpenRPC document; members that the format does not know have names that begin with `x-`."""
     methods = [method for method in registry if not method.name.startswith("rpc.")]
     schemas: JsonObject = {}

@@ -11,15 +11,19 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from inspect import isawaitable
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from wirecall.errors import Gone, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
+from wirecall.stepping import first_step
 from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, HttpRequest, Pairs, Receive, Scope, Send, Waits
+
+if TYPE_CHECKING:
+    from wirecall.server.identity import Identity
 
 Authenticate: TypeAlias = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
 
@@ -27,11 +31,20 @@ PROBES = frozenset({"/healthz", "/readyz"})
 GRACE = 10.0
 
 
+class Access(Protocol):
+    """Judges the tokens of requests; `wirecall.auth.Access` is one."""
+
+    def identify(self, headers: Headers) -> "Coroutine[Any, Any, tuple[Identity, str]]":
+        """Return the identity and the caller's name, or raise HttpError."""
+        ...
+
+
 class HttpServer:
     """The ASGI application: routes by exact path, behind the guard.
 
     `hosts` are names of the server ("example.com", "example.com:8443", "*.example.com"; "*" for any), besides those of the
     loopback. `origins` are web pages that may call it and read its answers ("https://app.example.com"; "*" for any).
+    `open_routes` need no credentials, and pages of every origin may ask them.
     `startup` runs before the first request, `shutdown` after the last one: it gets the seconds that it may take.
     """
 
@@ -41,16 +54,21 @@ class HttpServer:
         *,
         limits: Limits | None = None,
         authenticate: Authenticate | None = None,
+        access: Access | None = None,
+        open_routes: Mapping[str, Endpoint] | None = None,
         hosts: Sequence[str] | None = None,
         origins: Sequence[str] | None = None,
         startup: Callable[[], Awaitable[None]] | None = None,
         shutdown: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        self.routes = dict(routes)
+        self._open = {**(open_routes or {})}
+        self.routes = {**routes, **self._open}
         self.limits = limits or Limits()
         self.stopping = asyncio.Event()
         self.waits = Waits()
         self._authenticate = authenticate
+        self._access = access
+        self._asks = access is not None or authenticate is not None
         self._guard = Guard(hosts or (), origins or ())
         self._startup = startup
         self._shutdown = shutdown
@@ -82,9 +100,10 @@ class HttpServer:
         try:
             # Step 1: the header is not too long (431), has no field twice that decides something (400), and its Host and
             # Origin are allowed (403). Supervisors ask probes by address, so any Host will do for those.
-            if guard.is_shared:
+            is_open = path in self._open
+            if guard.is_shared and not is_open:
                 request.add_headers(guard.cors(headers))
-            guard.check(headers, self.limits.header_bytes, any_host=path in PROBES)
+            guard.check(headers, self.limits.header_bytes, any_host=path in PROBES, any_origin=is_open)
             # Step 2: the path is an endpoint (404).
             endpoint = self.routes.get(path)
             if endpoint is None and "://" in path:
@@ -98,12 +117,17 @@ class HttpServer:
                 raise HttpError(404, f"there is no {path[:100]!r}; there are {', '.join(sorted(self.routes))}")
             # Step 3: a browser that asks for a page of a listed origin is answered (204). This comes before authentication,
             # because a browser sends no secret with this question (fetch.spec.whatwg.org, "CORS-preflight fetch").
-            if guard.is_shared and request.method == "OPTIONS" and (answer := guard.preflight(headers)) is not None:
+            if (
+                guard.is_shared
+                and not is_open
+                and request.method == "OPTIONS"
+                and (answer := guard.preflight(headers)) is not None
+            ):
                 await request.respond(204, headers=answer)
                 return
-            # Step 4: `authenticate` names the caller (401). Probes come without a secret.
-            if self._authenticate is not None and path not in PROBES:
-                request.caller = request.holder = await self._identify(self._authenticate, headers)
+            # Step 4: a token or `authenticate` names the caller (401). Probes come without a secret.
+            if self._asks and path not in PROBES and not is_open:
+                request.caller = request.holder = await self._identify(request)
             # Step 5: the endpoint reads the body, then responds or streams.
             await endpoint(request)
         except HttpError as refusal:
@@ -132,10 +156,18 @@ class HttpServer:
             if self._idle is not None and not self._active:
                 self._idle.set()
 
-    async def _identify(self, authenticate: Authenticate, headers: Headers) -> str:
+    async def _identify(self, request: HttpRequest) -> str:
+        """Return the name of the caller, and note the identity that its token has."""
+        caller: object = None
         try:
-            answer = authenticate(headers)
-            caller = await self.waits.within(answer, self.limits.body_time) if isawaitable(answer) else answer
+            if self._access is not None:
+                done, known = first_step(self._access.identify(request.headers))
+                if not done:  # a token that is new here
+                    known = await self.waits.within(known, self.limits.body_time)
+                request.identity, caller = known
+            elif self._authenticate is not None:
+                answer = self._authenticate(request.headers)
+                caller = await self.waits.within(answer, self.limits.body_time) if isawaitable(answer) else answer
         except Unauthorized as error:
             raise HttpError(401, error.message, [("www-authenticate", error.www_authenticate)]) from None
         except TimeoutError:
@@ -262,7 +294,7 @@ class Guard:
         host = host.lower()
         self._hosts.add(f"[{host}]" if ":" in host and not host.startswith("[") else host)
 
-    def check(self, headers: Headers, max_bytes: int, *, any_host: bool) -> None:
+    def check(self, headers: Headers, max_bytes: int, *, any_host: bool, any_origin: bool = False) -> None:
         """Raise HttpError unless the request may come in."""
         pairs = headers.pairs
         if sum(map(len, chain.from_iterable(pairs))) + 4 * len(pairs) > max_bytes:  # ": " and the end of the line
@@ -272,7 +304,7 @@ class Guard:
                 if len(headers.all(name)) > 1:
                     raise HttpError(400, f"more than one {name} header", [CLOSE])
         origin = headers.first.get(b"origin")
-        if origin is not None and origin not in self._good_origins:
+        if origin is not None and not any_origin and origin not in self._good_origins:
             text = origin.strip(b" \t").decode("latin-1").lower()
             host = text.partition("://")[2]
             if not self._origins & {"*", text} and not (host and self._is_ours(host)):

@@ -12,13 +12,16 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from types import CoroutineType
-from typing import Any, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Limits
 from wirecall.protocol.sending import Sending
 from wirecall.stepping import first_step
+
+if TYPE_CHECKING:
+    from wirecall.server.identity import Identity
 
 Event: TypeAlias = MutableMapping[str, Any]
 Scope: TypeAlias = Event
@@ -157,7 +160,7 @@ class HttpRequest:
 
     __slots__ = (
         *("_body", "_coming", "_receive", "_send", "_server", "_unbroken", "_watched", "_watcher"),
-        *("caller", "has_left", "headers", "holder", "method", "path", "sending", "started"),
+        *("caller", "has_left", "headers", "holder", "identity", "method", "path", "sending", "started"),
     )
 
     def __init__(self, server: Around, scope: Scope, path: str, receive: Receive, send: Send) -> None:
@@ -165,6 +168,7 @@ class HttpRequest:
         self.path = path
         self.headers = Headers(scope["headers"])
         self.caller = ""  # anonymous, until authenticated
+        self.identity: Identity | None = None  # of the caller, where a token named it
         self.holder = ""  # whose share an open stream counts against; "": there is none
         self.started = False  # a response has begun
         self.sending: Sending | None = None  # the way of the answers, where the endpoint has calls that want to know it

@@ -11,13 +11,16 @@ JSON array of the ids of those answers.
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from wirecall.errors import InvalidParams, LimitExceeded
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Data, Id
 from wirecall.protocol.sending import Sending
 from wirecall.transports.request import Endpoint, HttpError, HttpRequest, Pairs
+
+if TYPE_CHECKING:
+    from wirecall.server.identity import Identity
 
 KEY_HEADER = "idempotency-key"
 REPLAYED_HEADER = "idempotent-replayed"
@@ -27,7 +30,14 @@ class Handle(Protocol):
     """Answers a message: `App.handle` with the way of the answer."""
 
     def __call__(
-        self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: Sending
+        self,
+        data: Data,
+        *,
+        caller: str,
+        replayed: list[Id] | None,
+        key: str | None,
+        sending: Sending,
+        identity: "Identity | None",
     ) -> Awaitable[bytes | None]: ...
 
 
@@ -57,7 +67,8 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
         replayed: list[Id] = []
         sending = request.sending = Sending(request.watch)
         key = keys[0] if keys else None
-        answer = await handle(body, caller=request.caller, replayed=replayed, key=key, sending=sending)
+        caller, identity = request.caller, request.identity
+        answer = await handle(body, caller=caller, replayed=replayed, key=key, sending=sending, identity=identity)
         if answer is None:
             await request.respond(204)
             return

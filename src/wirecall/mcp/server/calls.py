@@ -36,9 +36,13 @@ from wirecall.mcp.types import (
     Complete,
     Content,
     Embedded,
+    GetPrompt,
+    Listen,
     Message,
     Params,
+    ReadResource,
     Resumed,
+    Subscribe,
     ToolResult,
     block,
 )
@@ -216,6 +220,33 @@ class Calls:
 
     # --- any of them -------------------------------------------------------------------------------------------------
 
+    def scopes(self, name: str, params: Params, raw: Raw | UnsetType) -> Iterable[str]:
+        """Return the scopes that a request asks for. A request for something unknown asks for none, and is refused later."""
+        catalog, methods = self._catalog, list[tuple[Method, Raw]]()
+        try:
+            if isinstance(params, CallTool):
+                if (tool := catalog.tools.get(params.name)) is not None and tool.scopes is not None:
+                    methods = [(tool, _arguments(params))]
+            elif isinstance(params, GetPrompt):
+                if (prompt := catalog.prompts.get(params.name)) is not None:
+                    texts = {} if params.arguments is UNSET else params.arguments
+                    methods = [(prompt.method, _from_texts(prompt.method, texts))]
+            elif isinstance(params, (ReadResource, Subscribe, Listen)):
+                # A subscription tells of changes, so it asks for the same as reading.
+                uris = params.notifications.resource_subscriptions if isinstance(params, Listen) else [params.uri]
+                for found in filter(None, map(catalog.resource, uris)):
+                    methods.append((found[0].method, _from_texts(found[0].method, found[1])))
+            elif isinstance(params, Complete):
+                # The arguments are not known yet, so only scopes that do not depend on them are asked for.
+                of = params.ref.name if params.ref.type == "ref/prompt" else params.ref.uri
+                entry = catalog.prompts.get(of) or catalog.resources.get(of) or catalog.templates.get(of)
+                return () if entry is None or entry.method.scopes is None else entry.method.scopes.always
+            elif (own := catalog.methods.get(name)) is not None:
+                methods = [(own.method, _NO_ARGUMENTS if raw is UNSET else raw)]
+        except InvalidParams:
+            return ()
+        return [scope for method, given in methods if method.scopes is not None for scope in method.scopes.of(given)]
+
     async def run(
         self,
         peer: Peer,
@@ -231,7 +262,7 @@ class Calls:
         """Return the result of a call, or the questions it waits for. `shape` makes the result of the function's value."""
         dispatcher = self._dispatcher()
         call = Call(
-            *(method, dispatcher.frame(peer.caller, peer.outlet.peer, peer.outlet.sending)),
+            *(method, dispatcher.frame(peer.caller, peer.outlet.peer, peer.outlet.sending, peer.identity)),
             id=peer.id,
             params=arguments,
             position=peer.position,

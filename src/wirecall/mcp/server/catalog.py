@@ -205,8 +205,8 @@ class Catalog:
 
     # --- describing --------------------------------------------------------------------------------------------------
 
-    def list(self, kind: str, revision: Revision) -> list[Raw]:
-        """Return the entries of a list as JSON, made once for each revision and count."""
+    def list(self, kind: str, revision: Revision, may: Callable[[Method], bool] | None = None) -> list[Raw]:
+        """Return the entries of a list as JSON, made once for each revision and count; with `may`, those that it allows."""
         tables: dict[str, Mapping[str, Method | PromptEntry | ResourceEntry]] = {
             "tools": self.tools,
             "prompts": self.prompts,
@@ -220,7 +220,10 @@ class Catalog:
                 Raw(encode(describe_tool(entry, revision) if isinstance(entry, Method) else entry.described(revision)))
                 for entry in entries
             ]
-        return known
+        if may is None:
+            return known
+        methods = [entry if isinstance(entry, Method) else entry.method for entry in entries]
+        return [told for told, method in zip(known, methods, strict=True) if may(method)]
 
     def forget(self) -> None:
         """Describe everything anew: the definitions have changed."""

@@ -156,7 +156,7 @@ async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", peer: "Peer") -> 
         if TASKS not in peer.session.extensions:
             needed: JsonObject = {"extensions": {TASKS: {}}}
             raise NotCapable(f"taskIds: the client has not declared {TASKS}", requiredCapabilities=needed)
-        honoured["taskIds"] = await tasks.known(asked.task_ids[:MAX_TASKS], peer.caller)
+        honoured["taskIds"] = await tasks.known(asked.task_ids[:MAX_TASKS], peer)
     uris = frozenset(honoured.get("resourceSubscriptions", ()))
     meta = {f"{PREFIX}subscriptionId": peer.id}
     listener = Listener(lambda kind, uri: uri in uris if kind == "updated" else f"{kind}ListChanged" in honoured, meta)

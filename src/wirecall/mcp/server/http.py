@@ -45,7 +45,7 @@ from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf, event
 from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool
-from wirecall.protocol.messages import Envelope, Invalid, Limits
+from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.stepping import resume
 from wirecall.transports.request import JSON, HttpError, HttpRequest, Pairs
 
@@ -109,6 +109,7 @@ class McpEndpoint:
             serve = {"GET": self._get, "DELETE": self._delete}.get(request.method)
             if serve is None:
                 raise HttpError(405, "expected POST, GET or DELETE", [("allow", "POST, GET, DELETE")])
+            self._server.permit(request.identity, ())
             await serve(request)
             return
         # Step 1: media types. A client takes both, since an answer may be either (transports, "Sending Messages to the
@@ -144,6 +145,7 @@ class McpEndpoint:
                 if self._server.is_request(message.method):
                     raise InvalidRequest(f"{message.method} is a request: it needs an id")
                 headers.check_notification(request.headers, message.method)
+                self._server.permit(request.identity, ())
             except RpcError as error:
                 await _refuse(request, error, None, STATELESS[-1])
                 return
@@ -161,7 +163,10 @@ class McpEndpoint:
                 if marked:
                     arguments = Raw(b"{}") if params.arguments is UNSET else params.arguments
                     headers.check_marked(request.headers, arguments, marked)
-            # Step 2: the answer. A plain function that reads gives it at once; anything else may wait, and may have
+            # Step 2: the token has the scopes of the request (403), before anything runs and before a stream begins.
+            if request.identity is not None:
+                self._server.permit(request.identity, (message,), params)
+            # Step 3: the answer. A plain function that reads gives it at once; anything else may wait, and may have
             # something to send before its answer.
             answer: bytes | None
             ready = self._server.calls.at_once(message.id, params)
@@ -172,7 +177,8 @@ class McpEndpoint:
                 work: Coroutine[Any, Any, bytes | None] | None = ready
                 if work is None:
                     session, caller, key = described_session(params), request.caller, _single(request, KEY)
-                    work = self._server.respond(message, session, outlet, caller=caller, key=key, params=params)
+                    more: JsonObject = {"caller": caller, "identity": request.identity, "key": key, "params": params}
+                    work = self._server.respond(message, session, outlet, **more)
                 answer = await _while_there(request, work, outlet)
         except Gone:
             if outlet is not None and outlet.refusal is not None and not outlet.is_cut:
@@ -186,7 +192,7 @@ class McpEndpoint:
         finally:
             if outlet is not None:
                 outlet.close()
-        # Step 3: it goes out, at the end of the stream if one was opened.
+        # Step 4: it goes out, at the end of the stream if one was opened.
         if outlet is not None and outlet.is_stream:
             if answer is not None:
                 await request.write(event(answer))
@@ -201,6 +207,8 @@ class McpEndpoint:
     async def _post_older(self, request: HttpRequest, message: "Envelope | ClientAnswer", version: str | None) -> None:
         """Answer a message of a revision with a handshake."""
         # `initialize` opens a session. Its id comes with every further request.
+        is_owed = isinstance(message, Envelope) and message.id is not UNSET
+        self._server.permit(request.identity, (message,) if is_owed else ())
         if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
             try:
                 session, answer = self._server.opened(message)
@@ -247,12 +255,14 @@ class McpEndpoint:
             await _refuse(request, error, None, revision)
             return
         assert known is not None
+        # One entry without its scopes refuses them all: a client that gets more scope sends the whole array again.
+        self._server.permit(request.identity, entries)
         await self._serve(request, known, entries)
 
     async def _serve(self, request: HttpRequest, known: Known, message: Envelope | list[Incoming]) -> None:
         """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
         request.holder = request.holder or known.id
-        session, caller, key = known.session, request.caller, _single(request, KEY)
+        session, caller, identity, key = known.session, request.caller, request.identity, _single(request, KEY)
         has, unread = session.revision.has, self._limits.unread_bytes
         numbered, primed = has("http resume"), has("http priming event")
         peer = f"session {known.id}" if known.id else None
@@ -260,9 +270,9 @@ class McpEndpoint:
 
         async def work() -> bytes | None:
             if isinstance(message, list):
-                answers = await self._server.answer_array(message, session, channel, caller=caller)
+                answers = await self._server.answer_array(message, session, channel, caller=caller, identity=identity)
             else:
-                answer = await self._server.answer(message, session, channel, caller=caller, key=key)
+                answer = await self._server.answer(message, session, channel, caller=caller, identity=identity, key=key)
                 answers = [] if answer is None else [answer]
             if not channel.is_stream:
                 return None if not answers else make_batch(answers) if isinstance(message, list) else answers[0]

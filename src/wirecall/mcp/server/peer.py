@@ -42,6 +42,7 @@ from wirecall.mcp.types import LEVELS, PREFIX, Elicited, Message, Params, Resume
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
 from wirecall.protocol.sending import Sending
 from wirecall.server.call import Call, ClientInfo, InputRequired
+from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
 
@@ -297,6 +298,7 @@ class Peer(Struct, eq=False):
     caller: str
     key: str | None  # from the HTTP header
     position: int | None  # in an array
+    identity: Identity | None = None  # of the caller, where a token named it
     answers: dict[str, JsonObject] = {}  # by the key of their question
     continues: str | None = None  # the state of the round before; None in the first round
     is_committed: bool = False  # the handler has called ctx.commit_point()

@@ -18,7 +18,7 @@ import asyncio
 import base64
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -47,6 +47,9 @@ from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.server.batch import run_batch
+from wirecall.server.identity import Identity as Caller
+from wirecall.server.method import Method
+from wirecall.transports.request import HttpError
 
 if TYPE_CHECKING:
     from wirecall.server.dispatch import Dispatcher
@@ -76,6 +79,18 @@ class Identity(Struct, frozen=True):
     name: str
     version: str
     instructions: str | None = None
+
+
+class Access(Protocol):
+    """What the tokens of callers allow; `wirecall.auth.Access` is one."""
+
+    def permit(self, identity: Caller, scopes: Iterable[str], /) -> None:
+        """HttpError 403 unless the caller has all of these scopes."""
+        ...
+
+    def may(self, identity: Caller | None, scopes: Iterable[str], /) -> bool:
+        """Return whether lists show what asks for these scopes."""
+        ...
 
 
 class McpMethod(Struct, frozen=True):
@@ -112,6 +127,7 @@ class Server:
         list_ttl_ms: int,
         is_public: bool,
         limits: Limits,
+        access: Access | None = None,
     ) -> None:
         self.catalog = catalog
         self.seals = seals
@@ -120,10 +136,12 @@ class Server:
         self._info = {"name": identity.name, "version": identity.version}
         self._instructions = {"instructions": identity.instructions} if identity.instructions else {}
         self._limits = limits
+        self._access = access
         self._answers = Answers(self._info, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
         self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers, is_public=is_public)
         self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, self.hub, limits, dispatcher, ledger)
+        tasks.permit = None if access is None else access.permit
         # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
         self._kept = {"ttlMs": list_ttl_ms, "cacheScope": "public" if is_public else "private"}
 
@@ -220,6 +238,7 @@ class Server:
         outlet: Outlet,
         *,
         caller: str,
+        identity: Caller | None = None,
         key: str | None = None,
         position: int | None = None,
         params: Any = None,
@@ -229,7 +248,8 @@ class Server:
         `params` are those of the message, if they are decoded already.
         """
         try:
-            return await self.respond(message, session, outlet, caller=caller, key=key, position=position, params=params)
+            more: JsonObject = {"caller": caller, "identity": identity, "key": key, "position": position}
+            return await self.respond(message, session, outlet, **more, params=params)
         except RpcError as error:
             return failure(None if message.id is UNSET else message.id, error, session.revision)
 
@@ -240,6 +260,7 @@ class Server:
         outlet: Outlet,
         *,
         caller: str,
+        identity: Caller | None = None,
         key: str | None = None,
         position: int | None = None,
         params: Any = None,
@@ -261,7 +282,7 @@ class Server:
         # Step 2: its params, and the client it came from.
         if type(params) is not method.params:
             params = _decoded(message, method.decode)
-        peer = Peer(session, outlet, self._questions, id, message.params, params, caller, key, position)
+        peer = Peer(session, outlet, self._questions, id, message.params, params, caller, key, position, identity)
         # Step 3: its result. A call that may take long is a task of its own, so that `notifications/cancelled` can end it
         # (basic/utilities, "Cancellation"). It needs none at 2026-07-28 over HTTP, where a client cancels by leaving, and if
         # it is a plain function that reads, which nothing can interrupt.
@@ -286,12 +307,28 @@ class Server:
                     raise
                 finally:
                     del session.calls[id]
-        except (RpcError, Gone):
+        except (RpcError, Gone, HttpError):
             raise
         except Exception as error:
             failed(name, id, error)
             raise InternalError from error
         return None if result is None else self._answers.to(id, result, revision)
+
+    def permit(self, identity: Caller | None, entries: Iterable[Incoming], params: Any = None) -> None:
+        """HttpError 403 unless the caller has the scopes of all these requests. `params`: of a single one, decoded."""
+        if identity is None or self._access is None:
+            return
+        asked: list[str] = []
+        for entry in entries:
+            method = self.methods.get(entry.method) if isinstance(entry, Envelope) else None
+            if method is None or not isinstance(entry, Envelope):
+                continue
+            try:
+                given = params if type(params) is method.params else _decoded(entry, method.decode)
+            except RpcError:
+                continue  # the request is refused for its params, before it runs
+            asked += self.calls.scopes(entry.method, given, entry.params)
+        self._access.permit(identity, asked)
 
     def _find(self, name: str, revision: Revision) -> McpMethod:
         """Return a method. Raises `MethodNotFound` if the revision lacks it, or the server has nothing to serve with it."""
@@ -306,7 +343,13 @@ class Server:
         return method
 
     async def answer_array(
-        self, entries: Sequence[Incoming], session: Session, outlet: Outlet, *, caller: str
+        self,
+        entries: Sequence[Incoming],
+        session: Session,
+        outlet: Outlet,
+        *,
+        caller: str,
+        identity: Caller | None = None,
     ) -> list[bytes]:
         """Return the answers to the messages of an array (2025-03-26) in their order, without those that a stream has sent.
 
@@ -317,7 +360,7 @@ class Server:
 
         async def begin(entry: Incoming, position: int) -> bytes | None:
             nonlocal left
-            answer = await self.answer(entry, session, outlet, caller=caller, position=position)
+            answer = await self.answer(entry, session, outlet, caller=caller, identity=identity, position=position)
             if answer is None:
                 return None
             if outlet.is_stream:  # each answer goes out when it is ready
@@ -428,7 +471,13 @@ class Server:
     async def _list(self, kind: str, peer: Peer) -> object:
         """Return one page of a list, with a cursor for the next one while there is more."""
         revision, cursor, start = peer.session.revision, peer.params.cursor, 0
-        entries = self.catalog.list(kind, revision)
+        access = self._access
+
+        def may(method: Method) -> bool:
+            assert access is not None
+            return method.scopes is None or access.may(peer.identity, method.scopes.always)
+
+        entries = self.catalog.list(kind, revision, None if access is None else may)
         # A cursor must be one that this server gave: the empty text is not (server/utilities/pagination, "Error Handling").
         if cursor is not None:
             try:

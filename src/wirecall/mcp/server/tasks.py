@@ -55,6 +55,7 @@ from wirecall.mcp.server.streams import Nowhere
 from wirecall.mcp.types import REPLAYED_META, CallTool
 from wirecall.protocol.messages import JsonObject, Limits, encode
 from wirecall.server.call import InputRequired, Running, Shape
+from wirecall.server.identity import Identity, Permit
 from wirecall.server.method import Method
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Document(Struct, omit_defaults=True):
     created: float  # by the clock on the wall: people read it
     updated: float
     client: dict[str, str] | None = None
+    identity: Identity | None = None  # of the caller, without the claims of its token
     message: str | None = None
     is_cancelled: bool = False
     asked: dict[str, str] = {}  # digests of all questions, by key
@@ -286,6 +288,7 @@ class Tasks:
         self.works: dict[str, Work] = {}  # tasks that run in this process
         self.dispatcher = dispatcher
         self.ledger = ledger
+        self.permit: Permit | None = None  # asks for the scopes of a caller
         self._catalog = catalog
         self._calls = calls
         self._questions = questions
@@ -353,11 +356,12 @@ class Tasks:
             created=now,
             updated=now,
             client=peer.session.client,
+            identity=None if peer.identity is None else msgspec.structs.replace(peer.identity, claims={}),
         )
         work = Work(self, method, id, document, is_adopted=False)
         work.peer = mine = TaskPeer(
             *(peer.session, peer.outlet, peer.questions, peer.id, peer.raw, peer.params),
-            *(peer.caller, peer.key, peer.position),
+            *(peer.caller, peer.key, peer.position, peer.identity),
             work=work,
         )
         name = f"tools/call:{method.name}"
@@ -488,6 +492,7 @@ class Tasks:
         work.peer = peer = TaskPeer(
             *(session, Nowhere(), self._questions, id, document.arguments),
             *(CallTool(name=document.tool, arguments=document.arguments), found.record.caller, None, None),
+            identity=document.identity,
             answers=document.answers,
             work=work,
         )
@@ -544,11 +549,11 @@ class Tasks:
 
     async def get(self, peer: Peer) -> object:
         """Answer `tasks/get`."""
-        return await self._told(await self._find(peer.caller, peer.params.task_id))
+        return await self._told(await self._own(peer, peer.params.task_id))
 
     async def update(self, peer: Peer) -> object:
         """Answer `tasks/update`: take answers to the questions of a task."""
-        found = await self._find(peer.caller, peer.params.task_id)
+        found = await self._own(peer, peer.params.task_id)
         # Step 1: an answer must fit its question. Answers that were not asked for, or are there already, are ignored
         # (SEP-2663, "tasks/update").
         questions = _open_questions(found)
@@ -570,7 +575,7 @@ class Tasks:
 
     async def cancel(self, peer: Peer) -> object:
         """Answer `tasks/cancel`: the task ends if it has done nothing yet."""
-        found = await self._find(peer.caller, peer.params.task_id)
+        found = await self._own(peer, peer.params.task_id)
 
         def edit(document: Document) -> bool:
             record = found.now
@@ -644,15 +649,25 @@ class Tasks:
         finally:
             self._hub.remove(listener)
 
-    async def known(self, ids: Sequence[str], caller: str) -> list[str]:
-        """Return those ids that are tasks of a caller."""
+    async def known(self, ids: Sequence[str], peer: Peer) -> list[str]:
+        """Return those ids that are tasks of a request's caller."""
         found = []
         for id in dict.fromkeys(ids):
             try:
-                await self._find(caller, id)
+                await self._own(peer, id)
                 found.append(id)
             except InvalidParams:
                 continue
+        return found
+
+    async def _own(self, peer: Peer, id: str) -> Task:
+        """Return a task of a request's caller. It asks for the scopes of the task's call: its result needs them, too."""
+        found = await self._find(peer.caller, id)
+        if peer.identity is not None and self.permit is not None:
+            document = _decode(found.document)
+            method = self._catalog.tools.get(document.tool)
+            scopes = None if method is None else method.scopes
+            self.permit(peer.identity, () if scopes is None else scopes.of(document.arguments))
         return found
 
     async def _find(self, caller: str, id: str) -> Task:

@@ -1,0 +1,131 @@
+"""Authorization for operators: wirecall.toml, `wirecall doctor`, `wirecall probe`, and a real server."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import wirecall
+from tests.client.peers import PATIENCE
+from tests.ports import free_port
+from wirecall import App
+from wirecall.auth import Jwt
+from wirecall.config import check_config, load_config
+from wirecall.errors import UsageError
+from wirecall.testing.auth import AuthorizationServer
+from wirecall.transports.serve import ServerName, bind, serve_until
+
+SETTINGS = """\
+[server]
+app = "app.py"
+
+[auth]
+issuer = "https://auth.example.com"
+resource = "https://api.example.com/mcp"
+audience = "shop"
+scopes = ["mcp:use"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("WIRECALL_SECRET", "WIRECALL_MODE", "WIRECALL_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WIRECALL_SERVER_HTTP", f"127.0.0.1:{free_port()}")
+    return tmp_path
+
+
+@pytest.fixture
+async def issuer() -> AsyncIterator[AuthorizationServer]:
+    async with AuthorizationServer() as server:
+        yield server
+
+
+def test_the_section_auth_states_the_issuer() -> None:
+    Path("wirecall.toml").write_text(SETTINGS)
+    config = load_config()
+    assert config.get("auth.issuer") == "https://auth.example.com"
+    assert config.get("auth.scopes") == ["mcp:use"]
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ('[auth]\nissuer = "https://auth.example.com"\n', "wirecall.toml:2", "auth.issuer needs auth.resource"),
+        ('[auth]\nscopes = ["a"]\nresource = "https://a.test/mcp"\n', "wirecall.toml:3", "auth.resource needs auth.issuer"),
+        ('[auth]\nissuer = "http://a.test"\nresource = "https://a.test/mcp"\n', "wirecall.toml:2", "auth.issuer must be"),
+    ],
+)
+def test_a_mistake_in_the_section_is_found_with_its_line(text: str, where: str, what: str) -> None:
+    Path("wirecall.toml").write_text(text)
+    _, problems = check_config()
+    assert (problems[0].where, problems[0].what[: len(what)]) == (where, what)
+
+
+def test_an_app_with_authenticate_cannot_have_the_section() -> None:
+    app = App("shop", authenticate=lambda headers: "x")
+    with pytest.raises(UsageError, match="contradict"):
+        app.configure(auth=Jwt("https://auth.example.com", resource="https://api.example.com/mcp"))
+
+
+def test_an_app_that_serves_mcp_already_cannot_get_auth() -> None:
+    app = App("shop")
+    app.asgi()
+    with pytest.raises(UsageError, match="serving already"):
+        app.configure(auth=lambda token: token)
+
+
+async def diagnosis() -> list[tuple[str, str]]:
+    """Return what `wirecall doctor` finds about authorization."""
+    printed = (await asyncio.to_thread(wirecall, "doctor", "--json")).stdout
+    checks = json.loads(printed)["result"]["checks"]
+    return [(each["level"], each["what"]) for each in checks if each["name"] == "auth"]
+
+
+@pytest.mark.parametrize("source", ["file", "app"])
+async def test_doctor_fetches_the_keys(source: str, issuer: AuthorizationServer) -> None:
+    resource = "https://api.example.com/mcp"
+    if source == "file":
+        Path("wirecall.toml").write_text(f'[auth]\nissuer = "{issuer.issuer}"\nresource = "{resource}"\n')
+    else:
+        made = f'from wirecall import App\nfrom wirecall.auth import Jwt\napp = App("a", auth=Jwt("{issuer.issuer}", '
+        Path("app.py").write_text(made + f'resource="{resource}"))\n')
+        Path("wirecall.toml").write_text('[server]\napp = "app.py"\n')
+    assert await diagnosis() == [("ok", f"{issuer.issuer} has 1 keys")]
+    issuer.faults.down = True
+    [(level, what)] = await diagnosis()
+    assert (level, "there is no metadata" in what) == ("fail", True)
+
+
+async def probed(*words: str) -> tuple[int, Any]:
+    run = await asyncio.to_thread(wirecall, "probe", "--json", *words)
+    return run.returncode, json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("server", ["uvicorn", "granian"])
+async def test_probe_reports_where_tokens_come_from(server: ServerName, issuer: AuthorizationServer) -> None:
+    """The address of the server is known before its app is made: the resource of its tokens is that address."""
+    stop, listening = asyncio.Event(), asyncio.Event()
+    with bind("127.0.0.1", 0) as bound:
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        resource = f"{url}/mcp"
+        app = App("shop", auth=Jwt(issuer.issuer, resource=resource, scopes="mcp:use"))
+        serving = asyncio.create_task(
+            serve_until(app.asgi(), bound, server=server, grace=2.0, stop=stop, serving=listening.set)
+        )
+        await asyncio.wait_for(listening.wait(), PATIENCE)
+        code, told = await probed(url)
+        assert code == 3
+        assert f"tokens of {issuer.issuer} for {resource}, scopes mcp:use" in told["error"]["why"]
+        token = issuer.token("alice", resource=resource, scopes="mcp:use")
+        code, told = await probed(url, "--header", f"Authorization: Bearer {token}")
+        assert (code, told["result"]["tokens"]["servers"]) == (0, [issuer.issuer])
+        issuer.faults.no_pkce = True
+        code, told = await probed(url, "--header", f"Authorization: Bearer {token}")
+        assert (code, "PKCE" in told["result"]["problems"][0]["what"]) == (9, True)
+        stop.set()
+        await asyncio.wait_for(serving, PATIENCE)
