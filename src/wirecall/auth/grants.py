@@ -7,7 +7,7 @@ repeats what it was sent.
 import base64
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 from urllib.parse import quote_plus
 
@@ -25,6 +25,7 @@ _SECRETS = (
     *("assertion", "client_assertion", "client_secret", "code", "code_verifier"),
     *("refresh_token", "subject_token", "token"),
 )
+_TOKEN = re.compile(r"[!-~]+")  # it becomes part of a header
 _CODE = re.compile(r"[!#-\[\]-~]{1,60}")  # of an error (RFC 6749, section 5.2)
 
 Method = Literal["none", "client_secret_basic", "client_secret_post", "private_key_jwt"]
@@ -80,16 +81,14 @@ class _Problem(Struct):
     error_description: str = ""
 
 
-def denied(answer: Answer, what: str, sent: Mapping[str, str]) -> Denied:
+def denied(answer: Answer, what: str, secrets: Iterable[str] = ()) -> Denied:
     """Return the refusal of an endpoint, without the secrets that it was sent."""
     problem = answer.document(_Problem) or _Problem()
-    code = problem.error if _CODE.fullmatch(problem.error) else ""
-    told = ": ".join(filter(None, (code, problem.error_description[:SHOWN])))
-    for name in _SECRETS:
-        if value := sent.get(name):
-            told = told.replace(value, "…")
-    shown = ascii(told)[1:-1] if told else f"HTTP {answer.status}"
-    return Denied(f"{what} refused the request: {shown}", code)
+    told = ": ".join(filter(None, (problem.error if _CODE.fullmatch(problem.error) else "", problem.error_description)))
+    for secret in secrets:
+        told = told.replace(secret, "…")
+    shown = ascii(told[:SHOWN])[1:-1] if told else f"HTTP {answer.status}"
+    return Denied(f"{what} refused the request: {shown}", problem.error)
 
 
 def method_for(issuer: Issuer, has_secret: bool) -> str:
@@ -137,7 +136,9 @@ class TokenEndpoint:
                 self._nonces[origin(self._url)] = nonce
             if answer.status == 200:
                 return answer
-            refusal = denied(answer, self._what, {**sent, "client_secret": client.secret or ""})
+            pair = headers.get("Authorization", "").removeprefix("Basic ")
+            secrets = [client.secret, pair, *(sent.get(name) for name in _SECRETS)]
+            refusal = denied(answer, self._what, filter(None, secrets))
             # The server names the nonce that a proof must have (RFC 9449, section 8).
             if is_last or refusal.code != "use_dpop_nonce" or nonce is None or self._key is None:
                 raise refusal
@@ -149,12 +150,7 @@ class TokenEndpoint:
         """Return the token for a grant."""
         what, answer = self._what, await self.send(client, form)
         token = answer.document(Token)
-        if (
-            token is None
-            or not token.access_token
-            or not token.access_token.isascii()
-            or not token.access_token.isprintable()
-        ):
+        if token is None or not _TOKEN.fullmatch(token.access_token):
             raise NotAuthorized(f"{what} did not answer with a token")
         if self._key is not None and token.token_type.lower() == "bearer":
             # A token that is not bound to the key works for a thief as well (RFC 9449, section 5).

@@ -234,7 +234,7 @@ class Browser(Way, kw_only=True, frozen=True):
         }
         answer = await flow.network.post_json(issuer.registration_endpoint, "the registration endpoint", document)
         if answer.status not in (200, 201):
-            raise denied(answer, f"the registration at {issuer.issuer[:SHOWN]}", {})
+            raise denied(answer, f"the registration at {issuer.issuer[:SHOWN]}")
         made = answer.document(_Registered)
         if made is None or not made.client_id:
             raise NotAuthorized(f"the registration at {issuer.issuer[:SHOWN]} did not bring a client_id")
