@@ -15,10 +15,10 @@ LAYERS = [
     {"errors", "logs", "version"},
     {"protocol", "ledger.base", "files", "stepping"},
     {"server", "ledger", "transports", "mcp", "jsonrpc"},
-    {"commands", "client", "audit", "tracing", "auth.access"},
+    {"commands", "client", "audit", "tracing", "auth"},
     {"mcp.server", "mcp.client", "declarations"},
     {"app", "config", "client.connect"},
-    {"auth", "gateway", "console"},
+    {"gateway", "console"},
     {"cli", "testing"},
 ]
 DOORS = {"__init__", "__main__"}  # what users import and start
@@ -37,7 +37,8 @@ FOREIGN = {
     "uvicorn": {"transports.serve"},
     "pydantic": {"mcp.server.forms"},
     "jwt": {"auth", "testing.auth"},
-    "cryptography": {"testing.auth"},
+    "cryptography": {"auth", "testing.auth"},
+    "keyring": {"auth.store"},
 }
 # Protocol code uses no event loop, no socket and no clock.
 PURE = {"errors", "jsonrpc", "ledger.base", "mcp.extensions", "mcp.headers", "mcp.revisions", "mcp.types", "protocol"}

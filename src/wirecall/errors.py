@@ -11,6 +11,8 @@
     │   ├── NotSent                "no": it was not sent, or it did not reach a server
     │   │   └── Declined           "no": `confirm` declined it
     │   ├── Refused                "no": the server took the message and refused it, without JSON-RPC's words
+    │   │   └── NotAuthorized      "no": the server asks for a token, and the client cannot get one
+    │   │       └── MissingScopes  "no": the token lacks scopes, and the client cannot get them
     │   ├── TimedOut               "unknown": the answer did not come in time
     │   ├── ConnectionLost         "unknown": the connection broke after the call had left
     │   ├── BadAnswer              "unknown": the reply is not an answer to the call
@@ -46,6 +48,7 @@ Our own codes are positive and shaped like HTTP statuses, because MCP 2026-07-28
 -32768..-32000 to implementations. Each of them carries `data.type` and `data.ran`: "no", "yes" or "unknown".
 """
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, cast
 
 Ran = Literal["no", "yes", "unknown"]
@@ -129,6 +132,21 @@ class Refused(CallFailed):
     """The server refused the whole message before it read the calls in it."""
 
     RAN = "no"
+
+
+class NotAuthorized(Refused):
+    """The server asks for a token that the client does not have and cannot get."""
+
+    def __init__(self, message: str, *, status: int = 401, ran: Ran | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message, ran=ran, status=status, retry_after=retry_after)
+
+
+class MissingScopes(NotAuthorized):
+    """The operation needs `scopes` that the client's token does not have and that it cannot get."""
+
+    def __init__(self, message: str, scopes: Iterable[str] = ()) -> None:
+        super().__init__(message, status=403)
+        self.scopes = frozenset(scopes)
 
 
 class TimedOut(CallFailed, TimeoutError):

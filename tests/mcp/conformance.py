@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,8 @@ def listed(revision: str) -> dict[str, bool]:
 def read_results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The checks of every scenario that ran, from the files that the suite wrote."""
     found = {}
-    for file in sorted(folder.glob("*/checks.json")):
-        if name := RESULT_FOLDER.fullmatch(file.parent.name):
+    for file in sorted(folder.rglob("checks.json")):
+        if name := RESULT_FOLDER.fullmatch(file.parent.relative_to(folder).as_posix()):
             found[name["scenario"]] = json.loads(file.read_bytes())
     return found
 
@@ -156,45 +157,72 @@ def run_scenario(revision: str, scenario: str, url: str) -> bool:
 # --- the client ------------------------------------------------------------------------------------------------------
 
 CLIENT = "client"  # the name of this part on the command line
-# In which revisions a scenario is run: all those that the suite has it for.
-CLIENT_SCENARIOS = {
-    "initialize": ("2025-11-25", "2025-06-18"),
-    "tools_call": ("2026-07-28", "2025-11-25", "2025-06-18"),
-    "elicitation-sep1034-client-defaults": ("2025-11-25",),
-    "sse-retry": ("2025-11-25",),
-    "request-metadata": ("2026-07-28",),
-    "sep-2322-client-request-state": ("2026-07-28",),
-    "http-standard-headers": ("2026-07-28",),
-    "http-custom-headers": ("2026-07-28",),
-    "http-invalid-tool-headers": ("2026-07-28",),
-    "json-schema-ref-no-deref": ("2026-07-28",),
-    "json-schema-2020-12-preservation": ("2026-07-28", "2025-11-25"),
+AT_ONCE = 4  # scenarios
+# The scenarios that the suite has beyond those that it scores: each set with the revisions that it runs at.
+CLIENT_SETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "more": {
+        "initialize": ("2025-06-18",),
+        "tools_call": ("2025-06-18",),
+        "json-schema-2020-12-preservation": ("2026-07-28", "2025-11-25"),
+    },
+    "authorization of 2025-03-26": {
+        "auth/2025-03-26-oauth-metadata-backcompat": ("2025-03-26",),
+        "auth/2025-03-26-oauth-endpoint-fallback": ("2025-03-26",),
+    },
+    "extensions of authorization": {
+        "auth/client-credentials-jwt": ("2026-07-28",),
+        "auth/client-credentials-basic": ("2026-07-28",),
+        "auth/enterprise-managed-authorization": ("2026-07-28",),
+        "auth/dpop": ("2026-07-28",),
+        "auth/dpop-nonce": ("2026-07-28",),
+        "auth/wif-jwt-bearer": ("2026-07-28",),
+    },
 }
 
 
+def client_sets() -> dict[str, list[tuple[str, str]]]:
+    """The scenarios of each set, each with a revision: all that the suite scores, and more."""
+    sets = {
+        f"scored at {revision}": [(name, revision) for name in scored(revision)] for revision in ("2026-07-28", "2025-11-25")
+    }
+    for title, scenarios in CLIENT_SETS.items():
+        sets[title] = [(name, revision) for name, revisions in scenarios.items() for revision in revisions]
+    return sets
+
+
+def scored(revision: str) -> list[str]:
+    """The client's scenarios that the suite scores at a revision."""
+    listing = suite("list", "--client", "--requirements", revision).stdout.partition("Client scenarios")[2]
+    return [entry["scenario"] for line in listing.partition("\n\n")[0].splitlines() if (entry := LISTED.match(line))]
+
+
 def run_client(only: str | None = None) -> bool:
-    """Run the client's scenarios, print their table, and tell whether all passed."""
-    runs = [
-        (name, revision) for name, revisions in CLIENT_SCENARIOS.items() for revision in revisions if only in (None, name)
-    ]
-    results = [(name, revision, *client_checks(name, revision)) for name, revision in runs]
-    passed = [code == 0 and not verdict.failed and not verdict.tally["WARNING"] for _, _, code, verdict in results]
-    print(f"\nclient: {sum(passed)} of {len(results)} scenarios pass")
-    for (name, revision, code, verdict), is_good in zip(results, passed, strict=True):
-        print(
-            f"  {'ok' if is_good else 'FAIL':4}  {f'{name} {revision}':48} {verdict.tally['SUCCESS']} success, code {code}"
-        )
-        for check in verdict.checks:
-            if check["status"] in ("FAILURE", "WARNING") or (only and check["status"] == "SUCCESS"):
-                print(f"          {STATUSES[check['status']]} [{check['id']}] {reason(check)}")
-    return bool(results) and all(passed)
+    """Run the client's scenarios, print their tables, and tell whether all passed."""
+    chosen = {title: [run for run in runs if only in (None, run[0])] for title, runs in client_sets().items()}
+    passed = []
+    for title, runs in chosen.items():
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # each scenario has servers of its own
+            checked = list(pool.map(lambda run: client_checks(*run), runs))
+        results = [(*run, *result) for run, result in zip(runs, checked, strict=True)]
+        good = [code == 0 and not verdict.failed and not verdict.tally["WARNING"] for _, _, code, verdict in results]
+        if runs or only is None:
+            print(f"\nclient, {title}: {sum(good)} of {len(results)} scenarios pass")
+            passed.append(bool(results) and all(good))
+        for (name, revision, code, verdict), is_good in zip(results, good, strict=True):
+            told = f"{verdict.tally['SUCCESS']} success, code {code}"
+            print(f"  {'ok' if is_good else 'FAIL':4}  {f'{name} {revision}':56} {told}")
+            for check in verdict.checks:
+                if check["status"] in ("FAILURE", "WARNING") or (only and check["status"] == "SUCCESS"):
+                    print(f"          {STATUSES[check['status']]} [{check['id']}] {reason(check)}")
+    return bool(passed) and all(passed)
 
 
 def client_checks(scenario: str, revision: str) -> tuple[int, Verdict]:
     """The suite's report on our client, and its exit code."""
     command = f"{sys.executable} -m tests.mcp.conformance_client"  # the suite splits it at its spaces
     with tempfile.TemporaryDirectory() as folder:
-        options = ("--scenario", scenario, "--spec-version", revision, "-o", folder)
+        # By itself the suite runs extensions at no revision.
+        options = ("--scenario", scenario, "--spec-version", revision, "--force", "-o", folder)
         run = suite("client", "--command", command, *options)
         checks = read_results(Path(folder)).get(scenario, [])
     return run.returncode, Verdict(scenario, True, checks)

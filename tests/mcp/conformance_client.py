@@ -11,9 +11,13 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
+from wirecall.auth import Browser, ClientCredentials, IdJag, MemoryStore, Workload
+from wirecall.auth.ways import Way
 from wirecall.client.connect import connect
 from wirecall.mcp.client.client import McpClient
+from wirecall.transports.http_client import HttpClient
 
 Scenario = Callable[[McpClient], Awaitable[None]]
 
@@ -99,11 +103,74 @@ def accept(_form: Any) -> dict[str, Any]:
     return {}
 
 
+# --- authorization ---------------------------------------------------------------------------------------------------
+
+METADATA_URL = "https://conformance-test.local/client-metadata.json"  # the client id that the suite expects
+
+
+async def visit(url: str) -> str | None:
+    """A browser without a person: the mock server sends it back at once, and the address is all that counts."""
+    page = HttpClient(url)
+    await page.open()
+    try:
+        async with page.request("GET") as answer:
+            return answer.headers["location"]
+    finally:
+        await page.aclose()
+
+
+async def issuer_of(url: str) -> str:
+    """The issuer of the scenario, which programs get by their configuration. The suite does not tell it otherwise."""
+    parts = urlsplit(url)
+    page = HttpClient(f"{parts.scheme}://{parts.netloc}/.well-known/oauth-protected-resource{parts.path}")
+    await page.open()
+    try:
+        async with page.request("GET") as answer:
+            issuer: str = json.loads(await answer.read())["authorization_servers"][0]
+            return issuer
+    finally:
+        await page.aclose()
+
+
+async def way(scenario: str, url: str) -> Way:
+    """The way to a token in a scenario of authorization."""
+    context = json.loads(os.environ.get("MCP_CONFORMANCE_CONTEXT", "{}"))
+    if scenario == "client-credentials-jwt":
+        key, algorithm = context["private_key_pem"], context["signing_algorithm"]
+        return ClientCredentials(context["client_id"], key=key, algorithm=algorithm, issuer=await issuer_of(url))
+    if scenario == "client-credentials-basic":
+        return ClientCredentials(context["client_id"], secret=context["client_secret"], issuer=await issuer_of(url))
+    if scenario == "enterprise-managed-authorization":
+        return IdJag(
+            client_id=context["client_id"],
+            client_secret=context["client_secret"],
+            issuer=await issuer_of(url),
+            id_token=context["idp_id_token"],
+            idp=context["idp_token_endpoint"],
+            idp_client_id=context["idp_client_id"],
+        )
+    if scenario == "wif-jwt-bearer":
+        return Workload(context["valid_jwt"], context["client_id"], issuer=await issuer_of(url))
+    known: dict[str, Any] = {}
+    if scenario == "pre-registration":
+        known = {name: context[name] for name in ("client_id", "client_secret", "issuer")}
+    dpop = scenario.startswith("dpop")
+    return Browser(visit=visit, store=MemoryStore(), metadata_url=METADATA_URL, dpop=dpop, **known)
+
+
+async def authorized(client: McpClient) -> None:
+    await client.list_tools()
+    await client.call_tool("test-tool")
+
+
 async def main(url: str) -> None:
-    scenario = SCENARIOS[os.environ["MCP_CONFORMANCE_SCENARIO"]]
+    name = os.environ["MCP_CONFORMANCE_SCENARIO"]
     revision = os.environ["MCP_CONFORMANCE_PROTOCOL_VERSION"]
-    handlers: dict[str, Any] = {"elicit": accept, "sample": lambda _: "42", "roots": ["file:///project"]}
-    async with asyncio.timeout(PATIENCE), connect(url, protocol="mcp", revision=revision, **handlers) as client:
+    options: dict[str, Any] = {"elicit": accept, "sample": lambda _: "42", "roots": ["file:///project"]}
+    scenario = SCENARIOS.get(name, authorized)
+    if name.startswith("auth/"):
+        options["auth"] = await way(name.removeprefix("auth/"), url)
+    async with asyncio.timeout(PATIENCE), connect(url, protocol="mcp", revision=revision, **options) as client:
         await scenario(client)
 
 

@@ -1,9 +1,32 @@
-"""Authorization: which tokens a server accepts, and what their holders may do. docs/authorization.md explains it."""
+"""Authorization: which tokens a server accepts and what their holders may do, and the ways by which a client gets tokens.
+
+docs/authorization.md is about servers, docs/authorization-client.md about clients.
+"""
 
 from wirecall.auth.access import Access, Verifier
 from wirecall.auth.introspection import Introspection
 from wirecall.auth.jwt import Jwt
+from wirecall.auth.store import FileStore, KeyringStore, Login, MemoryStore, Store
 from wirecall.auth.tokens import Tokens, digest
+from wirecall.auth.ways import Browser, ClientCredentials, IdJag, Stored, Workload
 from wirecall.server.identity import Identity
 
-__all__ = ["Access", "Identity", "Introspection", "Jwt", "Tokens", "Verifier", "digest"]
+__all__ = [
+    "Access",
+    "Browser",
+    "ClientCredentials",
+    "FileStore",
+    "IdJag",
+    "Identity",
+    "Introspection",
+    "Jwt",
+    "KeyringStore",
+    "Login",
+    "MemoryStore",
+    "Store",
+    "Stored",
+    "Tokens",
+    "Verifier",
+    "Workload",
+    "digest",
+]

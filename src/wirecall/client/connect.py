@@ -20,10 +20,11 @@ from wirecall.client.exchange import Link
 from wirecall.client.links import HttpLink, LineLink, MemoryLink, MemoryPipe
 from wirecall.errors import UsageError
 from wirecall.transports.child import Child, Stderr
-from wirecall.transports.http_client import HttpClient
+from wirecall.transports.http_client import Auth, HttpClient
 
 if TYPE_CHECKING:
     from wirecall.app import App
+    from wirecall.auth.client import Credentials
     from wirecall.mcp.client.changes import Change, Log
     from wirecall.mcp.client.client import McpClient, SyncMcpClient
     from wirecall.mcp.client.conversation import Confirm, Trust
@@ -39,6 +40,7 @@ class ConnectOptions(TypedDict, total=False):
     timeout: float
     retry: Retry | None
     headers: Mapping[str, str] | None
+    auth: "Credentials | None"
     coalesce: float | None
     discover: bool
     max_bytes: int
@@ -79,9 +81,11 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     """Return a client, to be opened by `async with`.
 
     `timeout` (30 seconds) is the time of a call, all its attempts included; `retry` says how calls that may be repeated are
-    repeated. `headers` go with every HTTP request; `env` (added to ours), `cwd` and `stderr` ("pass" on, or only "keep" for
-    errors) are a child's. `coalesce` merges calls of so many seconds into one array. `discover=False` does not ask the
-    server which of its methods are commands. `max_bytes` (10 MB) is the largest answer that is read.
+    repeated. `headers` go with every HTTP request, and `auth` gets tokens for them: `Browser()`, `ClientCredentials(...)`
+    or another way of `wirecall.auth`, a token as a text, or an async function that returns one. `env` (added to ours), `cwd`
+    and `stderr` ("pass" on, or only "keep" for errors) are a child's. `coalesce` merges calls of so many seconds into one
+    array. `discover=False` does not ask the server which of its methods are commands. `max_bytes` (10 MB) is the largest
+    answer that is read.
 
     MCP: `revision` pins one. `trust` says whether annotations of tools are believed, `confirm` is asked before destructive
     calls, with `confirm_unknown=True` also before calls of unknown tools. `sample`, `elicit`, `elicit_url` and `roots`
@@ -103,7 +107,18 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
         raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
     given = {name: value for name, value in options.items() if value is not None}
     shared = Options(**{name: given.pop(name) for name in ConnectOptions.__optional_keys__ & given.keys()})
-    http = partial(HttpClient, headers=shared.headers, max_bytes=shared.max_bytes)
+    auth: Auth | None = None
+    if shared.auth is not None:
+        from wirecall.auth.client import authorization
+
+        if not isinstance(target, str):
+            raise UsageError("auth= is for HTTP.", "a child process gets its credentials by env=", "drop it, or use a URL")
+        if any(name.lower() == "authorization" for name in shared.headers):
+            raise UsageError(
+                "auth= and an Authorization header.", "both would authorize the same request", "drop one of them"
+            )
+        auth = authorization(shared.auth, target)
+    http = partial(HttpClient, headers=shared.headers, max_bytes=shared.max_bytes, auth=auth)
     child = partial(Child, env=shared.env, cwd=shared.cwd, stderr=shared.stderr, max_bytes=shared.max_bytes)
     if isinstance(target, Sequence) and not isinstance(target, str):
         child(target)  # raises if it is not a command line
@@ -115,7 +130,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
 
         link: McpLink
         if isinstance(target, str):
-            sse = partial(SsePipe, target, headers=shared.headers, max_bytes=shared.max_bytes)
+            sse = partial(SsePipe, target, http)
             link = McpHttpLink(http(target), partial(McpLineLink, sse), shared.clock)
         elif isinstance(target, Sequence):
             link = McpLineLink(partial(child, target))

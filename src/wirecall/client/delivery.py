@@ -94,6 +94,7 @@ class Options(Struct, kw_only=True):
     timeout: float = 30.0
     retry: Retry = Retry()
     headers: Mapping[str, str] = {}
+    auth: Any = None
     coalesce: float | None = None
     discover: bool = True
     max_bytes: int = 10 << 20  # of one answer: as much as one of our servers sends
@@ -349,12 +350,15 @@ class Delivery:
         if silence is not None and all(entry.safe for entry in sendable):
             left = min(left, silence)
         left = max(left, 0.0)
-        limit = asyncio.timeout(left)
+        limit = exchange.limit = asyncio.timeout(left)
         timers: list[asyncio.TimerHandle] = []
         if len(entries) > 1:
             loop = asyncio.get_running_loop()
 
-            def expire(entry: AnyEntry) -> None:
+            def expire(entry: AnyEntry, known: float = 0.0) -> None:
+                if (stood := exchange.stood_still) > known:  # a person acted meanwhile
+                    timers.append(loop.call_later(stood - known, expire, entry, stood))
+                    return
                 exchange.give_up(entry.id, timed_out(exchange, entry.timeout))
                 if exchange.is_done and not limit.expired():
                     limit.reschedule(loop.time())

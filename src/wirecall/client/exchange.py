@@ -10,7 +10,8 @@ An entry is settled once: by its own answer, or by one error of its own. The rul
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -90,8 +91,8 @@ class Exchange:
     """One message in flight, and the entries in it that are still open."""
 
     __slots__ = (
-        *("array", "begun", "data", "entries", "is_refused", "is_standing"),
-        *("known", "on_settled", "open", "sent", "strays"),
+        *("_pauses", "array", "begun", "data", "entries", "is_refused", "is_standing"),
+        *("known", "limit", "on_settled", "open", "sent", "strays"),
     )
 
     def __init__(
@@ -110,12 +111,37 @@ class Exchange:
         self.begun = False  # its answer has begun
         self.is_refused = False  # as a whole: nothing in it ran
         self.is_standing = False  # a stream without an end: a message that answers no entry is not meant for it
+        self.limit: asyncio.Timeout | None = None  # of the attempt
+        self._pauses: list[tuple[float, float | None]] = []  # begin and end, None if it has not ended
         self.strays: list[str] = []  # descriptions of messages that answer no entry
         self.on_settled = on_settled
 
     @property
     def is_done(self) -> bool:
         return not self.open
+
+    @property
+    def stood_still(self) -> float:
+        """The seconds of all pauses."""
+        return sum((asyncio.get_running_loop().time() if end is None else end) - begin for begin, end in self._pauses)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the deadlines of the entries stand still in the block, because a person acts."""
+        loop, limit = asyncio.get_running_loop(), self.limit
+        begun, until = loop.time(), limit.when() if limit else None
+        if limit is not None:
+            limit.reschedule(None)
+        self._pauses.append((begun, None))
+        try:
+            yield
+        finally:
+            self._pauses[-1] = (begun, loop.time())
+            passed = loop.time() - begun
+            for entry in self.entries:
+                entry.deadline += passed
+            if limit is not None and until is not None:
+                limit.reschedule(until + passed)
 
     def read(self, text: bytes) -> None:
         """Take all messages of a text."""

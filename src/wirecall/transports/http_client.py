@@ -7,14 +7,19 @@
 1. No redirect is followed: body and headers are meant for the server that was named.
 2. No cookie is kept, no environment variable is read.
 3. There are no timeouts: the caller cancels a request, and its connection closes with it.
+4. An `Auth` adds its headers to each request, and decides after 401 and 403 whether the request is sent again.
+5. A client with `public=True` connects to public addresses alone. The resolver checks them, so that a name cannot change
+   its address between the check and the connection.
 """
 
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
 from datetime import UTC
-from functools import cache
+from functools import cache, partial
+from ipaddress import ip_address
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
@@ -24,10 +29,11 @@ from wirecall.transports.sse import LONGEST_WAIT, Event, Parser
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
-    from aiohttp.abc import AbstractStreamWriter
+    from aiohttp.abc import AbstractResolver, AbstractStreamWriter
     from aiohttp.payload import Payload
 
 CONNECTIONS = 100  # side by side; a request beyond waits for a free one
+RESENDS = 4  # of one request after 401 and 403: a nonce, a refresh, and two new tokens
 
 
 class Sent(Protocol):
@@ -35,15 +41,41 @@ class Sent(Protocol):
 
     sent: bool
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Let the message's deadline stand still in a block."""
+
 
 class _Unwatched:
     sent = False
+
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Auth(Protocol):
+    """The credentials of the requests to one server."""
+
+    is_interactive: bool  # a person may have to act before an answer is known: the deadlines of calls stand still
+
+    async def headers(self, method: str, url: str) -> Mapping[str, str]:
+        """Return the headers that authorize a request."""
+
+    async def answered(self, answer: "HttpAnswer", sent: Mapping[str, str]) -> bool:
+        """Take note of an answer to a request with these headers; return whether the request is to be sent again."""
 
 
 class HttpClient:
     """Requests to one address."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, max_bytes: int = 10 << 20) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        max_bytes: int = 10 << 20,
+        auth: Auth | None = None,
+        public: bool = False,
+    ) -> None:
         try:
             parts = urlsplit(url)
             fault = "" if parts.scheme in ("http", "https") and parts.hostname else "it is not http://host/path"
@@ -55,7 +87,12 @@ class HttpClient:
         self.url = url
         self.max_bytes = max_bytes
         self._headers = dict(headers or {})
+        self._auth = auth
+        self._is_public = public
         self._session: ClientSession | None = None
+        self.is_private = False  # the server's last address is on this machine or in a private network
+        with suppress(ValueError):
+            self.is_private = not ip_address(parts.hostname or "").is_global
 
     async def open(self) -> None:
         """Make the pool of connections; the first request opens one."""
@@ -63,8 +100,10 @@ class HttpClient:
             import aiohttp
         except ImportError:
             raise UsageError("aiohttp is not installed.", "the client needs it for HTTP", "pip install aiohttp") from None
+        if self._is_public and self.is_private:  # an address in numbers does not meet the resolver
+            raise NotSent(f"{urlsplit(self.url).hostname} is not a public address")
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=CONNECTIONS),
+            connector=aiohttp.TCPConnector(limit=CONNECTIONS, resolver=_resolver()(self._resolved)),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": "wirecall", **self._headers},
@@ -77,14 +116,30 @@ class HttpClient:
 
     def request(
         self, method: str, body: bytes = b"", headers: Mapping[str, str] | None = None, *, exchange: Sent | None = None
-    ) -> "_Request":
+    ) -> "_Request | _Authorized":
         """Return a request as a block that gives the answer with its header. `exchange.sent` is set when the body leaves."""
+        sent = exchange or _Unwatched()
+        if self._auth is not None:
+            send = partial(self._request, method, body, headers, sent)
+            return _Authorized(self._auth, sent, send, method, self.url)
+        return self._request(method, body, headers, sent)
+
+    def _request(
+        self, method: str, body: bytes, headers: Mapping[str, str] | None, sent: Sent, more: Mapping[str, str] | None = None
+    ) -> "_Request":
         if self._session is None or self._session.closed:
             raise NotSent("the client is closed")
-        sent = exchange or _Unwatched()
         data = _body()(body, sent) if body else None
-        asked = self._session.request(method, self.url, data=data, headers=headers, allow_redirects=False)
-        return _Request(asked, sent, bool(body), self.max_bytes)
+        given = {**headers, **more} if headers and more else headers or more
+        asked = self._session.request(method, self.url, data=data, headers=given, allow_redirects=False)
+        return _Request(asked, sent, bool(body), self)
+
+    def _resolved(self, host: str, addresses: list[str]) -> None:
+        """Take note of the addresses of a name, or refuse them. One public address makes a server public."""
+        public = [ip_address(address.partition("%")[0]).is_global for address in addresses]
+        self.is_private = not any(public)
+        if self._is_public and not all(public):
+            raise OSError(None, f"{host} is not at a public address")
 
 
 class _Request:
@@ -93,19 +148,19 @@ class _Request:
     A class, as a generator here would cost 12 of 200 microseconds of a call.
     """
 
-    __slots__ = ("_asked", "_has_body", "_max_bytes", "_sent")
+    __slots__ = ("_asked", "_client", "_has_body", "_sent")
 
     def __init__(
-        self, asked: "AbstractAsyncContextManager[ClientResponse]", sent: Sent, has_body: bool, max_bytes: int
+        self, asked: "AbstractAsyncContextManager[ClientResponse]", sent: Sent, has_body: bool, client: HttpClient
     ) -> None:
         self._asked = asked
         self._sent = sent
         self._has_body = has_body
-        self._max_bytes = max_bytes
+        self._client = client
 
     async def __aenter__(self) -> "HttpAnswer":
         try:
-            return HttpAnswer(await self._asked.__aenter__(), self._max_bytes)
+            return HttpAnswer(await self._asked.__aenter__(), self._client.max_bytes, self._client.is_private)
         except Exception as error:
             if failure := self._failure(error):
                 raise failure from error
@@ -148,14 +203,57 @@ class _Request:
         return NotSent(f"the server cannot be reached: {text}")
 
 
+class _Authorized:
+    """A request that is sent again for as long as its `Auth` asks for that. 401 and 403 mean that nothing ran."""
+
+    def __init__(self, auth: Auth, sent: Sent, send: Callable[[Mapping[str, str]], _Request], method: str, url: str) -> None:
+        self._auth = auth
+        self._sent = sent
+        self._send = send
+        self._method = method
+        self._url = url
+        self._request: _Request | None = None
+
+    async def __aenter__(self) -> "HttpAnswer":
+        for left in range(RESENDS, -1, -1):
+            headers = await self._auth.headers(self._method, self._url)
+            request = self._send(headers)
+            answer = await request.__aenter__()
+            try:
+                is_refused = answer.status in (401, 403)
+                if is_refused:
+                    self._sent.sent = False
+                with self._sent.paused() if is_refused and self._auth.is_interactive else nullcontext():
+                    is_over = not await self._auth.answered(answer, headers)
+            except BaseException as error:
+                await request.__aexit__(type(error), error, error.__traceback__)
+                raise
+            if is_over or not left:
+                break
+            await request.__aexit__(None, None, None)
+        self._request = request
+        return answer
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._request is not None
+        await self._request.__aexit__(kind, error, trace)
+
+
 class HttpAnswer:
     """The answer to a request: its header, and its body as a whole or as events."""
 
-    def __init__(self, response: "ClientResponse", max_bytes: int) -> None:
+    def __init__(self, response: "ClientResponse", max_bytes: int, is_private: bool) -> None:
         self._response = response
         self._max_bytes = max_bytes
+        self.is_private = is_private  # the server is on this machine or in a private network
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers  # names in any case
+
+    def values(self, name: str) -> list[str]:
+        """Return all values of a header that may be repeated."""
+        return self._response.headers.getall(name, [])
 
     @property
     def media(self) -> str:
@@ -231,3 +329,24 @@ def _body() -> "Callable[[bytes, Sent], Payload]":
             await self.write(writer)
 
     return Body
+
+
+@cache
+def _resolver() -> "Callable[[Callable[[str, list[str]], None]], AbstractResolver]":
+    """Return aiohttp's resolver, which shows the addresses of a name before it gives them to the connection."""
+    import aiohttp
+    from aiohttp.abc import ResolveResult
+
+    class Resolver(aiohttp.ThreadedResolver):
+        def __init__(self, resolved: Callable[[str, list[str]], None]) -> None:
+            super().__init__()
+            self._resolved = resolved
+
+        async def resolve(
+            self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+        ) -> list[ResolveResult]:
+            found = await super().resolve(host, port, family)
+            self._resolved(host, [each["host"] for each in found])
+            return found
+
+    return Resolver

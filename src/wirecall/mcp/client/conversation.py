@@ -314,7 +314,7 @@ class Conversation(Dialect):
         message = Outgoing(method, params, entry.id)
         exchange = Exchange(encode([message] if array else message), [entry], array)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as exchange.limit:
                 if await self.link.post(exchange):
                     raise ConnectionLost("the server does not know the session it has just begun")
             exchange.end_of_answers()

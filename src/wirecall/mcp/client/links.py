@@ -21,7 +21,7 @@ Both take arrays where 2025-03-26 has them, and nowhere else; requests and notif
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import Any, TypeAlias, cast
 from urllib.parse import urljoin, urlsplit
@@ -384,10 +384,10 @@ class SsePipe:
     messages and headers are meant for the server that was named.
     """
 
-    def __init__(self, url: str, *, headers: Mapping[str, str], max_bytes: int) -> None:
+    def __init__(self, url: str, http: Callable[[str], HttpClient]) -> None:
         self._url = url
-        self._make: Callable[[str], HttpClient] = lambda url: HttpClient(url, headers=headers, max_bytes=max_bytes)
-        self._stream = self._make(url)
+        self._make = http
+        self._stream = http(url)
         self._posts: HttpClient | None = None
         self._reader: asyncio.Task[None] | None = None
 

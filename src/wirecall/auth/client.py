@@ -1,0 +1,316 @@
+"""`Authorization`: the token of a client at one server, from the first refusal on.
+
+    headers -> request -> 401: metadata -> refresh, or a new login -> request
+                          403: the same with more scopes            -> request
+
+1. A token is sent until the server refuses it. One that ends within a minute is refreshed before.
+2. One renewal runs at a time, in this process and, by the lock of the store, in others. A call that waited for it, or that
+   was sent with an older token, goes again with the new one.
+3. Credentials belong to their issuer: if the server names another one, they stay where they are (SEP-2352).
+4. A new token that is refused with 401 ends the matter. So does a 403 for scopes that were asked for already, and the third
+   step in a row.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import TypeAlias
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from wirecall.auth.challenge import Challenge, asked
+from wirecall.auth.discovery import TRIED, Issuer, Resource, assume_issuer, find_issuer, find_resource, origin
+from wirecall.auth.grants import Client, Denied, Flow, TokenEndpoint
+from wirecall.auth.network import SHOWN, Network, check_address
+from wirecall.auth.proof import DpopKey
+from wirecall.auth.store import Login, Store
+from wirecall.auth.ways import Stored, Way
+from wirecall.errors import MissingScopes, NotAuthorized, UsageError
+from wirecall.transports.http_client import Auth, HttpAnswer, HttpClient
+
+EARLY = 60.0  # seconds before its end at which a token is refreshed
+STEPS = 2  # new logins for more scopes, before one of them is accepted
+LONGEST_NONCE = 1000  # characters
+
+Credentials: TypeAlias = "Way | str | Callable[[], Awaitable[str]]"
+
+
+def authorization(credentials: Credentials, url: str) -> Auth:
+    """Return what authorizes the requests to a server."""
+    if isinstance(credentials, Way):
+        return Authorization(credentials, url)
+    if isinstance(credentials, str):
+        if not credentials.isascii() or not credentials.isprintable() or not credentials.strip():
+            raise UsageError(
+                "auth= is not a token.", "expected ASCII characters without line breaks", "check where it is from"
+            )
+        return Bearer(credentials)
+    if callable(credentials):
+        return Function(credentials)
+    known = "a way of wirecall.auth, a token, or an async function that returns one"
+    raise UsageError(f"auth= cannot be of type {type(credentials).__name__}.", fix=f"use {known}")
+
+
+class Bearer:
+    """A token as it is (RFC 6750)."""
+
+    is_interactive = False
+
+    def __init__(self, token: str) -> None:
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    async def headers(self, method: str, url: str) -> Mapping[str, str]:
+        return self._headers
+
+    async def answered(self, answer: HttpAnswer, sent: Mapping[str, str]) -> bool:
+        return False
+
+
+class Function:
+    """Tokens of a function. It is asked for the first one, and for another when the server refuses the last."""
+
+    is_interactive = False
+
+    def __init__(self, function: Callable[[], Awaitable[str]]) -> None:
+        self._function = function
+        self._token: str | None = None
+        self._lock = asyncio.Lock()
+
+    async def headers(self, method: str, url: str) -> Mapping[str, str]:
+        async with self._lock:
+            if self._token is None:
+                self._token = await self._function()
+        return {"Authorization": f"Bearer {self._token}"}
+
+    async def answered(self, answer: HttpAnswer, sent: Mapping[str, str]) -> bool:
+        if answer.status != 401:
+            return False
+        async with self._lock:
+            if sent["Authorization"] == f"Bearer {self._token}":
+                self._token = await self._function()
+        return sent["Authorization"] != f"Bearer {self._token}"
+
+
+class Authorization:
+    """The login of a client at one server, by one way."""
+
+    def __init__(self, way: Way, url: str) -> None:
+        assert way.store is not None  # a way makes one
+        self.is_interactive = way.is_interactive
+        self._way = way
+        self._url = url
+        self._store: Store = way.store
+        self._login: Login | None = None
+        self._has_read = False
+        self._lock = asyncio.Lock()
+        self._nonces: dict[str, str] = {}  # of DPoP, by origin
+        self._key: DpopKey | None = None
+        # A token that the server has not accepted yet, and how the client got it.
+        self._new: tuple[str, str] | None = None
+        self._steps = 0
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def headers(self, method: str, url: str) -> Mapping[str, str]:
+        if not self._has_read:
+            async with self._lock:
+                await self._read()
+        login = self._login
+        if login is not None and login.refresh_token and login.expires is not None and login.expires - EARLY < time.time():
+            async with self._lock:
+                with suppress(NotAuthorized):  # the server's own refusal says more, and leads to a new login
+                    await self._refresh_once(login)
+            login = self._login
+        if login is None or not login.access_token:
+            return {}
+        if login.dpop_key is None:
+            return {"Authorization": f"Bearer {login.access_token}"}
+        if self._key is None or self._key.pem != login.dpop_key:
+            self._key = DpopKey(login.dpop_key)
+        proof = self._key.proof(method, url, nonce=self._nonces.get(origin(url)), token=login.access_token)
+        return {"Authorization": f"DPoP {login.access_token}", "DPoP": proof}
+
+    async def answered(self, answer: HttpAnswer, sent: Mapping[str, str]) -> bool:
+        nonce = answer.headers.get("dpop-nonce")
+        if nonce is not None and len(nonce) <= LONGEST_NONCE:
+            self._nonces[origin(self._url)] = nonce
+        if answer.status not in (401, 403):
+            self._new, self._steps = None, 0
+            return False
+        challenge = asked(answer.values("www-authenticate"))
+        error = challenge.params.get("error") if challenge else None
+        if nonce is not None and error == "use_dpop_nonce" and "DPoP" in sent:
+            return True
+        if answer.status == 403 and error != "insufficient_scope":
+            return False
+        network = Network(private=self._way.private or answer.is_private, timeout=self._way.timeout)
+        used = sent.get("Authorization", "").partition(" ")[2]
+        async with self._lock, self._store.lock(self._url):
+            await self._read()
+            if self._login is not None and self._login.access_token not in ("", used):
+                return True  # another call, or another process, has renewed it
+            await self._renew(network, challenge, used, more_scopes=answer.status == 403)
+        return True
+
+    # --- logins ------------------------------------------------------------------------------------------------------
+
+    async def login(self) -> Login:
+        """Log in now, whatever is kept, and return the new login."""
+        http = HttpClient(self._url)
+        await http.open()
+        try:
+            kind = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+            async with http.request("POST", b'{"jsonrpc":"2.0","id":1,"method":"ping"}', kind) as answer:
+                challenge = asked(answer.values("www-authenticate")) if answer.status == 401 else None
+                network = Network(private=self._way.private or answer.is_private, timeout=self._way.timeout)
+        finally:
+            await http.aclose()
+        async with self._lock, self._store.lock(self._url):
+            await self._read()
+            resource = await find_resource(network, self._url, challenge)
+            await self._obtain(network, resource, challenge)
+            assert self._login is not None
+            return self._login
+
+    async def logout(self) -> list[tuple[Login, str]]:
+        """Forget all logins at the server. Return them, each with the reason why it could not be revoked, or ""."""
+        found = []
+        async with self._store.lock(self._url):
+            for login in await self._store.logins(self._url):
+                try:
+                    await self._revoke(login)
+                    fault = ""
+                except NotAuthorized as error:
+                    fault = str(error)
+                await self._store.remove(login)
+                found.append((login, fault))
+        self._login = None
+        return found
+
+    async def _revoke(self, login: Login) -> None:
+        """Tell the authorization server that the tokens are no longer used (RFC 7009)."""
+        if login.revocation_endpoint is None:
+            raise NotAuthorized(f"{login.issuer} does not revoke tokens; they end by themselves")
+        network = Network(private=login.private, timeout=self._way.timeout)
+        tokens = {"refresh_token": login.refresh_token, "access_token": login.access_token}
+        endpoint = TokenEndpoint(network, login.revocation_endpoint, login.issuer, None, {})
+        for kind, token in tokens.items():
+            if token:
+                await endpoint.send(_client_of(login), {"token": token, "token_type_hint": kind})
+
+    async def _read(self) -> None:
+        """Take the newest login that fits from the store."""
+        logins = await self._store.logins(self._url)
+        self._login = next((each for each in logins if self._way.issuer in (None, each.issuer)), self._login)
+        self._has_read = True
+
+    async def _renew(self, network: Network, challenge: Challenge | None, used: str, *, more_scopes: bool) -> None:
+        """Get a token that the server may accept, after it refused the one that was `used`."""
+        login = self._login
+        wanted = challenge.scopes if challenge else frozenset()
+        is_new, how = (self._new is not None and self._new[0] == used), self._new[1] if self._new else ""
+        if more_scopes:
+            missing = wanted - set(login.scopes if login else ())
+            if not missing or self._steps >= STEPS or isinstance(self._way, Stored):
+                names = " ".join(sorted(missing or wanted))
+                fix = f": wirecall login {self._url} --scope '{names}'" if isinstance(self._way, Stored) else ""
+                raise MissingScopes(
+                    f"the server asks for scopes that the token does not have, {names[:SHOWN]!a}{fix}", wanted
+                )
+            self._steps += 1
+        elif is_new and how == "login":
+            raise NotAuthorized("the server refuses the token that its authorization server has just issued")
+        if isinstance(self._way, Stored) and (login is None or not login.refresh_token):
+            raise NotAuthorized(f"the server asks for a login: wirecall login {self._url}")
+        resource = await find_resource(network, self._url, challenge)
+        if login is not None and not more_scopes and not (is_new and how == "refresh"):
+            is_named = resource is None or login.issuer in resource.authorization_servers
+            if login.refresh_token and is_named:
+                try:
+                    await self._refresh(login)
+                    return
+                except Denied:  # it has ended, or it was used already
+                    login.refresh_token = None
+        await self._obtain(network, resource, challenge)
+
+    async def _obtain(self, network: Network, resource: Resource | None, challenge: Challenge | None) -> None:
+        """Get a token by the way."""
+        way, url = self._way, self._url
+        check_address(url, "the address of the server")
+        issuer = await self._issuer(network, resource)
+        earlier = self._login if self._login is not None and self._login.issuer == issuer.issuer else None
+        # The challenge says what this operation needs, else the server what it has; earlier scopes stay (SEP-2350).
+        wanted = (challenge.scopes if challenge else None) or (resource.scopes_supported if resource else None) or ()
+        scopes = [*(earlier.scopes if earlier else ()), *way.scopes, *sorted(wanted)]
+        if way.can_refresh and "offline_access" in (issuer.scopes_supported or ()):
+            scopes.append("offline_access")
+        name = urlsplit(url)._replace(fragment="").geturl() if resource is None else resource.resource
+        if resource is None and urlsplit(url).path == "/":
+            name = name.removesuffix("/")
+        key = (DpopKey(earlier.dpop_key) if earlier and earlier.dpop_key else DpopKey()) if way.dpop else None
+        flow = Flow(
+            network=network,
+            server=url,
+            resource=name if not isinstance(way.resource, str | None) else way.resource,
+            issuer=issuer,
+            scopes=list(dict.fromkeys(scopes)),
+            earlier=earlier,
+            key=key,
+            nonces=self._nonces,
+        )
+        login = await way.obtain(flow)
+        await self._keep(login, "login")
+
+    async def _issuer(self, network: Network, resource: Resource | None) -> Issuer:
+        """Return the authorization server to ask."""
+        named, own = resource.authorization_servers[:TRIED] if resource else [], self._way.issuer
+        if own is not None:
+            if resource is not None and own not in resource.authorization_servers:
+                others = ", ".join(each[:SHOWN] for each in named)
+                raise NotAuthorized(f"the credentials are those of {own}, and the server names {ascii(others)[1:-1]}")
+            return await find_issuer(network, own)
+        if resource is None:
+            return await assume_issuer(network, self._url)
+        faults = []
+        for name in named:
+            try:
+                return await find_issuer(network, name)
+            except NotAuthorized as error:
+                faults.append(str(error))
+        raise NotAuthorized("; ".join(faults))
+
+    async def _refresh_once(self, login: Login) -> None:
+        """Refresh a login, unless another call or process has done so meanwhile."""
+        async with self._store.lock(self._url):
+            await self._read()
+            if self._login is None or self._login.access_token == login.access_token:
+                self._login = login
+                await self._refresh(login)
+
+    async def _refresh(self, login: Login) -> None:
+        network = Network(private=login.private, timeout=self._way.timeout)
+        key = DpopKey(login.dpop_key) if login.dpop_key else None
+        form = {"grant_type": "refresh_token", "refresh_token": login.refresh_token or ""}
+        resource = {} if login.resource is None else {"resource": login.resource}
+        endpoint = TokenEndpoint(network, login.token_endpoint, login.issuer, key, self._nonces)
+        token = await endpoint.ask(_client_of(login), {**form, **resource})
+        # A refresh token that the answer leaves out stays valid, and so do the scopes (RFC 6749, section 6).
+        renewed = replace(
+            login,
+            access_token=token.access_token,
+            token_type=token.token_type,
+            refresh_token=token.refresh_token or login.refresh_token,
+            expires=token.expires,
+        )
+        await self._keep(renewed, "refresh")
+
+    async def _keep(self, login: Login, how: str) -> None:
+        login.saved = time.time()
+        self._login, self._new = login, (login.access_token, how)
+        await self._store.save(login)
+
+
+def _client_of(login: Login) -> Client:
+    return Client(client_id=login.client_id, secret=login.client_secret, method=login.client_method)

@@ -1,0 +1,235 @@
+"""Where logins are kept: in files that only their owner can read, in memory, or in the keyring of the system.
+
+A login is found by the address of its server; issuer and client tell two logins at one server apart. `lock` is held by the
+process that renews a login: a refresh token may work only once (RFC 9700, section 4.14.2), so a process that waited reads
+the store again, and finds the new tokens.
+"""
+
+import asyncio
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from wirecall.errors import UsageError
+from wirecall.files import real_path
+from wirecall.protocol.messages import UNREADABLE
+
+AGAIN = 0.05  # seconds until a lock that another process holds is tried again
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+SERVICE = "wirecall"  # in the keyring
+INDEX = "logins"
+
+
+class Login(Struct, kw_only=True):
+    """The tokens of one client at one server, and what their renewal needs."""
+
+    server: str  # the address that the client connects to
+    issuer: str
+    client_id: str
+    client_secret: str | None = None
+    client_method: str = "none"  # how the client authenticates at the token endpoint (RFC 7591, section 2)
+    client_scopes: list[str] | None = None  # those that the client is registered for; None: any
+    client_expires: float | None = None  # Unix time at which the registration ends
+    redirect_uri: str | None = None
+    resource: str | None = None
+    token_endpoint: str
+    revocation_endpoint: str | None = None
+    scopes: list[str] = []  # that were asked for
+    access_token: str = ""
+    token_type: str = "Bearer"
+    refresh_token: str | None = None
+    expires: float | None = None  # Unix time
+    dpop_key: str | None = None  # PEM
+    private: bool = False  # its authorization server may be at a private address
+    saved: float = 0.0  # Unix time
+
+    def __repr__(self) -> str:
+        return f"Login(server={self.server!r}, issuer={self.issuer!r}, client_id={self.client_id!r})"  # and no secret
+
+
+class Store(Protocol):
+    """What an authorization needs of its store."""
+
+    async def logins(self, server: str | None = None) -> list[Login]:
+        """Return the logins at a server, or all of them; the newest first."""
+
+    async def save(self, login: Login) -> None:
+        """Keep a login in the place of an earlier one of the same server, issuer and client."""
+
+    async def remove(self, login: Login) -> None:
+        """Forget a login."""
+
+    def lock(self, server: str) -> AbstractAsyncContextManager[None]:
+        """Keep other processes from renewing the logins at a server in a block."""
+
+
+def _newest_first(logins: list[Login], server: str | None) -> list[Login]:
+    return sorted((each for each in logins if server in (None, each.server)), key=lambda each: each.saved, reverse=True)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
+
+
+class MemoryStore:
+    """Logins that end with the process."""
+
+    def __init__(self) -> None:
+        self._logins: dict[tuple[str, str, str], Login] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def logins(self, server: str | None = None) -> list[Login]:
+        return _newest_first(list(self._logins.values()), server)
+
+    async def save(self, login: Login) -> None:
+        self._logins[login.server, login.issuer, login.client_id] = login
+
+    async def remove(self, login: Login) -> None:
+        self._logins.pop((login.server, login.issuer, login.client_id), None)
+
+    def lock(self, server: str) -> AbstractAsyncContextManager[None]:
+        return self._locks.setdefault(server, asyncio.Lock())
+
+
+class FileStore:
+    """Logins in a folder of their own, one file each, which only their owner can read.
+
+    The folder is `wirecall/logins` in the user's data folder (XDG_DATA_HOME) by default. A file is written beside its place
+    and renamed, so it is complete at any moment and never has another mode than 0600.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+        self.folder = Path(data, "wirecall", "logins") if folder is None else Path(folder)
+
+    async def logins(self, server: str | None = None) -> list[Login]:
+        return _newest_first(await asyncio.to_thread(self._read), server)
+
+    async def save(self, login: Login) -> None:
+        await asyncio.to_thread(self._write, login)
+
+    async def remove(self, login: Login) -> None:
+        await asyncio.to_thread(self._path(login).unlink, missing_ok=True)
+
+    def lock(self, server: str) -> AbstractAsyncContextManager[None]:
+        return _file_lock(self._folder() / f"{_digest(server)}.lock")
+
+    def _path(self, login: Login) -> Path:
+        return self.folder / f"{_digest(login.server, login.issuer, login.client_id)}.json"
+
+    def _folder(self) -> Path:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Path(real_path(self.folder, "the folder of logins"))
+        _refuse_others(os.stat(folder), folder)
+        return folder
+
+    def _read(self) -> list[Login]:
+        found = []
+        for path in self._folder().glob("*.json"):
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            with open(descriptor, "rb") as file:
+                _refuse_others(os.fstat(descriptor), path)
+                text = file.read()
+            try:
+                found.append(msgspec.json.decode(text, type=Login))
+            except UNREADABLE as error:
+                fix = "remove the file, and log in again"
+                raise UsageError(f"The login in {path} cannot be read.", str(error), fix) from None
+        return found
+
+    def _write(self, login: Login) -> None:
+        descriptor, made = tempfile.mkstemp(dir=self._folder(), suffix=".new")  # with mode 0600
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(login))
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(made, self._path(login))
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(made)
+            raise
+
+
+def _refuse_others(status: os.stat_result, path: Path) -> None:
+    """Refuse a file or folder that another user owns, can read or can write."""
+    if status.st_uid != os.geteuid():
+        raise UsageError(f"{path} belongs to another user.", "it holds tokens", "use a folder of your own")
+    if stat.S_IMODE(status.st_mode) & OTHERS:
+        mode = stat.S_IMODE(status.st_mode)
+        raise UsageError(f"Other users can reach {path} (mode {mode:o}).", "it holds tokens", f"chmod go-rwx {path}")
+
+
+@asynccontextmanager
+async def _file_lock(path: Path) -> AsyncIterator[None]:
+    """Hold a lock between processes. It ends with the process that holds it, so a dead process does not keep it."""
+    import fcntl  # late: Windows does not have it
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(AGAIN)  # not a blocking wait in a thread, which could not be cancelled
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class KeyringStore:
+    """Logins in the keyring of the system: `pip install 'wirecall[keyring]'`.
+
+    A keyring cannot list its entries, so one entry lists the others.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import keyring
+        except ImportError:
+            fix = "pip install 'wirecall[keyring]'"
+            raise UsageError("keyring is not installed.", "KeyringStore needs it", fix) from None
+        self._get, self._set, self._delete = keyring.get_password, keyring.set_password, keyring.delete_password
+        self._files = FileStore()  # a keyring has no locks
+
+    async def logins(self, server: str | None = None) -> list[Login]:
+        return _newest_first(await asyncio.to_thread(self._read), server)
+
+    async def save(self, login: Login) -> None:
+        async with self._files.lock(INDEX):
+            await asyncio.to_thread(self._write, login, True)
+
+    async def remove(self, login: Login) -> None:
+        async with self._files.lock(INDEX):
+            await asyncio.to_thread(self._write, login, False)
+
+    def lock(self, server: str) -> AbstractAsyncContextManager[None]:
+        return self._files.lock(server)
+
+    def _names(self) -> list[str]:
+        return msgspec.json.decode(self._get(SERVICE, INDEX) or "[]", type=list[str])
+
+    def _read(self) -> list[Login]:
+        texts = [self._get(SERVICE, name) for name in self._names()]
+        return [msgspec.json.decode(text, type=Login) for text in texts if text]
+
+    def _write(self, login: Login, is_kept: bool) -> None:
+        name = _digest(login.server, login.issuer, login.client_id)
+        names = [each for each in self._names() if each != name]
+        if is_kept:
+            self._set(SERVICE, name, msgspec.json.encode(login).decode())
+        elif self._get(SERVICE, name) is not None:
+            self._delete(SERVICE, name)
+        self._set(SERVICE, INDEX, msgspec.json.encode([*names, name] if is_kept else names).decode())

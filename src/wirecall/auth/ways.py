@@ -1,0 +1,338 @@
+"""The ways to a token, as `connect(auth=...)` takes them.
+
+| Way | Grant |
+| --- | --- |
+| `Browser` | a person logs in: authorization code with PKCE, and refresh tokens |
+| `ClientCredentials` | the program itself, by a secret or a key |
+| `IdJag` | an employee, by the ID token of the company's identity provider (enterprise-managed authorization) |
+| `Workload` | the program itself, by the JWT of the platform that it runs on (workload identity federation) |
+| `Stored` | the login that `wirecall login` has kept; never a new one |
+"""
+
+import base64
+import hashlib
+import inspect
+import secrets
+import sys
+import time
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterable
+from typing import ClassVar, TypeAlias
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from wirecall.auth.browser import PATIENCE, Callback, listening, open_page, within
+from wirecall.auth.discovery import Issuer
+from wirecall.auth.grants import JWT_BEARER, Client, Flow, TokenEndpoint, denied, method_for
+from wirecall.auth.network import SHOWN, TIMEOUT, check_address
+from wirecall.auth.store import FileStore, Login, MemoryStore, Store
+from wirecall.errors import NotAuthorized, UsageError
+
+_ID_JAG = "urn:ietf:params:oauth:token-type:id-jag"
+_ID_TOKEN = "urn:ietf:params:oauth:token-type:id_token"
+_EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
+
+Text: TypeAlias = str | Callable[[], str | Awaitable[str]]
+
+
+class Way(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
+    """The options of every way.
+
+    `scopes` are asked for in addition to those that the server names. `resource` replaces the server's own identifier in
+    requests for tokens, and None leaves it out, for authorization servers that refuse the parameter. `issuer` is the only
+    authorization server that gets the credentials. `private=True` allows a public server to name authorization servers in
+    private networks. `dpop=True` binds tokens to a key. `timeout` is the time of one request to an authorization server.
+    """
+
+    is_interactive: ClassVar[bool] = False
+    can_refresh: ClassVar[bool] = False
+
+    scopes: Iterable[str] = ()
+    resource: str | UnsetType | None = UNSET
+    issuer: str | None = None
+    store: Store | None = None
+    private: bool = False
+    dpop: bool = False
+    timeout: float = TIMEOUT
+
+    def __post_init__(self) -> None:
+        scopes = self.scopes.split() if isinstance(self.scopes, str) else list(self.scopes)
+        msgspec.structs.force_setattr(self, "scopes", tuple(dict.fromkeys(scopes)))
+        if self.store is None:
+            msgspec.structs.force_setattr(self, "store", self._store())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"  # and no secret
+
+    def _store(self) -> Store:
+        return MemoryStore()
+
+    @abstractmethod
+    async def obtain(self, flow: Flow) -> Login:
+        """Return a login with a new token."""
+
+
+async def _text(source: Text) -> str:
+    found = source() if callable(source) else source
+    return await found if inspect.isawaitable(found) else found
+
+
+def _issuer_required(issuer: str | None, what: str) -> None:
+    if issuer is None:
+        why = "without it the server would choose where the credentials go"
+        raise UsageError(f"{what} needs issuer=.", why, 'issuer="https://auth.example.com"')
+
+
+# --- a person -------------------------------------------------------------------------------------------------------
+
+
+class _Registered(Struct):
+    """The answer of a registration endpoint (RFC 7591, section 3.2.1)."""
+
+    client_id: str
+    client_secret: str | None = None
+    client_secret_expires_at: float | None = None
+    token_endpoint_auth_method: str | None = None
+    scope: str | None = None
+
+
+class Browser(Way, kw_only=True, frozen=True):
+    """A person logs in with a browser, and the login is kept for the next time.
+
+    The client is known to the authorization server by `client_id` (and `client_secret`), or by `metadata_url`, the address
+    of a document that describes it; without both it registers itself. The browser comes back to `port` of this machine, and
+    has `patience` seconds for that. `visit` leads the user to the page in another way: it gets the address of the page, and
+    returns the one that the browser was sent back to, or None if the browser comes to the port.
+    """
+
+    is_interactive: ClassVar[bool] = True
+    can_refresh: ClassVar[bool] = True
+
+    client_id: str | None = None
+    client_secret: str | None = None
+    metadata_url: str | None = None
+    client_name: str = "wirecall"
+    port: int = 0
+    patience: float = PATIENCE
+    visit: Callable[[str], Awaitable[str | None]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.client_secret is not None:
+            _issuer_required(self.issuer, "client_secret=")
+            if self.client_id is None:
+                raise UsageError("client_secret= needs client_id=.", fix='client_id="..."')
+        if self.metadata_url is not None:
+            parts = urlsplit(self.metadata_url)
+            if parts.scheme != "https" or parts.path in ("", "/"):
+                why = "the id of a client is an HTTPS address with a path"
+                raise UsageError(
+                    f"metadata_url={self.metadata_url!r} cannot be used.", why, "https://example.com/client.json"
+                )
+
+    def _store(self) -> Store:
+        return FileStore()
+
+    async def obtain(self, flow: Flow) -> Login:
+        issuer = flow.issuer
+        if issuer.authorization_endpoint is None:
+            raise NotAuthorized(f"the authorization server {issuer.issuer[:SHOWN]} does not have an authorization endpoint")
+        check_address(issuer.authorization_endpoint, "the authorization endpoint")
+        # Without PKCE, a stolen code is a stolen login (2025-11-25, authorization code protection).
+        if "S256" not in (issuer.code_challenge_methods_supported or ()):
+            raise NotAuthorized(f"the authorization server {issuer.issuer[:SHOWN]} does not support PKCE with S256")
+        # The port that the client is registered with, if it is free: some servers do not let it change (RFC 8252, 7.3).
+        registered = urlsplit(flow.earlier.redirect_uri).port if flow.earlier and flow.earlier.redirect_uri else None
+        async with listening(self.port or registered or 0, may_change=not self.port) as callback:
+            client = await self._client(flow, callback.uri)
+            verifier, callback.state = secrets.token_urlsafe(48), secrets.token_urlsafe(32)
+            digest = hashlib.sha256(verifier.encode()).digest()
+            asked = {
+                "response_type": "code",
+                "client_id": client.client_id,
+                "redirect_uri": callback.uri,
+                "state": callback.state,
+                "code_challenge": base64.urlsafe_b64encode(digest).rstrip(b"=").decode(),
+                "code_challenge_method": "S256",
+                **flow.common,
+                # A refresh token needs the user's consent (OpenID Connect Core, section 11).
+                **({"prompt": "consent"} if "offline_access" in flow.scopes else {}),
+            }
+            parts = urlsplit(issuer.authorization_endpoint)
+            query = "&".join(filter(None, (parts.query, urlencode(asked))))
+            brought = await self._visit(parts._replace(query=query, fragment="").geturl(), callback)
+            self._check(brought, issuer)
+            form = {
+                "grant_type": "authorization_code",
+                "code": brought["code"],
+                "redirect_uri": callback.uri,
+                "code_verifier": verifier,
+            }
+            resource = {} if flow.resource is None else {"resource": flow.resource}
+            return await flow.token(client, {**form, **resource})
+
+    async def _visit(self, url: str, callback: Callback) -> dict[str, str]:
+        """Lead the user to the page, and return what the browser brings back."""
+        if self.visit is None:
+            await open_page(url, lambda url: print(f"Open this address to log in:\n{url}", file=sys.stderr))
+        elif (redirected := await self.visit(url)) is not None and not callback.take(redirected):
+            raise NotAuthorized("the browser came back with the answer to another login")
+        return await within(self.patience, callback)
+
+    def _check(self, brought: dict[str, str], issuer: Issuer) -> None:
+        """Refuse an answer of another authorization server, before its code goes anywhere (RFC 9207, section 2.4)."""
+        named = brought.get("iss")
+        if named is None and issuer.authorization_response_iss_parameter_supported:
+            raise NotAuthorized(f"the answer to the login does not name its issuer, as {issuer.issuer[:SHOWN]} always does")
+        if named is not None and named != issuer.issuer:  # as texts; and nothing else of that answer is shown
+            raise NotAuthorized(f"the answer to the login must be from {issuer.issuer[:SHOWN]}, and names another issuer")
+        if "error" in brought:
+            told = ": ".join(filter(None, (brought["error"], brought.get("error_description"))))
+            raise NotAuthorized(f"the login was refused: {ascii(told[:SHOWN])[1:-1]}")
+        if not brought.get("code"):
+            raise NotAuthorized("the answer to the login does not have a code")
+
+    async def _client(self, flow: Flow, redirect_uri: str) -> Client:
+        """Return the client as the authorization server knows it."""
+        issuer, earlier = flow.issuer, flow.earlier
+        # 1. Credentials that were given to the program.
+        if self.client_id is not None:
+            method = method_for(issuer, self.client_secret is not None)
+            return Client(client_id=self.client_id, secret=self.client_secret, method=method, redirect_uri=redirect_uri)
+        # 2. A document that describes the client.
+        if self.metadata_url is not None and issuer.client_id_metadata_document_supported:
+            return Client(client_id=self.metadata_url, redirect_uri=redirect_uri)
+        # 3. An earlier registration at this issuer, which fits.
+        now = time.time()
+        if earlier is not None and earlier.redirect_uri == redirect_uri and (earlier.client_expires or now + 1) > now:
+            known = earlier.client_scopes
+            if known is None or set(flow.scopes) <= set(known):
+                return Client(
+                    client_id=earlier.client_id,
+                    secret=earlier.client_secret,
+                    method=earlier.client_method,
+                    scopes=known,
+                    expires=earlier.client_expires,
+                    redirect_uri=redirect_uri,
+                )
+        # 4. A new one.
+        if issuer.registration_endpoint is None:
+            why = f"the authorization server {issuer.issuer[:SHOWN]} does not register clients"
+            raise NotAuthorized(f"{why}: give the client_id (and client_secret) that it knows this program by")
+        offered = issuer.token_endpoint_auth_methods_supported or ["none"]
+        wanted = next((each for each in ("none", "client_secret_basic", "client_secret_post") if each in offered), "none")
+        document = {
+            "client_name": self.client_name,
+            "application_type": "native",  # SEP-837
+            "redirect_uris": [redirect_uri],
+            "grant_types": ["authorization_code", "refresh_token"],
+            "response_types": ["code"],
+            "token_endpoint_auth_method": wanted,
+            **({"scope": " ".join(flow.scopes)} if flow.scopes else {}),
+        }
+        answer = await flow.network.post_json(issuer.registration_endpoint, "the registration endpoint", document)
+        if answer.status not in (200, 201):
+            raise denied(answer, f"the registration at {issuer.issuer[:SHOWN]}")
+        made = answer.document(_Registered)
+        if made is None or not made.client_id:
+            raise NotAuthorized(f"the registration at {issuer.issuer[:SHOWN]} did not bring a client_id")
+        return Client(
+            client_id=made.client_id,
+            secret=made.client_secret,
+            method=made.token_endpoint_auth_method or method_for(issuer, made.client_secret is not None),
+            scopes=None if made.scope is None else made.scope.split(),
+            expires=made.client_secret_expires_at or None,  # 0: never
+            redirect_uri=redirect_uri,
+        )
+
+
+# --- programs -------------------------------------------------------------------------------------------------------
+
+
+class ClientCredentials(Way, frozen=True):
+    """The program itself is the user: `secret`, or a private `key` (PEM) with its `algorithm`."""
+
+    client_id: str
+    secret: str | None = None
+    key: str | None = None
+    algorithm: str = "ES256"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _issuer_required(self.issuer, "ClientCredentials")
+        if (self.secret is None) == (self.key is None):
+            raise UsageError("ClientCredentials needs a secret or a key.", fix="secret=..., or key=PEM")
+
+    async def obtain(self, flow: Flow) -> Login:
+        method = method_for(flow.issuer, True) if self.key is None else "private_key_jwt"
+        client = Client(client_id=self.client_id, secret=self.secret, method=method, key=self.key, algorithm=self.algorithm)
+        return await flow.token(client, {"grant_type": "client_credentials", **flow.common})
+
+
+class IdJag(Way, kw_only=True, frozen=True):
+    """An employee: the ID token of the identity provider becomes a grant for the server's authorization server (SEP-990).
+
+    `id_token` is a text, or a function that returns the current one. `idp` is the token endpoint of the identity provider.
+    """
+
+    client_id: str
+    client_secret: str | None = None
+    id_token: Text
+    idp: str
+    idp_client_id: str
+    idp_client_secret: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _issuer_required(self.issuer, "IdJag")
+
+    async def obtain(self, flow: Flow) -> Login:
+        provider = Client(
+            client_id=self.idp_client_id,
+            secret=self.idp_client_secret,
+            method="none" if self.idp_client_secret is None else "client_secret_post",
+        )
+        exchange = {
+            "grant_type": _EXCHANGE,
+            "requested_token_type": _ID_JAG,
+            "audience": flow.issuer.issuer,
+            "subject_token": await _text(self.id_token),
+            "subject_token_type": _ID_TOKEN,
+            **flow.common,
+        }
+        grant = await TokenEndpoint(flow.network, self.idp, self.idp, None, flow.nonces).ask(provider, exchange)
+        client = Client(
+            client_id=self.client_id,
+            secret=self.client_secret,
+            method=method_for(flow.issuer, self.client_secret is not None),
+        )
+        return await flow.token(client, {"grant_type": JWT_BEARER, "assertion": grant.access_token, **flow.common})
+
+
+class Workload(Way, frozen=True):
+    """The program itself, by the JWT that its platform gives it: a text, or a function that returns the current one."""
+
+    jwt: Text
+    client_id: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _issuer_required(self.issuer, "Workload")
+
+    async def obtain(self, flow: Flow) -> Login:
+        form = {"grant_type": JWT_BEARER, "assertion": await _text(self.jwt), **flow.common}
+        return await flow.token(Client(client_id=self.client_id or ""), form)
+
+
+class Stored(Way, kw_only=True, frozen=True):
+    """The login that `wirecall login` has kept. It is refreshed, but a new one needs a person."""
+
+    can_refresh: ClassVar[bool] = True
+
+    def _store(self) -> Store:
+        return FileStore()
+
+    async def obtain(self, flow: Flow) -> Login:
+        raise NotAuthorized(f"there is no login that the server accepts: wirecall login {flow.server}")
