@@ -35,7 +35,7 @@ FOREIGN = {
     "aiohttp": {"transports.http_client"},
     "granian": {"transports.serve"},
     "uvicorn": {"transports.serve"},
-    "pydantic": {"mcp.server.forms", "protocol.models"},
+    "pydantic": {"protocol.models"},
 }
 # Protocol code uses no event loop, no socket and no clock.
 PURE = {"errors", "jsonrpc", "ledger.base", "mcp.extensions", "mcp.headers", "mcp.revisions", "mcp.types", "protocol"}

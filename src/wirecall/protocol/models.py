@@ -200,15 +200,20 @@ def describe(what: str, parameters: Sequence[ModelledParameter]) -> tuple[dict[s
     return schema["properties"], schema.get("$defs", {})
 
 
-class ModelledResult:
-    """A result that pydantic writes and describes."""
+class Modelled:
+    """A type that pydantic reads, writes and describes: that of a result, or of a form."""
 
-    def __init__(self, what: str, hint: Any) -> None:
+    def __init__(self, what: str, hint: Any, mode: Literal["validation", "serialization"]) -> None:
         from pydantic import TypeAdapter  # late, as above
 
         with _complaints(what):
             self._adapter: TypeAdapter[Any] = TypeAdapter(hint)
-            self.schema = self._adapter.json_schema(mode="serialization", ref_template=REF_TEMPLATE)
+            self.schema = self._adapter.json_schema(mode=mode, ref_template=REF_TEMPLATE)
+        self._strict = _is_strict(hint)
+
+    def read(self, value: object) -> object:
+        """Return the value of JSON. Raises `ValueError`, which `problems` explains, if it does not fit."""
+        return self._adapter.validate_json(encode(value), strict=self._strict)
 
     def plain(self, value: object) -> object:
         """Return a value as the JSON that its annotation describes."""

@@ -22,7 +22,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -31,7 +31,7 @@ from wirecall.errors import MOST_PROBLEMS, InvalidParams, UsageError
 from wirecall.protocol.messages import JsonObject
 
 if TYPE_CHECKING:
-    from wirecall.protocol.models import ModelledParameter, ModelledResult
+    from wirecall.protocol.models import Modelled, ModelledParameter
 
 META = "_meta"
 KEY = "idempotency_key"
@@ -39,7 +39,8 @@ MARK = "x-mcp-header"
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a name in a header (RFC 9110, section 5.6.2)
 REQUIRED: object = type("REQUIRED", (), {"__repr__": lambda _: "REQUIRED"})()
 
-Binder = Callable[[Raw | UnsetType], Sequence[object]]
+ParameterKind: TypeAlias = Literal["position", "name", "rest", "others"]  # normal, keyword-only, *args, **kwargs
+Binder: TypeAlias = Callable[[Raw | UnsetType], Sequence[object]]
 
 _NO_PARAMS = Raw(b"[]")
 _SCALARS = (type(None), bool, int, float, str)
@@ -63,7 +64,7 @@ class Parameter(Struct, frozen=True):
     name: str  # in params: the name in the function, or an alias
     type: object
     default: object = REQUIRED
-    kind: Literal["position", "name", "rest", "others"] = "position"  # normal, keyword-only, *args, **kwargs
+    kind: ParameterKind = "position"
     keyword: str = ""  # the name in the function
     model: "ModelledParameter | None" = None  # decodes it, if its type is pydantic's
 
@@ -134,7 +135,7 @@ class Signature:
             hasattr(part, "__dataclass_fields__") for p in self.parameters if not p.model for part in self._parts[p.name]
         )
         self.bind = self._binder()
-        self.result: ModelledResult | None = None  # writes the result, if its type is pydantic's
+        self.result: Modelled | None = None  # writes the result, if its type is pydantic's
         self.schema, self.result_schema = self._describe()
         self.has_headers = self._mark()
 
@@ -276,7 +277,7 @@ class Signature:
             return params, {}
         what = f"The result of {_name_of(self.function)}"
         if models.decoder_of(what, self.returns) == "pydantic":
-            self.result = models.ModelledResult(what, self.returns)
+            self.result = models.Modelled(what, self.returns, "serialization")
             return params, self.result.schema
         try:
             [result], definitions = _schemas([self.returns], "serialization")
@@ -405,7 +406,7 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
         ) from error
 
     # Step 2: each parameter.
-    kinds: dict[object, Literal["name", "rest", "others"]] = {
+    kinds: dict[object, ParameterKind] = {
         inspect.Parameter.KEYWORD_ONLY: "name",
         inspect.Parameter.VAR_POSITIONAL: "rest",
         inspect.Parameter.VAR_KEYWORD: "others",
@@ -420,7 +421,7 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
             injected[name] = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
             continue
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
-        kind = kinds.get(declared.kind, "position")
+        kind: ParameterKind = kinds.get(declared.kind, "position")
         what = f"The parameter {name} of {_name_of(function)}"
         if models.decoder_of(what, hint, default) == "msgspec":
             parameters.append(Parameter(name, hint, default, kind, name))
@@ -521,7 +522,9 @@ def _explain(error: Exception, root: str, positions: Sequence[str] = ()) -> str:
     index = where[1 : where.find("]")] if where.startswith("[") else ""
     if index.isdigit() and int(index) < len(positions):
         where = f".{positions[int(index)]}{where[len(index) + 2 :]}"
-    if hasattr(error.__cause__, "errors"):  # pydantic's, about a model inside of msgspec's types
+    if isinstance(error.__cause__, ValueError) and hasattr(
+        error.__cause__, "errors"
+    ):  # pydantic's, about a model inside of msgspec's types
         from wirecall.protocol.models import problems
 
         return "; ".join(problems(error.__cause__, root + where)[:MOST_PROBLEMS])
