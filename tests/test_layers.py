@@ -35,7 +35,7 @@ FOREIGN = {
     "aiohttp": {"transports.http_client", "testing.auth"},
     "granian": {"transports.serve"},
     "uvicorn": {"transports.serve"},
-    "pydantic": {"mcp.server.forms"},
+    "pydantic": {"protocol.models"},
     "jwt": {"auth", "testing.auth"},
     "cryptography": {"auth", "testing.auth"},
     "keyring": {"auth.store"},

@@ -285,6 +285,9 @@ class MethodNotFound(FixedError):
     MESSAGE = "Method not found"
 
 
+MOST_PROBLEMS = 3  # that an error about one value reports
+
+
 class InvalidParams(FixedError):
     """The params do not fit the method."""
 

@@ -23,6 +23,7 @@ from msgspec import Meta, Struct
 from tests.calls import make_app
 from tests.mcp.asgi import R3, R4, R5, over_http
 from wirecall import App, Context, ToolAnnotations, UsageError
+from wirecall.errors import BadInput
 from wirecall.mcp.revisions import REVISIONS
 from wirecall.mcp.server.forms import form_of
 
@@ -237,6 +238,54 @@ def test_a_simple_model_has_the_form_that_the_official_sdk_gives_it() -> None:
     assert form_of(Simple).schema(REVISIONS[R4]) == {name: theirs[name] for name in ("type", "properties", "required")}
 
 
+class Mail(pydantic.BaseModel):
+    address: str | None = pydantic.Field(None, json_schema_extra={"format": "email"})
+    page: pydantic.HttpUrl
+    copies: pydantic.PositiveInt = 1
+
+    @pydantic.field_validator("copies")
+    @classmethod
+    def is_even(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError("copies are made in pairs")
+        return value
+
+
+def test_types_and_formats_of_pydantic_become_words_of_a_form() -> None:
+    form = form_of(Mail).schema(REVISIONS[R4])
+    check_form(form, R4)
+    assert form == {
+        "type": "object",
+        "properties": {
+            "address": {"type": "string", "format": "email", "title": "Address"},
+            "page": {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083, "title": "Page"},
+            "copies": {"type": "integer", "minimum": 1, "default": 1, "title": "Copies"},
+        },
+        "required": ["page"],
+    }
+    assert form_of(pydantic.PositiveInt).schema(REVISIONS[R4])["properties"] == {"value": {"type": "integer", "minimum": 1}}
+
+
+def test_a_validator_of_pydantic_refuses_an_answer_in_our_words() -> None:
+    with pytest.raises(BadInput) as caught:
+        form_of(Mail).read({"page": "https://x.org", "copies": 3})
+    assert caught.value.data["reason"] == "the client's answer: copies: copies are made in pairs"
+
+
+class MailStruct(Struct):
+    copies: Annotated[int, pydantic.Field(gt=0)]
+
+
+class MailModel(pydantic.BaseModel):
+    copies: Annotated[int, Meta(gt=0)]
+
+
+@pytest.mark.parametrize("wanted", [MailStruct, MailModel])
+def test_a_constraint_that_a_form_would_ignore_is_refused(wanted: Any) -> None:
+    with pytest.raises(UsageError, match=r"The form Mail[A-Z][a-z]+ has .* which would be ignored"):
+        form_of(wanted)
+
+
 # --- choices of several (from 2025-11-25 on) -------------------------------------------------------------------------
 
 
@@ -418,7 +467,7 @@ BAD: list[tuple[Any, Any, str]] = [
     (Person, {"name": "Ann", "age": 17}, "age: expected at least 18, got 17"),
     (Person, {"name": "Ann", "age": 18, "sure": "no"}, "sure: expected boolean, got str"),
     (Person, {"age": 18}, "name: missing"),
-    (Contact, {"mail": "abc"}, "mail: String should match pattern '@'"),
+    (Contact, {"mail": "abc"}, "mail: string should match pattern '@'"),
     (Contact, {"mail": "a@b", "only": "no"}, "only: expected one of yes"),
     (bool, {"value": "no"}, "value: expected boolean, got str"),
     (Annotated[float, Meta(gt=0)], {"value": 0}, "Expected `float` > 0.0"),

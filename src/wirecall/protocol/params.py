@@ -9,6 +9,7 @@
 The rules of the file:
 
 1. Params come by name (an object) or by position (an array); msgspec decodes both straight into the declared types.
+   A parameter whose type is pydantic's is left as JSON there, and decoded and described by pydantic (`models`).
 2. An untyped parameter takes any JSON. `*rest` takes the surplus positions, or a list under its own name.
 3. `_meta` is accepted beside every method's params and `idempotency_key` beside a command's; neither is passed to a
    function that does not declare it.
@@ -19,15 +20,18 @@ The rules of the file:
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import InvalidParams, UsageError
+from wirecall.errors import MOST_PROBLEMS, InvalidParams, UsageError
 from wirecall.protocol.messages import JsonObject
+
+if TYPE_CHECKING:
+    from wirecall.protocol.models import Modelled, ModelledParameter
 
 META = "_meta"
 KEY = "idempotency_key"
@@ -35,7 +39,8 @@ MARK = "x-mcp-header"
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a name in a header (RFC 9110, section 5.6.2)
 REQUIRED: object = type("REQUIRED", (), {"__repr__": lambda _: "REQUIRED"})()
 
-Binder = Callable[[Raw | UnsetType], Sequence[object]]
+ParameterKind: TypeAlias = Literal["position", "name", "rest", "others"]  # normal, keyword-only, *args, **kwargs
+Binder: TypeAlias = Callable[[Raw | UnsetType], Sequence[object]]
 
 _NO_PARAMS = Raw(b"[]")
 _SCALARS = (type(None), bool, int, float, str)
@@ -56,23 +61,38 @@ class Header(Struct, frozen=True):
 class Parameter(Struct, frozen=True):
     """One declared parameter that the caller may fill."""
 
-    name: str
+    name: str  # in params: the name in the function, or an alias
     type: object
     default: object = REQUIRED
-    kind: Literal["position", "name", "rest", "others"] = "position"  # normal, keyword-only, *args, **kwargs
+    kind: ParameterKind = "position"
+    keyword: str = ""  # the name in the function
+    model: "ModelledParameter | None" = None  # decodes it, if its type is pydantic's
 
     @property
     def required(self) -> bool:
         return self.default is REQUIRED and self.kind in ("position", "name")
+
+    def absent(self) -> Any:
+        """Return the value of a parameter that is not given."""
+        # As in Python, every call without the argument gets the one default object, unless a pydantic Field has it.
+        return self.default if self.model is None or self.kind == "rest" else self.model.default()
 
 
 class Signature:
     """How one function takes its params."""
 
     def __init__(self, function: Callable[..., object], *, inject: type, keyed: bool = False) -> None:
+        from wirecall.protocol import models  # late: `import wirecall` stays light
+
         self.function = function
         self.parameters, self.injected, self.returns = _inspect(function, inject)
         names = [p.name for p in self.parameters]
+        if len({*names}) < len(names):
+            raise UsageError(
+                f"Two parameters of {_name_of(function)} have the same name: {', '.join(sorted(names))}.",
+                "an alias is the name of a parameter for its callers",
+                "give one of them another alias",
+            )
         self.takes_key = KEY in names
         self.key_position = next((i for i, p in enumerate(self.parameters) if p.name == KEY and p.kind == "position"), None)
         self._beside = [name for name in ((META, KEY) if keyed else (META,)) if name not in names]
@@ -80,7 +100,9 @@ class Signature:
         self._positional = [p for p in self.parameters if p.kind == "position"]
         self._rest = next((p for p in self.parameters if p.kind == "rest"), None)
         self._others = next((p for p in self.parameters if p.kind == "others"), None)
-        self.simple = not self.injected and self._named in (self._positional, [self._rest]) and self._others is None
+        self._modelled = [p for p in self.parameters if p.model is not None]
+        is_plain = self._named == self._positional or (self._named == [self._rest] and not self._modelled)
+        self.simple = not self.injected and is_plain and self._others is None
 
         # Names that must not arrive in `**others`: `self` of a method, the arguments of a partial, the context.
         code = getattr(function, "__code__", None) or getattr(getattr(function, "func", None), "__code__", None)
@@ -104,13 +126,16 @@ class Signature:
         self._by_position = self._decoder(
             msgspec.defstruct("Params", in_order, array_like=True, forbid_unknown_fields=True, gc=False)
         )
-        self._one_by_one = {p.name: self._decoder(p.type) for p in self.parameters} if self._rest or self._others else {}
+        one_by_one = self.parameters if self._rest or self._others else []
+        self._one_by_one = {p.name: self._decoder(p.type) for p in one_by_one if p.model is None}
         self._named_values = _getter(len(self._named))
         self._positional_values = _getter(len(self._positional))
+        self._parts = {p.name: [part for part, _ in models.parts(p.type, set())] for p in self.parameters}
         self._has_dataclasses = any(
-            hasattr(part, "__dataclass_fields__") for p in self.parameters for part in _parts(p.type, set())
+            hasattr(part, "__dataclass_fields__") for p in self.parameters if not p.model for part in self._parts[p.name]
         )
         self.bind = self._binder()
+        self.result: Modelled | None = None  # writes the result, if its type is pydantic's
         self.schema, self.result_schema = self._describe()
         self.has_headers = self._mark()
 
@@ -123,13 +148,16 @@ class Signature:
         keywords: dict[str, object] = {}
         try:
             if bytes(given)[:1] == b"{":
-                for parameter, value in zip(self._named, self._named_values(self._by_name.decode(given)), strict=True):
+                values: Sequence[Any] = self._named_values(self._by_name.decode(given))
+                if self._modelled:
+                    values = self._decode_models(self._named, values)
+                for parameter, value in zip(self._named, values, strict=True):
                     if parameter.kind == "position":
                         args.append(value)
                     elif parameter.kind == "rest":
                         args += value
                     else:
-                        keywords[parameter.name] = value
+                        keywords[parameter.keyword] = value
                 if self._others is not None:
                     known = {p.name for p in self._named} | set(self._beside)
                     for name, item in _decode_members(given).items():
@@ -140,19 +168,27 @@ class Signature:
                         keywords[name] = self._decode_one(self._others, item, f"params.{name}")
             else:
                 if self._rest is None:
-                    args += self._positional_values(self._by_position.decode(given))
+                    values = self._positional_values(self._by_position.decode(given))
+                    args += self._decode_models(self._positional, values) if self._modelled else values
                 else:  # each item by its own type, since a struct has no place for the rest
                     items = _decode_items(given)
-                    takers, absent = [*self._positional, *[self._rest] * len(items)], self._positional[len(items) :]
-                    args += [self._decode_one(takers[i], item, f"params[{i}]") for i, item in enumerate(items)]
+                    absent, surplus = self._positional[len(items) :], items[len(self._positional) :]
+                    takers = [*self._positional, *([self._rest] * len(surplus) if self._rest.model is None else [])]
+                    args += [
+                        self._decode_one(taker, item, f"params[{i}]")
+                        for i, (taker, item) in enumerate(zip(takers, items, strict=False))
+                    ]
                     if any(p.required for p in absent):
                         raise InvalidParams(self._wrong_count(len(items)))
-                    args += [p.default for p in absent]
+                    args += [p.absent() for p in absent]
+                    if surplus and self._rest.model is not None:  # pydantic decodes them as one list
+                        [rest] = self._decode_models([self._rest], [Raw(b"[%b]" % b",".join(map(bytes, surplus)))])
+                        args += rest
                 for parameter in self._named:
                     if parameter.kind == "name":
                         if parameter.required:
                             raise InvalidParams(f"params.{parameter.name}: missing; it can only be given by name")
-                        keywords[parameter.name] = parameter.default
+                        keywords[parameter.keyword] = parameter.absent()
         except (msgspec.ValidationError, RecursionError) as error:
             raise self._misfit(given, error) from None
         if self._has_dataclasses:
@@ -172,7 +208,7 @@ class Signature:
         if self._rest or (self._positional and all(p.required for p in self._positional)):
             # One decoder takes objects and arrays alike.
             struct: object = self._by_name.type
-            array: Any = types.GenericAlias(tuple, tuple(p.type for p in self._positional))
+            array: Any = types.GenericAlias(tuple, tuple(_wire_type(p) for p in self._positional))
             decode = self._decoder(self._by_name.type | (_wire_type(self._rest) if self._rest else array)).decode
 
             def bind(raw: Raw | UnsetType) -> Sequence[object]:
@@ -193,6 +229,8 @@ class Signature:
                 except (msgspec.ValidationError, RecursionError) as error:
                     raise self._misfit(given, error) from None
 
+        if self._modelled:
+            return lambda raw: self._decode_models(self._named, _completed(bind(raw)))
         return (lambda raw: _completed(bind(raw))) if self._has_dataclasses else bind
 
     def _describe(self) -> tuple[JsonObject, JsonObject]:
@@ -200,11 +238,18 @@ class Signature:
 
         A result that is undeclared, or that msgspec cannot describe, is any JSON.
         """
+        from wirecall.protocol import models
+
+        # Step 1: the params, by msgspec and by pydantic.
+        others = [p for p in self._named if p.model is None]
+        modelled = [p.model for p in self._named if p.model is not None]
+        schemas, shared = models.describe(f"The parameters of {_name_of(self.function)}", modelled)
         try:
-            schemas, definitions = _schemas([_wire_type(p) for p in self._named], "validation")
+            found, definitions = _schemas([_wire_type(p) for p in others], "validation")
         except TypeError as error:
             raise self._unusable(error) from error
-        for p, schema in zip(self._named, schemas, strict=True):
+        for p, schema in zip(others, found, strict=True):
+            schemas[p.name] = schema
             if p.default is not REQUIRED:
                 try:
                     default = msgspec.to_builtins(p.default)
@@ -212,15 +257,28 @@ class Signature:
                         schema["default"] = default
                 except (TypeError, ValueError, msgspec.DecodeError):
                     pass  # the default is not JSON either; the schema does not show it
+        if twice := [name for name in definitions.keys() & shared.keys() if definitions[name] != shared[name]]:
+            raise UsageError(
+                f"Two types of the parameters of {_name_of(self.function)} are called {twice[0]}.",
+                "msgspec describes the one and pydantic the other, under the same name",
+                "give one of them another name",
+            )
+        definitions |= shared
         params = {
             "type": "object",
-            "properties": {p.name: schema for p, schema in zip(self._named, schemas, strict=True)},
+            "properties": {p.name: schemas[p.name] for p in self._named},
             "required": [p.name for p in self._named if p.required],
             "additionalProperties": self._others is not None,
             **({"$defs": definitions} if definitions else {}),
         }
+
+        # Step 2: the result.
         if self.returns is Any:
             return params, {}
+        what = f"The result of {_name_of(self.function)}"
+        if models.decoder_of(what, self.returns) == "pydantic":
+            self.result = models.Modelled(what, self.returns, "serialization")
+            return params, self.result.schema
         try:
             [result], definitions = _schemas([self.returns], "serialization")
         except TypeError:
@@ -237,7 +295,7 @@ class Signature:
             own = [note for note in getattr(p.type, "__metadata__", ()) if isinstance(note, Header)]
             marks = [
                 note
-                for part in _parts(p.type, set())
+                for part in self._parts[p.name]
                 for note in getattr(part, "__metadata__", ())
                 if isinstance(note, Header)
             ]
@@ -266,16 +324,33 @@ class Signature:
         return bool(seen)
 
     def _decoder(self, type: object) -> msgspec.json.Decoder[Any]:
+        from wirecall.protocol import models
+
         try:
-            return msgspec.json.Decoder(type, dec_hook=_decode_model)
+            return msgspec.json.Decoder(type, dec_hook=models.decode_model)
         except Exception as error:
             raise self._unusable(error) from error
 
     def _decode_one(self, parameter: Parameter, raw: Raw, where: str) -> object:
+        if parameter.model is not None:
+            return self._decode_models([parameter], [raw])[0]
         try:
             return self._one_by_one[parameter.name].decode(raw)
         except (msgspec.ValidationError, RecursionError) as error:
             raise InvalidParams(_explain(error, where)) from None
+
+    def _decode_models(self, parameters: Sequence[Parameter], values: Sequence[Any]) -> list[Any]:
+        """Decode the values whose types are pydantic's; they are still JSON."""
+        decoded, problems = list(values), []
+        for index, parameter in enumerate(parameters):
+            if parameter.model is not None and type(values[index]) is Raw:
+                try:
+                    decoded[index] = parameter.model.decode(values[index])
+                except (ValueError, RecursionError) as error:
+                    problems += parameter.model.problems(error, f"params.{parameter.name}")
+        if problems:
+            raise InvalidParams("; ".join(problems[:MOST_PROBLEMS]))
+        return decoded
 
     # --- errors ----------------------------------------------------------------------------------------------------
 
@@ -308,6 +383,8 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
     """Return the parameters of a function, the positions of those of type `inject` (None: by name), and its result type."""
     import inspect  # late: `import wirecall` stays light
 
+    from wirecall.protocol import models  # late too
+
     # Step 1: the signature and the annotations.
     try:
         signature = inspect.signature(function)
@@ -329,7 +406,7 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
         ) from error
 
     # Step 2: each parameter.
-    kinds: dict[object, Literal["name", "rest", "others"]] = {
+    kinds: dict[object, ParameterKind] = {
         inspect.Parameter.KEYWORD_ONLY: "name",
         inspect.Parameter.VAR_POSITIONAL: "rest",
         inspect.Parameter.VAR_KEYWORD: "others",
@@ -344,36 +421,15 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
             injected[name] = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
             continue
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
-        for found in (default, *(note for part in _parts(hint, set()) for note in getattr(part, "__metadata__", ()))):
-            if type(found).__module__.partition(".")[0] in ("pydantic", "annotated_types"):
-                raise UsageError(
-                    f"The parameter {name} of {_name_of(function)} has {found!r}, which would be ignored.",
-                    "arguments are decoded by msgspec, which knows neither pydantic's fields nor annotated_types",
-                    f"use Annotated[{_name_of(bare)}, msgspec.Meta(gt=0)] and a plain default, or a pydantic model",
-                )
-        parameters.append(Parameter(name, hint, default, kinds.get(declared.kind, "position")))
+        kind: ParameterKind = kinds.get(declared.kind, "position")
+        what = f"The parameter {name} of {_name_of(function)}"
+        if models.decoder_of(what, hint, default) == "msgspec":
+            parameters.append(Parameter(name, hint, default, kind, name))
+            continue
+        whole = types.GenericAlias(list, (hint,)) if kind == "rest" else hint
+        model = models.ModelledParameter(what, name, index, whole, ... if default is REQUIRED else default)
+        parameters.append(Parameter(model.name, hint, REQUIRED if model.required else default, kind, name, model))
     return parameters, injected, hints.get("return", Any)
-
-
-# What a Struct, a dataclass, a TypedDict and a NamedTuple have, each of them alone.
-_WITH_FIELDS = ("__struct_fields__", "__dataclass_fields__", "__total__", "_field_defaults")
-
-
-def _parts(hint: object, seen: set[object]) -> Iterator[object]:
-    """Yield a type and all types in it: its arguments, and the fields of its classes."""
-    yield hint
-    for part in typing.get_args(hint):
-        yield from _parts(part, seen)
-    behind = getattr(hint, "__supertype__", None) or getattr(hint, "__value__", None)  # NewType; a `type` statement (3.12)
-    if behind is not None and hint not in seen:
-        seen.add(hint)
-        yield from _parts(behind, seen)
-    owner = typing.get_origin(hint) or hint  # of a generic class, the class itself
-    is_class = isinstance(owner, type) and owner not in seen and not hasattr(owner, "model_validate")
-    if is_class and any(hasattr(owner, mark) for mark in _WITH_FIELDS):
-        seen.add(owner)
-        for part in typing.get_type_hints(owner, include_extras=True).values():
-            yield from _parts(part, seen)
 
 
 def _completed(values: Sequence[object]) -> Sequence[object]:
@@ -402,6 +458,8 @@ def _completed(values: Sequence[object]) -> Sequence[object]:
 
 
 def _wire_type(parameter: Parameter) -> object:
+    if parameter.model is not None:
+        return Raw
     return types.GenericAlias(list, (parameter.type,)) if parameter.kind == "rest" else parameter.type
 
 
@@ -410,11 +468,12 @@ def _field(index: int, parameter: Parameter) -> tuple[str, Any, Any]:
     if parameter.kind == "rest":
         return (name, _wire_type(parameter), msgspec.field(default_factory=list))
     if parameter.default is REQUIRED:
-        return (name, parameter.type, msgspec.field())
+        return (name, _wire_type(parameter), msgspec.field())
+    if parameter.model is not None:
+        return (name, Raw, msgspec.field(default_factory=parameter.absent))
     if isinstance(parameter.default, _SCALARS):
         return (name, parameter.type, msgspec.field(default=parameter.default))
-    # As in Python, every call without the argument gets the one default object.
-    return (name, parameter.type, msgspec.field(default_factory=lambda: parameter.default))
+    return (name, parameter.type, msgspec.field(default_factory=parameter.absent))
 
 
 def _getter(count: int) -> Callable[[object], tuple[Any, ...]]:
@@ -431,21 +490,6 @@ def _name_of(function: object) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-# --- pydantic models, without importing pydantic -----------------------------------------------------------------------
-
-
-def _decode_model(type: Any, value: object) -> object:
-    try:
-        model: object = type.model_validate(value)
-        return model
-    except ValueError as error:
-        problems = []
-        for problem in getattr(error, "errors", list)()[:3]:
-            where = ".".join(map(str, problem["loc"]))
-            problems.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
-        raise ValueError("; ".join(problems) or str(error)) from None
-
-
 def _schemas(types: list[object], mode: Literal["validation", "serialization"]) -> tuple[list[JsonObject], JsonObject]:
     """Return the schemas of types, and the definitions that they share. A pydantic model has two schemas, for reading and
     for writing: they may differ in aliases, computed fields and defaults."""
@@ -455,7 +499,10 @@ def _schemas(types: list[object], mode: Literal["validation", "serialization"]) 
         if not hasattr(type, "model_json_schema"):
             raise TypeError(f"{_name_of(type)} is not a type that JSON can carry")
         schema: JsonObject = type.model_json_schema(mode=mode, ref_template="#/$defs/{model}")
-        inner.update(schema.pop("$defs", {}))
+        definitions = schema.pop("$defs", {})
+        if twice := [name for name in definitions.keys() & inner.keys() if definitions[name] != inner[name]]:
+            raise TypeError(f"two types are called {twice[0]}")
+        inner.update(definitions)
         return schema
 
     schemas, definitions = msgspec.json.schema_components(types, schema_hook=hook, ref_template="#/$defs/{name}")
@@ -469,12 +516,18 @@ def _explain(error: Exception, root: str, positions: Sequence[str] = ()) -> str:
     """Return msgspec's message in our form: the place first, no quotes, at most a line of the caller's own text."""
     if isinstance(error, RecursionError):
         return f"{root}: nested too deeply"
-    what, _, where = str(error).partition(" - at `$")
+    what, _, where = str(error).rpartition(" - at `$") if " - at `$" in str(error) else (str(error), "", "")
     what, where = what.replace("`", ""), where.removesuffix("`")
     # A place in the array of params is shown by the parameter's name.
     index = where[1 : where.find("]")] if where.startswith("[") else ""
     if index.isdigit() and int(index) < len(positions):
         where = f".{positions[int(index)]}{where[len(index) + 2 :]}"
+    if isinstance(error.__cause__, ValueError) and hasattr(
+        error.__cause__, "errors"
+    ):  # pydantic's, about a model inside of msgspec's types
+        from wirecall.protocol.models import problems
+
+        return "; ".join(problems(error.__cause__, root + where)[:MOST_PROBLEMS])
     for lead, word in (("Object missing required field ", "missing"), ("Object contains unknown field ", "unknown name")):
         if what.startswith(lead):
             return f"{root}{where}.{what.removeprefix(lead)[:100]}: {word}"

@@ -7,7 +7,7 @@ and checked at registration, before the first call. A contradiction is an error 
 import enum
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Struct
@@ -126,7 +126,6 @@ class Method:
     ) -> None:
         import inspect  # late: `import wirecall` stays light
 
-        self.function = function
         self.kind = kind
         self.is_command = kind is Kind.COMMAND  # asked several times in every call
         self.name = name or str(getattr(function, "__name__", ""))
@@ -179,6 +178,7 @@ class Method:
                 )
         for why, fix in _faults(self, reserved):
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
+        self.function = function if self.signature.result is None else self._finishing(function)
         self.bind = self.signature.bind
         self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
@@ -188,6 +188,23 @@ class Method:
             and timeout is None
             and execution != "sequential"
         )
+
+    def finished(self, value: object) -> object:
+        """Return the value of the function as the result that its annotation describes."""
+        return value if self.signature.result is None else self.signature.result.plain(value)
+
+    def _finishing(self, function: Callable[..., object]) -> Callable[..., object]:
+        """Return a function whose values are finished."""
+        from functools import update_wrapper  # late: few methods need it
+
+        async def later(value: Any) -> object:
+            return self.finished(await value)
+
+        def run(*args: object, **keywords: object) -> object:
+            value = function(*args, **keywords)
+            return later(value) if hasattr(value, "__await__") else self.finished(value)
+
+        return update_wrapper(run, function)
 
     def reconcile(self, context: Context) -> object:
         """Ask the declared reconcile function about an earlier run of the same command; may return an awaitable."""

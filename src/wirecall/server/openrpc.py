@@ -72,6 +72,10 @@ def _placed(schema: Json, method: Method, given: JsonObject | None = None) -> Js
     if not isinstance(schema, dict):
         return schema
     moved = {name: _placed(item, method, given) for name, item in schema.items() if name != "$defs"}
+    discriminator = moved.get("discriminator")
+    if isinstance(discriminator, dict) and isinstance(discriminator.get("mapping"), dict):  # references without `$ref`
+        mapping = {tag: _placed({"$ref": place}, method, given) for tag, place in discriminator["mapping"].items()}
+        moved["discriminator"] = {**discriminator, "mapping": {tag: found["$ref"] for tag, found in mapping.items()}}
     reference = moved.get("$ref")
     if isinstance(reference, str):
         moved["$ref"] = f"#/components/schemas/{_component(method, reference.removeprefix('#/$defs/'), given)}"

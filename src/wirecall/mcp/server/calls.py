@@ -314,9 +314,14 @@ def _arguments(params: CallTool) -> Raw:
 
 def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
     """Return arguments that came as texts as JSON, from which the function's parameters are bound."""
-    types, arguments = {p.name: p.type for p in method.signature.parameters}, {}
+    parameters = {p.name: p for p in method.signature.parameters}
+    arguments: JsonObject = {}
     for name, text in texts.items():
-        wanted = types.get(name, str)
+        declared = parameters.get(name)
+        wanted = str if declared is None else declared.type
+        if declared is not None and declared.model is not None:
+            arguments[name] = declared.model.read_text(text)
+            continue
         if wanted in (str, Any):
             arguments[name] = text
             continue

@@ -8,8 +8,7 @@
 """
 
 import re
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import date, datetime
 from functools import lru_cache
 from typing import Any
@@ -19,7 +18,8 @@ from msgspec import Struct
 
 from wirecall.errors import BadInput, NotCapable, UsageError
 from wirecall.mcp.revisions import Revision
-from wirecall.protocol.messages import JsonObject, encode
+from wirecall.protocol.messages import JsonObject
+from wirecall.protocol.models import Modelled, decoder_of, problems
 
 Schema = JsonObject
 
@@ -84,9 +84,8 @@ class RequestedForm(Struct, frozen=True):
         try:
             return self.convert(filled_in)
         except ValueError as error:  # from msgspec or pydantic; pydantic's text would repeat what the person typed
-            problems: list[JsonObject] = getattr(error, "errors", list)()
-            told = f"{'.'.join(map(str, problems[0]['loc']))}: {problems[0]['msg']}" if problems else str(error)[:200]
-            raise BadInput(f"the client's answer: {told}") from None
+            texts = problems(error, "") if hasattr(error, "errors") else [str(error)[:200]]
+            raise BadInput(f"the client's answer: {'; '.join(text.removeprefix('.') for text in texts)}") from None
 
 
 def form_of(wanted: Any) -> RequestedForm:
@@ -118,14 +117,10 @@ def form_of(wanted: Any) -> RequestedForm:
 def _of_type(wanted: Any) -> RequestedForm:
     """Return the form of a type: pydantic describes its models and types with a `Field`, msgspec describes the others."""
     convert: Callable[[Any], Any]
-    hints = typing.get_type_hints(wanted, include_extras=True).values() if isinstance(wanted, type) else ()
-    marks = [mark for hint in (wanted, *hints) for mark in _marks(hint)]
-    if hasattr(wanted, "__pydantic_core_schema__") or any(type(mark).__module__.startswith("pydantic.") for mark in marks):
-        from pydantic import TypeAdapter  # late: the type is pydantic's, so it is there
-
-        adapter = TypeAdapter(wanted)
-        described = adapter.json_schema()
-        convert = lambda value: adapter.validate_json(encode(value))  # noqa: E731
+    what = f"The form {getattr(wanted, '__name__', wanted)}"
+    if decoder_of(what, wanted) == "pydantic":
+        modelled = Modelled(what, wanted, "validation")
+        described, convert = modelled.schema, modelled.read
     else:
         described = msgspec.json.schema(wanted)
         convert = lambda value: msgspec.convert(value, wanted)  # noqa: E731
@@ -148,13 +143,6 @@ def _of_type(wanted: Any) -> RequestedForm:
     return RequestedForm(fields, required, lambda content: convert({**dict.fromkeys(empty), **content}))
 
 
-def _marks(hint: Any) -> Iterator[Any]:
-    """Yield the metadata of `Annotated` in a type, at any depth."""
-    yield from getattr(hint, "__metadata__", ())
-    for part in typing.get_args(hint):
-        yield from _marks(part)
-
-
 def _field(name: str, given: Any, defs: Mapping[str, Schema], wanted: Any) -> tuple[Schema, bool]:
     """Return a field in the words of MCP, and whether it may be null. Words that only narrow a field are left out: the type
     itself checks the answer."""
@@ -164,7 +152,8 @@ def _field(name: str, given: Any, defs: Mapping[str, Schema], wanted: Any) -> tu
     members = schema.get("anyOf")
     if members and {"type": "null"} in members and len(members) == 2:
         nullable = True
-        schema = _resolved(next(member for member in members if member != {"type": "null"}), defs)
+        around = {key: value for key, value in schema.items() if key != "anyOf"}  # such as a format of the field
+        schema = {**around, **_resolved(next(member for member in members if member != {"type": "null"}), defs)}
     kind = schema.get("type")
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     titled = schema.get("oneOf")

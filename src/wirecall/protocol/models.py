@@ -1,0 +1,270 @@
+"""Parameters and results whose types are pydantic's.
+
+1. A parameter is pydantic's if its annotation or its default has a model, a pydantic dataclass, a type of pydantic's, a
+   `Field(...)` or a constraint of annotated_types anywhere in it (`decoder_of`). A model of the parameter then decodes and
+   describes it, with aliases, defaults, validators and discriminators. Everything else stays with msgspec.
+2. A type that has something of both libraries stays with msgspec if only whole models are pydantic's: a hook decodes those.
+   Otherwise one library would ignore the constraints of the other, and the registration fails.
+3. Values are JSON: "5" is not an int, as everywhere in wirecall. A parameter in which a model or a field declares `strict`,
+   either way, has the mode that pydantic gives it.
+4. A result is written and described by its annotation, in pydantic's serialization mode and by alias.
+
+pydantic itself is imported when the first such type is registered. This module is imported when the first function is.
+"""
+
+import sys
+import typing
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Raw, Struct, UnsetType
+
+from wirecall.errors import MOST_PROBLEMS, UsageError
+from wirecall.protocol.messages import JsonObject, decode_value, encode
+
+if TYPE_CHECKING:
+    pass
+
+Library: TypeAlias = Literal["msgspec", "pydantic"]
+
+REF_TEMPLATE = "#/$defs/{model}"
+
+# What a Struct, a dataclass, a TypedDict and a NamedTuple have, each of them alone.
+_WITH_FIELDS = ("__struct_fields__", "__dataclass_fields__", "__total__", "_field_defaults")
+_PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")
+_KINDS = {dict: "object", list: "array", type(None): "null"}  # the others have the names that they have in Python
+
+
+def parts(hint: object, seen: set[object], owner: Library | None = None) -> Iterator[tuple[object, Library | None]]:
+    """Yield a type and all types in it: its arguments, and the fields of its classes. With each comes the library that
+    decodes it for sure, because a Struct or a model is around it."""
+    yield hint, owner
+    for part in typing.get_args(hint):
+        yield from parts(part, seen, owner)
+    behind = getattr(hint, "__supertype__", None) or getattr(hint, "__value__", None)  # NewType; a `type` statement (3.12)
+    if behind is not None and hint not in seen:
+        seen.add(hint)
+        yield from parts(behind, seen, owner)
+    kind = typing.get_origin(hint) or hint  # of a generic class, the class itself
+    if not isinstance(kind, type) or (kind, owner) in seen:
+        return
+    fields = getattr(kind, "__pydantic_fields__", None)
+    if isinstance(fields, dict):
+        seen.add((kind, owner))
+        for field in fields.values():
+            whole = typing.Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+            yield from parts(whole, seen, "pydantic")
+    elif any(hasattr(kind, mark) for mark in _WITH_FIELDS):
+        seen.add((kind, owner))
+        inside: Library | None = "msgspec" if hasattr(kind, "__struct_fields__") else owner
+        for part in typing.get_type_hints(kind, include_extras=True).values():
+            yield from parts(part, seen, inside)
+
+
+def decoder_of(what: str, hint: object, default: object = None) -> Library:
+    """Return the library that decodes and describes a type. Raises `UsageError` if each would ignore a part of it."""
+    alone: object = default if is_field(default) else None  # something of pydantic's that msgspec does not decode
+    in_struct = ours = None
+    has_models = False
+    for part, owner in parts(hint, set()):
+        kind = typing.get_origin(part) or part
+        notes = getattr(part, "__metadata__", ())
+        theirs = [note for note in notes if is_field(note)]
+        if isinstance(kind, type) and not theirs and is_field(kind):
+            if hasattr(kind, "model_validate"):
+                has_models = True
+            else:
+                theirs = [kind]
+        if theirs and owner == "msgspec":
+            in_struct = theirs[0]
+        elif theirs and owner is None:
+            alone = theirs[0]
+        is_ours = isinstance(kind, type) and (issubclass(kind, Struct) or kind in (Raw, UnsetType))
+        if sys.version_info < (3, 12) and typing.is_typeddict(kind) and type(kind).__module__ == "typing":
+            is_ours = True  # pydantic reads only those of typing_extensions
+        found = next((note for note in notes if isinstance(note, msgspec.Meta)), part if is_ours else None)
+        if found is not None and owner == "pydantic":
+            raise UsageError(
+                f"{what} has {found!r} in a pydantic model, which would be ignored.",
+                "pydantic decodes its models, and does not know msgspec's types",
+                "use a pydantic Field or a pydantic model there",
+            )
+        ours = ours or found
+    ignored = in_struct or (alone if ours is not None else None)
+    if ignored is not None:
+        raise UsageError(
+            f"{what} has {ignored!r}, which would be ignored.",
+            f"msgspec decodes {'the Struct around it' if in_struct else f'the type, because it has {ours!r}'}",
+            "use msgspec.Meta(gt=0) for constraints in msgspec's types, or pydantic for the whole type",
+        )
+    return "pydantic" if alone is not None or (has_models and ours is None) else "msgspec"
+
+
+def is_field(found: object) -> bool:
+    """Return whether a type, or a note in an `Annotated`, belongs to pydantic."""
+    kind = found if isinstance(found, type) else type(found)
+    is_theirs = hasattr(kind, "__get_pydantic_core_schema__") or hasattr(kind, "__pydantic_validator__")
+    return is_theirs or kind.__module__.partition(".")[0] in _PYDANTIC
+
+
+@lru_cache(maxsize=1000)
+def _is_strict(hint: Any) -> bool | None:
+    """Return True where no part of a type declares a mode, else None, which leaves it to pydantic."""
+    for part, _ in parts(hint, set()):
+        config = getattr(part, "model_config", None) or getattr(part, "__pydantic_config__", None) or {}
+        notes = [*getattr(part, "__metadata__", ())]
+        notes += [inner for note in notes for inner in getattr(note, "metadata", ())]  # of a Field
+        if "strict" in config or any(hasattr(note, "strict") for note in notes):
+            return None
+    return True
+
+
+class ModelledParameter:
+    """A parameter that pydantic decodes and describes: the only field of a model."""
+
+    def __init__(self, what: str, name: str, index: int, hint: Any, default: object) -> None:
+        from pydantic import Field, create_model  # late: only apps that use pydantic load it
+
+        # A `Field` of the user's, in the annotation or as the default, takes precedence over this one, which has the name.
+        bare, *notes = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+        named: Any = typing.Annotated[(bare, Field(alias=name), *notes)]
+        self._field = f"f{index}"
+        fields: Any = {self._field: (named, default)}
+        with _complaints(what):
+            self.model = create_model("Params", **fields)
+        field = self.model.model_fields[self._field]
+        self.required = field.is_required()
+        if not isinstance(field.validation_alias, str):
+            raise UsageError(
+                f"{what} has {field.validation_alias!r} as its name.",
+                "a parameter has one name, the one in its schema",
+                'use one text: Field(alias="...")',
+            )
+        if field.default_factory_takes_validated_data:
+            raise UsageError(
+                f"{what} has a default_factory that takes other values.",
+                "each parameter is decoded by itself",
+                "use a default_factory without parameters",
+            )
+        self.name = field.validation_alias
+        self._opening = b"{%b:" % encode(self.name)
+        self._strict = _is_strict(self.model)
+
+    def decode(self, raw: Raw) -> object:
+        """Return the value of JSON. Raises `ValueError`, which `problems` explains, if it does not fit."""
+        data = bytes(raw)
+        if b"e" in data or b"E" in data:
+            decode_value(raw)  # raises for a number that no float can hold; pydantic would take it as infinity
+        return getattr(self.model.model_validate_json(b"%b%b}" % (self._opening, data), strict=self._strict), self._field)
+
+    def default(self) -> object:
+        """Return the value of a parameter that is not given."""
+        return getattr(self.model.model_validate_json(b"{}", strict=self._strict), self._field)
+
+    def read_text(self, text: str) -> object:
+        """Return an argument that came as a text as JSON: as a string if that fits, else as what is written in the text."""
+        for raw in (Raw(encode(text)), Raw(text.encode())):
+            try:
+                self.decode(raw)
+            except ValueError:
+                continue
+            return decode_value(raw)
+        try:
+            return decode_value(text)
+        except ValueError:
+            return text
+
+    def problems(self, error: Exception, where: str) -> list[str]:
+        """Return why a value does not fit."""
+        return problems(error, where, skip=1)
+
+
+def decode_model(type: Any, value: object) -> object:
+    """Return a model inside one of msgspec's types: the hook of msgspec's decoders."""
+    return type.model_validate_json(encode(value), strict=_is_strict(type))
+
+
+def describe(what: str, parameters: Sequence[ModelledParameter]) -> tuple[dict[str, JsonObject], JsonObject]:
+    """Return the schemas of parameters by their names, and the definitions that they share."""
+    if not parameters:
+        return {}, {}
+    from pydantic import create_model
+
+    with _complaints(what):
+        whole = create_model("Params", __base__=tuple(each.model for each in parameters))
+        schema = whole.model_json_schema(ref_template=REF_TEMPLATE)
+    return schema["properties"], schema.get("$defs", {})
+
+
+class Modelled:
+    """A type that pydantic reads, writes and describes: that of a result, or of a form."""
+
+    def __init__(self, what: str, hint: Any, mode: Literal["validation", "serialization"]) -> None:
+        from pydantic import TypeAdapter  # late, as above
+
+        with _complaints(what):
+            self._adapter: TypeAdapter[Any] = TypeAdapter(hint)
+            self.schema = self._adapter.json_schema(mode=mode, ref_template=REF_TEMPLATE)
+        self._strict = _is_strict(hint)
+
+    def read(self, value: object) -> object:
+        """Return the value of JSON. Raises `ValueError`, which `problems` explains, if it does not fit."""
+        return self._adapter.validate_json(encode(value), strict=self._strict)
+
+    def plain(self, value: object) -> object:
+        """Return a value as the JSON that its annotation describes."""
+        if isinstance(value, Struct):  # MCP's own results, which a tool may return whatever it declares
+            return value
+        return self._adapter.dump_python(value, mode="json", by_alias=True, warnings=False)
+
+
+@contextmanager
+def _complaints(what: str) -> Iterator[None]:
+    """Turn what pydantic says about a type at registration into a `UsageError`, its warnings included."""
+    from pydantic import PydanticUserError
+
+    with warnings.catch_warnings():
+        # A warning is about something that pydantic ignores. A default that is not JSON is only left out of the schema.
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=r".*\[non-serializable-default\]")
+        try:
+            yield
+        except (PydanticUserError, UserWarning, TypeError, ValueError, NameError) as error:
+            raise UsageError(
+                f"{what} has a type that pydantic cannot read from JSON and describe.",
+                str(error).split("\n\nFor further")[0],
+                "use types that JSON can carry, and put aliases and defaults on whole parameters or on fields of models",
+            ) from error
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def problems(error: Exception, root: str, skip: int = 0) -> list[str]:
+    """Return pydantic's problems in our form: the place first, no quotation of the value. `skip` leaves out the first steps
+    of each place, for which `root` stands."""
+    if not hasattr(error, "errors"):  # of msgspec: a number out of range, or nested too deeply
+        return [f"{root}: {str(error).lower()[:200]}"]
+    texts = []
+    found: list[JsonObject] = error.errors(include_url=False, include_context=False)
+    for problem in found[:MOST_PROBLEMS]:
+        where = root + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem["loc"][skip:])
+        kind, text, value = problem["type"], str(problem["msg"]), problem["input"]
+        if kind == "missing":
+            text = "missing"
+        elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
+            text = "unknown name"
+        elif kind in ("value_error", "assertion_error"):  # of a validator
+            text = text.partition(", ")[2]
+        elif text.startswith("Input should be "):
+            text = text.replace("Input should be ", "expected ", 1)
+            if kind.endswith("_type"):
+                text += f", got {_KINDS.get(type(value), type(value).__name__)}"
+        else:
+            text = text[:1].lower() + text[1:]
+        texts.append(f"{where}: {text[:200]}")
+    return texts
