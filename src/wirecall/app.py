@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from wirecall.declarations import Declarations, milliseconds
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
     from wirecall.protocol.sending import Sending
     from wirecall.server.dispatch import Dispatcher, Middleware
+    from wirecall.server.lifespan import Lifespan
     from wirecall.transports.asgi import HttpServer
     from wirecall.transports.serve import ServerName
 
@@ -38,6 +40,7 @@ Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None
 
 MODE_VARIABLE = "WIRECALL_MODE"
 SECRET_VARIABLE = "WIRECALL_SECRET"
+GRACE = 10.0  # seconds for the calls in flight when an app is closed
 LIST_TTL = 60.0  # seconds; a client that listens hears of a change before that
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
 
@@ -59,6 +62,9 @@ class App(Declarations):
     For HTTP: `authenticate` takes the headers of a request and returns the caller's name, or None to refuse. `hosts` and
     `origins` are the names of the server and of the web pages that may call it, besides the loopback's. `secret` seals
     the state that clients keep for the server; processes that share it serve each other's sessions (or WIRECALL_SECRET).
+
+    `lifespan` takes the app and returns an async context manager. Every process enters it before the first call and leaves
+    it after the last one; its value is `ctx.state`.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class App(Declarations):
         origins: Sequence[str] = (),
         secret: str | None = None,
         single_user: bool = False,
+        lifespan: "Callable[[App], AbstractAsyncContextManager[object]] | None" = None,
     ) -> None:
         self.name = name
         self.version = version
@@ -116,6 +123,11 @@ class App(Declarations):
         self._building = threading.Lock()  # for the parts that are made on first use, so that all threads get the same ones
         self._catalog: Catalog | None = None
         self._mcp: Server | None = None
+        self._lifespan: Lifespan | None = None
+        if lifespan is not None:
+            from wirecall.server import lifespan as lifespans  # late: `import wirecall` stays light
+
+            self._lifespan = lifespans.Lifespan(partial(lifespan, self), lambda: self.limits.start_time)
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
@@ -180,11 +192,19 @@ class App(Declarations):
     async def _answer(
         self, data: Data, *, caller: str, replayed: list[Id] | None, key: str | None, sending: "Sending | None" = None
     ) -> bytes | None:
+        if self._lifespan is not None:
+            await self._lifespan.enter()
         reply = (self._dispatcher or self._serving()).handle(data, caller, False, replayed, key, sending)
         return reply if reply is None or isinstance(reply, bytes) else await reply
 
     def handle_sync(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
         """Answer one message without an event loop; raises `CannotWait` if a handler tries to wait."""
+        if self._lifespan is not None and not self._lifespan.is_entered:
+            raise UsageError(
+                "handle_sync cannot start the app.",
+                "its lifespan needs an event loop",
+                "use `await app.handle(...)`, or call handle_sync inside `async with app`",
+            )
         reply = (self._dispatcher or self._serving()).handle(data, caller, True, replayed)
         if reply is None or isinstance(reply, bytes):
             return reply
@@ -205,6 +225,7 @@ class App(Declarations):
             await self.aclose(grace * 3 / 4)
 
         async def startup() -> None:
+            await self._enter()
             await endpoint.open()
             self._adopt_tasks()
 
@@ -219,6 +240,7 @@ class App(Declarations):
             hosts=self._hosts,
             origins=self._origins,
             startup=startup,
+            entering=None if self._lifespan is None else self._lifespan.enter,
             shutdown=shutdown,
         )
 
@@ -252,7 +274,7 @@ class App(Declarations):
         if transport == "stdio":
             from wirecall.transports import stdio
 
-            stdio.serve(self._connect, grace=grace, cleanup=self.aclose, limits=self.limits)
+            stdio.serve(self._connect, grace=grace, startup=self._enter, cleanup=self.aclose, limits=self.limits)
         else:
             from wirecall.transports import serve as run_http
 
@@ -287,6 +309,8 @@ class App(Declarations):
                 return "the ledger cannot be reached, or does not accept writes"
             return None
 
+        if self._lifespan is not None and self._lifespan.has_ended:
+            return "the lifespan of the app has ended"
         loop = asyncio.get_running_loop()
         last = self._question
         if not last or last[1].get_loop() is not loop or (last[1].done() and loop.time() >= last[0] + ASK_EVERY):
@@ -368,6 +392,7 @@ class App(Declarations):
                     middleware=self._middleware,
                     execution=self._execution,
                     strict=self._strict,
+                    lifespan=self._lifespan,
                 )
             return self._dispatcher
 
@@ -376,8 +401,8 @@ class App(Declarations):
         if any(method.task is not None for method in self.registry.tools.values()):
             self.mcp().tasks.open()
 
-    async def aclose(self, grace: float = 10.0) -> None:
-        """Finish the calls in flight, within `grace` seconds, and close the ledger."""
+    async def aclose(self, grace: float = GRACE) -> None:
+        """Finish the calls in flight, within `grace` seconds, close the ledger, and leave the lifespan."""
         if self._mcp is not None:
             self._mcp.tasks.close()
         ends_at = time.monotonic() + grace
@@ -394,8 +419,27 @@ class App(Declarations):
             await audit.aclose(max(0.0, ends_at - time.monotonic()))
         if self._dispatcher is dispatcher:
             self._dispatcher = None  # the next call makes another
+        if self._lifespan is not None:
+            await self._left(dispatcher, ends_at)
+
+    async def _enter(self) -> None:
+        """Enter the lifespan, before a client or a server sends the first call."""
+        if self._lifespan is not None:
+            await self._lifespan.hold()
+
+    async def _leave(self) -> None:
+        """Hear that a client has closed. The last one leaves the lifespan, unless a server or `async with app` holds it."""
+        if self._lifespan is not None and self._lifespan.let_go():
+            await self._left(self._dispatcher, time.monotonic() + GRACE)
+
+    async def _left(self, dispatcher: "Dispatcher | None", ends_at: float) -> None:
+        assert self._lifespan is not None
+        if dispatcher is not None:
+            await dispatcher.drain(max(0.0, ends_at - time.monotonic()))
+        await self._lifespan.leave(max(0.0, ends_at - time.monotonic()))
 
     async def __aenter__(self) -> "App":
+        await self._enter()
         self._adopt_tasks()
         return self
 

@@ -145,7 +145,8 @@ class Call(Struct, eq=False):
     peer: Remote | None = None  # the MCP client, if the call came that way
     task: Detachable | None = None  # where the call can become a task
     shape: Shape | None = None  # makes the call's result of the function's value, where that is not the value itself
-    state: JsonObject = {}  # for middleware and handlers
+    values: JsonObject = {}  # that middleware leaves for the handler
+    state: object = UNSET  # of the app's lifespan, if it has one
     run: Running | None = None  # of a command with a key
     fingerprint: bytes | None = None  # of a command whose params fit
     reached: bool = False  # the middleware has let the call through
@@ -213,9 +214,14 @@ class Context:
         return self._call.recorded
 
     @property
-    def state(self) -> dict[str, Json]:
-        """Values that middleware leaves for the handler."""
-        return self._call.state
+    def state(self) -> Any:
+        """The value that the app's lifespan yields, the same in every call. Without a lifespan it is `values`."""
+        return self._call.values if self._call.state is UNSET else self._call.state
+
+    @property
+    def values(self) -> dict[str, Json]:
+        """Values of this call, which middleware leaves for the handler."""
+        return self._call.values
 
     @property
     def meta(self) -> JsonObject:

@@ -46,6 +46,7 @@ from wirecall.protocol.sending import Sending
 from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Context, CorrelationId, Frame, Handler, InputRequired, Shape, call_of, correlation_of
 from wirecall.server.events import CallEnded, Events, log
+from wirecall.server.lifespan import Lifespan
 from wirecall.server.method import Execution, Method, Registry
 from wirecall.server.policy import ANONYMOUS, Policy, fingerprint
 from wirecall.stepping import cancels, in_thread, is_closing, needs_loop, resume, settled
@@ -90,6 +91,7 @@ class Dispatcher:
         middleware: Sequence[Middleware] = (),
         execution: Execution | None = None,
         strict: bool = True,
+        lifespan: Lifespan | None = None,
     ) -> None:
         self._methods = registry.methods
         self._policy = policy
@@ -102,7 +104,9 @@ class Dispatcher:
             self._guarded = partial(_around, layer, inner)
         self._execution = execution
         self._strict = strict
+        self._lifespan = lifespan
         self._in_flight = 0
+        self._idle: asyncio.Event | None = None  # set when no call is in flight
         # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
         whose = policy.whose(ANONYMOUS, None)
         self._quiet = [Frame(ANONYMOUS, alone, self._in_full, events.observed, whose=whose) for alone in (False, True)]
@@ -182,13 +186,30 @@ class Dispatcher:
                 unwatched.written()
             return sealed
         finally:
-            self._in_flight -= count
+            self._ended(count)
             if unwatched is not None:
                 unwatched.lost()
 
     async def aclose(self, grace: float) -> None:
         """Finish or release the commands that are in flight."""
         await self.commands.aclose(grace)
+
+    async def drain(self, timeout: float) -> None:
+        """Wait until no call is in flight, for `timeout` seconds at most."""
+        if not self._in_flight:
+            return
+        self._idle = self._idle or asyncio.Event()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("stopping with %d calls in flight", self._in_flight)
+        self._idle = None
+
+    def _ended(self, count: int) -> None:
+        self._in_flight -= count
+        if self._idle is not None and not self._in_flight:
+            self._idle.set()
 
     # --- one entry of JSON-RPC ---------------------------------------------------------------------------------------
 
@@ -282,6 +303,8 @@ class Dispatcher:
         """Return the result of an admitted call, as `Raw` or a constant; or raise the `RpcError` that answers it."""
         error: BaseException | None = None
         try:
+            if self._lifespan is not None:
+                call.state = self._lifespan.state
             context = Context(call)
             result = await (self._guarded(context) if self._guarded else self._invoke(call, context))
             if result is not call.result:  # the middleware has replaced it
@@ -364,7 +387,7 @@ class Dispatcher:
             assert isinstance(result, Raw)
             return result
         finally:
-            self._in_flight -= 1
+            self._ended(1)
 
     def frame(self, caller: str, peer: str | None, sending: Sending | None) -> Frame:
         """Return the frame of a call that was parsed elsewhere."""
@@ -406,7 +429,7 @@ class Dispatcher:
         except BaseException as error:
             raise self._as_error(method.name, id, error) from None
         finally:
-            self._in_flight -= 1
+            self._ended(1)
 
     # --- the reply ---------------------------------------------------------------------------------------------------
 

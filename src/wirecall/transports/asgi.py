@@ -16,7 +16,7 @@ from inspect import isawaitable
 from itertools import chain
 from typing import Any, TypeAlias
 
-from wirecall.errors import Gone, Unauthorized, UsageError
+from wirecall.errors import Gone, StartFailed, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
 from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, HttpRequest, Pairs, Receive, Scope, Send, Waits
@@ -32,7 +32,8 @@ class HttpServer:
 
     `hosts` are names of the server ("example.com", "example.com:8443", "*.example.com"; "*" for any), besides those of the
     loopback. `origins` are web pages that may call it and read its answers ("https://app.example.com"; "*" for any).
-    `startup` runs before the first request, `shutdown` after the last one: it gets the seconds that it may take.
+    `startup` runs before the first request, `shutdown` after the last one: it gets the seconds that it may take. `entering`
+    runs before each request: an app around this one may not forward the lifespan of ASGI, so nothing has run `startup`.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class HttpServer:
         origins: Sequence[str] | None = None,
         startup: Callable[[], Awaitable[None]] | None = None,
         shutdown: Callable[[float], Awaitable[None]] | None = None,
+        entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.routes = dict(routes)
         self.limits = limits or Limits()
@@ -54,6 +56,7 @@ class HttpServer:
         self._guard = Guard(hosts or (), origins or ())
         self._startup = startup
         self._shutdown = shutdown
+        self._entering = entering
         self._active: dict[HttpRequest, asyncio.Task[Any] | None] = {}
         self._streams: set[HttpRequest] = set()
         self._held: Counter[str] = Counter()  # streams of each caller, or of each session of an anonymous one
@@ -104,7 +107,14 @@ class HttpServer:
             # Step 4: `authenticate` names the caller (401). Probes come without a secret.
             if self._authenticate is not None and path not in PROBES:
                 request.caller = request.holder = await self._identify(self._authenticate, headers)
-            # Step 5: the endpoint reads the body, then responds or streams.
+            # Step 5: the application has started (503). Probes do not wait for it.
+            if self._entering is not None and path not in PROBES:
+                try:
+                    await self._entering()
+                except StartFailed as error:
+                    logger.error("%s", error, exc_info=error.__cause__)
+                    raise HttpError(503, "the app cannot start", [("retry-after", "1")]) from None
+            # Step 6: the endpoint reads the body, then responds or streams.
             await endpoint(request)
         except HttpError as refusal:
             await request.refuse(refusal)
