@@ -382,6 +382,7 @@ class App(Declarations):
 
         with self._building:
             if self._dispatcher is None:
+                self._prepare()
                 self._audit = Audit(self._audit_path) if self._audit_path else None
                 events = Events([self._audit.note] if self._audit else [])
                 self._dispatcher = Dispatcher(
@@ -395,6 +396,10 @@ class App(Declarations):
                     lifespan=self._lifespan,
                 )
             return self._dispatcher
+
+    @property
+    def _is_serving(self) -> bool:
+        return self._dispatcher is not None
 
     def _adopt_tasks(self) -> None:
         """Look for tasks that other processes have left, from now on."""
@@ -423,7 +428,8 @@ class App(Declarations):
             await self._left(dispatcher, ends_at)
 
     async def _enter(self) -> None:
-        """Enter the lifespan, before a client or a server sends the first call."""
+        """Check the providers and enter the lifespan, before a client or a server sends the first call."""
+        self._prepare()
         if self._lifespan is not None:
             await self._lifespan.hold()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, ov
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
+from wirecall.protocol.params import place_of
 from wirecall.server.method import (
     EVERYWHERE,
     Execution,
@@ -28,6 +29,7 @@ from wirecall.server.method import (
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
+    from wirecall.server.providers import Providers
 
 F = TypeVar("F", bound=Callable[..., object])
 Scope: TypeAlias = Literal["public", "private"]
@@ -41,7 +43,9 @@ class Declarations:
 
     def __init__(self, ledger_scheme: str) -> None:
         self.registry = Registry()
+        self.providers: Providers | None = None
         self._ledger_scheme = ledger_scheme
+        self._declared: list[Method] = []
 
     @overload
     def query(self, function: F, /) -> F: ...
@@ -253,6 +257,37 @@ class Declarations:
 
         return register
 
+    @overload
+    def provide(self, function: F, /) -> F: ...
+    @overload
+    def provide(self, /, *, blocking: bool = False) -> Callable[[F], F]: ...
+    def provide(self, function: F | None = None, /, *, blocking: bool = False) -> F | Callable[[F], F]:
+        """Register a function that makes values of its return type, for the handlers that take a parameter of that type.
+
+        It may be a coroutine function, or a generator of one value whose rest is the clean-up. It may take a `Context` and
+        other provided types. It makes one value per call. `blocking=True` runs a plain function in a thread.
+        """
+
+        def register(function: F) -> F:
+            from wirecall.server.providers import Provider, Providers  # late: few apps have providers
+
+            provider = Provider(function, blocking=blocking)
+            self.providers = self.providers or Providers()
+            self.providers.add(provider)
+            # A parameter that was read as the caller's before would stay the caller's.
+            for method in self._declared:
+                for parameter in method.signature.parameters:
+                    if self.providers.find(parameter.type) is not None:
+                        raise UsageError(
+                            f"The provider {provider} comes too late.",
+                            f"{method.name} at {place_of(method.function)} has a parameter {parameter.name} of its type, "
+                            "which callers can fill",
+                            "register the provider before the methods that use it",
+                        )
+            return function
+
+        return register if function is None else register(function)
+
     def catalog(self) -> "Catalog":
         """Return the prompts, resources and completions; `App`, which knows MCP's server, makes them."""
         raise NotImplementedError
@@ -261,13 +296,35 @@ class Declarations:
 
     def _register(self, kind: Kind, function: F | None, declared: JsonObject) -> F | Callable[[F], F]:
         def register(function: F) -> F:
-            self.registry.add(Method(function, kind, **declared))
+            method = Method(function, kind, find=self.providers and self.providers.find, **declared)
+            self.registry.add(method)
+            self._declare(method)
             return function
 
         return register if function is None else register(function)
 
     def _query(self, function: Callable[..., object], name: str, declared: JsonObject) -> Method:
-        return Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, **declared)
+        find = self.providers and self.providers.find
+        method = Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, find=find, **declared)
+        self._declare(method)
+        return method
+
+    def _declare(self, method: Method) -> None:
+        """Keep a method for the providers: a later one looks at it, and the start of the app prepares it."""
+        self._declared.append(method)
+        if self._is_serving and self.providers is not None:
+            method.prepare(self.providers)
+
+    def _prepare(self) -> None:
+        """Find out how the provided arguments of all methods are made, before the first call."""
+        if self.providers is not None:
+            self.providers.check()
+            for method in self._declared:
+                method.prepare(self.providers)
+
+    @property
+    def _is_serving(self) -> bool:
+        return False
 
     def _terms(self, declared: JsonObject) -> Terms:
         """Take the terms of a command out of its declaration."""

@@ -36,6 +36,7 @@ TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a name in a header (RFC 91
 REQUIRED: object = type("REQUIRED", (), {"__repr__": lambda _: "REQUIRED"})()
 
 Binder = Callable[[Raw | UnsetType], Sequence[object]]
+Find = Callable[[object], object | None]  # returns the provided type for an annotation, if there is one
 
 _NO_PARAMS = Raw(b"[]")
 _SCALARS = (type(None), bool, int, float, str)
@@ -69,9 +70,11 @@ class Parameter(Struct, frozen=True):
 class Signature:
     """How one function takes its params."""
 
-    def __init__(self, function: Callable[..., object], *, inject: type, keyed: bool = False) -> None:
+    def __init__(
+        self, function: Callable[..., object], *, inject: type, keyed: bool = False, find: Find | None = None
+    ) -> None:
         self.function = function
-        self.parameters, self.injected, self.returns = _inspect(function, inject)
+        self.parameters, self.injected, self.provided, self.returns = read_signature(function, inject, find)
         names = [p.name for p in self.parameters]
         self.takes_key = KEY in names
         self.key_position = next((i for i, p in enumerate(self.parameters) if p.name == KEY and p.kind == "position"), None)
@@ -80,11 +83,16 @@ class Signature:
         self._positional = [p for p in self.parameters if p.kind == "position"]
         self._rest = next((p for p in self.parameters if p.kind == "rest"), None)
         self._others = next((p for p in self.parameters if p.kind == "others"), None)
-        self.simple = not self.injected and self._named in (self._positional, [self._rest]) and self._others is None
+        self.is_flat = self._named in (self._positional, [self._rest]) and self._others is None
+        self.simple = self.is_flat and not self.injected and not self.provided
 
         # Names that must not arrive in `**others`: `self` of a method, the arguments of a partial, the context.
         code = getattr(function, "__code__", None) or getattr(getattr(function, "func", None), "__code__", None)
-        self._taken = {*(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()), *self.injected}
+        self._taken = {*(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ())}
+        self._taken |= {*self.injected, *self.provided}
+        # The parameters that no caller fills, in the order in which they are inserted.
+        places = {**self.injected, **{name: index for name, (_, index) in self.provided.items()}}
+        self._filled = sorted(places.items(), key=lambda place: -1 if place[1] is None else place[1])
 
         # The decoders. The fields of the structs have made-up names, because `_meta` or `self` cannot be a field's name.
         fields = [_field(i, p) for i, p in enumerate(self._named)]
@@ -115,7 +123,8 @@ class Signature:
         self.has_headers = self._mark()
 
     def bind_all(self, raw: Raw | UnsetType, injected: object) -> tuple[Sequence[object], Mapping[str, object]]:
-        """Return the arguments of any function; `injected` goes to the parameters annotated with the injected type."""
+        """Return the arguments of any function; `injected` goes to the parameters of the injected type. A provided parameter
+        is None until its value is made."""
         if self.simple:
             return self.bind(raw), {}
         given = _NO_PARAMS if raw is UNSET else raw
@@ -157,11 +166,12 @@ class Signature:
             raise self._misfit(given, error) from None
         if self._has_dataclasses:
             _completed([*args, *keywords.values()])
-        for name, index in self.injected.items():
+        for name, index in self._filled:
+            value = injected if name in self.injected else None
             if index is None:
-                keywords[name] = injected
+                keywords[name] = value
             else:
-                args.insert(index, injected)
+                args.insert(index, value)
         return args, keywords
 
     def _binder(self) -> Binder:
@@ -260,7 +270,7 @@ class Signature:
                 why = "only a str, an int, a bool, or a Literal of one of these fits into a header"
                 fix = "use one of these types; a parameter that may be left out has a default"
             if why:
-                raise UsageError(f"The parameter {p.name} of {_name_of(self.function)} cannot have {marks[0]!r}.", why, fix)
+                raise UsageError(f"The parameter {p.name} of {name_of(self.function)} cannot have {marks[0]!r}.", why, fix)
             seen.add(name.lower())
             schema |= {"type": kind, MARK: name}
         return bool(seen)
@@ -281,7 +291,7 @@ class Signature:
 
     def _unusable(self, error: Exception) -> UsageError:
         return UsageError(
-            f"The parameters of {_name_of(self.function)} cannot be decoded from JSON.",
+            f"The parameters of {name_of(self.function)} cannot be decoded from JSON.",
             str(error),
             "annotate with JSON types, dataclasses, TypedDict, msgspec Struct or pydantic models, or leave untyped",
         )
@@ -304,8 +314,11 @@ class Signature:
         return f"params: expected {expected} arguments{names and f' ({names})'}, got {count}"
 
 
-def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parameter], dict[str, int | None], object]:
-    """Return the parameters of a function, the positions of those of type `inject` (None: by name), and its result type."""
+def read_signature(
+    function: Callable[..., object], inject: type, find: Find | None = None
+) -> tuple[list[Parameter], dict[str, int | None], dict[str, tuple[object, int | None]], object]:
+    """Return the parameters of a function, the positions of those of type `inject` (None: by name), the types and positions
+    of those that `find` knows, and its result type."""
     import inspect  # late: `import wirecall` stays light
 
     # Step 1: the signature and the annotations.
@@ -313,7 +326,7 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
         signature = inspect.signature(function)
     except ValueError as error:
         raise UsageError(
-            f"The signature of {_name_of(function)} cannot be read.", str(error), "wrap it in a function"
+            f"The signature of {name_of(function)} cannot be read.", str(error), "wrap it in a function"
         ) from error
     is_function = isinstance(function, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type))
     target = function if is_function else getattr(function, "func", type(function).__call__)
@@ -323,7 +336,7 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
         hints = {}
     except NameError as error:
         raise UsageError(
-            f"An annotation of {_name_of(function)} cannot be resolved: {error}.",
+            f"An annotation of {name_of(function)} cannot be resolved: {error}.",
             "annotations are read when the function is registered, in the namespace of its module",
             "define the type at module level, before the function",
         ) from error
@@ -336,23 +349,28 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
     }
     parameters: list[Parameter] = []
     injected: dict[str, int | None] = {}
+    provided: dict[str, tuple[object, int | None]] = {}
     for index, (name, declared) in enumerate(signature.parameters.items()):
         hint = hints.get(name, Any)
         bare = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
         choices = typing.get_args(bare) if typing.get_origin(bare) in (typing.Union, types.UnionType) else (bare,)
+        place = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
         if inject in choices:
-            injected[name] = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
+            injected[name] = place
+            continue
+        if find is not None and (known := find(hint)) is not None:
+            provided[name] = known, place
             continue
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
         for found in (default, *(note for part in _parts(hint, set()) for note in getattr(part, "__metadata__", ()))):
             if type(found).__module__.partition(".")[0] in ("pydantic", "annotated_types"):
                 raise UsageError(
-                    f"The parameter {name} of {_name_of(function)} has {found!r}, which would be ignored.",
+                    f"The parameter {name} of {name_of(function)} has {found!r}, which would be ignored.",
                     "arguments are decoded by msgspec, which knows neither pydantic's fields nor annotated_types",
-                    f"use Annotated[{_name_of(bare)}, msgspec.Meta(gt=0)] and a plain default, or a pydantic model",
+                    f"use Annotated[{name_of(bare)}, msgspec.Meta(gt=0)] and a plain default, or a pydantic model",
                 )
         parameters.append(Parameter(name, hint, default, kinds.get(declared.kind, "position")))
-    return parameters, injected, hints.get("return", Any)
+    return parameters, injected, provided, hints.get("return", Any)
 
 
 # What a Struct, a dataclass, a TypedDict and a NamedTuple have, each of them alone.
@@ -427,8 +445,14 @@ def _getter(count: int) -> Callable[[object], tuple[Any, ...]]:
     return lambda struct: (get(struct),)
 
 
-def _name_of(function: object) -> str:
+def name_of(function: object) -> str:
     return getattr(function, "__qualname__", repr(function))
+
+
+def place_of(function: object) -> str:
+    """Return the file and the line of a function."""
+    code = getattr(getattr(function, "func", function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else repr(function)
 
 
 # --- pydantic models, without importing pydantic -----------------------------------------------------------------------
@@ -453,7 +477,7 @@ def _schemas(types: list[object], mode: Literal["validation", "serialization"]) 
 
     def hook(type: Any) -> JsonObject:
         if not hasattr(type, "model_json_schema"):
-            raise TypeError(f"{_name_of(type)} is not a type that JSON can carry")
+            raise TypeError(f"{name_of(type)} is not a type that JSON can carry")
         schema: JsonObject = type.model_json_schema(mode=mode, ref_template="#/$defs/{model}")
         inner.update(schema.pop("$defs", {}))
         return schema

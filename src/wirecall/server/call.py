@@ -54,6 +54,7 @@ class Running(Protocol):
     def downstream_key(self) -> str: ...
 
     def commit_point(self) -> "Awaitable[None]": ...
+    def enter(self) -> None: ...
 
 
 class ClientInfo(Struct, frozen=True):
@@ -149,13 +150,19 @@ class Call(Struct, eq=False):
     state: object = UNSET  # of the app's lifespan, if it has one
     run: Running | None = None  # of a command with a key
     fingerprint: bytes | None = None  # of a command whose params fit
-    reached: bool = False  # the middleware has let the call through
+    reached: bool = False  # the middleware and the providers have let the call through
     result: object = None
     replayed: bool = False  # the answer comes from the ledger
     recognised: bool = False  # the call repeats one whose answer was lost
     recorded: bool = True  # the ledger knows of the answer
     started: float = msgspec.field(default_factory=time.perf_counter)
     _correlation: CorrelationId = None
+
+    def begin(self) -> None:
+        """Hear that the values of all providers are there, and that the handler starts now."""
+        self.reached = True
+        if self.run is not None:
+            self.run.enter()
 
     @property
     def correlation_id(self) -> CorrelationId:

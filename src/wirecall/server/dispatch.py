@@ -336,9 +336,14 @@ class Dispatcher:
         # A command's params are decoded twice: here into the types of the function, by the decoder that is made for them,
         # and once without types, at admission, for the key and the fingerprint, which depend on the JSON alone.
         args, keywords = method.signature.bind_all(call.params, context)
-        handler: Handler = partial(method.function, *args, **keywords)
-        if method.blocking and not frame.alone:
-            handler = partial(in_thread, handler)
+        threaded = method.blocking and not frame.alone
+        handler: Handler
+        if method.provided is None:
+            handler = partial(method.function, *args, **keywords)
+            if threaded:
+                handler = partial(in_thread, handler)
+        else:
+            handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
         is_recorded = call.key is not None or call.keyless
         if is_recorded or (method.is_command and self._events.observed):
             call.fingerprint = call.identity or fingerprint(call.params)
