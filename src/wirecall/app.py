@@ -176,6 +176,18 @@ class App(Declarations):
         self._middleware.append(layer)
         return layer
 
+    def remove(self, name: str) -> None:
+        """Remove a method or a tool, also while the app serves. Calls in flight go on; MCP clients hear of the change."""
+        if name.startswith("rpc."):
+            raise UsageError(f"{name!r} cannot be removed.", "it belongs to the protocol")
+        method = self.registry.remove(name)
+        if method is None:
+            known = ", ".join({**self.registry.methods, **self.registry.tools}) or "none"
+            raise UsageError(f"There is no method {name!r}.", f"these are registered: {known}")
+        self._declared.remove(method)
+        if "mcp" in method.expose and self._mcp is not None:
+            self.changed("tools")
+
     # --- serving -----------------------------------------------------------------------------------------------------
 
     async def handle(

@@ -171,7 +171,9 @@ class Dispatcher:
 
             def in_lane(message: Message | Invalid) -> bool:
                 assert not isinstance(message, Invalid)  # those are answered on the spot
-                method = self._methods[message.method]
+                method = self._methods.get(message.method)
+                if method is None:  # it was removed a moment ago
+                    return False
                 execution = method.execution or self._execution
                 return method.is_command if execution is None else execution == "sequential"
 

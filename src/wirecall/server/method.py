@@ -239,6 +239,11 @@ class Registry:
         if "mcp" in method.expose and not method.name.startswith("rpc."):
             self.tools[method.name] = method
 
+    def remove(self, name: str) -> Method | None:
+        """Remove a method, and return it if there was one."""
+        method, tool = self.methods.pop(name, None), self.tools.pop(name, None)
+        return method or tool
+
     def get(self, name: str) -> Method | None:
         return self.methods.get(name)
 
