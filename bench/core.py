@@ -93,6 +93,17 @@ def bare_many(data: bytes) -> bytes:
     return encode(replies)
 
 
+class Offset:
+    value = 0
+
+
+OFFSET = Offset()
+
+
+def add_provided(a: int, b: int, offset: Offset) -> int:
+    return a + b + offset.value
+
+
 # --- wirecall -------------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +112,12 @@ def make_app() -> App:
     app.query(add)
     app.query(add_async)
     app.command(name="put")(add)
+
+    @app.provide
+    def offset() -> Offset:
+        return OFFSET
+
+    app.query(add_provided)
     return app
 
 
@@ -213,6 +230,8 @@ def rows() -> list[Row]:
             table.append((f"{name}, {count}", count, timed(handle, data)))
         handle_async = ajsonrpc()
         table.append((f"ajsonrpc, {count}", count, timed_async(handle_async, data)))
+    check("a provider", app.handle_sync(message(1, "add_provided")), 1)
+    table.append(("wirecall provider, 1", 1, timed(app.handle_sync, message(1, "add_provided"))))
     table.append(("wirecall sync, 1000", 1000, timed(app.handle_sync, message(1000))))
     return table
 
@@ -240,7 +259,7 @@ def main() -> int:
         print(f"\n{'one call' if count == 1 else f'an entry in a batch of {count}'}: bare msgspec {bare:.2f} µs")
         for name, micros in sorted(best.items(), key=lambda item: item[1]):
             if name.endswith(f", {count}"):
-                print(f"  {name.removesuffix(f', {count}'):<16} {micros:8.2f} µs   {micros / bare:7.1f} x bare")
+                print(f"  {name.removesuffix(f', {count}'):<17} {micros:8.2f} µs   {micros / bare:7.1f} x bare")
     fastest = min(
         micros for name, micros in best.items() if name.endswith(", 50") and not name.startswith(("bare", "wirecall"))
     )
@@ -249,6 +268,12 @@ def main() -> int:
         ("an entry in a batch of 50, sync handler, times bare", best["wirecall sync, 50"] / best["bare, 50"], "<=", 2.5),
         ("the same, async handler that does not wait", best["wirecall async, 50"] / best["bare, 50"], "<=", 5.0),
         ("faster than the fastest peer, per batch entry", fastest / best["wirecall sync, 50"], ">=", 5.0),
+        (
+            "a query with one provider, times one without",
+            best["wirecall provider, 1"] / best["wirecall sync, 1"],
+            "<=",
+            2.5,
+        ),
         ("import wirecall, times import msgspec", import_ratio(), "<=", 2.0),
         (
             "a batch of 1000, per entry, times the batch of 50",

@@ -23,6 +23,7 @@ def test_the_names_of_wirecall() -> None:
         "NotDone",
         "ProtocolError",
         "Retry",
+        "Router",
         "RpcError",
         "ToolAnnotations",
         "ToolError",

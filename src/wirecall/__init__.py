@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
 from wirecall.app import App
+from wirecall.declarations import Router
 from wirecall.errors import (
     CallFailed,
     DomainError,
@@ -37,6 +38,7 @@ __all__ = [
     "NotDone",
     "ProtocolError",
     "Retry",
+    "Router",
     "RpcError",
     "ToolAnnotations",
     "ToolError",

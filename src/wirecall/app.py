@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from wirecall.declarations import Declarations, milliseconds
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
     from wirecall.protocol.sending import Sending
     from wirecall.server.dispatch import Dispatcher, Middleware
+    from wirecall.server.lifespan import Lifespan
     from wirecall.transports.asgi import HttpServer
     from wirecall.transports.serve import ServerName
 
@@ -41,6 +43,7 @@ Authenticate = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None
 
 MODE_VARIABLE = "WIRECALL_MODE"
 SECRET_VARIABLE = "WIRECALL_SECRET"
+GRACE = 10.0  # seconds for the calls in flight when an app is closed
 LIST_TTL = 60.0  # seconds; a client that listens hears of a change before that
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
 
@@ -63,6 +66,9 @@ class App(Declarations):
     headers of a request and returns the caller's name, or None to refuse. `hosts` and
     `origins` are the names of the server and of the web pages that may call it, besides the loopback's. `secret` seals
     the state that clients keep for the server; processes that share it serve each other's sessions (or WIRECALL_SECRET).
+
+    `lifespan` takes the app and returns an async context manager. Every process enters it before the first call and leaves
+    it after the last one; its value is `ctx.state`.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class App(Declarations):
         origins: Sequence[str] = (),
         secret: str | None = None,
         single_user: bool = False,
+        lifespan: "Callable[[App], AbstractAsyncContextManager[object]] | None" = None,
     ) -> None:
         self.name = name
         self.version = version
@@ -124,6 +131,11 @@ class App(Declarations):
         self._mcp: Server | None = None
         if auth is not None:
             self._protect(auth)
+        self._lifespan: Lifespan | None = None
+        if lifespan is not None:
+            from wirecall.server import lifespan as lifespans  # late: `import wirecall` stays light
+
+            self._lifespan = lifespans.Lifespan(partial(lifespan, self), lambda: self.limits.start_time)
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
@@ -176,6 +188,18 @@ class App(Declarations):
             raise UsageError("The app is serving already.", "calls in flight would miss the new layer", "add it before")
         self._middleware.append(layer)
         return layer
+
+    def remove(self, name: str) -> None:
+        """Remove a method or a tool, also while the app serves. Calls in flight go on; MCP clients hear of the change."""
+        if name.startswith("rpc."):
+            raise UsageError(f"{name!r} cannot be removed.", "it belongs to the protocol")
+        method = self.registry.remove(name)
+        if method is None:
+            known = ", ".join({**self.registry.methods, **self.registry.tools}) or "none"
+            raise UsageError(f"There is no method {name!r}.", f"these are registered: {known}")
+        self._declared.remove(method)
+        if "mcp" in method.expose and self._mcp is not None:
+            self.changed("tools")
 
     # --- authorization -----------------------------------------------------------------------------------------------
 
@@ -241,12 +265,20 @@ class App(Declarations):
         sending: "Sending | None" = None,
         identity: Identity | None = None,
     ) -> bytes | None:
+        if self._lifespan is not None:
+            await self._lifespan.enter()
         dispatcher = self._dispatcher or self._serving()
         reply = dispatcher.handle(data, caller, False, replayed, key, sending, None, identity)
         return reply if reply is None or isinstance(reply, bytes) else await reply
 
     def handle_sync(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
         """Answer one message without an event loop; raises `CannotWait` if a handler tries to wait."""
+        if self._lifespan is not None and not self._lifespan.is_entered:
+            raise UsageError(
+                "handle_sync cannot start the app.",
+                "its lifespan needs an event loop",
+                "use `await app.handle(...)`, or call handle_sync inside `async with app`",
+            )
         reply = (self._dispatcher or self._serving()).handle(data, caller, True, replayed)
         if reply is None or isinstance(reply, bytes):
             return reply
@@ -269,6 +301,7 @@ class App(Declarations):
 
         async def startup() -> None:
             self._check_scopes()
+            await self._enter()
             await endpoint.open()
             self._adopt_tasks()
 
@@ -285,6 +318,7 @@ class App(Declarations):
             hosts=self._hosts,
             origins=self._origins,
             startup=startup,
+            entering=None if self._lifespan is None else self._lifespan.enter,
             shutdown=shutdown,
         )
 
@@ -318,7 +352,7 @@ class App(Declarations):
         if transport == "stdio":
             from wirecall.transports import stdio
 
-            stdio.serve(self._connect, grace=grace, cleanup=self.aclose, limits=self.limits)
+            stdio.serve(self._connect, grace=grace, startup=self._enter, cleanup=self.aclose, limits=self.limits)
         else:
             from wirecall.transports import serve as run_http
 
@@ -353,6 +387,8 @@ class App(Declarations):
                 return "the ledger cannot be reached, or does not accept writes"
             return None
 
+        if self._lifespan is not None and self._lifespan.has_ended:
+            return "the lifespan of the app has ended"
         loop = asyncio.get_running_loop()
         last = self._question
         if not last or last[1].get_loop() is not loop or (last[1].done() and loop.time() >= last[0] + ASK_EVERY):
@@ -426,6 +462,7 @@ class App(Declarations):
 
         with self._building:
             if self._dispatcher is None:
+                self._prepare()
                 self._audit = Audit(self._audit_path) if self._audit_path else None
                 events = Events([self._audit.note] if self._audit else [])
                 self._dispatcher = Dispatcher(
@@ -437,8 +474,13 @@ class App(Declarations):
                     execution=self._execution,
                     strict=self._strict,
                     permit=None if self.access is None else self.access.permit,
+                    lifespan=self._lifespan,
                 )
             return self._dispatcher
+
+    @property
+    def _is_serving(self) -> bool:
+        return self._dispatcher is not None
 
     def _adopt_tasks(self) -> None:
         """Look for tasks that other processes have left, from now on."""
@@ -451,8 +493,8 @@ class App(Declarations):
             logger.warning('the ledger is in memory: tasks end with this process; to keep them, use ledger="sqlite:PATH"')
         self.mcp().tasks.open()
 
-    async def aclose(self, grace: float = 10.0) -> None:
-        """Finish the calls in flight, within `grace` seconds, and close the ledger."""
+    async def aclose(self, grace: float = GRACE) -> None:
+        """Finish the calls in flight, within `grace` seconds, close the ledger, and leave the lifespan."""
         if self._mcp is not None:
             self._mcp.tasks.close()
         ends_at = time.monotonic() + grace
@@ -469,8 +511,28 @@ class App(Declarations):
             await audit.aclose(max(0.0, ends_at - time.monotonic()))
         if self._dispatcher is dispatcher:
             self._dispatcher = None  # the next call makes another
+        if self._lifespan is not None:
+            await self._left(dispatcher, ends_at)
+
+    async def _enter(self) -> None:
+        """Check the providers and enter the lifespan, before a client or a server sends the first call."""
+        self._prepare()
+        if self._lifespan is not None:
+            await self._lifespan.hold()
+
+    async def _leave(self) -> None:
+        """Hear that a client has closed. The last one leaves the lifespan, unless a server or `async with app` holds it."""
+        if self._lifespan is not None and self._lifespan.let_go():
+            await self._left(self._dispatcher, time.monotonic() + GRACE)
+
+    async def _left(self, dispatcher: "Dispatcher | None", ends_at: float) -> None:
+        assert self._lifespan is not None
+        if dispatcher is not None:
+            await dispatcher.drain(max(0.0, ends_at - time.monotonic()))
+        await self._lifespan.leave(max(0.0, ends_at - time.monotonic()))
 
     async def __aenter__(self) -> "App":
+        await self._enter()
         self._adopt_tasks()
         return self
 

@@ -5,14 +5,19 @@
    arguments arrive as one dict, and `Method` and `Terms` check it.
 2. A query reads, a command changes something. The annotations of a tool say which of them it is.
 3. A command that shares the ledger's transactions can be declared only if the ledger has transactions.
+4. A `Router` has the same decorators. It keeps the declarations until an app includes it, and the app's own decorators take
+   them then: every option, and every error about one, is the app's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, overload
+
+from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
 from wirecall.server.identity import ScopeRule
+from wirecall.protocol.params import place_of
 from wirecall.server.method import (
     EVERYWHERE,
     Execution,
@@ -29,6 +34,7 @@ from wirecall.server.method import (
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
+    from wirecall.server.providers import Providers
 
 F = TypeVar("F", bound=Callable[..., object])
 Scope: TypeAlias = Literal["public", "private"]
@@ -42,7 +48,9 @@ class Declarations:
 
     def __init__(self, ledger_scheme: str) -> None:
         self.registry = Registry()
+        self.providers: Providers | None = None
         self._ledger_scheme = ledger_scheme
+        self._declared: list[Method] = []
 
     @overload
     def query(self, function: F, /) -> F: ...
@@ -273,6 +281,53 @@ class Declarations:
 
         return register
 
+    @overload
+    def provide(self, function: F, /) -> F: ...
+    @overload
+    def provide(self, /, *, blocking: bool = False) -> Callable[[F], F]: ...
+    def provide(self, function: F | None = None, /, *, blocking: bool = False) -> F | Callable[[F], F]:
+        """Register a function that makes values of its return type, for the handlers that take a parameter of that type.
+
+        It may be a coroutine function, or a generator of one value whose rest is the clean-up. It may take a `Context` and
+        other provided types. It makes one value per call. `blocking=True` runs a plain function in a thread.
+        """
+
+        def register(function: F) -> F:
+            from wirecall.server.providers import Provider, Providers  # late: few apps have providers
+
+            provider = Provider(function, blocking=blocking)
+            self.providers = self.providers or Providers()
+            self.providers.add(provider)
+            # A parameter that was read as the caller's before would stay the caller's.
+            for method in self._declared:
+                for parameter in method.signature.parameters:
+                    if self.providers.find(parameter.type) is not None:
+                        raise UsageError(
+                            f"The provider {provider} comes too late.",
+                            f"{method.name} at {place_of(method.function)} has a parameter {parameter.name} of its type, "
+                            "which callers can fill",
+                            "register the provider before the methods that use it",
+                        )
+            return function
+
+        return register if function is None else register(function)
+
+    def include(
+        self,
+        router: "Router",
+        /,
+        *,
+        prefix: str = "",
+        tags: Sequence[str] | None = None,
+        scopes: Sequence[str] | None = None,
+    ) -> None:
+        """Declare everything that a router has.
+
+        `prefix` comes before the router's own; `tags` and `scopes` are added to those of each declaration.
+        """
+        for each in router.declarations(prefix, tags or (), scopes or ()):
+            getattr(self, each.verb)(*each.args, **each.options)(each.function)
+
     def catalog(self) -> "Catalog":
         """Return the prompts, resources and completions; `App`, which knows MCP's server, makes them."""
         raise NotImplementedError
@@ -281,13 +336,35 @@ class Declarations:
 
     def _register(self, kind: Kind, function: F | None, declared: JsonObject) -> F | Callable[[F], F]:
         def register(function: F) -> F:
-            self.registry.add(Method(function, kind, **declared))
+            method = Method(function, kind, find=self.providers and self.providers.find, **declared)
+            self.registry.add(method)
+            self._declare(method)
             return function
 
         return register if function is None else register(function)
 
     def _query(self, function: Callable[..., object], name: str, declared: JsonObject) -> Method:
-        return Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, **declared)
+        find = self.providers and self.providers.find
+        method = Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, find=find, **declared)
+        self._declare(method)
+        return method
+
+    def _declare(self, method: Method) -> None:
+        """Keep a method for the providers: a later one looks at it, and the start of the app prepares it."""
+        self._declared.append(method)
+        if self._is_serving and self.providers is not None:
+            method.prepare(self.providers)
+
+    def _prepare(self) -> None:
+        """Find out how the provided arguments of all methods are made, before the first call."""
+        if self.providers is not None:
+            self.providers.check()
+            for method in self._declared:
+                method.prepare(self.providers)
+
+    @property
+    def _is_serving(self) -> bool:
+        return False
 
     def _terms(self, declared: JsonObject) -> Terms:
         """Take the terms of a command out of its declaration."""
@@ -301,6 +378,113 @@ class Declarations:
         for method in (*self.registry.methods.values(), *self.registry.tools.values()):
             _check_transactional(method.terms, scheme)
         self._ledger_scheme = scheme
+
+
+# The decorators: those with a name that a prefix changes, those that take tags and scopes, and all.
+NAMED = ("query", "command", "tool", "prompt")
+GUARDED = (*NAMED, "resource", "extension_method")
+VERBS = (*GUARDED, "completion", "provide")
+
+
+class Declaration(Struct, frozen=True):
+    """A function and the decorator that declares it."""
+
+    verb: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    function: Callable[..., object]
+
+    @property
+    def name(self) -> str:
+        return self.options.get("name") or str(getattr(self.function, "__name__", ""))
+
+
+class Inclusion(Struct, frozen=True):
+    """A router inside another."""
+
+    router: "Router"
+    prefix: str
+    tags: Sequence[str]
+    scopes: Sequence[str]
+
+
+class Router(Declarations):
+    """Methods, tools, resources, prompts and providers of one part of an app: `app.include(router)` declares them.
+
+    `prefix` comes before the names of methods, tools and prompts: `Router(prefix="orders.")`. URIs stay as they are.
+    """
+
+    def __init__(self, *, prefix: str = "") -> None:
+        # Not `super().__init__`: a router has no registry. Its decorators are replaced below.
+        self.prefix = prefix
+        self._content: list[Declaration | Inclusion] = []
+        self._is_included = False
+
+    def include(
+        self,
+        router: "Router",
+        /,
+        *,
+        prefix: str = "",
+        tags: Sequence[str] | None = None,
+        scopes: Sequence[str] | None = None,
+    ) -> None:
+        """Put another router into this one."""
+        if router is self or router._contains(self):
+            raise UsageError(
+                "A router cannot include itself.", "directly or through another one", "drop one of the includes"
+            )
+        self._keep(Inclusion(router, prefix, tags or (), scopes or ()))
+
+    def declarations(self, prefix: str = "", tags: Sequence[str] = (), scopes: Sequence[str] = ()) -> Iterator[Declaration]:
+        """Yield every declaration, those of routers inside this one too, as an app takes it."""
+        self._is_included = True
+        prefix += self.prefix
+        prompts = {each.name for each in self._content if isinstance(each, Declaration) and each.verb == "prompt"}
+        for each in self._content:
+            if isinstance(each, Inclusion):
+                yield from each.router.declarations(prefix + each.prefix, (*tags, *each.tags), (*scopes, *each.scopes))
+                continue
+            args, options = each.args, dict(each.options)
+            if prefix and each.verb in NAMED:
+                options["name"] = prefix + each.name
+            if each.verb == "completion" and args[0] in prompts:
+                args = (prefix + args[0], *args[1:])
+            if tags and each.verb in GUARDED:
+                options["tags"] = [*tags, *options.get("tags", ())]
+            if scopes and each.verb in GUARDED:
+                options["scopes"] = [*scopes, *options.get("scopes", ())]
+            yield Declaration(each.verb, args, options, each.function)
+
+    def _contains(self, router: "Router") -> bool:
+        inner = [each.router for each in self._content if isinstance(each, Inclusion)]
+        return any(each is router or each._contains(router) for each in inner)
+
+    def _keep(self, content: Declaration | Inclusion) -> None:
+        if self._is_included:
+            raise UsageError(
+                "The router is included already.", "the app would not hear of a later declaration", "include it afterwards"
+            )
+        self._content.append(content)
+
+
+def _kept(verb: str) -> Callable[..., Any]:
+    def decorate(self: Router, *args: Any, **options: Any) -> Any:
+        def keep(function: F) -> F:
+            self._keep(Declaration(verb, args, options, function))
+            return function
+
+        if args and callable(args[0]):  # used bare; the arguments of other decorators are texts
+            function, args = args[0], ()
+            return keep(function)
+        return keep
+
+    return decorate
+
+
+# A router's decorators have the signatures of the app's, so only their behaviour is replaced.
+for _verb in VERBS:
+    setattr(Router, _verb, _kept(_verb))
 
 
 def milliseconds(option: str, seconds: object) -> int:

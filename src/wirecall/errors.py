@@ -4,6 +4,7 @@
     ├── UsageError                 our user's mistake: a registration, an option, a call in the wrong place
     │   ├── CannotWait             a handler tried to wait inside handle_sync
     │   └── OtherLoop              an app is used in a second event loop while the first is alive
+    ├── StartFailed                the lifespan of an app failed or took too long, so the app does not serve
     ├── EncodeError                a value that JSON cannot carry
     ├── Gone                       the other side of a connection has left, and hears nothing more
     ├── Unauthorized               raised by `authenticate` to refuse a caller: 401, with its own WWW-Authenticate
@@ -85,6 +86,14 @@ class OtherLoop(UsageError):
             "its commands in flight, its connections and its timers belong to that loop",
             "use one event loop at a time, or close the first: connect_sync(app) has a loop until its client is closed",
         )
+
+
+class StartFailed(WirecallError):
+    """The lifespan of an app failed or took too long; `__cause__` is its own exception."""
+
+    def __init__(self, reason: str, cause: BaseException | None = None) -> None:
+        super().__init__(f"The app cannot start: {reason}")
+        self.__cause__ = cause
 
 
 class EncodeError(WirecallError):

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from wirecall import errors
-from wirecall.errors import CallFailed, RpcError, UsageError
+from wirecall.errors import CallFailed, RpcError, StartFailed, UsageError
 
 
 class Exit(IntEnum):
@@ -34,7 +34,7 @@ class Exit(IntEnum):
 
 TEXTS = {
     Exit.DONE: "done; a replayed answer is done too",
-    Exit.FAULT: "wirecall itself failed, or its output cannot be written",
+    Exit.FAULT: "wirecall itself failed, the app cannot start, or the output cannot be written",
     Exit.USAGE: "wrong usage, or a file or an argument that cannot be used; nothing was sent",
     Exit.AUTH: "the server asks for credentials, or refuses this caller",
     Exit.UNREACHABLE: "the server does not answer, or its process did not start",
@@ -180,6 +180,14 @@ def failure_of(error: BaseException) -> CliError:
         text, _, fix = str(error).partition("\n  fix: ")
         what, _, why = text.partition("\n  why: ")
         return CliError(what, why, fix)
+    if isinstance(error, StartFailed):
+        next_step = f"fix the lifespan of the app; {TRACEBACK_VARIABLE}=1 shows the traceback"
+        if os.environ.get(TRACEBACK_VARIABLE):
+            import traceback
+
+            traceback.print_exception(error)
+        what, _, why = str(error).partition(": ")
+        return CliError(f"{what}.", why, next_step, exit=Exit.FAULT, type="start")
     if isinstance(error, CallFailed):
         by_kind = next(row[1:] for row in _FAILED if isinstance(error, row[0]))
         exit, kind, what, next_step = _STATUSES.get(error.status or 0, by_kind)

@@ -379,7 +379,11 @@ class Prober:
         if self._target.kind == "url":
             wire = HttpWire(self._target.address(path, keep_root=False), self._way.headers)
         else:
-            wire = LineWire(MemoryPipe(self._app._connect) if self._app else Child(self._target.command, stderr="keep"))
+            wire = LineWire(
+                MemoryPipe(self._app._connect, self._app._enter, self._app._leave)
+                if self._app
+                else Child(self._target.command, stderr="keep")
+            )
         talk = Talk(wire, where, self.seen.problems, self._patience)
         try:
             await wire.open()

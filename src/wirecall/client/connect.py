@@ -135,7 +135,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
         elif isinstance(target, Sequence):
             link = McpLineLink(partial(child, target))
         else:
-            link = McpLineLink(partial(MemoryPipe, target._connect))
+            link = McpLineLink(partial(MemoryPipe, target._connect, target._enter, target._leave))
         return McpClient(link, Settings(**given), shared)
 
     if names := [name for name, value in given.items() if value is not False]:
@@ -147,7 +147,10 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     elif isinstance(target, Sequence):
         plain = LineLink(partial(child, target))
     else:
-        plain, kinds = MemoryLink(target.handle), {method.name: method.kind.value for method in target.registry}
+        plain, kinds = (
+            MemoryLink(target.handle, target._enter, target._leave),
+            {method.name: method.kind.value for method in target.registry},
+        )
     return Client(shared.wrap(plain), JsonRpc(kinds), shared)
 
 

@@ -184,6 +184,9 @@ class LineLink:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+Step = Callable[[], Awaitable[None]]  # enters the lifespan of an app, or leaves it
+
+
 class _Handle(Protocol):
     """`App.handle`."""
 
@@ -193,10 +196,16 @@ class _Handle(Protocol):
 class MemoryLink:
     """Straight into an app of this process."""
 
-    def __init__(self, handle: _Handle) -> None:
+    def __init__(self, handle: _Handle, enter: Step, leave: Step) -> None:
         self._handle = handle
+        self._enter = enter
+        self._leave = leave
+        self._is_open = False
 
-    async def open(self) -> None: ...
+    async def open(self) -> None:
+        if not self._is_open:
+            await self._enter()
+            self._is_open = True
 
     async def exchange(self, exchange: Exchange) -> None:
         exchange.sent = True
@@ -207,7 +216,10 @@ class MemoryLink:
         if reply is not None:
             exchange.read(reply)
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            await self._leave()
 
 
 class MemoryPipe:
@@ -217,14 +229,17 @@ class MemoryPipe:
     when the line is answered, cancelling it cancels the call, and closing leaves calls in flight to their deadlines.
     """
 
-    def __init__(self, connect: "Connect") -> None:
+    def __init__(self, connect: "Connect", enter: Step, leave: Step) -> None:
         self._connect = connect
+        self._enter = enter
+        self._leave = leave
         self._connection: Connection | None = None
         self._on_line: Callable[[bytes], None] = lambda _line: None
 
     async def open(self, on_line: Callable[[bytes], None], on_end: Callable[[CallFailed], None]) -> None:
         # An app does not end by itself, so `on_end` is not needed.
         self._on_line = on_line
+        await self._enter()
         self._connection = self._connect(self._send)
 
     async def write(self, line: bytes) -> None:
@@ -245,6 +260,7 @@ class MemoryPipe:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.aclose()
+            await self._leave()
 
     async def _send(self, line: bytes) -> None:
         self._on_line(line)

@@ -725,6 +725,8 @@ async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
     except FixedError:
         raise
     except RpcError as error:
+        if not call.reached:  # a provider raised it, so the handler did not start
+            raise
         outcome = outcome_of("error", error, run.claim.id)
     run.to(RunEvent.RETURN)
     return outcome

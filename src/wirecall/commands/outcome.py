@@ -125,6 +125,9 @@ def failure_of(call: Call, run: Run, error: BaseException, *, stopped: bool) -> 
     # A handler's own refusal is passed on unchanged, unless the handler had passed its commit point.
     if is_refusal(error) and undone:
         return error
+    # The same for the answer of a provider: the handler has not started.
+    if isinstance(error, RpcError) and not call.reached:
+        return error
     if run.loop is None and needs_loop(error):
         return CannotWait()
     if isinstance(error, LostLease):

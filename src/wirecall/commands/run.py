@@ -89,6 +89,8 @@ TABLE: dict[tuple[RunState, RunEvent], RunState] = {
     (_S.GRANTED, _E.ASK): _S.ASKING,
     (_S.ASKING, _E.BEGIN): _S.FREE,
     (_S.ASKING, _E.ENTER): _S.ENTERED,
+    # Providers make arguments before the handler starts: until then the run has done nothing.
+    (_S.FREE, _E.ENTER): _S.ENTERED,
     # The commit point. From the call on the run counts as committed; if the ledger refuses it, the handler goes no further.
     (_S.FREE, _E.MARK): _S.MARKING,
     (_S.MARKING, _E.MARK): _S.MARKING,
@@ -234,7 +236,15 @@ class Run(Struct, eq=False):
         """Begin the handler, unless the run was cancelled before."""
         if self.state is RunState.CANCELLED:
             raise asyncio.CancelledError
-        self.to(RunEvent.ENTER if self.claim.committed else RunEvent.BEGIN)
+        is_ready = self.method.provided is None  # else `enter` follows when the providers have made its arguments
+        self.to(RunEvent.ENTER if self.claim.committed and is_ready else RunEvent.BEGIN)
+
+    def enter(self) -> None:
+        """Hear that the arguments are made; raise `CancelledError` if the run was cancelled meanwhile."""
+        if self.state is RunState.STOPPING:
+            raise asyncio.CancelledError
+        if self.state is RunState.FREE and self.claim.committed:
+            self.to(RunEvent.ENTER)
 
     def cancel(self, task: "asyncio.Task[Raw | BaseException]") -> None:
         """Stop the run if it has done nothing yet, at once where it waits."""

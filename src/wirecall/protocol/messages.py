@@ -86,6 +86,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     # Streams of one caller, or of one session of an anonymous caller. One caller must not take the places of all others;
     # an agent that makes a hundred calls side by side still sees the progress of each.
     streams_per_caller: int = 100
+    # Seconds that the lifespan of the app may take until it is entered: a database that does not answer must not look like
+    # an app that starts slowly.
+    start_time: float = 30.0
     # Bytes of one stream that its client has not read yet; then the call waits for the client. It times `streams` is all
     # that slow clients can hold: 256 MB.
     unread_bytes: int = 256 << 10

@@ -41,6 +41,7 @@ REQUIRED: object = type("REQUIRED", (), {"__repr__": lambda _: "REQUIRED"})()
 
 ParameterKind: TypeAlias = Literal["position", "name", "rest", "others"]  # normal, keyword-only, *args, **kwargs
 Binder: TypeAlias = Callable[[Raw | UnsetType], Sequence[object]]
+Find: TypeAlias = Callable[[object], object | None]  # returns the provided type for an annotation, if there is one
 
 _NO_PARAMS = Raw(b"[]")
 _SCALARS = (type(None), bool, int, float, str)
@@ -81,15 +82,17 @@ class Parameter(Struct, frozen=True):
 class Signature:
     """How one function takes its params."""
 
-    def __init__(self, function: Callable[..., object], *, inject: type, keyed: bool = False) -> None:
+    def __init__(
+        self, function: Callable[..., object], *, inject: type, keyed: bool = False, find: Find | None = None
+    ) -> None:
         from wirecall.protocol import models  # late: `import wirecall` stays light
 
         self.function = function
-        self.parameters, self.injected, self.returns = _inspect(function, inject)
+        self.parameters, self.injected, self.provided, self.returns = read_signature(function, inject, find)
         names = [p.name for p in self.parameters]
         if len({*names}) < len(names):
             raise UsageError(
-                f"Two parameters of {_name_of(function)} have the same name: {', '.join(sorted(names))}.",
+                f"Two parameters of {name_of(function)} have the same name: {', '.join(sorted(names))}.",
                 "an alias is the name of a parameter for its callers",
                 "give one of them another alias",
             )
@@ -102,11 +105,16 @@ class Signature:
         self._others = next((p for p in self.parameters if p.kind == "others"), None)
         self._modelled = [p for p in self.parameters if p.model is not None]
         is_plain = self._named == self._positional or (self._named == [self._rest] and not self._modelled)
-        self.simple = not self.injected and is_plain and self._others is None
+        self.is_flat = is_plain and self._others is None
+        self.simple = self.is_flat and not self.injected and not self.provided
 
         # Names that must not arrive in `**others`: `self` of a method, the arguments of a partial, the context.
         code = getattr(function, "__code__", None) or getattr(getattr(function, "func", None), "__code__", None)
-        self._taken = {*(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()), *self.injected}
+        self._taken = {*(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ())}
+        self._taken |= {*self.injected, *self.provided}
+        # The parameters that no caller fills, in the order in which they are inserted.
+        places = {**self.injected, **{name: index for name, (_, index) in self.provided.items()}}
+        self._filled = sorted(places.items(), key=lambda place: -1 if place[1] is None else place[1])
 
         # The decoders. The fields of the structs have made-up names, because `_meta` or `self` cannot be a field's name.
         fields = [_field(i, p) for i, p in enumerate(self._named)]
@@ -140,7 +148,8 @@ class Signature:
         self.has_headers = self._mark()
 
     def bind_all(self, raw: Raw | UnsetType, injected: object) -> tuple[Sequence[object], Mapping[str, object]]:
-        """Return the arguments of any function; `injected` goes to the parameters annotated with the injected type."""
+        """Return the arguments of any function; `injected` goes to the parameters of the injected type. A provided parameter
+        is None until its value is made."""
         if self.simple:
             return self.bind(raw), {}
         given = _NO_PARAMS if raw is UNSET else raw
@@ -193,11 +202,12 @@ class Signature:
             raise self._misfit(given, error) from None
         if self._has_dataclasses:
             _completed([*args, *keywords.values()])
-        for name, index in self.injected.items():
+        for name, index in self._filled:
+            value = injected if name in self.injected else None
             if index is None:
-                keywords[name] = injected
+                keywords[name] = value
             else:
-                args.insert(index, injected)
+                args.insert(index, value)
         return args, keywords
 
     def _binder(self) -> Binder:
@@ -243,7 +253,7 @@ class Signature:
         # Step 1: the params, by msgspec and by pydantic.
         others = [p for p in self._named if p.model is None]
         modelled = [p.model for p in self._named if p.model is not None]
-        schemas, shared = models.describe(f"The parameters of {_name_of(self.function)}", modelled)
+        schemas, shared = models.describe(f"The parameters of {name_of(self.function)}", modelled)
         try:
             found, definitions = _schemas([_wire_type(p) for p in others], "validation")
         except TypeError as error:
@@ -259,7 +269,7 @@ class Signature:
                     pass  # the default is not JSON either; the schema does not show it
         if twice := [name for name in definitions.keys() & shared.keys() if definitions[name] != shared[name]]:
             raise UsageError(
-                f"Two types of the parameters of {_name_of(self.function)} are called {twice[0]}.",
+                f"Two types of the parameters of {name_of(self.function)} are called {twice[0]}.",
                 "msgspec describes the one and pydantic the other, under the same name",
                 "give one of them another name",
             )
@@ -275,7 +285,7 @@ class Signature:
         # Step 2: the result.
         if self.returns is Any:
             return params, {}
-        what = f"The result of {_name_of(self.function)}"
+        what = f"The result of {name_of(self.function)}"
         if models.decoder_of(what, self.returns) == "pydantic":
             self.result = models.Modelled(what, self.returns, "serialization")
             return params, self.result.schema
@@ -318,7 +328,7 @@ class Signature:
                 why = "only a str, an int, a bool, or a Literal of one of these fits into a header"
                 fix = "use one of these types; a parameter that may be left out has a default"
             if why:
-                raise UsageError(f"The parameter {p.name} of {_name_of(self.function)} cannot have {marks[0]!r}.", why, fix)
+                raise UsageError(f"The parameter {p.name} of {name_of(self.function)} cannot have {marks[0]!r}.", why, fix)
             seen.add(name.lower())
             schema |= {"type": kind, MARK: name}
         return bool(seen)
@@ -356,7 +366,7 @@ class Signature:
 
     def _unusable(self, error: Exception) -> UsageError:
         return UsageError(
-            f"The parameters of {_name_of(self.function)} cannot be decoded from JSON.",
+            f"The parameters of {name_of(self.function)} cannot be decoded from JSON.",
             str(error),
             "annotate with JSON types, dataclasses, TypedDict, msgspec Struct or pydantic models, or leave untyped",
         )
@@ -379,8 +389,11 @@ class Signature:
         return f"params: expected {expected} arguments{names and f' ({names})'}, got {count}"
 
 
-def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parameter], dict[str, int | None], object]:
-    """Return the parameters of a function, the positions of those of type `inject` (None: by name), and its result type."""
+def read_signature(
+    function: Callable[..., object], inject: type, find: Find | None = None
+) -> tuple[list[Parameter], dict[str, int | None], dict[str, tuple[object, int | None]], object]:
+    """Return the parameters of a function, the positions of those of type `inject` (None: by name), the types and positions
+    of those that `find` knows, and its result type."""
     import inspect  # late: `import wirecall` stays light
 
     from wirecall.protocol import models  # late too
@@ -390,7 +403,7 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
         signature = inspect.signature(function)
     except ValueError as error:
         raise UsageError(
-            f"The signature of {_name_of(function)} cannot be read.", str(error), "wrap it in a function"
+            f"The signature of {name_of(function)} cannot be read.", str(error), "wrap it in a function"
         ) from error
     is_function = isinstance(function, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type))
     target = function if is_function else getattr(function, "func", type(function).__call__)
@@ -400,7 +413,7 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
         hints = {}
     except NameError as error:
         raise UsageError(
-            f"An annotation of {_name_of(function)} cannot be resolved: {error}.",
+            f"An annotation of {name_of(function)} cannot be resolved: {error}.",
             "annotations are read when the function is registered, in the namespace of its module",
             "define the type at module level, before the function",
         ) from error
@@ -413,23 +426,28 @@ def _inspect(function: Callable[..., object], inject: type) -> tuple[list[Parame
     }
     parameters: list[Parameter] = []
     injected: dict[str, int | None] = {}
+    provided: dict[str, tuple[object, int | None]] = {}
     for index, (name, declared) in enumerate(signature.parameters.items()):
         hint = hints.get(name, Any)
         bare = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
         choices = typing.get_args(bare) if typing.get_origin(bare) in (typing.Union, types.UnionType) else (bare,)
+        place = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
         if inject in choices:
-            injected[name] = None if declared.kind is inspect.Parameter.KEYWORD_ONLY else index
+            injected[name] = place
+            continue
+        if find is not None and (known := find(hint)) is not None:
+            provided[name] = known, place
             continue
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
         kind: ParameterKind = kinds.get(declared.kind, "position")
-        what = f"The parameter {name} of {_name_of(function)}"
+        what = f"The parameter {name} of {name_of(function)}"
         if models.decoder_of(what, hint, default) == "msgspec":
             parameters.append(Parameter(name, hint, default, kind, name))
             continue
         whole = types.GenericAlias(list, (hint,)) if kind == "rest" else hint
         model = models.ModelledParameter(what, name, index, whole, ... if default is REQUIRED else default)
         parameters.append(Parameter(model.name, hint, REQUIRED if model.required else default, kind, name, model))
-    return parameters, injected, hints.get("return", Any)
+    return parameters, injected, provided, hints.get("return", Any)
 
 
 def _completed(values: Sequence[object]) -> Sequence[object]:
@@ -486,8 +504,14 @@ def _getter(count: int) -> Callable[[object], tuple[Any, ...]]:
     return lambda struct: (get(struct),)
 
 
-def _name_of(function: object) -> str:
+def name_of(function: object) -> str:
     return getattr(function, "__qualname__", repr(function))
+
+
+def place_of(function: object) -> str:
+    """Return the file and the line of a function."""
+    code = getattr(getattr(function, "func", function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else repr(function)
 
 
 def _schemas(types: list[object], mode: Literal["validation", "serialization"]) -> tuple[list[JsonObject], JsonObject]:
@@ -497,7 +521,7 @@ def _schemas(types: list[object], mode: Literal["validation", "serialization"]) 
 
     def hook(type: Any) -> JsonObject:
         if not hasattr(type, "model_json_schema"):
-            raise TypeError(f"{_name_of(type)} is not a type that JSON can carry")
+            raise TypeError(f"{name_of(type)} is not a type that JSON can carry")
         schema: JsonObject = type.model_json_schema(mode=mode, ref_template="#/$defs/{model}")
         definitions = schema.pop("$defs", {})
         if twice := [name for name in definitions.keys() & inner.keys() if definitions[name] != inner[name]]:

@@ -56,6 +56,7 @@ class Running(Protocol):
     def downstream_key(self) -> str: ...
 
     def commit_point(self) -> "Awaitable[None]": ...
+    def enter(self) -> None: ...
 
 
 class ClientInfo(Struct, frozen=True):
@@ -147,16 +148,23 @@ class Call(Struct, eq=False):
     peer: Remote | None = None  # the MCP client, if the call came that way
     task: Detachable | None = None  # where the call can become a task
     shape: Shape | None = None  # makes the call's result of the function's value, where that is not the value itself
-    state: JsonObject = {}  # for middleware and handlers
+    values: JsonObject = {}  # that middleware leaves for the handler
+    state: object = UNSET  # of the app's lifespan, if it has one
     run: Running | None = None  # of a command with a key
     fingerprint: bytes | None = None  # of a command whose params fit
-    reached: bool = False  # the middleware has let the call through
+    reached: bool = False  # the middleware and the providers have let the call through
     result: object = None
     replayed: bool = False  # the answer comes from the ledger
     recognised: bool = False  # the call repeats one whose answer was lost
     recorded: bool = True  # the ledger knows of the answer
     started: float = msgspec.field(default_factory=time.perf_counter)
     _correlation: CorrelationId = None
+
+    def begin(self) -> None:
+        """Hear that the values of all providers are there, and that the handler starts now."""
+        self.reached = True
+        if self.run is not None:
+            self.run.enter()
 
     @property
     def correlation_id(self) -> CorrelationId:
@@ -220,9 +228,14 @@ class Context:
         return self._call.recorded
 
     @property
-    def state(self) -> dict[str, Json]:
-        """Values that middleware leaves for the handler."""
-        return self._call.state
+    def state(self) -> Any:
+        """The value that the app's lifespan yields, the same in every call. Without a lifespan it is `values`."""
+        return self._call.values if self._call.state is UNSET else self._call.state
+
+    @property
+    def values(self) -> dict[str, Json]:
+        """Values of this call, which middleware leaves for the handler."""
+        return self._call.values
 
     @property
     def meta(self) -> JsonObject:

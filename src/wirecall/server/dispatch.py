@@ -47,6 +47,7 @@ from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Context, CorrelationId, Frame, Handler, InputRequired, Shape, call_of, correlation_of
 from wirecall.server.events import CallEnded, Events, log
 from wirecall.server.identity import Identity, Permit
+from wirecall.server.lifespan import Lifespan
 from wirecall.server.method import Execution, Method, Registry
 from wirecall.server.policy import ANONYMOUS, Policy, fingerprint
 from wirecall.stepping import cancels, in_thread, is_closing, needs_loop, resume, settled
@@ -92,6 +93,7 @@ class Dispatcher:
         execution: Execution | None = None,
         strict: bool = True,
         permit: Permit | None = None,
+        lifespan: Lifespan | None = None,
     ) -> None:
         self._methods = registry.methods
         self._policy = policy
@@ -105,7 +107,9 @@ class Dispatcher:
         self._execution = execution
         self._strict = strict
         self._permit = permit
+        self._lifespan = lifespan
         self._in_flight = 0
+        self._idle: asyncio.Event | None = None  # set when no call is in flight
         # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
         whose = policy.whose(ANONYMOUS, None)
         self._quiet = [Frame(ANONYMOUS, alone, self._in_full, events.observed, whose=whose) for alone in (False, True)]
@@ -181,7 +185,9 @@ class Dispatcher:
 
             def in_lane(message: Message | Invalid) -> bool:
                 assert not isinstance(message, Invalid)  # those are answered on the spot
-                method = self._methods[message.method]
+                method = self._methods.get(message.method)
+                if method is None:  # it was removed a moment ago
+                    return False
                 execution = method.execution or self._execution
                 return method.is_command if execution is None else execution == "sequential"
 
@@ -196,13 +202,30 @@ class Dispatcher:
                 unwatched.written()
             return sealed
         finally:
-            self._in_flight -= count
+            self._ended(count)
             if unwatched is not None:
                 unwatched.lost()
 
     async def aclose(self, grace: float) -> None:
         """Finish or release the commands that are in flight."""
         await self.commands.aclose(grace)
+
+    async def drain(self, timeout: float) -> None:
+        """Wait until no call is in flight, for `timeout` seconds at most."""
+        if not self._in_flight:
+            return
+        self._idle = self._idle or asyncio.Event()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("stopping with %d calls in flight", self._in_flight)
+        self._idle = None
+
+    def _ended(self, count: int) -> None:
+        self._in_flight -= count
+        if self._idle is not None and not self._in_flight:
+            self._idle.set()
 
     # --- one entry of JSON-RPC ---------------------------------------------------------------------------------------
 
@@ -296,6 +319,8 @@ class Dispatcher:
         """Return the result of an admitted call, as `Raw` or a constant; or raise the `RpcError` that answers it."""
         error: BaseException | None = None
         try:
+            if self._lifespan is not None:
+                call.state = self._lifespan.state
             context = Context(call)
             result = await (self._guarded(context) if self._guarded else self._invoke(call, context))
             if result is not call.result:  # the middleware has replaced it
@@ -327,9 +352,14 @@ class Dispatcher:
         # A command's params are decoded twice: here into the types of the function, by the decoder that is made for them,
         # and once without types, at admission, for the key and the fingerprint, which depend on the JSON alone.
         args, keywords = method.signature.bind_all(call.params, context)
-        handler: Handler = partial(method.function, *args, **keywords)
-        if method.blocking and not frame.alone:
-            handler = partial(in_thread, handler)
+        threaded = method.blocking and not frame.alone
+        handler: Handler
+        if method.provided is None:
+            handler = partial(method.function, *args, **keywords)
+            if threaded:
+                handler = partial(in_thread, handler)
+        else:
+            handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
         is_recorded = call.key is not None or call.keyless
         if is_recorded or (method.is_command and self._events.observed):
             call.fingerprint = call.identity or fingerprint(call.params)
@@ -378,7 +408,7 @@ class Dispatcher:
             assert isinstance(result, Raw)
             return result
         finally:
-            self._in_flight -= 1
+            self._ended(1)
 
     def frame(self, caller: str, peer: str | None, sending: Sending | None, identity: Identity | None) -> Frame:
         """Return the frame of a call that was parsed elsewhere."""
@@ -420,7 +450,7 @@ class Dispatcher:
         except BaseException as error:
             raise self._as_error(method.name, id, error) from None
         finally:
-            self._in_flight -= 1
+            self._ended(1)
 
     # --- the reply ---------------------------------------------------------------------------------------------------
 

@@ -7,16 +7,19 @@ and checked at registration, before the first call. A contradiction is an error 
 import enum
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
-from wirecall.protocol.params import Signature
+from wirecall.protocol.params import Find, Signature, place_of
 from wirecall.server.call import Context
 from wirecall.server.identity import ScopeRule, Scopes
+
+if TYPE_CHECKING:
+    from wirecall.server.providers import Provided, Providers
 
 Execution: TypeAlias = Literal["sequential", "parallel"]
 OnCrash: TypeAlias = Literal["unknown", "rerun", "reconcile", "transactional"]
@@ -123,6 +126,7 @@ class Method:
         task_ttl: float = 3600,
         scopes: "ScopeRule | None" = None,
         reserved: bool = False,
+        find: Find | None = None,
     ) -> None:
         import inspect  # late: `import wirecall` stays light
 
@@ -151,7 +155,8 @@ class Method:
         self.is_generator = any(
             inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in (target, type(target).__call__)
         )
-        self.signature = Signature(function, inject=Context, keyed=self.is_command)
+        self.signature = Signature(function, inject=Context, keyed=self.is_command, find=find)
+        self.provided: Provided | None = None  # from the start of the app on, if providers make some of its arguments
         # A query that becomes a task has a record as well. It changes nothing, so it may always run again.
         self.terms = terms or (Terms() if task is None else Terms(on_crash="rerun", commit_point=True))
         self.task = task if task is None or isinstance(task, (bool, str)) else float(task)
@@ -166,9 +171,11 @@ class Method:
         waits = (self.is_command and self.terms.commit_point) or task is not None
         self.blocking = blocking or (waits and not self.is_async)
         self.can_wait = self.blocking or self.terms.on_crash in ("reconcile", "transactional") or self.is_async
+        self.can_wait |= bool(self.signature.provided)
         self._reconciler: Signature | None = None
+        self._reconciler_provided: Provided | None = None
         if self.terms.reconcile is not None:  # it is asked with the params of its command
-            self._reconciler = Signature(self.terms.reconcile, inject=Context, keyed=True)
+            self._reconciler = Signature(self.terms.reconcile, inject=Context, keyed=True, find=find)
             theirs, ours = ([p.name for p in s.parameters] for s in (self._reconciler, self.signature))
             if theirs != ours:
                 raise UsageError(
@@ -182,12 +189,19 @@ class Method:
         self.bind = self.signature.bind
         self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
-        self.plain = (
-            not (self.is_command or self.blocking or task)
-            and self.signature.simple
-            and timeout is None
-            and execution != "sequential"
-        )
+        self._is_quick = not (self.is_command or self.blocking or task) and timeout is None and execution != "sequential"
+        self.plain = self._is_quick and self.signature.simple
+
+    def prepare(self, providers: "Providers") -> None:
+        """Find out how the provided arguments are made, when the app starts."""
+        from wirecall.server.providers import Provided  # late: few apps have providers
+
+        if self.signature.provided:
+            self.provided = Provided(self.signature, providers)
+            self.bind = self.provided.bind or self.signature.bind
+            self.plain = self._is_quick and self.provided.bind is not None
+        if self._reconciler is not None and self._reconciler.provided:
+            self._reconciler_provided = Provided(self._reconciler, providers)
 
     def finished(self, value: object) -> object:
         """Return the value of the function as the result that its annotation describes."""
@@ -210,6 +224,8 @@ class Method:
         """Ask the declared reconcile function about an earlier run of the same command; may return an awaitable."""
         assert self._reconciler is not None
         args, keywords = self._reconciler.bind_all(context.params, context)
+        if self._reconciler_provided is not None:
+            return self._reconciler_provided.call(context, args, keywords, in_a_thread=False)
         return self._reconciler.function(*args, **keywords)
 
     def __repr__(self) -> str:
@@ -229,7 +245,7 @@ class Registry:
         if first is not None:
             raise UsageError(
                 f"There is already a method called {method.name!r}.",
-                f"{first!r} was registered first",
+                f"{first!r} at {place_of(first.function)} was registered first, then {place_of(method.function)}",
                 'give one of them another name: @app.query(name="...")',
             )
         if "rpc" in method.expose and method.name in self.taken:
@@ -242,6 +258,11 @@ class Registry:
             self.methods[method.name] = method
         if "mcp" in method.expose and not method.name.startswith("rpc."):
             self.tools[method.name] = method
+
+    def remove(self, name: str) -> Method | None:
+        """Remove a method, and return it if there was one."""
+        method, tool = self.methods.pop(name, None), self.tools.pop(name, None)
+        return method or tool
 
     def get(self, name: str) -> Method | None:
         return self.methods.get(name)

@@ -16,7 +16,7 @@ from inspect import isawaitable
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from wirecall.errors import Gone, Unauthorized, UsageError
+from wirecall.errors import Gone, StartFailed, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
 from wirecall.stepping import first_step
@@ -45,7 +45,8 @@ class HttpServer:
     `hosts` are names of the server ("example.com", "example.com:8443", "*.example.com"; "*" for any), besides those of the
     loopback. `origins` are web pages that may call it and read its answers ("https://app.example.com"; "*" for any).
     `open_routes` need no credentials, and pages of every origin may ask them.
-    `startup` runs before the first request, `shutdown` after the last one: it gets the seconds that it may take.
+    `startup` runs before the first request, `shutdown` after the last one: it gets the seconds that it may take. `entering`
+    runs before each request: an app around this one may not forward the lifespan of ASGI, so nothing has run `startup`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class HttpServer:
         origins: Sequence[str] | None = None,
         startup: Callable[[], Awaitable[None]] | None = None,
         shutdown: Callable[[float], Awaitable[None]] | None = None,
+        entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._open = {**(open_routes or {})}
         self.routes = {**routes, **self._open}
@@ -72,6 +74,7 @@ class HttpServer:
         self._guard = Guard(hosts or (), origins or ())
         self._startup = startup
         self._shutdown = shutdown
+        self._entering = entering
         self._active: dict[HttpRequest, asyncio.Task[Any] | None] = {}
         self._streams: set[HttpRequest] = set()
         self._held: Counter[str] = Counter()  # streams of each caller, or of each session of an anonymous one
@@ -128,7 +131,14 @@ class HttpServer:
             # Step 4: a token or `authenticate` names the caller (401). Probes come without a secret.
             if self._asks and path not in PROBES and not is_open:
                 request.caller = request.holder = await self._identify(request)
-            # Step 5: the endpoint reads the body, then responds or streams.
+            # Step 5: the application has started (503). Probes do not wait for it.
+            if self._entering is not None and path not in PROBES and not is_open:
+                try:
+                    await self._entering()
+                except StartFailed as error:
+                    logger.error("%s", error, exc_info=error.__cause__)
+                    raise HttpError(503, "the app cannot start", [("retry-after", "1")]) from None
+            # Step 6: the endpoint reads the body, then responds or streams.
             await endpoint(request)
         except HttpError as refusal:
             await request.refuse(refusal)

@@ -39,6 +39,7 @@ from wirecall.stepping import beside, start
 from wirecall.transports.lines import HIGH, Output, Splitter, open_input
 
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]  # writes one line, adds the newline; raises Gone
+Startup: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 Cleanup: TypeAlias = Callable[[float], Awaitable[None]]
 
 STALL = 0.05  # seconds that a line waits for a place
@@ -61,11 +62,20 @@ class Connection(Protocol):
 Connect: TypeAlias = Callable[[Send], Connection]
 
 
-def serve(connect: Connect, *, grace: float = 10.0, cleanup: Cleanup | None = None, limits: Limits | None = None) -> None:
+def serve(
+    connect: Connect,
+    *,
+    grace: float = 10.0,
+    startup: Startup | None = None,
+    cleanup: Cleanup | None = None,
+    limits: Limits | None = None,
+) -> None:
     """Serve stdin and stdout until EOF, SIGTERM or SIGINT."""
     stop = Stop()
     with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner() as runner:
-        runner.run(serve_streams(connect, reader, writer, grace=grace, cleanup=cleanup, limits=limits, stop=stop))
+        runner.run(
+            serve_streams(connect, reader, writer, grace=grace, startup=startup, cleanup=cleanup, limits=limits, stop=stop)
+        )
 
 
 async def serve_streams(
@@ -74,6 +84,7 @@ async def serve_streams(
     writer: int,
     *,
     grace: float = 10.0,
+    startup: Startup | None = None,
     cleanup: Cleanup | None = None,
     limits: Limits | None = None,
     stop: "Stop | None" = None,
@@ -82,6 +93,14 @@ async def serve_streams(
     stop = stop or Stop()
     left = grace
     try:
+        if startup is not None:
+            starting = asyncio.ensure_future(startup())
+            stop.attach(starting.cancel)
+            with woken_by_signals():
+                await asyncio.wait({starting})
+            if starting.cancelled():  # by a signal
+                return
+            starting.result()
         session = _Session(connect, reader, writer, limits or Limits())
         stop.attach(session.stop)
         with woken_by_signals():
@@ -238,7 +257,7 @@ class Stop:
         self._asked = 0
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tell: Callable[[], None] | None = None
+        self._tell: Callable[[], object] | None = None
 
     def __call__(self, number: int = 0, _frame: FrameType | None = None) -> None:
         self._asked += 1
@@ -248,7 +267,7 @@ class Stop:
         if self._tell is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._tell)
 
-    def attach(self, tell: Callable[[], None]) -> None:
+    def attach(self, tell: Callable[[], object]) -> None:
         self._loop, self._tell = asyncio.get_running_loop(), tell
         for _ in range(self._asked):  # before there was a loop
             self._loop.call_soon(tell)

@@ -17,7 +17,7 @@ from wirecall.errors import UsageError
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import Content, Message, ToolResult
 from wirecall.protocol.messages import JsonObject, encode
-from wirecall.protocol.params import KEY
+from wirecall.protocol.params import KEY, place_of
 from wirecall.server.method import MCP_FAMILIES, MCP_METHODS, Method, Registry
 
 _NAME = re.compile(r"\{(\+?)([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
@@ -110,7 +110,7 @@ class Catalog:
     # --- declaring ---------------------------------------------------------------------------------------------------
 
     def add_prompt(self, method: Method, name: str) -> None:
-        _refuse_second(self.prompts, name, "prompt")
+        _refuse_second(self.prompts, name, "prompt", method)
         self.prompts[name] = PromptEntry(name, method)
 
     def add_resource(
@@ -125,7 +125,7 @@ class Catalog:
             end = match.end()
         found = re.compile(pattern + re.escape(uri[end:])) if names else None
         kind = self.templates if names else self.resources
-        _refuse_second(kind, uri, "resource")
+        _refuse_second(kind, uri, "resource", method)
         theirs = [p.name for p in method.signature.parameters]
         if sorted(theirs) != sorted(names):
             raise UsageError(
@@ -230,9 +230,12 @@ class Catalog:
         self._described.clear()
 
 
-def _refuse_second(table: Mapping[str, object], name: str, kind: str) -> None:
+def _refuse_second(table: Mapping[str, PromptEntry | ResourceEntry], name: str, kind: str, method: Method) -> None:
     if name in table:
-        raise UsageError(f"The {kind} {name!r} exists already.", "a client finds it by its name", "give one of them another")
+        places = f"{place_of(table[name].method.function)} and {place_of(method.function)}"
+        raise UsageError(
+            f"The {kind} {name!r} exists already.", f"a client finds it by its name: {places}", "give one of them another"
+        )
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,246 @@
+"""Providers: functions that make the values which handlers take by type.
+
+1. A provider is known by its return annotation: `def`, `async def`, or a generator of one value whose rest is the clean-up.
+2. Every value is made once per call, after the arguments are bound and, for a command, after the ledger has granted it. The
+   clean-ups run when the handler has ended, last value first, and before the outcome of a command is recorded: they count as
+   a part of the handler. A handler's exception is raised at the `yield`; a provider cannot turn it into a result.
+3. The order in which values are made is found when the app starts (`Providers.plan`), not in a call.
+"""
+
+import inspect
+import types
+import typing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from wirecall.errors import UsageError
+from wirecall.protocol.params import Signature, name_of, place_of, read_signature
+from wirecall.server.call import Call, Context
+from wirecall.stepping import in_thread, settled
+
+_YIELDS = (Iterator, AsyncIterator, Generator, AsyncGenerator)
+# A provider of one of these would fill parameters that callers send.
+_COMMON = frozenset({Any, object, str, bytes, int, float, bool, None, type(None), list, dict, tuple, set, Context})
+
+
+class Provider:
+    """A function that makes values of one type."""
+
+    def __init__(self, function: Callable[..., Any], *, blocking: bool) -> None:
+        self.function = function
+        self.blocking = blocking
+        is_async_generator = inspect.isasyncgenfunction(function)
+        self.cleans_up = is_async_generator or inspect.isgeneratorfunction(function)
+        self.is_async = is_async_generator or inspect.iscoroutinefunction(function)
+        self.parameters, self.injected, _, returns = read_signature(function, Context)
+        if self.cleans_up and typing.get_origin(returns) in _YIELDS:
+            returns = typing.get_args(returns)[0]
+        self.type = returns
+        self.manager: Callable[..., Any] = asynccontextmanager(function) if is_async_generator else contextmanager(function)
+        if returns in _COMMON or typing.get_origin(returns) in (typing.Union, types.UnionType, *_YIELDS):
+            raise UsageError(
+                f"{self} provides {name_of(returns)}, which is not a type of its own.",
+                "a parameter of this type would no longer be the caller's, in every method",
+                "annotate the return with a class or a NewType; a generator with Iterator[...] or AsyncIterator[...] of it",
+            )
+        if blocking and self.is_async:
+            raise UsageError(
+                f"{self} is a coroutine function.", "blocking=True is for plain functions", "drop blocking=True, or async"
+            )
+
+    def __str__(self) -> str:
+        return f"{name_of(self.function)} ({place_of(self.function)})"
+
+
+class Providers:
+    """The providers of an app, by type."""
+
+    def __init__(self) -> None:
+        self._providers: dict[object, Provider] = {}
+
+    def add(self, provider: Provider) -> None:
+        first = self._providers.setdefault(provider.type, provider)
+        if first.function is not provider.function:
+            raise UsageError(
+                f"There are two providers of {name_of(provider.type)}.",
+                f"{first} was registered first, then {provider}",
+                "keep one of them, or give one a type of its own: a subclass or a NewType",
+            )
+
+    def find(self, hint: object) -> object | None:
+        """Return the provided type that a parameter with this annotation takes, if there is one."""
+        bare = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+        choices = typing.get_args(bare) if typing.get_origin(bare) in (typing.Union, types.UnionType) else (bare,)
+        return next((each for each in (hint, *choices) if _is_known(each, self._providers)), None)
+
+    def check(self) -> None:
+        """Raise `UsageError` if a provider takes a value that cannot be made."""
+        for type in self._providers:
+            self.plan([type])
+
+    def plan(self, types: Sequence[object]) -> "list[Step]":
+        """Return the steps that make values of these types, each after the values that it takes."""
+        steps: list[Step] = []
+        slots: dict[object, int] = {}
+
+        def visit(type: object, chain: list[Provider]) -> int:
+            if type in slots:
+                return slots[type]
+            provider = self._providers[type]
+            if provider in chain:
+                circle = [*chain[chain.index(provider) :], provider]
+                raise UsageError(
+                    f"The provider of {name_of(type)} needs its own value.",
+                    " -> ".join(map(str, circle)),
+                    "take one of them out of the circle",
+                )
+            takes: dict[str, int] = dict.fromkeys(provider.injected, 0)
+            for parameter in provider.parameters:
+                found = self.find(parameter.type)
+                if found is None:
+                    raise UsageError(
+                        f"{name_of(parameter.type)} is not provided.",
+                        " -> ".join([*map(str, [*chain, provider]), f"the parameter {parameter.name}"]),
+                        "register a provider of it with @app.provide; a provider takes provided types and a Context",
+                    )
+                takes[parameter.name] = visit(found, [*chain, provider])
+            steps.append(Step(provider, takes))
+            slots[type] = len(steps)
+            return len(steps)
+
+        for type in types:
+            visit(type, [])
+        return steps
+
+
+class Step(Struct, frozen=True):
+    """One provider of a plan, and for each of its parameters the number of the value that it takes; 0 is the context."""
+
+    provider: Provider
+    takes: dict[str, int]
+
+
+class Provided:
+    """Calls a function with its arguments and with the values of its providers."""
+
+    def __init__(self, signature: Signature, providers: Providers) -> None:
+        self._function = signature.function
+        self._steps = providers.plan(list(dict.fromkeys(type for type, _ in signature.provided.values())))
+        numbers = {step.provider.type: number for number, step in enumerate(self._steps, 1)}
+        self._places = [(name, index, numbers[type]) for name, (type, index) in signature.provided.items()]
+        self._is_direct = not any(each.provider.is_async or each.provider.cleans_up for each in self._steps)
+        self._is_direct &= not any(each.provider.blocking for each in self._steps)
+        # Where nothing waits and no provider takes the context, the values are arguments like any other, so that a query
+        # still takes the short path.
+        self.bind: Callable[[Any], Sequence[object]] | None = None
+        needs_context = signature.injected or any(0 in each.takes.values() for each in self._steps)
+        is_positional = signature.is_flat and all(index is not None for _, index, _ in self._places)
+        if self._is_direct and is_positional and not needs_context:
+            self.bind = self._bound(signature.bind)
+
+    def _bound(self, bind: Callable[[Any], Sequence[object]]) -> Callable[[Any], Sequence[object]]:
+        if len(self._steps) == 1 and len(self._places) == 1:  # the common case, which needs no list of values
+            make, index = self._steps[0].provider.function, self._places[0][1]
+
+            def bind_one(raw: Any) -> Sequence[object]:
+                args = bind(raw)
+                return (*args[:index], make(), *args[index:])
+
+            return bind_one
+
+        def bind_all(raw: Any) -> Sequence[object]:
+            args = list(bind(raw))
+            values = self._values(None)
+            for _, index, number in self._places:
+                args.insert(index or 0, values[number])
+            return args
+
+        return bind_all
+
+    def call(
+        self,
+        context: Context,
+        args: Sequence[object],
+        keywords: Mapping[str, object],
+        call: Call | None = None,
+        *,
+        in_a_thread: bool,
+    ) -> object:
+        """Make the values and call the function: return its result, or an awaitable of it.
+
+        `args` and `keywords` have a place for each value. `call` hears when its handler starts.
+        """
+        args, keywords = list(args), dict(keywords)
+        if call is not None:
+            call.reached = False  # if a provider raises, the handler has not run
+
+        def run(values: list[Any]) -> object:
+            if call is not None:
+                call.begin()
+            for name, index, number in self._places:
+                if index is None:
+                    keywords[name] = values[number]
+                else:
+                    args[index] = values[number]
+            if in_a_thread:
+                return in_thread(lambda: self._function(*args, **keywords))
+            return self._function(*args, **keywords)
+
+        return run(self._values(context)) if self._is_direct else self._within(context, run)
+
+    def _values(self, context: Context | None) -> list[Any]:
+        values: list[Any] = [context]
+        for step in self._steps:
+            values.append(step.provider.function(**{name: values[number] for name, number in step.takes.items()}))
+        return values
+
+    async def _within(self, context: Context, run: Callable[[list[Any]], object]) -> object:
+        values: list[Any] = [context]
+        raised: BaseException | None = None
+        async with AsyncExitStack() as stack:
+            for step in self._steps:
+                provider = step.provider
+                taken = {name: values[number] for name, number in step.takes.items()}
+                if not provider.cleans_up:
+                    if provider.blocking:
+                        values.append(await in_thread(partial(provider.function, **taken)))
+                    else:
+                        made = provider.function(**taken)
+                        values.append(await made if provider.is_async else made)
+                elif provider.is_async:
+                    values.append(await stack.enter_async_context(provider.manager(**taken)))
+                elif provider.blocking:
+                    values.append(await stack.enter_async_context(_in_threads(provider.manager(**taken))))
+                else:
+                    values.append(stack.enter_context(provider.manager(**taken)))
+            try:
+                return await settled(run(values))
+            except BaseException as error:
+                raised = error
+                raise
+        assert raised is not None
+        raise raised  # a provider has swallowed it, and there is no result
+
+
+@asynccontextmanager
+async def _in_threads(manager: Any) -> AsyncIterator[Any]:
+    """Enter and leave a context manager that blocks, in threads beside the loop."""
+    value = await in_thread(manager.__enter__)
+    try:
+        yield value
+    except BaseException as error:
+        leave = error
+        await in_thread(lambda: manager.__exit__(type(leave), leave, leave.__traceback__))
+        raise
+    await in_thread(lambda: manager.__exit__(None, None, None))
+
+
+def _is_known(hint: object, table: dict[object, Provider]) -> bool:
+    try:
+        return hint in table
+    except TypeError:  # an annotation that is not hashable
+        return False
