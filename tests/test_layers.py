@@ -18,7 +18,7 @@ LAYERS = [
     {"commands", "client", "audit", "tracing"},
     {"mcp.server", "mcp.client", "declarations"},
     {"app", "config", "client.connect"},
-    {"auth", "gateway", "console"},
+    {"auth", "gateway", "console", "contract"},
     {"cli", "testing"},
 ]
 DOORS = {"__init__", "__main__"}  # what users import and start
