@@ -18,7 +18,7 @@ LAYERS = [
     {"commands", "client", "audit", "tracing", "auth"},
     {"mcp.server", "mcp.client", "declarations"},
     {"app", "config", "client.connect"},
-    {"gateway", "console"},
+    {"contract", "gateway", "console"},
     {"cli", "testing"},
 ]
 DOORS = {"__init__", "__main__"}  # what users import and start

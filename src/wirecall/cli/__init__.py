@@ -33,6 +33,8 @@ VERBS = {
     "ledger": "Look at the records of commands, and settle unknown ones.",
     "audit": "Look at the audit trail, and verify it.",
     "probe": "Find out which revisions and features a server supports.",
+    "lock": "Write the contract of a server into a file.",
+    "diff": "Compare two contracts, and report the changes that break callers.",
     "install": "Write a server into an MCP client's configuration.",
     "config": "Check or show wirecall.toml.",
     "doctor": "Check this installation.",
@@ -40,7 +42,7 @@ VERBS = {
 }
 
 # No module is called `list`: it would become a name in this file, where `list` must stay Python's own.
-_SHARED = {"list": "listing", "show": "listing", "dev": "serve"}
+_SHARED = {"list": "listing", "show": "listing", "dev": "serve", "lock": "contract", "diff": "contract"}
 
 
 class Verbs(click.Group):

@@ -4,9 +4,8 @@ import click
 
 from wirecall.cli.arguments import described, example, words
 from wirecall.cli.connecting import Way, opened, way_options
-from wirecall.cli.failures import CliError, Exit
 from wirecall.cli.input import run
-from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of
+from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of, unlisted
 from wirecall.cli.output import Printer, json_option
 from wirecall.cli.targets import Target, TargetCommand, target_argument
 from wirecall.logs import escaped
@@ -81,11 +80,5 @@ async def listed(target: Target, way: Way) -> list[Offer]:
     async with opened(target, way) as client:
         offers = await offers_of(client, None, protocol)
     if offers is None:
-        raise CliError(
-            "The server does not list its methods.",
-            "it has no rpc.discover, the method of OpenRPC for that",
-            f"{target.line('call', 'METHOD')} works all the same; for MCP: --as mcp",
-            exit=Exit.REMOTE,
-            type="no_discovery",
-        )
+        raise unlisted(target)
     return offers

@@ -4,13 +4,16 @@ An app in this process is asked directly, a JSON-RPC server by `rpc.discover`, w
 document and most others refuse, an MCP server by its lists. A server states effects itself; the rest is `unstated`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from wirecall.app import App
-from wirecall.cli.failures import CliError, Unreachable, nearest
+from wirecall.cli.failures import CliError, Exit, Unreachable, nearest
+from wirecall.cli.targets import Target
 from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
 from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import KEY
@@ -73,11 +76,29 @@ async def offers_of(client: Any, app: App | None, protocol: str, *, callable_onl
     """Return all offers; None if the server does not list them."""
     if app is not None:
         return of_app(app, protocol)
-    try:
+    with asking():
         return await (_of_mcp(client, callable_only) if protocol == "mcp" else _of_rpc(client))
-    except (ConnectionLost, TimedOut) as error:  # nothing was called, so no outcome is unknown
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Ask a server only for what it offers. Nothing is called, so no outcome is unknown if it does not answer."""
+    try:
+        yield
+    except (ConnectionLost, TimedOut) as error:
         what, next_step = "The server does not answer.", "does it speak this protocol? (--as rpc|mcp, --timeout)"
         raise Unreachable(what, error, next_step, ran="no") from error
+
+
+def unlisted(target: Target) -> CliError:
+    """Return the error about a server of JSON-RPC that does not list its methods."""
+    return CliError(
+        "The server does not list its methods.",
+        "it has no rpc.discover, the method of OpenRPC for that",
+        f"{target.line('call', 'METHOD')} works all the same; for MCP: --as mcp",
+        exit=Exit.REMOTE,
+        type="no_discovery",
+    )
 
 
 def of_app(app: App, protocol: str | None = None) -> list[Offer]:

@@ -65,13 +65,15 @@ class Target(Struct, frozen=True):
 
 
 class TargetCommand(click.Command):
-    """A command whose target may be the words after `--`."""
+    """A command whose target may be the words after `--`: its first argument, unless `is_last`."""
+
+    is_last = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
             at = args.index("--")
             ctx.meta[_COMMAND] = tuple(args[at + 1 :])
-            args = [_COMMAND, *args[:at]]
+            args = [*args[:at], _COMMAND] if self.is_last else [_COMMAND, *args[:at]]
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

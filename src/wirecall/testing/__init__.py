@@ -8,11 +8,14 @@
 
 import asyncio
 from collections.abc import Callable, Collection
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from wirecall.client.client import Client
 from wirecall.client.connect import ConnectOptions, McpOptions, Protocol, connect
 from wirecall.client.exchange import Exchange, Link
+from wirecall.contract.changes import changes
+from wirecall.contract.lock import of_app, read_lock
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, RpcError, UsageError
 from wirecall.protocol.messages import Received
 
@@ -80,6 +83,15 @@ def client(app: "App", *, protocol: Protocol | None = None, faults: Faults | Non
     if faults is not None:
         options["wrap"] = faults.on
     return connect(app, protocol=protocol, **options)
+
+
+def assert_contract(app: "App", path: "str | PathLike[str]") -> None:
+    """Raise `AssertionError` if the app breaks callers that rely on the lock file that `wirecall lock` has written."""
+    broken = [change for change in changes(read_lock(path), of_app(app)) if change.level == "breaking"]
+    if broken:
+        lines = [f"  {change.place}: {change.text}" for change in broken]
+        fix = f"  fix: keep the old contract, or accept the new one: wirecall diff {path} TARGET --accept"
+        raise AssertionError("\n".join([f"The app breaks its contract in {path}.", *lines, fix]))
 
 
 class _Faulty:

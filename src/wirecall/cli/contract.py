@@ -1,0 +1,141 @@
+"""`wirecall lock` and `wirecall diff`: the contract of a server as a file, and the changes that break its callers."""
+
+from collections import Counter
+from pathlib import Path
+
+import click
+import msgspec
+
+from wirecall.cli.connecting import Way, opened, way_options
+from wirecall.cli.failures import CliError, Exit
+from wirecall.cli.input import run
+from wirecall.cli.offers import asking, unlisted
+from wirecall.cli.output import Printer, count_of, json_option
+from wirecall.cli.targets import Target, TargetCommand, parse, target_argument
+from wirecall.contract.changes import LEVELS, changes, shared
+from wirecall.contract.lock import SECTIONS, Contract, NotALock, of_app, of_client, read_lock
+
+FILE = "contract.json"
+
+
+@click.command("lock", cls=TargetCommand)
+@target_argument
+@click.option("-o", "path", default=FILE, metavar="FILE", help=f"The lock file, or - for stdout. [default: {FILE}]")
+@way_options
+@json_option
+def lock_command(target: Target, path: str, way: Way, out: Printer) -> None:
+    """Write the contract of TARGET into a lock file: what its callers rely on.
+
+    Equal offers give equal bytes, so the file can be committed, and `wirecall diff` compares a server with it.
+
+    \b
+    wirecall lock shop.py
+    wirecall lock http://127.0.0.1:8420/mcp -o shop.json
+    wirecall lock -o files.json -- npx -y some-server
+    """
+    contract = run(_read(target, way))
+    if path == "-":
+        out.result(msgspec.to_builtins(contract), contract.canonical().decode().rstrip("\n"))
+        return
+    if Path(path).exists():
+        read_any_lock(path)
+    write(path, contract.canonical())
+    counts = {section: len(getattr(contract, section)) for section in SECTIONS if getattr(contract, section) is not None}
+    out.result({"file": path, "digest": contract.digest, **counts}, path)
+    if not out.as_json:
+        listed = ", ".join(count_of(number, section.removesuffix("s")) for section, number in counts.items() if number)
+        out.note(f"{listed or 'The server offers nothing.'}   {contract.digest[:19]}", "ok")
+
+
+class DiffCommand(TargetCommand):
+    """A command whose second argument may be the words after `--`."""
+
+    is_last = True
+
+
+@click.command("diff", cls=DiffCommand)
+@click.argument("old", type=parse, metavar="OLD")
+@click.argument("new", type=parse, metavar="NEW")
+@click.option("--accept", is_flag=True, help="Write the contract of NEW into the lock file OLD.")
+@way_options
+@json_option
+def diff_command(old: Target, new: Target, accept: bool, way: Way, out: Printer) -> int | None:
+    """Compare the contracts OLD and NEW, and report the changes that break callers of OLD: then the exit code is 9.
+
+    Each is a lock file, or a TARGET whose contract is read now.
+
+    \b
+    wirecall diff contract.json shop.py
+    wirecall diff contract.json http://127.0.0.1:8420 --json
+    wirecall diff contract.json shop.py --accept
+    wirecall diff files.json -- npx -y some-server
+    """
+    if accept and not _is_lock(old):
+        why = f"{old.text} is not a lock file"
+        raise CliError("--accept writes a lock file.", why, f"wirecall lock {new.text} -o {FILE}")
+    before, after = run(_read(old, way)), run(_read(new, way))
+    both = shared(before, after)
+    if not both:
+        why = f"{old.text} has {_sections(before)}; {new.text} has {_sections(after)}"
+        raise CliError("The contracts have no section in common.", why, "read both by one protocol: --as rpc, or --as mcp")
+    found = changes(before, after)
+    left = [each for each in SECTIONS if each not in both and None in (getattr(before, each), getattr(after, each))]
+    left = [each for each in left if getattr(before, each) or getattr(after, each)]
+    if left:
+        out.note(f"Not compared: {', '.join(left)}. Only one of both has them.", "warning")
+    if before.revision and after.revision and before.revision != after.revision:
+        out.note(f"The revisions of MCP differ: {before.revision} and {after.revision}. --revision selects one.", "warning")
+    counts = Counter(change.level for change in found)
+    if accept:
+        write(old.of(old.text), after.canonical())
+
+    def show() -> None:
+        if found:
+            out.table(["LEVEL", "PLACE", "CHANGE"], [(each.level, each.place, each.text) for each in found])
+        told = ", ".join(f"{counts[level]} {level}" for level in LEVELS if counts[level]) or "The contracts are equal."
+        out.note(f"{told}{'   accepted' if accept else ''}", "failed" if counts["breaking"] and not accept else "ok")
+
+    document = {level: counts[level] for level in LEVELS} | {"accepted": accept, "notCompared": left, "changes": found}
+    out.result(document, show)
+    return Exit.FOUND if counts["breaking"] and not accept else None
+
+
+def _sections(contract: Contract) -> str:
+    return ", ".join(each for each in SECTIONS if getattr(contract, each) is not None)
+
+
+def _is_lock(target: Target) -> bool:
+    return target.kind == "file" and not target.text.endswith(".py")
+
+
+async def _read(target: Target, way: Way) -> Contract:
+    """Return the contract in a lock file, or that of a server."""
+    if _is_lock(target):
+        return read_lock(target.of(target.text))
+    # No protocol lists everything that an app offers, so it is asked itself, unless the user chooses a protocol.
+    if target.kind == "file" and way.protocol is None and way.revision is None:
+        return of_app(target.app())
+    async with opened(target, way) as client:
+        with asking():
+            contract = await of_client(client)
+    if contract is None:
+        raise unlisted(target)
+    return contract
+
+
+def read_any_lock(path: str) -> None:
+    """Refuse a file that is not a lock file, of whatever version: it must not be overwritten."""
+    try:
+        read_lock(path)
+    except NotALock as error:
+        if error.is_foreign:
+            why, next_step = str(error).partition("\n  why: ")[2].partition("\n")[0], f"choose another path: -o {FILE}"
+            raise CliError(f"{path} exists, and is not a lock file.", why, next_step) from None
+
+
+def write(path: str, data: bytes) -> None:
+    """Write a file that a verb makes."""
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise CliError(f"{path} cannot be written.", error.strerror or str(error), "choose another path: -o FILE") from None

@@ -1,0 +1,211 @@
+"""The comparison of schemas, with jsonschema as the judge: a value that was accepted and is refused is a misfit."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from wirecall.contract.schemas import misfits
+from wirecall.protocol.messages import JsonObject
+
+NAMES = ("a", "b", "c")
+SCALARS: st.SearchStrategy[Any] = st.one_of(
+    st.none(), st.booleans(), st.integers(-4, 4), st.sampled_from([0.5, 1.0, -2.5]), st.sampled_from(["", "x", "xy", "123"])
+)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2),
+    max_leaves=4,
+)
+SMALL = st.integers(0, 3)
+
+
+def some_of(kind: str, **words: st.SearchStrategy[Any]) -> st.SearchStrategy[JsonObject]:
+    """A type with some of these keywords."""
+    return st.fixed_dictionaries({"type": st.just(kind)}, optional=words)
+
+
+SIMPLE: st.SearchStrategy[JsonObject] = st.one_of(
+    st.sampled_from([{}, {"type": "null"}, {"type": "boolean"}, {"type": ["string", "null"]}]),
+    some_of("integer", minimum=SMALL, maximum=SMALL, exclusiveMinimum=SMALL, multipleOf=st.sampled_from([1, 2])),
+    some_of("number", minimum=SMALL, maximum=SMALL, exclusiveMaximum=SMALL),
+    some_of("string", minLength=SMALL, maxLength=SMALL, pattern=st.sampled_from(["x", "^1"])),
+    st.lists(SCALARS, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    SCALARS.map(lambda value: {"const": value}),
+)
+
+
+def schemas(*, closed: bool = True) -> st.SearchStrategy[JsonObject]:
+    """Schemas with references, alternatives, lists and objects; `closed` ones may refuse further members."""
+
+    def deeper(inner: st.SearchStrategy[JsonObject]) -> st.SearchStrategy[JsonObject]:
+        ends: list[Any] = [True] if not closed else [True, False]
+        objects = some_of(
+            "object",
+            properties=st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+            required=st.lists(st.sampled_from(NAMES), unique=True, max_size=2),
+            additionalProperties=st.sampled_from(ends) | inner,
+            minProperties=SMALL,
+        )
+        arrays = some_of(
+            "array",
+            items=inner,
+            minItems=SMALL,
+            maxItems=SMALL,
+            uniqueItems=st.booleans(),
+            prefixItems=st.lists(inner, min_size=1, max_size=2),
+        )
+        joined = st.sampled_from(["anyOf", "oneOf", "allOf"])
+        several = st.tuples(joined, st.lists(inner, min_size=1, max_size=3)).map(lambda pair: {pair[0]: pair[1]})
+        both = st.tuples(inner, several).map(lambda pair: {**pair[0], **pair[1]})
+        return objects | arrays | several | both | inner.map(lambda each: {"not": each})
+
+    return st.recursive(SIMPLE, deeper, max_leaves=5)
+
+
+def accepts(schema: JsonObject, value: object) -> bool:
+    return bool(Draft202012Validator(schema).is_valid(value))
+
+
+def argument(schema: JsonObject) -> JsonObject:
+    """The params of a method with one argument of a type."""
+    return {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+
+
+def has_open_members(schema: Any) -> bool:
+    """Whether an object states members and leaves open whether it has more: rule 1 says that callers send none."""
+    if isinstance(schema, list):
+        return any(map(has_open_members, schema))
+    if not isinstance(schema, dict):
+        return False
+    is_open = bool(schema.get("properties")) and "additionalProperties" not in schema
+    return is_open or any(map(has_open_members, schema.values()))
+
+
+@given(schemas())
+def test_equal_schemas_fit(schema: JsonObject) -> None:
+    assert misfits(argument(schema), argument(schema), is_result=False) == []
+    assert misfits(schema, {**schema, "description": "another text"}, is_result=True) == []
+
+
+@settings(max_examples=600)
+@given(schemas(), schemas(), st.lists(ANYTHING, min_size=1, max_size=12))
+def test_params_that_were_accepted_and_are_refused_are_found(old: JsonObject, new: JsonObject, values: list[Any]) -> None:
+    if has_open_members(old):
+        return
+    if any(accepts(old, value) and not accepts(new, value) for value in values):
+        assert misfits(argument(old), argument(new), is_result=False)
+
+
+@settings(max_examples=600)
+@given(schemas(closed=False), schemas(closed=False), st.lists(ANYTHING, min_size=1, max_size=12))
+def test_results_that_the_old_type_does_not_admit_are_found(old: JsonObject, new: JsonObject, values: list[Any]) -> None:
+    if has_open_members(new):
+        return
+    if any(accepts(new, value) and not accepts(old, value) for value in values):
+        assert [misfit for misfit in misfits(new, old, is_result=True) if misfit.kind != "new"]
+
+
+@given(schemas(), schemas())
+def test_another_alternative_fits(schema: JsonObject, other: JsonObject) -> None:
+    assert misfits(argument(schema), argument({"anyOf": [other, schema]}), is_result=False) == []
+
+
+WIDER: list[tuple[Any, Any]] = [
+    ({"type": "integer"}, {"type": "number"}),
+    ({"type": "integer", "minimum": 1}, {"type": "integer", "exclusiveMinimum": 0}),
+    ({"type": "integer", "maximum": 4}, {"type": "integer", "maximum": 5}),
+    ({"type": "number", "multipleOf": 4}, {"type": "number", "multipleOf": 2}),
+    ({"type": "string", "minLength": 2}, {"type": "string"}),
+    ({"type": "string", "format": "uuid"}, {"type": "string"}),
+    ({"enum": ["a"]}, {"enum": ["a", "b"]}),
+    ({"enum": ["a", "b"]}, {"type": "string"}),
+    ({"const": 1}, {"type": "integer", "maximum": 1}),
+    ({"const": None}, {"type": ["null", "string"]}),
+    ({"type": "string"}, {"type": ["null", "string"]}),
+    ({"type": "string"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+    ({"type": "string"}, {"oneOf": [{"type": "string"}, {"type": "null"}]}),
+    ({"type": "string"}, {}),
+    ({"type": "string"}, True),
+    ({"type": "array", "items": {"type": "integer"}}, {"type": "array", "items": {"type": "number"}}),
+    ({"type": "array", "prefixItems": [{"const": 1}], "items": False}, {"type": "array", "items": {"type": "integer"}}),
+    (
+        {"type": "object", "additionalProperties": {"const": 1}},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+    ),
+    (argument({"const": 1}), {**argument({"const": 1}), "required": []}),
+    (argument({"const": 1}), {"type": "object"}),
+    ({"allOf": [{"type": "integer"}, {"minimum": 1}]}, {"type": "integer"}),
+]
+
+
+@pytest.mark.parametrize(("narrow", "wide"), WIDER)
+def test_a_wider_type_of_an_argument_fits_and_a_narrower_one_does_not(narrow: Any, wide: Any) -> None:
+    assert misfits(argument(narrow), argument(wide), is_result=False) == []
+    assert misfits(argument(wide), argument(narrow), is_result=False)
+
+
+def places(old: JsonObject, new: JsonObject, *, is_result: bool = False) -> list[tuple[str, str]]:
+    return [(misfit.place, misfit.kind) for misfit in misfits(old, new, is_result=is_result)]
+
+
+def test_the_place_of_a_misfit() -> None:
+    def order(**item: Any) -> JsonObject:
+        items = {"type": "array", "items": {"type": "object", "properties": item, "required": list(item)}}
+        return argument({"type": "object", "properties": {"items": items}})
+
+    assert places(order(sku={"type": "string"}), order(sku={"type": "integer"})) == [("x.items[].sku", "value")]
+    assert places(order(), order(sku={})) == [("x.items[].sku", "required")]
+    assert places(order(sku={}, size={}), order(sku={})) == [("x.items[].size", "gone")]
+
+
+def test_members_of_params() -> None:
+    one = {"type": "object", "properties": {"a": {"type": "string"}}}
+    two = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}}
+    assert places(one, two) == []
+    assert places(two, one) == [("b", "gone")]
+    assert places({"type": "object"}, two) == []
+
+
+def test_members_of_results() -> None:
+    one: JsonObject = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    two = {**one, "properties": {**one["properties"], "b": {"type": "string"}}}
+    assert places(two, one, is_result=True) == [("b", "new")]
+    assert places({**one, "required": []}, one, is_result=True) == [("a", "required")]
+
+
+def test_a_type_that_refers_to_itself() -> None:
+    def tree(leaf: str) -> JsonObject:
+        node = {"type": "object", "properties": {"value": {"type": leaf}, "next": {"$ref": "#/$defs/Node"}}}
+        return {"$ref": "#/$defs/Node", "$defs": {"Node": node}}
+
+    assert places(tree("integer"), tree("number"), is_result=True) == []
+    assert places(tree("number"), tree("integer"), is_result=True) == [("value", "value"), ("next.value", "value")]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}},
+        {"$ref": "https://example.com/other.json"},
+        {"$ref": "#/nowhere"},
+        {"$ref": 7},
+        {"type": 7, "properties": [], "required": "a", "enum": {}},
+        {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+        {
+            "type": "object",
+            "properties": {name: {"$ref": "#"} for name in "abcdefgh"},
+            "additionalProperties": {"$ref": "#"},
+        },
+    ],
+)
+def test_odd_schemas_are_compared_in_bounded_time(schema: JsonObject) -> None:
+    assert misfits(schema, dict(schema), is_result=True) == []
+    misfits(schema, {**schema, "maxProperties": 1, "minLength": 1}, is_result=False)
