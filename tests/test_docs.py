@@ -94,6 +94,14 @@ def test_the_states_of_a_run_are_those_of_the_table() -> None:
     assert docs_run.PAGE.read_text() == docs_run.page(), "run: python -m tests.docs_run"
 
 
+def test_every_member_of_a_context_is_explained() -> None:
+    from wirecall import Context
+
+    page = (ROOT / "docs" / "context.md").read_text()
+    explained = re.findall(r"^\| `ctx\.(\w+)", page, re.MULTILINE)
+    assert sorted(explained) == [name for name in dir(Context) if not name.startswith("_")]
+
+
 def test_every_field_of_limits_is_explained() -> None:
     from wirecall import Limits
 
