@@ -1,6 +1,7 @@
 """What the pages of the site need beyond their Markdown: MkDocs calls these functions (`hooks:` in mkdocs.yml).
 
-Pages link to files of the checkout outside of docs/, such as `../examples/shop.py`. The site has copies of these files.
+1. Pages link to files of the checkout outside of docs/, such as `../examples/shop.py`. The site has copies of these files.
+2. A diagram in Mermaid would need a script of another host. The site shows the picture of the same table instead.
 """
 
 import re
@@ -11,6 +12,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)\)")
+MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
+STATES = "![The states of a run and the events between them; the tables below have the same content](pictures/run.svg)"
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -28,4 +31,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     def link(found: re.Match[str]) -> str:
         return f"[{found[1]}]({found[2]})" if (ROOT / found[2]).is_file() else found[1]
 
-    return OUTSIDE.sub(link, markdown)
+    return MERMAID.sub(STATES, OUTSIDE.sub(link, markdown))

@@ -16,7 +16,7 @@ from wirecall import RpcError, connect
 DOCS = Path(__file__).parents[1] / "docs"
 PATIENCE = 120.0  # seconds until a server of another library has started on a busy machine
 
-CALLS = [
+CALLS: list[tuple[str, dict[str, Any]]] = [
     ("price", {"sku": "tea"}),
     ("price", {"sku": "milk"}),
     ("order", {"sku": "tea", "count": 2}),
