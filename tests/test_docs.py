@@ -8,6 +8,7 @@ import doctest
 import logging
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests import docs_errors, docs_run
+from tests import docs_errors, docs_picture, docs_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
@@ -36,6 +37,8 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
+# jsonrpcserver, which a guide compares with wirecall, reads its schema in a deprecated way when it is imported.
+@pytest.mark.filterwarnings("ignore:(read|open)_text is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.usefixtures("quiet")
 def test_examples(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +93,33 @@ def test_the_page_of_errors_is_the_one_that_errors_py_makes() -> None:
 
 def test_the_states_of_a_run_are_those_of_the_table() -> None:
     assert docs_run.PAGE.read_text() == docs_run.page(), "run: python -m tests.docs_run"
+
+
+def test_the_picture_of_a_run_is_that_of_the_table() -> None:
+    assert docs_picture.PICTURE.read_text() == docs_picture.picture(), "run: python -m tests.docs_picture"
+
+
+@pytest.mark.parametrize("name", ["architecture", "batch"])
+def test_the_other_pictures_are_those_of_their_script(name: str) -> None:
+    script = ROOT / "docs" / "pictures" / "draw.py"
+    assert script.with_name(f"{name}.svg").read_text() == runpy.run_path(str(script))[name](), f"run: python {script}"
+
+
+def test_every_picture_has_a_text_and_a_dark_scheme() -> None:
+    pages = [(ROOT / page).read_text() for page in PAGES]
+    shown = [(text, name) for page in pages for text, name in re.findall(r"!\[(.*?)\]\((?:docs/)?(pictures/\S+)\)", page)]
+    assert {name for _, name in shown} == {f"pictures/{path.name}" for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    for text, name in shown:
+        assert len(text) > 20, name
+        assert "prefers-color-scheme: dark" in (ROOT / "docs" / name).read_text(), name
+
+
+def test_every_member_of_a_context_is_explained() -> None:
+    from wirecall import Context
+
+    page = (ROOT / "docs" / "context.md").read_text()
+    explained = re.findall(r"^\| `ctx\.(\w+)", page, re.MULTILINE)
+    assert sorted(explained) == [name for name in dir(Context) if not name.startswith("_")]
 
 
 def test_every_field_of_limits_is_explained() -> None:

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
-from wirecall.server.identity import ScopeRule
 from wirecall.protocol.params import place_of
+from wirecall.server.identity import ScopeRule
 from wirecall.server.method import (
     EVERYWHERE,
     Execution,

@@ -23,6 +23,7 @@
         ├── DomainError            a handler's own answer "no": sent to the caller, recorded for commands
         │   └── ToolError          the same for a tool, where only the text counts
         ├── ProtocolError          a handler's own answer as an error of the protocol, also where a tool's would be a result
+        ├── ResourceNotFound       raised by the function of a resource; the revision of MCP decides the code
         └── FixedError             code and message given by the class, the rest in data
             ├── ParseError         -32700
             ├── InvalidRequest     -32600
@@ -249,6 +250,13 @@ class ToolError(DomainError):
 
 class ProtocolError(RpcError):
     """The error with which a tool ends its call as JSON-RPC does, instead of a result that its model reads."""
+
+
+class ResourceNotFound(RpcError):
+    """The error of a resource's function if its arguments do not name a resource. The client's revision decides the code."""
+
+    def __init__(self, message: str = "Resource not found") -> None:
+        super().__init__(-32602, message)
 
 
 class FixedError(RpcError):

@@ -17,6 +17,7 @@ from tests.mcp.asgi import (
     speak,
 )
 from wirecall import App, UsageError
+from wirecall.errors import ResourceNotFound
 from wirecall.mcp import Embedded, Image, Message
 
 every_revision = pytest.mark.parametrize("revision", REVISIONS)
@@ -113,6 +114,21 @@ async def test_a_uri_that_is_not_there(revision: str, uri: str) -> None:
     async with over_http(library(), revision) as client:
         error = await client.error("resources/read", {"uri": uri})
     assert (error["code"], error["data"]["uri"]) == (-32602 if revision == R5 else -32002, uri)
+
+
+@every_way
+async def test_a_function_says_that_its_resource_is_not_there(transport: str, revision: str) -> None:
+    """The code is the revision's, as if no template matched (server/resources, "Error Handling")."""
+    app = make_app()
+
+    @app.resource("test://order/{id}")
+    async def order(id: str) -> str:
+        raise ResourceNotFound(f"there is no order {id}")
+
+    async with speak(transport, app, revision) as client:
+        error = await client.error("resources/read", {"uri": "test://order/7"})
+    code = -32602 if revision == R5 else -32002
+    assert error == {"code": code, "message": "there is no order 7", "data": {"uri": "test://order/7"}}
 
 
 # Segments as a URI spells them. A handler that builds a path from one of them would leave its folder.

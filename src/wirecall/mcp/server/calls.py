@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import InvalidParams, KeyInProgress, KeyRequired, NotCapable, RpcError, rebuilt
+from wirecall.errors import InvalidParams, KeyInProgress, KeyRequired, NotCapable, ResourceNotFound, RpcError, rebuilt
 from wirecall.mcp.revisions import STATELESS, Revision
 from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
 from wirecall.mcp.server.messages import A_TASK, INPUT_REQUIRED, Answers, Id
@@ -179,12 +179,15 @@ class Calls:
     async def read_resource(self, peer: Peer) -> object:
         """Return the result of `resources/read`."""
         uri, revision = peer.params.uri, peer.session.revision
-        found = self._catalog.resource(uri)
-        if found is None:
-            raise RpcError(int(revision.value("resource not found") or 0), "Resource not found", {"uri": uri})
-        resource, names = found
-        arguments = _from_texts(resource.method, names)
-        result = await self.run(peer, resource.method, arguments, read_result(resource, uri))
+        try:
+            found = self._catalog.resource(uri)
+            if found is None:
+                raise ResourceNotFound
+            resource, names = found
+            arguments = _from_texts(resource.method, names)
+            result = await self.run(peer, resource.method, arguments, read_result(resource, uri))
+        except ResourceNotFound as error:
+            raise RpcError(int(revision.value("resource not found") or 0), error.message, {"uri": uri}) from error
         if result.startswith(INPUT_REQUIRED) or not revision.has("caching"):
             return result
         # A result that depends on the user's answers is not one of its URI alone, and must not be kept (2026-07-28,
