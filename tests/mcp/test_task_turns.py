@@ -333,7 +333,8 @@ async def test_a_task_that_is_found_by_its_key_is_a_replay(caplog: pytest.LogCap
         await desk.begun.wait()
         assert "replayed" not in {getattr(line, "outcome", None) for line in caplog.records}
         assert (await start(client, "pay", {"name": "x"}, meta={KEY: "k"}))["taskId"] == task["taskId"]
-        assert isinstance(client, HttpClient) and client.last.header("idempotent-replayed") == "true"
+        assert isinstance(client, HttpClient) and client.last is not None
+        assert client.last.header("idempotent-replayed") == "true"
         assert [line.__dict__["outcome"] for line in caplog.records if "outcome" in line.__dict__] == ["replayed"]
         desk.gate.set()
 
