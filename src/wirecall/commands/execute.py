@@ -177,7 +177,8 @@ class Commands:
             call.replayed = found is not None
             result = None if found is None else answer(found, replayed=True)
         except BaseException as error:
-            call.replayed = isinstance(error, InputRequired)  # an earlier call has become a task, which answers for this one
+            # A recorded error is a replay too, and so is the task that an earlier call has become.
+            call.replayed = call.replayed or isinstance(error, InputRequired)
             if call.frame.reported:
                 self._report(call, error)
             raise
@@ -396,7 +397,8 @@ class Commands:
             return True
         run.answers = record.id if record.deliverer == run.claim.nonce else None
         if run.answers is not None:
-            self._deliveries.begin(run.keyless, record.id.key)
+            if record.id != run.claim.id:
+                self._deliveries.begin(run.keyless, record.id.key)
             if run.is_lost:  # while the claim was on its way
                 self._mark(run)
             self._deliveries.settle(run.keyless, run.claim.id.key)
