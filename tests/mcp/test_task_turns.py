@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import KEY
+from tests.mcp.asgi import KEY, HttpClient
 from tests.mcp.test_task_rules import BOOL, OVER, Desk, get, start, talk, until
 from wirecall import App, Context, Limits, UsageError
 from wirecall.ledger.base import Ledger, RecordId
@@ -319,3 +319,83 @@ async def test_a_call_beyond_the_limit_does_not_become_a_task_after_some_seconds
         await asyncio.wait({calling}, timeout=0.1)  # its time is over, or the machine is slow
         desk.gate.set()
         assert (await calling)["content"][0]["text"] == "b is done"
+
+
+# --- what was, and what comes too late ---------------------------------------------------------------------------------
+
+
+async def test_a_task_that_is_found_by_its_key_is_a_replay(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    desk.app.command(name="pay", task=True)(desk.act)
+    caplog.set_level("INFO", "wirecall")
+    async with talk(desk.app) as client:
+        task = await start(client, "pay", {"name": "x"}, meta={KEY: "k"})
+        await desk.begun.wait()
+        assert "replayed" not in {getattr(line, "outcome", None) for line in caplog.records}
+        assert (await start(client, "pay", {"name": "x"}, meta={KEY: "k"}))["taskId"] == task["taskId"]
+        assert isinstance(client, HttpClient) and client.last is not None
+        assert client.last.header("idempotent-replayed") == "true"
+        assert [line.__dict__["outcome"] for line in caplog.records if "outcome" in line.__dict__] == ["replayed"]
+        desk.gate.set()
+
+
+async def test_a_task_that_has_ended_does_not_take_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger has the end of the task, and its server does not know that yet."""
+    app, late = make_app(), list[Any]()
+    ledger = await app.ledger()
+    complete, told, go_on = ledger.complete, asyncio.Event(), asyncio.Event()
+
+    @app.command(task=True)
+    async def render(ctx: Context) -> str:
+        late.append(ctx)
+        return "done"
+
+    async def slow(*given: Any) -> bool:
+        is_done = await complete(*given)
+        told.set()
+        await go_on.wait()
+        return is_done
+
+    monkeypatch.setattr(ledger, "complete", slow)
+    async with talk(app) as client:
+        task = await start(client, "render")
+        await told.wait()
+        ended = await get(client, task)
+        assert ended["status"] == "completed"
+        await late[0].progress(1, 2, "still at it")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert await get(client, task) == ended
+        go_on.set()
+
+
+async def test_the_key_of_an_adopted_task_that_did_nothing_is_free_when_it_is_cancelled(tmp_path: Path) -> None:
+    """Also for other arguments: neither its first server nor the one that adopted it has passed the commit point."""
+    effects, begun = list[str](), asyncio.Queue[str]()
+
+    def make() -> App:
+        app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+
+        @app.command(task=True, lease=SECONDS)
+        async def pay(name: str, ctx: Context) -> str:
+            begun.put_nowait(name)
+            if name == "first":
+                await asyncio.Event().wait()
+            await ctx.commit_point()
+            effects.append(name)
+            return name
+
+        return app
+
+    async with talk(make()) as client:
+        task = await start(client, "pay", {"name": "first"}, meta={KEY: "k"})
+        assert await begun.get() == "first"
+    async with talk(make()) as client:  # the first server has stopped
+        assert await begun.get() == "first"
+        await client.result("tasks/cancel", {"taskId": task["taskId"]})
+        await until(client, task, "cancelled")
+        other = {"name": "pay", "arguments": {"name": "b"}}
+        while "error" in (again := await client.call("tools/call", other, meta={KEY: "k"})):  # a moment after its end
+            assert again["error"]["code"] == 42210
+        assert (await until(client, again["result"], *OVER))["status"] == "completed"
+    assert effects == ["b"]

@@ -86,7 +86,7 @@ def list_records(target: str | None, state: str | None, tasks: bool, limit: int,
         columns = ["STATUS", "METHOD", "KEY", "CALLER", "STARTED", "TASK"]
     else:
         columns = ["STATE", "METHOD", "KEY", "CALLER", "STARTED", "TRIES", "ANSWER"]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for record, task in page:
         row = (record.id.method, record.id.key, record.id.caller, _time(record.started_at))
         if task is not None:

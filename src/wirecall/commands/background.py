@@ -80,7 +80,7 @@ class Background:
             if record.state is State.UNKNOWN and record.attempts == 1:  # a retry came first, after the lease
                 await ledger.resolve(claim.id, None)
             else:
-                await give_back(ledger, record.token, record.attempts)
+                await give_back(ledger, record.token, is_evidence=record.is_evidence)
 
         async def twice() -> None:
             await self.persist(take_back)
@@ -182,6 +182,6 @@ def wake(future: "asyncio.Future[T]", result: T) -> None:
         future.set_result(result)
 
 
-def give_back(ledger: Ledger, token: Token, attempt: int) -> Awaitable[bool]:
+def give_back(ledger: Ledger, token: Token, *, is_evidence: bool) -> Awaitable[bool]:
     """Release a record whose run did nothing. If an earlier run may have acted, the record stays as evidence."""
-    return ledger.release(token) if attempt == 1 else ledger.lapse(token)
+    return ledger.lapse(token) if is_evidence else ledger.release(token)

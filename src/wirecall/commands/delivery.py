@@ -24,7 +24,7 @@ from wirecall.protocol.sending import Sending
 # When so many written answers wait, they are marked beside the next claim: SQLite commits both at once. Otherwise they are
 # marked after so many seconds: ten commands one after another share a commit. An equal call in another process waits for the
 # mark, and does not look again before 0.025 s (`execute.FIRST_POLL`).
-MARK_MANY = 8
+MARK_MANY = 32
 MARK_AFTER = 0.02
 
 # Seconds in which a transport notices that a client has left.

@@ -179,6 +179,8 @@ class Commands:
             call.replayed = found is not None
             result = None if found is None else answer(found, replayed=True)
         except BaseException as error:
+            # A recorded error is a replay too, and so is the task that an earlier call has become.
+            call.replayed = call.replayed or isinstance(error, InputRequired)
             if call.frame.reported:
                 self._report(call, error)
             raise
@@ -358,7 +360,7 @@ class Commands:
             found = None if run.holds(record) else recorded(record)
             if found is None and self._background.closing:
                 with suppress(LedgerDown):
-                    await give_back(ledger, record.token, record.attempts)
+                    await give_back(ledger, record.token, is_evidence=record.is_evidence)
                 raise stopping(run)
         except BaseException as error:
             mine.is_refused = isinstance(error, LedgerUnavailable)
@@ -377,7 +379,7 @@ class Commands:
         try:
             record = await claiming
             if run.holds(record):
-                await give_back(ledger, record.token, record.attempts)
+                await give_back(ledger, record.token, is_evidence=record.is_evidence)
             if record.id != run.claim.id and record.deliverer == run.claim.nonce:
                 await ledger.deliver([Delivered(record.id, record.deliverer, "undelivered")])
         except LedgerDown:
@@ -397,7 +399,8 @@ class Commands:
             return True
         run.answers = record.id if record.deliverer == run.claim.nonce else None
         if run.answers is not None:
-            self._deliveries.begin(run.keyless, record.id.key, run.sending)
+            if record.id != run.claim.id:
+                self._deliveries.begin(run.keyless, record.id.key, run.sending)
             if run.is_lost:  # while the claim was on its way
                 self._mark(run)
             self._deliveries.settle(run.keyless, run.claim.id.key)
@@ -503,9 +506,9 @@ class Commands:
                     await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over
                 elif await run.ledger.heartbeat(run.token, run.claim.lease):  # else another process has adopted it
                     await run.task.end(failure)  # first, since nothing tells how it ended when the record is gone
-                    await give_back(run.ledger, run.token, run.attempt)
+                    await give_back(run.ledger, run.token, is_evidence=run.is_evidence)
             elif run.state is RunState.UNDONE:
-                await give_back(run.ledger, run.token, run.attempt)
+                await give_back(run.ledger, run.token, is_evidence=run.is_evidence)
             elif run.claim.on_crash == "unknown" or undecided:
                 await run.ledger.abandon(run.token)
             else:

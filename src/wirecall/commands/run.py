@@ -183,6 +183,7 @@ class Run(Struct, eq=False):
     ledger: Ledger | None = None
     token: Token | None = None
     attempt: int = 1
+    is_evidence: bool = False  # an earlier run of the record may have acted
     fence: int = 0
     db: object = None
     keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
@@ -211,6 +212,11 @@ class Run(Struct, eq=False):
         return self.state in STOPS
 
     @property
+    def is_over(self) -> bool:
+        """Return whether the handler has ended."""
+        return self.state in (RunState.RECORDING, RunState.UNDONE, RunState.DOUBTFUL)
+
+    @property
     def ran(self) -> Ran:
         """The word for a caller that does not hear the outcome."""
         return "no" if self.state in NOTHING_DONE else "unknown"
@@ -230,6 +236,7 @@ class Run(Struct, eq=False):
         self.to(RunEvent.GRANT)
         self.token = record.token
         self.attempt = record.attempts
+        self.is_evidence = record.is_evidence
         self.fence = record.fence
 
     def begin(self) -> None:

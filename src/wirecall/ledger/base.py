@@ -138,6 +138,12 @@ class Record(Struct, frozen=True, gc=False):
     def token(self) -> Token:
         return Token(self.id, self.fence, self.nonce)
 
+    @property
+    def is_evidence(self) -> bool:
+        """Whether a run before the holder's may have acted. The claim of the holder may have set `committed`; then it counts
+        for both."""
+        return self.attempts > 1 and self.committed
+
 
 class Keyless(Struct, frozen=True, gc=False):
     """How the claim of a call without a key is compared with earlier calls."""

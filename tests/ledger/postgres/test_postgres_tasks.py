@@ -1,5 +1,7 @@
 """Tasks in PostgreSQL: a few open ones are found among very many records, and a schema of before gets their table."""
 
+import asyncio
+
 import psycopg
 import pytest
 
@@ -46,6 +48,19 @@ async def test_few_among_many_are_found_by_an_index(name: str, is_analyzed: bool
     plan = "\n".join(line for (line,) in rows)
     assert "Scan on ledger" not in plan and "Seq Scan" not in plan
     assert found == [(str(number),) for number in range(500, MANY + 1, 500)]
+
+
+async def test_a_beginning_waits_for_a_take_over_that_is_not_committed_yet(ledger: Ledger, store: Store) -> None:
+    """Otherwise it would see the record as it was before, and make a task for a run that has lost it."""
+    record = await granted(ledger)
+    with psycopg.connect(store.url) as db, psycopg.connect(store.url, autocommit=True) as observer:
+        db.execute("UPDATE wirecall.ledger SET fence = fence + 1, nonce = 'another'")
+        beginning = asyncio.create_task(ledger.begin_task(record.token, "task", b"{}", TTL))
+        while not beginning.done() and not observer.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
+            await asyncio.wait({beginning}, timeout=0.01)
+        db.commit()
+    assert not await beginning
+    assert await ledger.task("task") is None
 
 
 async def test_a_schema_of_before_gets_the_table_of_tasks(store: Store) -> None:

@@ -9,7 +9,7 @@ import apsw
 import pytest
 from msgspec import structs
 
-from tests.ledger import claim_of, granted, outcome_of, present
+from tests.ledger import ID, claim_of, granted, outcome_of, present
 from wirecall import UsageError
 from wirecall.ledger.base import LedgerDown, State, open_ledger
 from wirecall.ledger.sqlite import ledger as sqlite
@@ -301,3 +301,15 @@ async def test_a_network_file_system_is_refused(kind: str, path: Path, monkeypat
         LedgerFile(str(path))
     monkeypatch.undo()
     assert not path.exists()
+
+
+@pytest.mark.parametrize("part", ["caller", "method", "key"])
+async def test_of_two_records_of_one_moment_each_has_its_own_task(part: str, path: Path) -> None:
+    ledger = await opened(path, Clock())
+    first, second = await granted(ledger), await granted(ledger, structs.replace(ID, **{part: "another"}))
+    assert first.started_at == second.started_at
+    assert await ledger.begin_task(first.token, "task", b"{}", 1000)
+    assert not await ledger.begin_task(second.token, "task", b"{}", 1000)
+    assert await ledger.task_of(second.id) is None
+    assert (task := await ledger.task("task")) is not None and task.now is not None and task.now.id == first.id
+    await ledger.aclose()

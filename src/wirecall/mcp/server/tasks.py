@@ -185,8 +185,11 @@ class Work:
 
     def note(self, message: str) -> None:
         """Set the status message, at most once a second: the last one is written when its time has come."""
+        # A task that has ended does not change, and its handler may have left a part of itself behind. While a handler has a
+        # transaction, nothing else is written: an SQLite file has one writer.
+        if self.run is not None and self.run.is_over:
+            return
         self.document.message = message[:1000]
-        # While a handler has a transaction, nothing else is written: an SQLite file has one writer.
         if self._is_noting or (self.run is not None and self.run.db is not None):
             return
         loop = asyncio.get_running_loop()
@@ -200,7 +203,7 @@ class Work:
                 return True
 
             try:
-                if self.id in self._tasks.works:  # else the leg is over
+                if self.id in self._tasks.works and not (self.run is not None and self.run.is_over):
                     await self._tasks.change(self.id, edit)
             except LedgerDown as error:
                 logger.warning("the status of task %s was not written: %s", self.id, error)
