@@ -165,8 +165,8 @@ async def test_an_rsa_key_below_2048_bits_is_not_used(recwarn: pytest.WarningsRe
 
 async def test_the_clocks_may_differ_by_the_leeway() -> None:
     shop = Shop()
-    for claims in ({"exp": int(NOW) - 29}, {"nbf": int(NOW) + 29}, {"iat": int(NOW) + 1000}):
-        assert (await shop.rpc(shop.token(**claims), call("whoami"))).status == 200
+    for token in (shop.token(exp=int(NOW) - 29), shop.token(nbf=int(NOW) + 29), shop.token(iat=int(NOW) + 1000)):
+        assert (await shop.rpc(token, call("whoami"))).status == 200
 
 
 # --- the identity -----------------------------------------------------------------------------------------------------
@@ -405,7 +405,8 @@ async def test_a_function_verifies_tokens() -> None:
     def verify(token: str) -> Identity | str | None:
         if token == "refused":
             raise Unauthorized("not on Sundays")
-        return {"a": "alice", "b": Identity("bob", issuer="https://auth.test")}.get(token)
+        known: dict[str, Identity | str] = {"a": "alice", "b": Identity("bob", issuer="https://auth.test")}
+        return known.get(token)
 
     async def later(token: str) -> str | None:
         return "later" if token == "c" else None
@@ -461,7 +462,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
         "https://a.test/i", "a", "b", issuer="https://a.test", resource=RESOURCE, keeps=3600
     ),
     "a scope with a space": lambda: Jwt("https://a.test", resource=RESOURCE, scopes="a b"),
-    "scopes that are not words": lambda: App("a").query(scopes=[7])(lambda: 1),
+    "scopes that are not words": lambda: App("a").query(scopes=[NUMBER])(lambda: 1),
     "scopes of another parameter": lambda: App("a").query(scopes=lambda other: "x")(lambda: 1),
 }
 
