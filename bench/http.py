@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from targets import report
+from wirecall.testing.auth import AuthorizationServer
 
 QUICK = "--quick" in sys.argv
 STARTS = 2 if QUICK else 5
@@ -64,6 +65,19 @@ RENDER = request(
     "/mcp", call(TASKS, "render"), MCP_Protocol_Version="2026-07-28", Mcp_Method="tools/call", Mcp_Name="render"
 )
 SINGLE = request("/rpc", plain(1))
+
+# The same call with a token, which the server verifies once. Its keys go to the child by a variable.
+ISSUER, RESOURCE = AuthorizationServer(), "https://api.example.com/mcp"
+TOKEN = ISSUER.token("alice", resource=RESOURCE, scopes="prices:read", lifetime=86_400)
+KEYS = msgspec.json.encode(ISSUER.jwks).decode()
+WITH_TOKEN = request(
+    "/mcp",
+    call(MODERN),
+    MCP_Protocol_Version="2026-07-28",
+    Mcp_Method="tools/call",
+    Mcp_Name="price",
+    Authorization=f"Bearer {TOKEN}",
+)
 MANY = request("/rpc", [plain(id) for id in range(BATCH)])
 
 # What is measured: the server, the request, how many calls are in it, and what every answer must contain. The request of
@@ -72,6 +86,7 @@ ROWS = {
     "bare, tools/call": ("bare", NEW, 1, b'"structuredContent":3'),
     "wirecall 2026-07-28": ("ours", NEW, 1, b'"structuredContent":3'),
     "wirecall tasks/get": ("ours", b"", 1, b'"resultType":"complete"'),
+    "wirecall 2026-07-28, with a token": ("guarded", WITH_TOKEN, 1, b'"structuredContent":3'),
     "official SDK 2026-07-28": ("official", NEW, 1, b'"text":"3"'),
     "wirecall 2025-06-18": ("ours", OLD, 1, b'"structuredContent":{"result":3}'),
     "official SDK 2025-06-18": ("official", OLD, 1, b'"text":"3"'),
@@ -181,7 +196,12 @@ async def measure(servers: dict[str, tuple[int, int]]) -> tuple[dict[str, float]
 def started() -> tuple[dict[str, float], dict[str, float]]:
     """One life of all servers."""
     children = {
-        name: subprocess.Popen([sys.executable, "-P", str(SERVERS), name], stdout=subprocess.PIPE, text=True)
+        name: subprocess.Popen(
+            [sys.executable, "-P", str(SERVERS), name],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "BENCH_ISSUER": ISSUER.issuer, "BENCH_RESOURCE": RESOURCE, "BENCH_KEYS": KEYS},
+        )
         for name in dict.fromkeys(server for server, *_ in ROWS.values())
     }
     try:
@@ -204,6 +224,12 @@ def main() -> int:
     return report(
         [
             ("tools/call at 2026-07-28, times a bare ASGI application", new / found["bare, tools/call"], ">=", 0.6),
+            (
+                "tools/call with a verified token, times the same without",
+                found["wirecall 2026-07-28, with a token"] / new,
+                ">=",
+                0.9,
+            ),
             ("tools/call at 2026-07-28, times the official SDK", new / found["official SDK 2026-07-28"], ">=", 5),
             ("tasks/get, times tools/call of a query", found["wirecall tasks/get"] / new, ">=", 0.5),
             (

@@ -4,6 +4,7 @@ python bench/http_servers.py NAME        prints its port when it listens
 """
 
 import asyncio
+import os
 import socket
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from wirecall import App
+from wirecall.auth import Jwt
 
 SERVER = "uvicorn"
 
@@ -52,6 +54,19 @@ def ours() -> Any:
     return app.asgi()
 
 
+def guarded() -> Any:
+    """The same with a token that has a scope."""
+    issuer, resource, keys = (os.environ[f"BENCH_{name}"] for name in ("ISSUER", "RESOURCE", "KEYS"))
+    app = App("shop", version="1.0", auth=Jwt(issuer, resource=resource, jwks=msgspec.json.decode(keys)))
+
+    @app.query(scopes="prices:read")
+    def price(sku: str) -> int:
+        """The price of an article."""
+        return len(sku)
+
+    return app.asgi()
+
+
 def official() -> Any:
     from mcp.server import MCPServer
 
@@ -81,7 +96,7 @@ def fastmcp() -> Any:
     return server.http_app(path="/mcp", json_response=True, stateless_http=True)
 
 
-APPS = {"bare": bare, "ours": ours, "official": official, "fastmcp": fastmcp}
+APPS = {"bare": bare, "ours": ours, "guarded": guarded, "official": official, "fastmcp": fastmcp}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from tests.mcp.asgi import LEGACY, R2, R4, HttpClient, enveloped, hello, repeate
 from wirecall import App, Context, connect
 from wirecall.auth import Identity, Tokens, digest
 
-LOYALTY = {"extensions": {"com.example/loyalty": {}}}
+LOYALTY: dict[str, Any] = {"extensions": {"com.example/loyalty": {}}}
 
 # An operation, its params, and all the scopes that it asks for.
 OPERATIONS: dict[str, tuple[str, Any, list[str]]] = {
@@ -219,7 +219,7 @@ async def test_a_task_is_good_for_its_caller_and_its_scopes_alone() -> None:
         seen.append(ctx.identity)
         return "the report"
 
-    tasks = {"extensions": {"io.modelcontextprotocol/tasks": {}}}
+    tasks: dict[str, Any] = {"extensions": {"io.modelcontextprotocol/tasks": {}}}
     made = await shop.mcp(shop.token("reports:make"), "tools/call", {"name": "report"}, tasks)
     task = {"taskId": made.json["result"]["taskId"]}
     assert (await shop.mcp(shop.token("reports:make", "mallory"), "tasks/get", task, tasks)).json["error"]["code"] == -32602

@@ -5,6 +5,7 @@ import base64
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import jwt
@@ -13,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from tests.auth import NOW, RESOURCE, Clock, Shop, call
-from tests.transports import ask
+from tests.transports import Client, ask, piece, scope_of
 from wirecall import App, Context, Limits, Unauthorized, UsageError
 from wirecall.auth import Access, Identity, Introspection, Jwt, Tokens, Verifier, digest
 from wirecall.testing.auth import AuthFaults, AuthorizationServer
@@ -165,8 +166,8 @@ async def test_an_rsa_key_below_2048_bits_is_not_used(recwarn: pytest.WarningsRe
 
 async def test_the_clocks_may_differ_by_the_leeway() -> None:
     shop = Shop()
-    for claims in ({"exp": int(NOW) - 29}, {"nbf": int(NOW) + 29}, {"iat": int(NOW) + 1000}):
-        assert (await shop.rpc(shop.token(**claims), call("whoami"))).status == 200
+    for token in (shop.token(exp=int(NOW) - 29), shop.token(nbf=int(NOW) + 29), shop.token(iat=int(NOW) + 1000)):
+        assert (await shop.rpc(token, call("whoami"))).status == 200
 
 
 # --- the identity -----------------------------------------------------------------------------------------------------
@@ -405,7 +406,8 @@ async def test_a_function_verifies_tokens() -> None:
     def verify(token: str) -> Identity | str | None:
         if token == "refused":
             raise Unauthorized("not on Sundays")
-        return {"a": "alice", "b": Identity("bob", issuer="https://auth.test")}.get(token)
+        known: dict[str, Identity | str] = {"a": "alice", "b": Identity("bob", issuer="https://auth.test")}
+        return known.get(token)
 
     async def later(token: str) -> str | None:
         return "later" if token == "c" else None
@@ -461,7 +463,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
         "https://a.test/i", "a", "b", issuer="https://a.test", resource=RESOURCE, keeps=3600
     ),
     "a scope with a space": lambda: Jwt("https://a.test", resource=RESOURCE, scopes="a b"),
-    "scopes that are not words": lambda: App("a").query(scopes=[7])(lambda: 1),
+    "scopes that are not words": lambda: App("a").query(scopes=[NUMBER])(lambda: 1),
     "scopes of another parameter": lambda: App("a").query(scopes=lambda other: "x")(lambda: 1),
 }
 
@@ -478,3 +480,45 @@ async def test_scopes_without_auth_are_a_mistake_over_http_only() -> None:
     assert b'"result":3' in (await app.handle(json.dumps(call("price")).encode()) or b"")
     with pytest.raises(UsageError, match="no auth="):
         app.asgi()
+
+
+# --- what an issuer could make the server do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "jwks_uri", ["http://169.254.169.254/latest", "file:///etc/passwd", "", "http://127.0.0.1.evil.test/jwks", None]
+)
+async def test_keys_are_not_fetched_from_an_address_without_tls(
+    issuer: AuthorizationServer, jwks_uri: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {**issuer.metadata(), "jwks_uri": jwks_uri}
+    monkeypatch.setattr(issuer, "metadata", lambda: told)
+    server = make_server(Jwt(issuer.issuer, resource=RESOURCE, clock=Clock()))
+    assert (await status(server, issuer.token("alice", resource=RESOURCE)))[0] == 503
+
+
+async def test_a_document_that_is_too_long_is_not_read(issuer: AuthorizationServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {**issuer.metadata(), "more": "x" * (256 << 10)}
+    monkeypatch.setattr(issuer, "metadata", lambda: told)
+    server = make_server(Jwt(issuer.issuer, resource=RESOURCE, clock=Clock()))
+    assert (await status(server, issuer.token("alice", resource=RESOURCE)))[0] == 503
+    assert "/jwks" not in paths(issuer)
+
+
+async def test_a_token_in_the_query_is_not_read() -> None:
+    shop = Shop()
+    scope = scope_of("POST", "/rpc", [("host", "localhost"), ("content-type", "application/json")])
+    scope["query_string"] = f"access_token={shop.token()}".encode()
+    client = Client(piece(WHOAMI))
+    await shop.server(scope, client.receive, client.send)
+    assert client.reply.status == 401
+
+
+async def test_the_audit_trail_names_the_caller_and_has_no_token(tmp_path: Path) -> None:
+    shop = Shop(audit=f"file:{tmp_path}/audit.jsonl")
+    token = shop.token("orders:write orders:audit")
+    await shop.rpc(token, call("order", {"sku": "tea", "idempotency_key": "k"}))
+    await shop.app.aclose()
+    written = (tmp_path / "audit.jsonl").read_text()
+    assert '"https://auth.test alice"' in written
+    assert token.rpartition(".")[2] not in written

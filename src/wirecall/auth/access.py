@@ -17,7 +17,7 @@
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from inspect import isawaitable
 from ipaddress import ip_address
@@ -112,7 +112,7 @@ class Access:
         self._name = name or (lambda identity: identity.name)
         self._told = {"resource_name": title, "resource_documentation": documentation}
         self._clock = clock
-        self._known: dict[bytes, tuple[Identity, str, float]] = {}  # identity, caller, good until; by digest
+        self._known: dict[bytes, tuple[tuple[Identity, str], float]] = {}  # and until when; by the digest of a header
         self._pending: dict[bytes, asyncio.Task[tuple[Identity, str]]] = {}
         # The address of the metadata: the well-known path goes between the host and the path (RFC 9728, section 3.1).
         self._metadata_url = self._metadata_path = None
@@ -130,11 +130,16 @@ class Access:
 
     # --- tokens ------------------------------------------------------------------------------------------------------
 
+    def known(self, headers: Headers) -> tuple[Identity, str] | None:
+        """Return the identity behind a request, and the caller's name, if its token was verified before."""
+        found = self._known.get(sha256(headers.first.get(b"authorization", b"")).digest())
+        return None if found is None or found[1] <= self._clock() else found[0]
+
     async def identify(self, headers: Headers) -> tuple[Identity, str]:
-        """Return the identity behind a request, and the caller's name; HttpError 400, 401 or 503."""
-        given = headers.first.get(b"authorization")
+        """Return the same for any token; HttpError 400, 401 or 503."""
+        given = headers.first.get(b"authorization", b"")
         # RFC 6750, section 3.1: without credentials, or with those of another scheme, the challenge has no `error`.
-        scheme, _, token = (given or b"").strip(b" \t").partition(b" ")
+        scheme, _, token = given.strip(b" \t").partition(b" ")
         if scheme.lower() != b"bearer":
             raise HttpError(401, "expected Authorization: Bearer TOKEN", self._challenge(scopes=self.scopes))
         token = token.strip(b" ")
@@ -143,10 +148,7 @@ class Access:
         if not _TOKEN.fullmatch(token):
             message = "the Authorization header is not Bearer and one token"
             raise HttpError(400, message, self._challenge("invalid_request", message, self.scopes))
-        digest = sha256(token).digest()
-        known = self._known.get(digest)
-        if known is not None and known[2] > self._clock():
-            return known[:2]
+        digest = sha256(given).digest()
         pending = self._pending.get(digest)
         if pending is None:
             pending = asyncio.get_running_loop().create_task(self._verify(token.decode(), digest))
@@ -194,7 +196,7 @@ class Access:
             if until > now:
                 if len(self._known) >= KEPT:
                     del self._known[next(iter(self._known))]  # the oldest
-                self._known[digest] = identity, caller, until
+                self._known[digest] = (identity, caller), until
             return identity, caller
         if is_down:
             message = "the token cannot be verified now: the authorization server does not answer"
@@ -213,12 +215,12 @@ class Access:
             found |= new
         return frozenset(found)
 
-    def permit(self, identity: Identity, scopes: Iterable[str]) -> None:
+    def permit(self, identity: Identity, scopes: Collection[str]) -> None:
         """HttpError 403 unless the identity has all the scopes that an operation asks for."""
-        asked = dict.fromkeys((*self.scopes, *scopes))
-        if not identity.scopes.issuperset(asked):
+        if not (identity.scopes.issuperset(scopes) and identity.scopes.issuperset(self.scopes)):
             # All scopes of the operation, also those that the token has: a client must be able to get them at once
             # (2026-07-28, authorization, "Runtime Insufficient Scope Errors").
+            asked = dict.fromkeys((*self.scopes, *scopes))
             names = [scope for scope in asked if SCOPE.fullmatch(scope)]  # a scope by argument may be any text
             message = f"the token has too little scope: expected {' '.join(names)}"
             fields = self._challenge("insufficient_scope", "the token has too little scope", names)

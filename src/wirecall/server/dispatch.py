@@ -144,11 +144,11 @@ class Dispatcher:
         if identity is not None and self._permit is not None:
             # All entries ask for their scopes at once, before one of them runs: a client that gets more scope sends the
             # whole message again. A replay asks as well, since this precedes the claim.
-            asked: list[str] = []
+            asked: dict[str, None] = {}
             for entry in read if is_batch else (read,):
                 known = None if type(entry) is Invalid else self._methods.get(entry.method)
                 if known is not None and known.scopes is not None:
-                    asked += known.scopes.of(entry.params)
+                    asked.update(dict.fromkeys(known.scopes.of(entry.params)))
             self._permit(identity, asked)
         busy = self._in_flight + self.commands.left
         if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:

@@ -7,7 +7,7 @@
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Raw, Struct, UnsetType
@@ -58,7 +58,7 @@ class Identity(Struct, frozen=True):
         return cls(subject, client, issuer, frozenset(found), claims, until)
 
 
-Permit: TypeAlias = Callable[[Identity, Iterable[str]], None]  # raises unless the identity has all of these scopes
+Permit: TypeAlias = Callable[[Identity, Collection[str]], None]  # raises unless the identity has all of these scopes
 
 
 class Scopes:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from wirecall.errors import Gone, StartFailed, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
-from wirecall.stepping import first_step
 from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, HttpRequest, Pairs, Receive, Scope, Send, Waits
 
 if TYPE_CHECKING:
@@ -34,8 +33,12 @@ GRACE = 10.0
 class Access(Protocol):
     """Judges the tokens of requests; `wirecall.auth.Access` is one."""
 
+    def known(self, headers: Headers) -> "tuple[Identity, str] | None":
+        """Return the identity behind a request and the caller's name, if its token was verified before."""
+        ...
+
     def identify(self, headers: Headers) -> "Coroutine[Any, Any, tuple[Identity, str]]":
-        """Return the identity and the caller's name, or raise HttpError."""
+        """Return the same for any token, or raise HttpError."""
         ...
 
 
@@ -130,7 +133,9 @@ class HttpServer:
                 return
             # Step 4: a token or `authenticate` names the caller (401). Probes come without a secret.
             if self._asks and path not in PROBES and not is_open:
-                request.caller = request.holder = await self._identify(request)
+                known = None if self._access is None else self._access.known(headers)
+                request.identity, request.caller = known or await self._identify(headers)
+                request.holder = request.caller
             # Step 5: the application has started (503). Probes do not wait for it.
             if self._entering is not None and path not in PROBES and not is_open:
                 try:
@@ -166,17 +171,15 @@ class HttpServer:
             if self._idle is not None and not self._active:
                 self._idle.set()
 
-    async def _identify(self, request: HttpRequest) -> str:
-        """Return the name of the caller, and note the identity that its token has."""
+    async def _identify(self, headers: Headers) -> "tuple[Identity | None, str]":
+        """Return the name of the caller, and the identity that its token has."""
+        identity: Identity | None = None
         caller: object = None
         try:
             if self._access is not None:
-                done, known = first_step(self._access.identify(request.headers))
-                if not done:  # a token that is new here
-                    known = await self.waits.within(known, self.limits.body_time)
-                request.identity, caller = known
+                identity, caller = await self.waits.within(self._access.identify(headers), self.limits.body_time)
             elif self._authenticate is not None:
-                answer = self._authenticate(request.headers)
+                answer = self._authenticate(headers)
                 caller = await self.waits.within(answer, self.limits.body_time) if isawaitable(answer) else answer
         except Unauthorized as error:
             raise HttpError(401, error.message, [("www-authenticate", error.www_authenticate)]) from None
@@ -190,7 +193,7 @@ class HttpServer:
                 f"authenticate() must return str or None, got {type(caller).__name__}.",
                 fix="return the name of the caller, or None to refuse",
             )
-        return caller
+        return identity, caller
 
     # --- streams and stopping ----------------------------------------------------------------------------------------
 

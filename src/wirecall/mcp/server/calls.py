@@ -14,7 +14,7 @@
 5. Results are made in the fullest form and encoded once; `project` takes away what older revisions do not know.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -223,14 +223,15 @@ class Calls:
 
     # --- any of them -------------------------------------------------------------------------------------------------
 
-    def scopes(self, name: str, params: Params, raw: Raw | UnsetType) -> Iterable[str]:
+    def scopes(self, name: str, params: Params, raw: Raw | UnsetType) -> Sequence[str]:
         """Return the scopes that a request asks for. A request for something unknown asks for none, and is refused later."""
-        catalog, methods = self._catalog, list[tuple[Method, Raw]]()
+        catalog = self._catalog
+        methods: list[tuple[Method, Raw]] = []
         try:
             if isinstance(params, CallTool):
-                if (tool := catalog.tools.get(params.name)) is not None and tool.scopes is not None:
-                    methods = [(tool, _arguments(params))]
-            elif isinstance(params, GetPrompt):
+                tool = catalog.tools.get(params.name)
+                return () if tool is None or tool.scopes is None else tool.scopes.of(_arguments(params))
+            if isinstance(params, GetPrompt):
                 if (prompt := catalog.prompts.get(params.name)) is not None:
                     texts = {} if params.arguments is UNSET else params.arguments
                     methods = [(prompt.method, _from_texts(prompt.method, texts))]

@@ -16,7 +16,7 @@ the methods and the index of the files beside this one; `Server.add` puts a row 
 
 import asyncio
 import base64
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,7 +84,7 @@ class Identity(Struct, frozen=True):
 class Access(Protocol):
     """What the tokens of callers allow; `wirecall.auth.Access` is one."""
 
-    def permit(self, identity: Caller, scopes: Iterable[str], /) -> None:
+    def permit(self, identity: Caller, scopes: Collection[str], /) -> None:
         """HttpError 403 unless the caller has all of these scopes."""
         ...
 
@@ -318,16 +318,15 @@ class Server:
         """HttpError 403 unless the caller has the scopes of all these requests. `params`: of a single one, decoded."""
         if identity is None or self._access is None:
             return
-        asked: list[str] = []
+        asked: dict[str, None] = {}
         for entry in entries:
-            method = self.methods.get(entry.method) if isinstance(entry, Envelope) else None
-            if method is None or not isinstance(entry, Envelope):
+            if not isinstance(entry, Envelope) or (method := self.methods.get(entry.method)) is None:
                 continue
             try:
                 given = params if type(params) is method.params else _decoded(entry, method.decode)
             except RpcError:
                 continue  # the request is refused for its params, before it runs
-            asked += self.calls.scopes(entry.method, given, entry.params)
+            asked.update(dict.fromkeys(self.calls.scopes(entry.method, given, entry.params)))
         self._access.permit(identity, asked)
 
     def _find(self, name: str, revision: Revision) -> McpMethod:
