@@ -145,17 +145,19 @@ class Refused(CallFailed):
 
 
 class NotAuthorized(Refused):
-    """The server asks for a token that the client does not have and cannot get."""
+    """The server asks for a token that the client does not have and cannot get. `fix` is the command that gets one."""
 
-    def __init__(self, message: str, *, status: int = 401, ran: Ran | None = None, retry_after: float | None = None) -> None:
-        super().__init__(message, ran=ran, status=status, retry_after=retry_after)
+    def __init__(self, message: str, *, fix: str = "", status: int = 401) -> None:
+        super().__init__(f"{message}; use: {fix}" if fix else message, status=status)
+        self.reason = message
+        self.fix = fix
 
 
 class MissingScopes(NotAuthorized):
     """The operation needs `scopes` that the client's token does not have and that it cannot get."""
 
-    def __init__(self, message: str, scopes: Iterable[str] = ()) -> None:
-        super().__init__(message, status=403)
+    def __init__(self, message: str, scopes: Iterable[str] = (), *, fix: str = "") -> None:
+        super().__init__(message, fix=fix, status=403)
         self.scopes = frozenset(scopes)
 
 

@@ -1,4 +1,4 @@
-"""The paths of files that other users must neither read nor replace: the ledger and the audit trail."""
+"""The paths of files that other users must neither read nor replace: the ledger, the audit trail and logins."""
 
 import errno
 import os
@@ -8,6 +8,11 @@ from pathlib import Path
 from wirecall.errors import UsageError
 
 MAX_LINKS = 40  # as Linux has it
+
+
+def login_folder() -> Path:
+    """Return the folder of the user's logins, in the folder of the user's data (XDG Base Directory specification)."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "wirecall", "logins")
 
 
 def real_path(path: str | os.PathLike[str], what: str) -> str:

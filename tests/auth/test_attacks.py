@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import webbrowser
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -73,7 +74,7 @@ async def test_the_page_of_a_login_is_never_another_kind_of_address(
     world: World, page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(browsing.webbrowser, "open", opened.append)
+    monkeypatch.setattr(webbrowser, "open", opened.append)
     world.issuer = {"authorization_endpoint": page}
     assert "authorization endpoint cannot be used" in str(await refused(world, visit=None))
     assert not opened

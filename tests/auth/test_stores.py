@@ -26,7 +26,6 @@ class Ring(KeyringBackend):
     """A keyring in memory."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.entries: dict[tuple[str, str], str] = {}
 
     def get_password(self, service: str, username: str) -> str | None:

@@ -12,6 +12,7 @@
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -33,6 +34,8 @@ from wirecall.transports.http_client import Auth, HttpAnswer, HttpClient
 EARLY = 60.0  # seconds before its end at which a token is refreshed
 STEPS = 2  # new logins for more scopes, before one of them is accepted
 LONGEST_NONCE = 1000  # characters
+
+_SCOPE = re.compile(r"[A-Za-z0-9._:/*+-]+")
 
 Credentials: TypeAlias = "Way | str | Callable[[], Awaitable[str]]"
 
@@ -215,15 +218,15 @@ class Authorization:
             missing = wanted - set(login.scopes if login else ())
             if not missing or self._steps >= STEPS or isinstance(self._way, Stored):
                 names = " ".join(sorted(missing or wanted))
-                fix = f": wirecall login {self._url} --scope '{names}'" if isinstance(self._way, Stored) else ""
-                raise MissingScopes(
-                    f"the server asks for scopes that the token does not have, {names[:SHOWN]!a}{fix}", wanted
-                )
+                is_safe = all(_SCOPE.fullmatch(name) for name in missing)  # the command is copied into a shell
+                fix = f"wirecall login {self._url} --scope '{names}'" if isinstance(self._way, Stored) and is_safe else ""
+                what = f"the server asks for scopes that the token does not have, {names[:SHOWN]!a}"
+                raise MissingScopes(what, wanted, fix=fix)
             self._steps += 1
         elif is_new and how == "login":
             raise NotAuthorized("the server refuses the token that its authorization server has just issued")
         if isinstance(self._way, Stored) and (login is None or not login.refresh_token):
-            raise NotAuthorized(f"the server asks for a login: wirecall login {self._url}")
+            raise NotAuthorized("the server asks for a login", fix=f"wirecall login {self._url}")
         resource = await find_resource(network, self._url, challenge)
         if login is not None and not more_scopes and not (is_new and how == "refresh"):
             is_named = resource is None or login.issuer in resource.authorization_servers

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.errors import UsageError
-from wirecall.files import real_path
+from wirecall.files import login_folder, real_path
 from wirecall.protocol.messages import UNREADABLE
 
 AGAIN = 0.05  # seconds until a lock that another process holds is tried again
@@ -107,8 +107,7 @@ class FileStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        self.folder = Path(data, "wirecall", "logins") if folder is None else Path(folder)
+        self.folder = login_folder() if folder is None else Path(folder)
 
     async def logins(self, server: str | None = None) -> list[Login]:
         return _newest_first(await asyncio.to_thread(self._read), server)
@@ -126,14 +125,18 @@ class FileStore:
         return self.folder / f"{_digest(login.server, login.issuer, login.client_id)}.json"
 
     def _folder(self) -> Path:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            fix = "give this user the right to make it, or set XDG_DATA_HOME"
+            raise UsageError(f"The folder of logins, {self.folder}, cannot be made.", str(error.strerror), fix) from None
         folder = Path(real_path(self.folder, "the folder of logins"))
         _refuse_others(os.stat(folder), folder)
         return folder
 
     def _read(self) -> list[Login]:
         found = []
-        for path in self._folder().glob("*.json"):
+        for path in self._folder().glob("*.json") if self.folder.exists() else ():
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:  # removed meanwhile

@@ -335,4 +335,4 @@ class Stored(Way, kw_only=True, frozen=True):
         return FileStore()
 
     async def obtain(self, flow: Flow) -> Login:
-        raise NotAuthorized(f"there is no login that the server accepts: wirecall login {flow.server}")
+        raise NotAuthorized("the server does not accept the login any more", fix=f"wirecall login {flow.server}")

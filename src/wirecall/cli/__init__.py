@@ -30,6 +30,9 @@ VERBS = {
     "batch": "Make many calls, one JSON object per line.",
     "task": "Look at a call that goes on in the background, wait for it, or cancel it.",
     "send": "Send raw messages, untouched, and print the answers.",
+    "login": "Log in at a server, and keep the login for the other commands.",
+    "logout": "Forget the logins at a server, and revoke their tokens.",
+    "auth": "List the logins that are kept.",
     "ledger": "Look at the records of commands, and settle unknown ones.",
     "audit": "Look at the audit trail, and verify it.",
     "probe": "Find out which revisions and features a server supports.",
@@ -42,7 +45,14 @@ VERBS = {
 }
 
 # No module is called `list`: it would become a name in this file, where `list` must stay Python's own.
-_SHARED = {"list": "listing", "show": "listing", "dev": "serve", "lock": "contract", "diff": "contract"}
+_SHARED = {
+    "list": "listing",
+    "show": "listing",
+    "dev": "serve",
+    "lock": "contract",
+    "diff": "contract",
+    **dict.fromkeys(("login", "logout", "auth"), "login"),
+}
 
 
 class Verbs(click.Group):

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, redirect_stdout
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,11 +22,14 @@ from msgspec.structs import replace
 from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
+from wirecall.files import login_folder
 from wirecall.logs import logger
 from wirecall.protocol.messages import Unreadable
 
 if TYPE_CHECKING:
+    from wirecall.auth import Stored
     from wirecall.cli.targets import Target
+    from wirecall.transports.http_client import HttpClient
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 GRACE = 10.0  # seconds for the calls in flight of an app in this process when the verb ends
@@ -104,6 +107,29 @@ def way_options(function: Callable[..., object]) -> Callable[..., object]:
 # --- the client -----------------------------------------------------------------------------------------------------
 
 
+async def stored_auth(url: str, headers: Mapping[str, str]) -> "Stored | None":
+    """Return the login that is kept for an address; None if there is none, or if a header authorizes the requests."""
+    if not login_folder().is_dir() or any(name.lower() == "authorization" for name in headers):
+        return None
+    from wirecall.auth import Stored  # late: few targets need it
+
+    stored = Stored()
+    assert stored.store is not None
+    return stored if await stored.store.logins(url) else None
+
+
+async def http_client(url: str, headers: Mapping[str, str]) -> "HttpClient":
+    """Return a client for raw messages, which sends the login that is kept for the address."""
+    from wirecall.transports.http_client import HttpClient
+
+    stored = await stored_auth(url, headers)
+    if stored is None:
+        return HttpClient(url, headers=headers)
+    from wirecall.auth.client import authorization
+
+    return HttpClient(url, headers=headers, auth=authorization(stored, url))
+
+
 @asynccontextmanager
 async def opened(target: "Target", way: Way, *, app: App | None = None) -> AsyncIterator[Any]:
     """Open a client of the target. `app` is the target's app, if the verb has loaded it already."""
@@ -114,6 +140,8 @@ async def opened(target: "Target", way: Way, *, app: App | None = None) -> Async
     if target.kind == "file":
         where = app or target.app()
     more: Any = {"revision": way.revision} if protocol == "mcp" else {}
+    if target.kind == "url":
+        more["auth"] = await stored_auth(where, way.headers)
     client = connect(where, protocol=protocol, timeout=way.timeout, headers=way.headers, **more)
     noise = _Noise(target.kind == "command")
     with redirect_stdout(sys.stderr), noise:  # handlers in this process may print

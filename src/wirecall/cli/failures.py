@@ -143,7 +143,12 @@ _FAILED: tuple[tuple[type[CallFailed], Exit, str, str, str], ...] = (
 
 # HTTP statuses that say more than that the call failed.
 _STATUSES: dict[int, tuple[Exit, str, str, str]] = {
-    401: (Exit.AUTH, "unauthorized", "The server asks for credentials.", "--header 'Authorization: Bearer ...'"),
+    401: (
+        Exit.AUTH,
+        "unauthorized",
+        "The server asks for credentials.",
+        "wirecall login URL, or --header 'Authorization: Bearer ...'",
+    ),
     403: (Exit.AUTH, "forbidden", "The server refuses this caller.", "--header with other credentials, or ask its operator"),
     413: (Exit.REMOTE, "too_large", "The message is too large for the server.", "send less at once"),
     429: (Exit.REMOTE, "busy", "The server is busy.", "wait, and repeat"),
@@ -192,6 +197,8 @@ def failure_of(error: BaseException) -> CliError:
         by_kind = next(row[1:] for row in _FAILED if isinstance(error, row[0]))
         exit, kind, what, next_step = _STATUSES.get(error.status or 0, by_kind)
         why = str(error).removeprefix("the server cannot be reached: ")
+        if isinstance(error, errors.NotAuthorized):
+            why, next_step = error.reason, error.fix or next_step
         status = {"status": error.status} if error.status else {}
         return CliError(what, why, next_step, exit=exit, type=kind, ran=error.ran, **status)
     if isinstance(error, RpcError):  # in the server's own words

@@ -22,7 +22,7 @@ from msgspec import Struct, field
 from wirecall.app import App
 from wirecall.auth.access import WELL_KNOWN, check_address
 from wirecall.auth.documents import fetch, server_metadata
-from wirecall.cli.connecting import Way, way_options
+from wirecall.cli.connecting import Way, http_client, way_options
 from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option, progress
@@ -145,9 +145,9 @@ class HttpWire:
     is_http = True
     said = ""
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        self._http = HttpClient(url, headers=headers)
-        self.open, self.aclose = self._http.open, self._http.aclose
+    def __init__(self, http: HttpClient) -> None:
+        self._http = http
+        self.open, self.aclose = http.open, http.aclose
 
     async def send(self, message: object, headers: Mapping[str, str], patience: float) -> Reply:
         """Send a message (bytes unchanged) and return its reply. A server that cannot be reached raises `CallFailed`."""
@@ -377,7 +377,7 @@ class Prober:
         """Hold one conversation. A server that cannot be reached, or refuses this caller, ends the probe."""
         wire: HttpWire | LineWire
         if self._target.kind == "url":
-            wire = HttpWire(self._target.address(path, keep_root=False), self._way.headers)
+            wire = HttpWire(await http_client(self._target.address(path, keep_root=False), self._way.headers))
         else:
             wire = LineWire(
                 MemoryPipe(self._app._connect, self._app._enter, self._app._leave)

@@ -8,7 +8,7 @@ from typing import BinaryIO
 import click
 
 from wirecall.app import App
-from wirecall.cli.connecting import Way, way_options
+from wirecall.cli.connecting import Way, http_client, way_options
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
 from wirecall.cli.input import CHUNK, Input, InputLines, run
 from wirecall.cli.output import print_raw
@@ -51,10 +51,8 @@ def command(target: Target, messages: BinaryIO, way: Way) -> int:
 
 
 async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:
-    from wirecall.transports.http_client import HttpClient
-
     worst = Exit.DONE
-    http = HttpClient(way.address(target), headers=way.headers)
+    http = await http_client(way.address(target), way.headers)
     await http.open()
     media = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
     try:

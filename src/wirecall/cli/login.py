@@ -1,0 +1,155 @@
+"""`wirecall login`, `logout` and `auth`: the logins that the other verbs use at servers with authorization."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from wirecall.cli.connecting import Protocol, Way
+from wirecall.cli.failures import CliError
+from wirecall.cli.input import run
+from wirecall.cli.output import Printer, count_of, json_option
+from wirecall.cli.targets import Target, target_argument
+from wirecall.logs import escaped
+from wirecall.protocol.messages import JsonObject
+
+if TYPE_CHECKING:
+    from wirecall.auth import Login
+
+_AS = click.option("--as", "protocol", type=click.Choice(["rpc", "mcp"]), help="Protocol. [default: the target decides]")
+
+
+def _address(target: Target, protocol: str | None) -> str:
+    """Return the address that the other verbs use for this target, because a login is kept for one address."""
+    if target.kind != "url":
+        raise CliError(f"{target.text} is not an address.", "a login is for a server on HTTP", "https://.../mcp")
+    kind: Protocol | None = "mcp" if protocol == "mcp" else "jsonrpc" if protocol else None
+    return Way(kind, None, 0.0, {}).address(target)
+
+
+@click.command("login")
+@target_argument
+@_AS
+@click.option("--scope", "scopes", multiple=True, metavar="SCOPE", help="Ask for this scope as well; may be repeated.")
+@click.option("--client-id", metavar="ID", help="The id by which the authorization server knows this program.")
+@click.option("--client-secret-file", metavar="FILE", help="A file with the secret of --client-id; needs --issuer.")
+@click.option("--issuer", metavar="URL", help="The only authorization server that gets these credentials.")
+@click.option("--metadata-url", metavar="URL", help="The address of a document that describes this program.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port that the browser comes back to.")
+@click.option("--no-browser", is_flag=True, help="Print the address of the page, and read the one that it leads to.")
+@click.option("--dpop", is_flag=True, help="Bind the tokens to a key (RFC 9449).")
+@click.option("--private", is_flag=True, help="Let a public server name authorization servers in a private network.")
+@json_option
+def login_command(
+    target: Target,
+    protocol: str | None,
+    scopes: tuple[str, ...],
+    client_id: str | None,
+    client_secret_file: str | None,
+    issuer: str | None,
+    metadata_url: str | None,
+    port: int,
+    no_browser: bool,
+    dpop: bool,
+    private: bool,
+    out: Printer,
+) -> None:
+    """Log in at TARGET with your browser, and keep the login for the other commands.
+
+    The login is in a file that only you can read. It is refreshed by itself for as long as the authorization server allows.
+
+    \b
+    wirecall login https://api.example.com/mcp
+    wirecall call https://api.example.com/mcp price sku=tea
+    """
+    from wirecall.auth import Browser
+    from wirecall.auth.client import Authorization
+
+    secret = None
+    if client_secret_file is not None:
+        try:
+            secret = Path(client_secret_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CliError(f"{client_secret_file} cannot be read.", str(error), "name a text file with the secret") from None
+
+    async def show(url: str) -> str | None:
+        """Let the user open the page elsewhere, and paste the address at its end."""
+        click.echo(f"Open this address, and log in:\n\n{escaped(url)}\n", err=True)
+        return str(click.prompt("The address that the browser shows then", err=True, prompt_suffix=":\n")).strip()
+
+    url = _address(target, protocol)
+    way = Browser(
+        scopes=[each for scope in scopes for each in scope.split()],
+        client_id=client_id,
+        client_secret=secret,
+        issuer=issuer,
+        metadata_url=metadata_url,
+        port=port,
+        dpop=dpop,
+        private=private,
+        visit=show if no_browser else None,
+    )
+    if not no_browser:
+        out.note(f"Your browser opens a page to log in at {url}.")
+    kept = run(Authorization(way, url).login())
+    out.result(_document(kept), f"Logged in at {escaped(kept.server)} by {escaped(kept.issuer)}.")
+
+
+@click.command("logout")
+@target_argument
+@_AS
+@json_option
+def logout_command(target: Target, protocol: str | None, out: Printer) -> None:
+    """Forget the logins at TARGET, and tell their authorization server to revoke the tokens."""
+    from wirecall.auth import Stored
+    from wirecall.auth.client import Authorization
+
+    url = _address(target, protocol)
+    ended = run(Authorization(Stored(), url).logout())
+    if not ended:
+        raise CliError(f"There is no login at {url}.", "nothing is kept for this address", "wirecall auth list")
+    faults = [fault for _, fault in ended if fault]
+    out.result(
+        [{**_document(login), "revoked": not fault, **({"why": fault} if fault else {})} for login, fault in ended],
+        f"{count_of(len(ended), 'login')} forgotten, {len(ended) - len(faults)} revoked.",
+    )
+    for fault in faults:
+        out.note(fault, "warning")
+
+
+@click.group("auth")
+def auth_command() -> None:
+    """List the logins that are kept. `wirecall login` makes them, `wirecall logout` ends them."""
+
+
+@auth_command.command("list")
+@json_option
+def list_logins(out: Printer) -> None:
+    """List the logins that are kept, without their tokens."""
+    from wirecall.auth import FileStore
+
+    logins = run(FileStore().logins())
+    rows = []
+    for login in logins:
+        ends = "refreshed by itself" if login.refresh_token else "-" if login.expires is None else _moment(login.expires)
+        rows.append((login.server, login.issuer, " ".join(login.scopes) or "-", ends))
+    out.result([_document(login) for login in logins], lambda: out.table(["SERVER", "ISSUER", "SCOPES", "ENDS"], rows))
+    if not logins:
+        out.note("There is no login: wirecall login URL")
+
+
+def _moment(time_: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_))
+
+
+def _document(login: "Login") -> JsonObject:
+    """Return a login for programs, without its secrets."""
+    return {
+        "server": login.server,
+        "issuer": login.issuer,
+        "client_id": login.client_id,
+        "scopes": login.scopes,
+        "refreshes": login.refresh_token is not None,
+        **({} if login.expires is None else {"expires": _moment(login.expires)}),
+    }
