@@ -94,7 +94,7 @@ class App(Declarations):
         self.mode = cast(Mode, chosen)
         self.limits = _limits(limits) or Limits()
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")
-        super().__init__(check_url(self.ledger_url))
+        super().__init__(check_url(self.ledger_url), checks_results=self.mode == "development")
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict

@@ -39,8 +39,9 @@ TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
 class Declarations:
     """The decorators of an app, and the registry they fill."""
 
-    def __init__(self, ledger_scheme: str) -> None:
+    def __init__(self, ledger_scheme: str, *, checks_results: bool) -> None:
         self.registry = Registry()
+        self._checks_results = checks_results
         self._ledger_scheme = ledger_scheme
 
     @overload
@@ -60,6 +61,7 @@ class Declarations:
         execution: Execution | None = None,
         task: TaskRule | None = None,
         task_ttl: float = 3600,
+        check_result: bool | None = None,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -93,6 +95,7 @@ class Declarations:
         execution: Execution | None = None,
         task: TaskRule | None = None,
         task_ttl: float = 3600,
+        check_result: bool | None = None,
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -134,6 +137,7 @@ class Declarations:
         execution: Execution | None = None,
         task: TaskRule | None = None,
         task_ttl: float = 3600,
+        check_result: bool | None = None,
     ) -> Callable[[F], F]: ...
     def tool(
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any
@@ -260,8 +264,12 @@ class Declarations:
     # --- registering -------------------------------------------------------------------------------------------------
 
     def _register(self, kind: Kind, function: F | None, declared: JsonObject) -> F | Callable[[F], F]:
+        # A result that does not fit its declared type is found where it is made: in development always, else on request.
+        stated = declared.pop("check_result", None)
+        check_result = self._checks_results if stated is None else stated
+
         def register(function: F) -> F:
-            self.registry.add(Method(function, kind, **declared))
+            self.registry.add(Method(function, kind, check_result=check_result, **declared))
             return function
 
         return register if function is None else register(function)

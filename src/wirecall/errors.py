@@ -5,6 +5,7 @@
     │   ├── CannotWait             a handler tried to wait inside handle_sync
     │   └── OtherLoop              an app is used in a second event loop while the first is alive
     ├── EncodeError                a value that JSON cannot carry
+    │   └── ResultMisfit           a result that does not fit the declared type of its function
     ├── Gone                       the other side of a connection has left, and hears nothing more
     ├── Unauthorized               raised by `authenticate` to refuse a caller: 401, with its own WWW-Authenticate
     ├── CallFailed                 the client's: a call without an answer; `ran` says whether it ran
@@ -86,6 +87,10 @@ class OtherLoop(UsageError):
 
 class EncodeError(WirecallError):
     """A value cannot be encoded as JSON."""
+
+
+class ResultMisfit(EncodeError):
+    """The result of a function does not fit its declared type."""
 
 
 class Gone(WirecallError):

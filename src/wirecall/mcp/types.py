@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.protocol.messages import JsonObject
+from wirecall.protocol.messages import JsonObject, Whole
 
 Role: TypeAlias = Literal["user", "assistant"]
 
@@ -20,7 +20,7 @@ def _compact(**members: object) -> JsonObject:
     return {name: value for name, value in members.items() if value is not None}
 
 
-class Content(Struct, frozen=True, kw_only=True):
+class Content(Struct, Whole, frozen=True, kw_only=True):
     """The members that all kinds of content share: hints on how to show them."""
 
     annotations: JsonObject | None = None  # audience, priority, lastModified
@@ -93,7 +93,7 @@ class Embedded(Content, frozen=True):
         return self._wire("resource", resource=self.contents())
 
 
-class ToolResult(Struct, frozen=True, kw_only=True):
+class ToolResult(Struct, Whole, frozen=True, kw_only=True):
     """A tool's whole answer, with every member that MCP has for it."""
 
     content: Sequence[Content | str] = ()
@@ -102,7 +102,7 @@ class ToolResult(Struct, frozen=True, kw_only=True):
     meta: JsonObject | None = None
 
 
-class Message(Struct, frozen=True):
+class Message(Struct, Whole, frozen=True):
     """One message of a prompt, or of a request to sample."""
 
     role: Role

@@ -12,6 +12,7 @@
 pydantic itself is imported when the first such type is registered. This module is imported when the first function is.
 """
 
+import re
 import sys
 import typing
 import warnings
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Raw, Struct, UnsetType
 
-from wirecall.errors import MOST_PROBLEMS, UsageError
+from wirecall.errors import MOST_PROBLEMS, EncodeError, UsageError
 from wirecall.protocol.messages import JsonObject, decode_value, encode
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ REF_TEMPLATE = "#/$defs/{model}"
 # What a Struct, a dataclass, a TypedDict and a NamedTuple have, each of them alone.
 _WITH_FIELDS = ("__struct_fields__", "__dataclass_fields__", "__total__", "_field_defaults")
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")
+_UNEXPECTED = re.compile(r"Expected `([^`]+)`.*?\[(?:field_name='([^']+)', )?input_value=.*?, input_type=(\w+)\]")
 _KINDS = {dict: "object", list: "array", type(None): "null"}  # the others have the names that they have in Python
 
 
@@ -216,10 +218,26 @@ class Modelled:
         return self._adapter.validate_json(encode(value), strict=self._strict)
 
     def plain(self, value: object) -> object:
-        """Return a value as the JSON that its annotation describes."""
-        if isinstance(value, Struct):  # MCP's own results, which a tool may return whatever it declares
-            return value
-        return self._adapter.dump_python(value, mode="json", by_alias=True, warnings=False)
+        """Return a value as the JSON that its annotation describes. Raises `EncodeError` if there is none."""
+        try:
+            return self._adapter.dump_python(value, mode="json", by_alias=True, warnings=False)
+        except Exception as error:  # a property or a serializer of the value may raise anything
+            raise EncodeError(f"{type(value).__name__}: {error}") from error
+
+    def misfits(self, value: object, where: str) -> list[str]:
+        """Return why a value does not fit its annotation."""
+        try:
+            self._adapter.validate_python(value, strict=True)
+            self._adapter.dump_python(value, mode="json", by_alias=True, warnings="error")
+        except ValueError as error:
+            if hasattr(error, "errors"):
+                return problems(error, where)
+            # The serializer looks into instances, too. It names the last member of a place alone, and repeats the value.
+            found = _UNEXPECTED.findall(str(error))
+            return [f"{where}{member and f'.{member}'}: expected {kind}, got {got}" for kind, member, got in found] or [
+                where
+            ]
+        return []
 
 
 @contextmanager

@@ -120,6 +120,7 @@ class Method:
         output_schema: JsonObject | None = None,
         task: "TaskRule | None" = None,
         task_ttl: float = 3600,
+        check_result: bool = False,
         reserved: bool = False,
     ) -> None:
         import inspect  # late: `import wirecall` stays light
@@ -176,7 +177,8 @@ class Method:
                 )
         for why, fix in _faults(self, reserved):
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
-        self.function = function if self.signature.result is None else self._finishing(function)
+        self._finish = self.signature.finisher(self.name, is_checked=check_result)
+        self.function = function if self._finish is None else self._finishing(function, self._finish)
         self.bind = self.signature.bind
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
         self.plain = (
@@ -187,19 +189,19 @@ class Method:
         )
 
     def finished(self, value: object) -> object:
-        """Return the value of the function as the result that its annotation describes."""
-        return value if self.signature.result is None else self.signature.result.plain(value)
+        """Return a value of the function as the result that its annotation describes."""
+        return value if self._finish is None else self._finish(value)
 
-    def _finishing(self, function: Callable[..., object]) -> Callable[..., object]:
+    def _finishing(self, function: Callable[..., object], finish: Callable[[object], object]) -> Callable[..., object]:
         """Return a function whose values are finished."""
         from functools import update_wrapper  # late: few methods need it
 
         async def later(value: Any) -> object:
-            return self.finished(await value)
+            return finish(await value)
 
         def run(*args: object, **keywords: object) -> object:
             value = function(*args, **keywords)
-            return later(value) if hasattr(value, "__await__") else self.finished(value)
+            return later(value) if hasattr(value, "__await__") else finish(value)
 
         return update_wrapper(run, function)
 
