@@ -7,7 +7,7 @@
 3. A command that shares the ledger's transactions can be declared only if the ledger has transactions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 from wirecall.errors import UsageError
@@ -28,6 +28,7 @@ from wirecall.server.method import (
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
+    from wirecall.mcp.types import Icon
 
 F = TypeVar("F", bound=Callable[..., object])
 Scope: TypeAlias = Literal["public", "private"]
@@ -62,6 +63,9 @@ class Declarations:
         task: TaskRule | None = None,
         task_ttl: float = 3600,
         check_result: bool | None = None,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -96,6 +100,9 @@ class Declarations:
         task: TaskRule | None = None,
         task_ttl: float = 3600,
         check_result: bool | None = None,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -138,6 +145,9 @@ class Declarations:
         task: TaskRule | None = None,
         task_ttl: float = 3600,
         check_result: bool | None = None,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
     ) -> Callable[[F], F]: ...
     def tool(
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any
@@ -178,6 +188,9 @@ class Declarations:
         scope: Scope = "private",
         timeout: float | None = None,
         blocking: bool = False,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
     ) -> Callable[[F], F]:
         """Register a function that returns the resource at a URI. A `{name}` in the URI is a parameter of the function.
 
@@ -190,7 +203,8 @@ class Declarations:
 
         def register(function: F) -> F:
             declared = {"title": title, "description": description, "timeout": timeout, "blocking": blocking}
-            method = self._query(function, f"resources/read:{uri}", declared)
+            labels = _labels(uri, {"icons": icons, "meta": meta, "tags": tags})
+            method = self._query(function, f"resources/read:{uri}", declared | labels)
             is_public = scope == "public"
             self.catalog().add_resource(method, uri, name or function.__name__, mime_type, ttl_ms=kept, is_public=is_public)
             return function
@@ -209,13 +223,18 @@ class Declarations:
         description: str | None = None,
         timeout: float | None = None,
         blocking: bool = False,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
     ) -> Callable[[F], F]: ...
     def prompt(self, function: F | None = None, /, *, name: str | None = None, **declared: Any) -> F | Callable[[F], F]:
         """Register a prompt: a function from texts to a text, a `Message`, or several."""
 
         def register(function: F) -> F:
             called = name or function.__name__
-            self.catalog().add_prompt(self._query(function, f"prompts/get:{called}", declared), called)
+            self.catalog().add_prompt(
+                self._query(function, f"prompts/get:{called}", declared | _labels(called, declared)), called
+            )
             return function
 
         return register if function is None else register(function)
@@ -269,7 +288,8 @@ class Declarations:
         check_result = self._checks_results if stated is None else stated
 
         def register(function: F) -> F:
-            self.registry.add(Method(function, kind, check_result=check_result, **declared))
+            labels = _labels(str(declared.get("name") or getattr(function, "__name__", "")), declared)
+            self.registry.add(Method(function, kind, check_result=check_result, **declared | labels))
             return function
 
         return register if function is None else register(function)
@@ -289,6 +309,17 @@ class Declarations:
         for method in (*self.registry.methods.values(), *self.registry.tools.values()):
             _check_transactional(method.terms, scheme)
         self._ledger_scheme = scheme
+
+
+def _labels(what: str, declared: JsonObject) -> JsonObject:
+    """Return the icons, tags and `_meta` of a declaration as MCP sends them, checked."""
+    icons, meta, tags = declared.get("icons", ()), declared.get("meta"), declared.get("tags", ())
+    if not icons and not meta and not tags:
+        return {"icons": (), "meta": None, "tags": ()}
+    from wirecall.mcp.types import TAGS_META, checked_icons, checked_meta  # late: `import wirecall` stays light
+
+    whole = checked_meta(what, meta, tags)
+    return {"icons": checked_icons(what, icons), "meta": whole, "tags": whole.get(TAGS_META, ())}
 
 
 def milliseconds(option: str, seconds: object) -> int:

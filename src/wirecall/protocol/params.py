@@ -211,7 +211,7 @@ class Signature:
         decode: Callable[[bytes], object] | None = None
         if is_checked and modelled is None and declared is not Any:
             try:  # models inside of msgspec's types are taken as they are: what is written may have other names
-                decode = msgspec.json.Decoder(declared, dec_hook=lambda model, _: model.model_construct()).decode
+                decode = msgspec.json.Decoder(declared, dec_hook=_taken_as_it_is).decode
             except (TypeError, RuntimeError):
                 decode = None  # msgspec describes the type, but cannot read it, so there is nothing to compare with
         if modelled is None and decode is None:
@@ -518,6 +518,11 @@ def _completed(values: Sequence[object]) -> Sequence[object]:
     return values
 
 
+def _taken_as_it_is(model: Any, _: object) -> object:
+    """Return an empty instance of a model, whatever was written: a hook of decoders that only check the rest."""
+    return model.model_construct()
+
+
 def _wire_type(parameter: Parameter) -> object:
     if parameter.model is not None:
         return Raw
@@ -600,7 +605,8 @@ def _problems(hint: Any, raw: Raw, where: str, error: Exception | None = None) -
     if "invalid enum value" in first:
         parts = [part for part, _ in models.parts(hint, set())]
         values = [value for part in parts if typing.get_origin(part) is Literal for value in typing.get_args(part)]
-        values += [each.value for part in parts if isinstance(part, enum.EnumMeta) for each in part]
+        enums = [part for part in parts if isinstance(part, type) and issubclass(part, enum.Enum)]
+        values += [each.value for part in enums for each in part]
         first += f", expected one of {', '.join(map(str, values[:20]))}"
     return [first]
 

@@ -121,6 +121,9 @@ class Method:
         task: "TaskRule | None" = None,
         task_ttl: float = 3600,
         check_result: bool = False,
+        icons: Sequence[JsonObject] = (),
+        meta: JsonObject | None = None,
+        tags: Sequence[str] = (),
         reserved: bool = False,
     ) -> None:
         import inspect  # late: `import wirecall` stays light
@@ -129,6 +132,7 @@ class Method:
         self.is_command = kind is Kind.COMMAND  # asked several times in every call
         self.name = name or str(getattr(function, "__name__", ""))
         self.title = title
+        self.icons, self.meta, self.tags = list(icons), meta or {}, list(tags)  # as MCP sends them
         self.description = description or inspect.cleandoc(getattr(function, "__doc__", None) or "")
         self.expose = tuple(expose)
         if key == "optional":

@@ -71,11 +71,24 @@ _decode_initialize = msgspec.json.Decoder(types.Initialize).decode
 
 
 class Identity(Struct, frozen=True):
-    """The name, version and instructions of a server."""
+    """The name, version and instructions of a server, and how to show it."""
 
     name: str
     version: str
     instructions: str | None = None
+    title: str | None = None
+    website: str | None = None
+    icons: Sequence[JsonObject] = ()
+
+    def described(self, revision: Revision) -> JsonObject:
+        """Return `serverInfo` in the words of a revision."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            **({"title": self.title} if self.title and revision.has("title") else {}),
+            **({"websiteUrl": self.website} if self.website and revision.has("website") else {}),
+            **({"icons": self.icons} if self.icons and revision.has("icons") else {}),
+        }
 
 
 class McpMethod(Struct, frozen=True):
@@ -117,10 +130,11 @@ class Server:
         self.seals = seals
         self.hub = Hub()
         self.extensions: dict[str, Extension] = {}  # by id
-        self._info = {"name": identity.name, "version": identity.version}
+        self._identity = identity
         self._instructions = {"instructions": identity.instructions} if identity.instructions else {}
         self._limits = limits
-        self._answers = Answers(self._info, limits.bytes_out)
+        # Every result of 2026-07-28 names its server, and only `server/discover` shows it in full: an icon may be long.
+        self._answers = Answers({"name": identity.name, "version": identity.version}, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
         self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers, is_public=is_public)
         self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, self.hub, limits, dispatcher, ledger)
@@ -369,7 +383,7 @@ class Server:
         params = _decoded(message, _decode_initialize)
         revision = offered(params.version)
         introduction = {"protocolVersion": revision.name, "capabilities": self.capabilities(revision)}
-        told = {**introduction, "serverInfo": self._info, **self._instructions}
+        told = {**introduction, "serverInfo": self._identity.described(revision), **self._instructions}
         session = Session(revision, params.capabilities, client=named_client(params.client))
         return session, self._answers.to(message.id, told, revision)
 
@@ -411,8 +425,10 @@ class Server:
     async def _discover(self, peer: Peer) -> object:
         """Answer `server/discover` (2026-07-28): the members of `initialize`, without a session."""
         supported = [revision.name for revision in STATELESS]
-        capabilities = self.capabilities(peer.session.revision)
-        return {"supportedVersions": supported, "capabilities": capabilities, **self._instructions, **self._kept}
+        revision = peer.session.revision
+        told = {"supportedVersions": supported, "capabilities": self.capabilities(revision)}
+        info = {f"{types.PREFIX}serverInfo": self._identity.described(revision)}
+        return {**told, **self._instructions, **self._kept, "_meta": info}
 
     # --- small methods -----------------------------------------------------------------------------------------------
 
