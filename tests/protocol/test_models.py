@@ -426,7 +426,7 @@ def test_every_kind_of_parameter() -> None:
     )
     assert reason(lead, [ADDRESS, 3, 4, "5"]) == "params.others[1]: expected a valid integer, got str"
     assert bound(surplus, {"first": 1, "x": 2}) == (1, {"x": 2})
-    assert reason(surplus, {"first": 1, "x": 0}) == "params.others: expected greater than 0"
+    assert reason(surplus, {"first": 1, "x": 0}) == "params.x: expected greater than 0"
     params = {"plain": 1, "address": ADDRESS, "trips": ["2026-07-28"], "size": 2}
     assert bound(mixed, params) == (1, 1, [datetime.date(2026, 7, 28)], 2)
     assert reason(mixed, {**params, "plain": "1"}) == "params.plain: expected int, got str"

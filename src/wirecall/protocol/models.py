@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -103,7 +104,13 @@ def decoder_of(what: str, hint: object, default: object = None) -> Library:
             f"msgspec decodes {'the Struct around it' if in_struct else f'the type, because it has {ours!r}'}",
             "use msgspec.Meta(gt=0) for constraints in msgspec's types, or pydantic for the whole type",
         )
-    return "pydantic" if alone is not None or (has_models and ours is None) else "msgspec"
+    if alone is None and (ours is not None or not has_models):
+        return "msgspec"
+    try:
+        import_module("pydantic")
+    except ImportError as error:  # annotated_types can be used without it
+        raise UsageError(f"{what} has {alone!r}, which pydantic decodes.", str(error), "install pydantic") from error
+    return "pydantic"
 
 
 def is_field(found: object) -> bool:
@@ -113,7 +120,6 @@ def is_field(found: object) -> bool:
     return is_theirs or kind.__module__.partition(".")[0] in _PYDANTIC
 
 
-@lru_cache(maxsize=1000)
 def _is_strict(hint: Any) -> bool | None:
     """Return True where no part of a type declares a mode, else None, which leaves it to pydantic."""
     for part, _ in parts(hint, set()):
@@ -185,9 +191,12 @@ class ModelledParameter:
         return problems(error, where, skip=1)
 
 
+_is_strict_model = lru_cache(maxsize=1000)(_is_strict)
+
+
 def decode_model(type: Any, value: object) -> object:
     """Return a model inside one of msgspec's types: the hook of msgspec's decoders."""
-    return type.model_validate_json(encode(value), strict=_is_strict(type))
+    return type.model_validate_json(encode(value), strict=_is_strict_model(type))
 
 
 def describe(what: str, parameters: Sequence[ModelledParameter]) -> tuple[dict[str, JsonObject], JsonObject]:

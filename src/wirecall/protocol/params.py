@@ -373,7 +373,10 @@ class Signature:
 
     def _decode_one(self, parameter: Parameter, raw: Raw, where: str) -> object:
         if parameter.model is not None:
-            return self._decode_models([parameter], [raw])[0]
+            try:
+                return parameter.model.decode(raw)
+            except (ValueError, RecursionError) as error:
+                raise InvalidParams("; ".join(parameter.model.problems(error, where))) from None
         try:
             return self._one_by_one[parameter.name].decode(raw)
         except (msgspec.ValidationError, RecursionError) as error:
@@ -404,7 +407,7 @@ class Signature:
     def _misfit(self, raw: Raw | UnsetType, error: Exception) -> InvalidParams:
         """Return the error that says why params do not fit; a wrong number of arguments comes first."""
         # msgspec reports the first problem. Params that were refused are decoded once more, one by one, to report more.
-        given: dict[str, Raw] = {}
+        first = _explain(error, "params", [p.name for p in self._positional])
         if raw is UNSET or bytes(raw)[:1] == b"[":
             items = [] if raw is UNSET else _decode_items(raw)
             wrong = self._wrong_count(len(items))
@@ -413,7 +416,8 @@ class Signature:
             given = {p.name: item for p, item in zip(self._positional, items, strict=False)}
         elif bytes(raw)[:1] == b"{" and not isinstance(error, RecursionError):
             given = _decode_members(raw)
-        first = _explain(error, "params", [p.name for p in self._positional])
+        else:
+            return InvalidParams(first)
         problems: list[str] = []
         for p in self._named:
             if p.name not in given:
