@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
     from wirecall.mcp.server.lines import StdioConnection
     from wirecall.mcp.server.server import Server
+    from wirecall.mcp.types import Icon
     from wirecall.protocol.sending import Sending
     from wirecall.server.dispatch import Dispatcher, Middleware
     from wirecall.server.lifespan import Lifespan
@@ -59,6 +60,8 @@ class App(Declarations):
     the first command arrives, and closed by `aclose`. `single_user` says that all anonymous calls come from one user: then
     a call that repeats a lost one is recognised without authentication.
 
+    `title`, `website` and `icons` show the app to users of MCP clients, from the revisions on that have them.
+
     `extensions` are those of MCP that the app declares to clients: settings by id. `@app.extension_method` adds methods.
     `list_ttl` are the seconds for which an MCP client may keep the lists of tools, prompts and resources (2026-07-28).
 
@@ -76,6 +79,9 @@ class App(Declarations):
         name: str,
         *,
         version: str = "0.0.0",
+        title: str | None = None,
+        website: str | None = None,
+        icons: "Sequence[Icon]" = (),
         mode: Mode | None = None,
         ledger: str | None = None,
         audit: str | None = None,
@@ -96,6 +102,15 @@ class App(Declarations):
     ) -> None:
         self.name = name
         self.version = version
+        self.title = title
+        self.website = website
+        if website is not None and not website.startswith(("https://", "http://")):
+            raise UsageError(f"website must be an http: or https: address, got {website!r}.")
+        self._icons: list[JsonObject] = []
+        if icons:
+            from wirecall.mcp.types import checked_icons  # late: `import wirecall` stays light
+
+            self._icons = checked_icons(f"the app {name}", icons)
         chosen = mode or os.environ.get(MODE_VARIABLE) or "development"
         if chosen not in ("development", "production"):
             source = "mode=" if mode else MODE_VARIABLE
@@ -106,7 +121,7 @@ class App(Declarations):
         self.mode = cast(Mode, chosen)
         self.limits = _limits(limits) or Limits()
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")
-        super().__init__(check_url(self.ledger_url))
+        super().__init__(check_url(self.ledger_url), checks_results=self.mode == "development")
         self._middleware = list(middleware)
         self._execution = execution
         self._strict = strict
@@ -418,14 +433,13 @@ class App(Declarations):
         if self._mcp is not None:
             return self._mcp
         from wirecall.mcp.server.seals import Seals
-        from wirecall.mcp.server.server import Identity as Name
-        from wirecall.mcp.server.server import Server
+        from wirecall.mcp.server.server import Server, ServerInfo
 
         catalog = self.catalog()
         with self._building:
             if self._mcp is None:
                 self._mcp = Server(
-                    Name(self.name, self.version, self.instructions),
+                    ServerInfo(self.name, self.version, self.instructions, self.title, self.website, self._icons),
                     catalog,
                     self._serving,
                     Seals(self._secret),

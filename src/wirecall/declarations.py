@@ -9,7 +9,7 @@
    them then: every option, and every error about one, is the app's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, overload
 
 from msgspec import Struct
@@ -34,6 +34,7 @@ from wirecall.server.method import (
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
+    from wirecall.mcp.types import Icon
     from wirecall.server.providers import Providers
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -46,9 +47,10 @@ TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
 class Declarations:
     """The decorators of an app, and the registry they fill."""
 
-    def __init__(self, ledger_scheme: str) -> None:
+    def __init__(self, ledger_scheme: str, *, checks_results: bool) -> None:
         self.registry = Registry()
         self.providers: Providers | None = None
+        self._checks_results = checks_results
         self._ledger_scheme = ledger_scheme
         self._declared: list[Method] = []
 
@@ -70,6 +72,10 @@ class Declarations:
         task: TaskRule | None = None,
         task_ttl: float = 3600,
         scopes: ScopeRule | None = None,
+        check_result: bool | None = None,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -104,6 +110,10 @@ class Declarations:
         task: TaskRule | None = None,
         task_ttl: float = 3600,
         scopes: ScopeRule | None = None,
+        check_result: bool | None = None,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
         destructive: bool | None = None,
         idempotent: bool | None = None,
         open_world: bool | None = None,
@@ -146,6 +156,10 @@ class Declarations:
         task: TaskRule | None = None,
         task_ttl: float = 3600,
         scopes: ScopeRule | None = None,
+        check_result: bool | None = None,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
     ) -> Callable[[F], F]: ...
     def tool(
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any
@@ -187,6 +201,9 @@ class Declarations:
         scopes: ScopeRule | None = None,
         timeout: float | None = None,
         blocking: bool = False,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
     ) -> Callable[[F], F]:
         """Register a function that returns the resource at a URI. A `{name}` in the URI is a parameter of the function.
 
@@ -205,6 +222,7 @@ class Declarations:
                 "timeout": timeout,
                 "blocking": blocking,
                 "scopes": scopes,
+                **_labels(uri, {"icons": icons, "meta": meta, "tags": tags}),
             }
             method = self._query(function, f"resources/read:{uri}", declared)
             is_public = scope == "public"
@@ -226,13 +244,18 @@ class Declarations:
         scopes: ScopeRule | None = None,
         timeout: float | None = None,
         blocking: bool = False,
+        icons: "Sequence[Icon]" = (),
+        meta: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
     ) -> Callable[[F], F]: ...
     def prompt(self, function: F | None = None, /, *, name: str | None = None, **declared: Any) -> F | Callable[[F], F]:
         """Register a prompt: a function from texts to a text, a `Message`, or several."""
 
         def register(function: F) -> F:
             called = name or function.__name__
-            self.catalog().add_prompt(self._query(function, f"prompts/get:{called}", declared), called)
+            self.catalog().add_prompt(
+                self._query(function, f"prompts/get:{called}", declared | _labels(called, declared)), called
+            )
             return function
 
         return register if function is None else register(function)
@@ -335,8 +358,14 @@ class Declarations:
     # --- registering -------------------------------------------------------------------------------------------------
 
     def _register(self, kind: Kind, function: F | None, declared: JsonObject) -> F | Callable[[F], F]:
+        # A result that does not fit its declared type is found where it is made: in development always, else on request.
+        stated = declared.pop("check_result", None)
+        check_result = self._checks_results if stated is None else stated
+
         def register(function: F) -> F:
-            method = Method(function, kind, find=self.providers and self.providers.find, **declared)
+            labels = _labels(str(declared.get("name") or getattr(function, "__name__", "")), declared)
+            find = None if self.providers is None else self.providers.find
+            method = Method(function, kind, check_result=check_result, find=find, **declared | labels)
             self.registry.add(method)
             self._declare(method)
             return function
@@ -378,6 +407,17 @@ class Declarations:
         for method in (*self.registry.methods.values(), *self.registry.tools.values()):
             _check_transactional(method.terms, scheme)
         self._ledger_scheme = scheme
+
+
+def _labels(what: str, declared: JsonObject) -> JsonObject:
+    """Return the icons, tags and `_meta` of a declaration as MCP sends them, checked."""
+    icons, meta, tags = declared.get("icons", ()), declared.get("meta"), declared.get("tags", ())
+    if not icons and not meta and not tags:
+        return {"icons": (), "meta": None, "tags": ()}
+    from wirecall.mcp.types import TAGS_META, checked_icons, checked_meta  # late: `import wirecall` stays light
+
+    whole = checked_meta(what, meta, tags)
+    return {"icons": checked_icons(what, icons), "meta": whole, "tags": whole.get(TAGS_META, ())}
 
 
 # The decorators: those with a name that a prefix changes, those that take tags and scopes, and all.

@@ -6,6 +6,7 @@
     │   └── OtherLoop              an app is used in a second event loop while the first is alive
     ├── StartFailed                the lifespan of an app failed or took too long, so the app does not serve
     ├── EncodeError                a value that JSON cannot carry
+    │   └── ResultMisfit           a result that does not fit the declared type of its function
     ├── Gone                       the other side of a connection has left, and hears nothing more
     ├── Unauthorized               raised by `authenticate` to refuse a caller: 401, with its own WWW-Authenticate
     ├── CallFailed                 the client's: a call without an answer; `ran` says whether it ran
@@ -99,6 +100,10 @@ class StartFailed(WirecallError):
 
 class EncodeError(WirecallError):
     """A value cannot be encoded as JSON."""
+
+
+class ResultMisfit(EncodeError):
+    """The result of a function does not fit its declared type."""
 
 
 class Gone(WirecallError):

@@ -290,7 +290,8 @@ def by_pydantic(function: Any) -> Any:
     """Return pydantic's own model of a function's only parameter."""
     [declared] = inspect.signature(function).parameters.values()
     default = ... if declared.default is declared.empty else declared.default
-    return pydantic.create_model("Params", n=(get_type_hints(function, include_extras=True)["n"], default))
+    fields: Any = {"n": (get_type_hints(function, include_extras=True)["n"], default)}
+    return pydantic.create_model("Params", **fields)
 
 
 def taken(function: Any, raw: str) -> Any:
@@ -392,7 +393,7 @@ def aliased(ctx: Context, first: int = Field(alias="erste"), *, second: Annotate
 def test_an_alias_is_the_name_of_a_parameter() -> None:
     assert bound(aliased, {"erste": 1, "zweite": "x"}) == (1, "x")
     assert bound(aliased, {"erste": 1}) == bound(aliased, [1]) == (1, "z")
-    assert reason(aliased, {"first": 1}) == "params.first: unknown name"
+    assert reason(aliased, {"first": 1}) == "params.erste: missing; params.first: unknown name"
     assert reason(aliased, {"zweite": "x"}) == "params.erste: missing"
     assert reason(aliased, {"erste": "x"}) == "params.erste: expected a valid integer, got str"
     schema = Signature(aliased, inject=Context).schema
@@ -425,7 +426,7 @@ def test_every_kind_of_parameter() -> None:
     )
     assert reason(lead, [ADDRESS, 3, 4, "5"]) == "params.others[1]: expected a valid integer, got str"
     assert bound(surplus, {"first": 1, "x": 2}) == (1, {"x": 2})
-    assert reason(surplus, {"first": 1, "x": 0}) == "params.others: expected greater than 0"
+    assert reason(surplus, {"first": 1, "x": 0}) == "params.x: expected greater than 0"
     params = {"plain": 1, "address": ADDRESS, "trips": ["2026-07-28"], "size": 2}
     assert bound(mixed, params) == (1, 1, [datetime.date(2026, 7, 28)], 2)
     assert reason(mixed, {**params, "plain": "1"}) == "params.plain: expected int, got str"

@@ -16,10 +16,11 @@ KINDS = ("query", "command", "method", "tool", "resource", "template", "prompt")
 @click.command("list", cls=TargetCommand)
 @target_argument
 @click.option("--kind", type=click.Choice(KINDS), help="Only this kind.")
+@click.option("--tag", help="Only entries with this tag.")
 @click.option("--filter", "text", help="Only entries with this text in their name or description.")
 @way_options
 @json_option
-def list_command(target: Target, kind: str | None, text: str | None, way: Way, out: Printer) -> None:
+def list_command(target: Target, kind: str | None, tag: str | None, text: str | None, way: Way, out: Printer) -> None:
     """List the methods and tools, resources and prompts of TARGET.
 
     The server states the marks itself: read-only, destructive, keyed (takes an idempotency key), open-world (reaches
@@ -35,6 +36,7 @@ def list_command(target: Target, kind: str | None, text: str | None, way: Way, o
         each
         for each in everything
         if kind in (None, each.kind)
+        and (tag is None or tag in each.tags)
         and (text is None or text.lower() in f"{each.name} {each.title} {each.description}".lower())
     ]
     rows = [(each.kind, each.name, " · ".join(each.marks), each.summary) for each in offers]
@@ -58,6 +60,7 @@ def show_command(target: Target, name: str, way: Way, out: Printer) -> None:
     marks = " · ".join(offer.marks)
     lines = [f"{offer.name}  ({offer.kind}{', ' if marks else ''}{marks})"]
     lines += [f"  {line}" for text in (offer.title, offer.description) for line in text.strip().splitlines()]
+    lines += [f"  Tags: {', '.join(offer.tags)}"] if offer.tags else []
     if offer.schema is not None:
         rows = described(offer.schema)
         widths = [max((len(row[at]) for row in rows), default=0) for at in (0, 1)]

@@ -15,6 +15,7 @@ from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, Unreachable, nearest
 from wirecall.cli.targets import Target
 from wirecall.errors import ConnectionLost, MethodNotFound, TimedOut
+from wirecall.mcp.types import TAGS_META
 from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import KEY
 
@@ -52,6 +53,7 @@ class Offer(Struct, frozen=True, omit_defaults=True):
     hints: Effects | None = None
     schema: JsonObject | None = None  # of the arguments; None if the server does not state it
     output: JsonObject | None = None
+    tags: list[str] = []
 
     @property
     def summary(self) -> str:
@@ -116,7 +118,8 @@ def of_app(app: App, protocol: str | None = None) -> list[Offer]:
         effects = Effects(stated["readOnlyHint"], stated["destructiveHint"], stated["openWorldHint"], method.is_command)
         kind: Kind = method.kind.value if "rpc" in method.expose else "tool"
         texts = method.title or "", method.description or ""
-        offers.append(Offer(kind, method.name, *texts, effects, _without_key(input_schema(method)), output_schema(method)))
+        schemas = _without_key(input_schema(method)), output_schema(method)
+        offers.append(Offer(kind, method.name, *texts, effects, *schemas, method.tags))
     if protocol == "jsonrpc":
         return offers
     # The newest revision describes the most.
@@ -157,7 +160,8 @@ async def _of_rpc(client: Any) -> list[Offer] | None:
             schema = _without_key(schema)
         output = method["result"].get("schema") if isinstance(method.get("result"), dict) else None
         texts = str(method.get("summary") or ""), str(method.get("description") or "")
-        offers.append(Offer(kind, method["name"], *texts, effects, schema, output))
+        tags = [tag["name"] for tag in method.get("tags") or () if isinstance(tag, dict) and type(tag.get("name")) is str]
+        offers.append(Offer(kind, method["name"], *texts, effects, schema, output, tags))
     return offers
 
 
@@ -170,7 +174,8 @@ async def _of_mcp(client: Any, callable_only: bool) -> list[Offer]:
         effects = Effects(tool.read_only, tool.destructive, tool.open_world, keyed) if stated else Effects(keyed=keyed)
         schema = _without_key(tool.input_schema) if honours_keys else tool.input_schema
         title = tool.title or (stated.title if stated else "") or ""
-        offers.append(Offer("tool", tool.name, title, tool.description or "", effects, schema, tool.output_schema))
+        texts = title, tool.description or ""
+        offers.append(Offer("tool", tool.name, *texts, effects, schema, tool.output_schema, _tags(tool.meta)))
     if callable_only:
         return offers
     if "resources" in has:
@@ -191,7 +196,8 @@ def _resource(entry: JsonObject) -> Offer:
     kind: Kind = "template" if "uriTemplate" in entry else "resource"
     name = entry.get("uriTemplate") or entry["uri"]
     output = {"contentMediaType": entry["mimeType"]} if entry.get("mimeType") else None
-    return Offer(kind, name, entry.get("title") or "", entry.get("description") or "", None, None, output)
+    texts = entry.get("title") or "", entry.get("description") or ""
+    return Offer(kind, name, *texts, None, None, output, _tags(entry.get("_meta")))
 
 
 def _prompt(entry: JsonObject) -> Offer:
@@ -201,4 +207,14 @@ def _prompt(entry: JsonObject) -> Offer:
         "properties": {a["name"]: {"type": "string", "description": a.get("description") or ""} for a in arguments},
         "required": [a["name"] for a in arguments if a.get("required")],
     }
-    return Offer("prompt", entry["name"], entry.get("title") or "", entry.get("description") or "", None, schema)
+    texts = entry.get("title") or "", entry.get("description") or ""
+    return Offer("prompt", entry["name"], *texts, None, schema, None, _tags(entry.get("_meta")))
+
+
+def _tags(meta: JsonObject | None) -> list[str]:
+    """Return the tags in the `_meta` of a definition: wirecall's, or those that FastMCP's servers send."""
+    found = (meta or {}).get(TAGS_META)
+    for key in ("fastmcp", "_fastmcp"):
+        other = (meta or {}).get(key)
+        found = found or (other.get("tags") if isinstance(other, dict) else None)
+    return [tag for tag in found if isinstance(tag, str)] if isinstance(found, list) else []

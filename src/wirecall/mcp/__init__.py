@@ -1,5 +1,17 @@
 """MCP: the kinds of content a tool, a prompt or a resource may give."""
 
-from wirecall.mcp.types import Audio, Elicited, Embedded, Image, Message, ResourceLink, Root, Sampled, Text, ToolResult
+from wirecall.mcp.types import Audio, Elicited, Embedded, Icon, Image, Message, ResourceLink, Root, Sampled, Text, ToolResult
 
-__all__ = ["Audio", "Elicited", "Embedded", "Image", "Message", "ResourceLink", "Root", "Sampled", "Text", "ToolResult"]
+__all__ = [
+    "Audio",
+    "Elicited",
+    "Embedded",
+    "Icon",
+    "Image",
+    "Message",
+    "ResourceLink",
+    "Root",
+    "Sampled",
+    "Text",
+    "ToolResult",
+]

@@ -5,13 +5,15 @@ gives the JSON members that the specification names. Params are decoded by msgsp
 that a struct does not name are tolerated, as the schemas of all revisions do.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.protocol.messages import JsonObject
+from wirecall.errors import EncodeError, UsageError
+from wirecall.protocol.messages import JsonObject, Whole, encode
 
 Role: TypeAlias = Literal["user", "assistant"]
 
@@ -20,7 +22,7 @@ def _compact(**members: object) -> JsonObject:
     return {name: value for name, value in members.items() if value is not None}
 
 
-class Content(Struct, frozen=True, kw_only=True):
+class Content(Struct, Whole, frozen=True, kw_only=True):
     """The members that all kinds of content share: hints on how to show them."""
 
     annotations: JsonObject | None = None  # audience, priority, lastModified
@@ -93,7 +95,77 @@ class Embedded(Content, frozen=True):
         return self._wire("resource", resource=self.contents())
 
 
-class ToolResult(Struct, frozen=True, kw_only=True):
+Theme: TypeAlias = Literal["light", "dark"]
+
+
+class Icon(Struct, frozen=True):
+    """A picture that stands for a server, a tool, a prompt or a resource (from 2025-11-25 on).
+
+    `src` is an https: address, or the picture itself as a data: URI. `sizes` are texts such as "48x48", or "any".
+    """
+
+    src: str
+    mime_type: str | None = None
+    sizes: Sequence[str] = ()
+    theme: Theme | None = None
+
+    def on_wire(self) -> JsonObject:
+        sizes = list(self.sizes) or None
+        return {"src": self.src, **_compact(mimeType=self.mime_type, sizes=sizes, theme=self.theme)}
+
+
+def checked_icons(what: str, icons: object) -> list[JsonObject]:
+    """Return icons as they are sent. Raises `UsageError` if a client would refuse one."""
+    if isinstance(icons, (str, Icon)) or not isinstance(icons, Sequence):
+        raise UsageError(f"icons of {what} must be a list of Icon, got {type(icons).__name__}.", fix="use icons=[Icon(...)]")
+    for icon in icons:
+        if not isinstance(icon, Icon):
+            got = type(icon).__name__
+            raise UsageError(f"icons of {what} must be a list of Icon, got {got} in it.", fix="use icons=[Icon(...)]")
+        src, mime_type, sizes = (cast(object, value) for value in (icon.src, icon.mime_type, icon.sizes))
+        # Clients must not load icons by other schemes (2025-11-25, basic, "Icons").
+        is_source = isinstance(src, str) and re.match(r"https://[^\s/]\S*$|data:image/[\w.+-]+[;,]\S*$", src)
+        is_typed = mime_type is None or (isinstance(mime_type, str) and re.fullmatch(r"image/[\w.+-]+", mime_type))
+        is_sized = isinstance(sizes, (list, tuple)) and all(
+            isinstance(size, str) and re.fullmatch(r"any|[1-9][0-9]*x[1-9][0-9]*", size) for size in sizes
+        )
+        for is_right, member, expected in (
+            (is_source, "src", "an https: address or a data:image/ URI"),
+            (is_typed, "mime_type", "a type of images, such as image/png"),
+            (is_sized, "sizes", 'a list of texts such as "48x48" or "any"'),
+            (icon.theme in (None, *get_args(Theme)), "theme", '"light" or "dark"'),
+        ):
+            if not is_right:
+                got = repr(getattr(icon, member))[:100]
+                raise UsageError(f"An icon of {what}: {member} must be {expected}, got {got}.")
+    return [icon.on_wire() for icon in icons]
+
+
+def checked_meta(what: str, meta: object, tags: object) -> JsonObject:
+    """Return the `_meta` of a definition, with its tags. Raises `UsageError` for what cannot be sent."""
+    if isinstance(tags, str) or not isinstance(tags, Collection):
+        raise UsageError(f"tags of {what} must be a list of texts, got {type(tags).__name__}.", fix='use tags=["..."]')
+    if any(not isinstance(tag, str) or not tag for tag in tags):
+        raise UsageError(f"tags of {what} must be texts that are not empty, got {list(tags)!r}.", fix='use tags=["..."]')
+    if meta is not None and (not isinstance(meta, Mapping) or any(not isinstance(name, str) for name in meta)):
+        raise UsageError(
+            f"meta of {what} must be a dict with texts as its keys, got {meta!r}.", fix='use meta={"a.org/b": 1}'
+        )
+    for name in meta or ():
+        # These prefixes belong to MCP (basic, "_meta"); the tags have a key of their own.
+        prefix, slash, _ = name.rpartition("/")
+        if name == TAGS_META or (slash and re.search(r"(?:^|\.)(?:modelcontextprotocol|mcp)(?:\.|$)", prefix)):
+            fix = "use tags=" if name == TAGS_META else "use a prefix of your own, such as example.com/"
+            raise UsageError(f"meta of {what} cannot have the key {name!r}.", "the key is reserved", fix)
+    whole: JsonObject = {**(meta or {}), **({TAGS_META: sorted({*tags})} if tags else {})}
+    try:
+        encode(whole)
+    except EncodeError as error:
+        raise UsageError(f"meta of {what} cannot be written as JSON.", str(error), "use JSON values") from error
+    return whole
+
+
+class ToolResult(Struct, Whole, frozen=True, kw_only=True):
     """A tool's whole answer, with every member that MCP has for it."""
 
     content: Sequence[Content | str] = ()
@@ -102,7 +174,7 @@ class ToolResult(Struct, frozen=True, kw_only=True):
     meta: JsonObject | None = None
 
 
-class Message(Struct, frozen=True):
+class Message(Struct, Whole, frozen=True):
     """One message of a prompt, or of a request to sample."""
 
     role: Role
@@ -160,6 +232,7 @@ REPLAYED_META = "io.wirecall/replayed"
 RECOGNISED_META = "io.wirecall/recognised"  # the call repeats one whose answer was lost, and gets that call's answer
 RECORDED_META = "io.wirecall/recorded"  # false: the command has run, and the ledger records it later
 ERROR_META = "io.wirecall/error"
+TAGS_META = "io.wirecall/tags"  # of a definition: a list of texts
 
 TASKS = "io.modelcontextprotocol/tasks"  # the extension
 

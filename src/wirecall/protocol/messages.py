@@ -413,6 +413,19 @@ def _batch_error(count: int, limit: int) -> RpcError:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
+class Whole:
+    """A base of results that a function may return whatever its declared type is, such as MCP's content."""
+
+    __slots__ = ()
+
+
+class Unsendable(Struct, frozen=True):
+    """Stands for a result that cannot be sent: encoding it raises its error. So the steps after a function treat a wrong
+    result like one that JSON cannot carry, which for a command means that it has run."""
+
+    error: EncodeError
+
+
 def encode_hook(value: object) -> object:
     """Return a pydantic model as plain values, without importing pydantic; raise `TypeError` for anything else."""
     dump: Callable[..., object] | None = getattr(value, "model_dump", None)
@@ -436,6 +449,8 @@ def encode(value: object) -> bytes:
             raise EncodeError(f"a Raw that is not JSON: {error}") from error
     if value is UNSET:
         raise EncodeError("UNSET is not a value")
+    if type(value) is Unsendable:
+        raise value.error
     try:
         data = _encoder.encode(value)
     except Exception as error:  # a hook, a property or a recursion of the value may raise anything

@@ -12,18 +12,20 @@
 pydantic itself is imported when the first such type is registered. This module is imported when the first function is.
 """
 
+import re
 import sys
 import typing
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct, UnsetType
 
-from wirecall.errors import MOST_PROBLEMS, UsageError
+from wirecall.errors import MOST_PROBLEMS, EncodeError, UsageError
 from wirecall.protocol.messages import JsonObject, decode_value, encode
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ REF_TEMPLATE = "#/$defs/{model}"
 # What a Struct, a dataclass, a TypedDict and a NamedTuple have, each of them alone.
 _WITH_FIELDS = ("__struct_fields__", "__dataclass_fields__", "__total__", "_field_defaults")
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")
+_UNEXPECTED = re.compile(r"Expected `([^`]+)`.*?\[(?:field_name='([^']+)', )?input_value=.*?, input_type=(\w+)\]")
 _KINDS = {dict: "object", list: "array", type(None): "null"}  # the others have the names that they have in Python
 
 
@@ -101,7 +104,13 @@ def decoder_of(what: str, hint: object, default: object = None) -> Library:
             f"msgspec decodes {'the Struct around it' if in_struct else f'the type, because it has {ours!r}'}",
             "use msgspec.Meta(gt=0) for constraints in msgspec's types, or pydantic for the whole type",
         )
-    return "pydantic" if alone is not None or (has_models and ours is None) else "msgspec"
+    if alone is None and (ours is not None or not has_models):
+        return "msgspec"
+    try:
+        import_module("pydantic")
+    except ImportError as error:  # annotated_types can be used without it
+        raise UsageError(f"{what} has {alone!r}, which pydantic decodes.", str(error), "install pydantic") from error
+    return "pydantic"
 
 
 def is_field(found: object) -> bool:
@@ -111,7 +120,6 @@ def is_field(found: object) -> bool:
     return is_theirs or kind.__module__.partition(".")[0] in _PYDANTIC
 
 
-@lru_cache(maxsize=1000)
 def _is_strict(hint: Any) -> bool | None:
     """Return True where no part of a type declares a mode, else None, which leaves it to pydantic."""
     for part, _ in parts(hint, set()):
@@ -183,9 +191,12 @@ class ModelledParameter:
         return problems(error, where, skip=1)
 
 
+_is_strict_model = lru_cache(maxsize=1000)(_is_strict)
+
+
 def decode_model(type: Any, value: object) -> object:
     """Return a model inside one of msgspec's types: the hook of msgspec's decoders."""
-    return type.model_validate_json(encode(value), strict=_is_strict(type))
+    return type.model_validate_json(encode(value), strict=_is_strict_model(type))
 
 
 def describe(what: str, parameters: Sequence[ModelledParameter]) -> tuple[dict[str, JsonObject], JsonObject]:
@@ -216,10 +227,26 @@ class Modelled:
         return self._adapter.validate_json(encode(value), strict=self._strict)
 
     def plain(self, value: object) -> object:
-        """Return a value as the JSON that its annotation describes."""
-        if isinstance(value, Struct):  # MCP's own results, which a tool may return whatever it declares
-            return value
-        return self._adapter.dump_python(value, mode="json", by_alias=True, warnings=False)
+        """Return a value as the JSON that its annotation describes. Raises `EncodeError` if there is none."""
+        try:
+            return self._adapter.dump_python(value, mode="json", by_alias=True, warnings=False)
+        except Exception as error:  # a property or a serializer of the value may raise anything
+            raise EncodeError(f"{type(value).__name__}: {error}") from error
+
+    def misfits(self, value: object, where: str) -> list[str]:
+        """Return why a value does not fit its annotation."""
+        try:
+            self._adapter.validate_python(value, strict=True)
+            self._adapter.dump_python(value, mode="json", by_alias=True, warnings="error")
+        except ValueError as error:
+            if hasattr(error, "errors"):
+                return problems(error, where)
+            # The serializer looks into instances, too. It names the last member of a place alone, and repeats the value.
+            found = _UNEXPECTED.findall(str(error))
+            return [f"{where}{member and f'.{member}'}: expected {kind}, got {got}" for kind, member, got in found] or [
+                where
+            ]
+        return []
 
 
 @contextmanager

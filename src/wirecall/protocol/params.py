@@ -17,6 +17,7 @@ The rules of the file:
 5. Every mismatch is an `InvalidParams` that says what and where: `params.cents: expected int, got str`.
 """
 
+import enum
 import re
 import types
 import typing
@@ -27,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import MOST_PROBLEMS, InvalidParams, UsageError
-from wirecall.protocol.messages import JsonObject
+from wirecall.errors import MOST_PROBLEMS, EncodeError, InvalidParams, ResultMisfit, UsageError
+from wirecall.protocol.messages import JsonObject, Unsendable, Whole, encode
 
 if TYPE_CHECKING:
     from wirecall.protocol.models import Modelled, ModelledParameter
@@ -210,6 +211,45 @@ class Signature:
                 args.insert(index, value)
         return args, keywords
 
+    def finisher(self, name: str, *, is_checked: bool) -> Callable[[object], object] | None:
+        """Return the function that makes a result of the function's value; None if it is the value itself.
+
+        It writes what pydantic writes. With `is_checked` it compares the value with the declared type: the JSON that a
+        caller would get must be one of that type. A misfit is returned as `Unsendable`.
+        """
+        modelled, declared = self.result, self.returns
+        decode: Callable[[bytes], object] | None = None
+        if is_checked and modelled is None and declared is not Any:
+            try:  # models inside of msgspec's types are taken as they are: what is written may have other names
+                decode = msgspec.json.Decoder(declared, dec_hook=_taken_as_it_is).decode
+            except (TypeError, RuntimeError):
+                decode = None  # msgspec describes the type, but cannot read it, so there is nothing to compare with
+        if modelled is None and decode is None:
+            return None
+        bare = typing.get_args(declared)[0] if typing.get_origin(declared) is typing.Annotated else declared
+        kind = "None" if bare is type(None) else bare.__name__ if isinstance(bare, type) else str(bare)
+
+        def finish(value: object) -> object:
+            first = value[0] if isinstance(value, (list, tuple)) and value else value
+            if isinstance(first, Whole):
+                return value
+            misfits: list[str] = []
+            try:
+                if modelled is not None:
+                    misfits = modelled.misfits(value, "result") if is_checked else []
+                    value = modelled.plain(value)
+                elif decode is not None:
+                    decode(encode(value))
+            except EncodeError as error:
+                return Unsendable(error)
+            except (msgspec.ValidationError, RecursionError) as error:
+                misfits = _problems(declared, Raw(encode(value)), "result", error)
+            if misfits:
+                return Unsendable(ResultMisfit(f"{name} must return {kind}: {'; '.join(misfits[:MOST_PROBLEMS])}"))
+            return value
+
+        return finish
+
     def _binder(self) -> Binder:
         """Return the shortest way from raw params to the arguments of a simple function."""
         values, spread = self._named_values, self._rest is not None
@@ -343,7 +383,10 @@ class Signature:
 
     def _decode_one(self, parameter: Parameter, raw: Raw, where: str) -> object:
         if parameter.model is not None:
-            return self._decode_models([parameter], [raw])[0]
+            try:
+                return parameter.model.decode(raw)
+            except (ValueError, RecursionError) as error:
+                raise InvalidParams("; ".join(parameter.model.problems(error, where))) from None
         try:
             return self._one_by_one[parameter.name].decode(raw)
         except (msgspec.ValidationError, RecursionError) as error:
@@ -373,11 +416,33 @@ class Signature:
 
     def _misfit(self, raw: Raw | UnsetType, error: Exception) -> InvalidParams:
         """Return the error that says why params do not fit; a wrong number of arguments comes first."""
+        # msgspec reports the first problem. Params that were refused are decoded once more, one by one, to report more.
+        first = _explain(error, "params", [p.name for p in self._positional])
         if raw is UNSET or bytes(raw)[:1] == b"[":
-            wrong = self._wrong_count(0 if raw is UNSET else len(_decode_items(raw)))
+            items = [] if raw is UNSET else _decode_items(raw)
+            wrong = self._wrong_count(len(items))
             if wrong:
                 return InvalidParams(wrong)
-        return InvalidParams(_explain(error, "params", [p.name for p in self._positional]))
+            given = {p.name: item for p, item in zip(self._positional, items, strict=False)}
+        elif bytes(raw)[:1] == b"{" and not isinstance(error, RecursionError):
+            given = _decode_members(raw)
+        else:
+            return InvalidParams(first)
+        problems: list[str] = []
+        for p in self._named:
+            if p.name not in given:
+                problems += [f"params.{p.name}: missing"] if p.required else []
+            elif p.model is None:
+                problems += _problems(_wire_type(p), given[p.name], f"params.{p.name}")
+            else:
+                try:
+                    p.model.decode(given[p.name])
+                except (ValueError, RecursionError) as misfit:
+                    problems += p.model.problems(misfit, f"params.{p.name}")
+        known = {*self._beside, *(p.name for p in self._named)}
+        if self._others is None:
+            problems += [f"params.{name[:100]}: unknown name" for name in given if name not in known]
+        return InvalidParams("; ".join(_with_first(first, problems)[:MOST_PROBLEMS]))
 
     def _wrong_count(self, count: int) -> str:
         """Return the reason why a number of arguments is wrong, or ""."""
@@ -475,6 +540,11 @@ def _completed(values: Sequence[object]) -> Sequence[object]:
     return values
 
 
+def _taken_as_it_is(model: Any, _: object) -> object:
+    """Return an empty instance of a model, whatever was written: a hook of decoders that only check the rest."""
+    return model.model_construct()
+
+
 def _wire_type(parameter: Parameter) -> object:
     if parameter.model is not None:
         return Raw
@@ -534,6 +604,44 @@ def _schemas(types: list[object], mode: Literal["validation", "serialization"]) 
 
 
 # --- texts -------------------------------------------------------------------------------------------------------------
+
+
+def _problems(hint: Any, raw: Raw, where: str, error: Exception | None = None) -> list[str]:
+    """Return why JSON does not fit a type: the first problem of each member, where the type has members."""
+    from wirecall.protocol import models
+
+    if error is None:
+        try:
+            msgspec.json.Decoder(hint, dec_hook=models.decode_model).decode(raw)
+            return []
+        except (msgspec.ValidationError, RecursionError) as misfit:
+            error = misfit
+    first = _explain(error, where)
+    # Step 1: the members, of an object that has them.
+    bare = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+    members: dict[str, object] = {}
+    if isinstance(bare, type) and bytes(raw)[:1] == b"{":
+        if issubclass(bare, Struct):
+            members = {field.encode_name: field.type for field in msgspec.structs.fields(bare)}
+        elif hasattr(bare, "__dataclass_fields__") or typing.is_typeddict(bare):
+            members = typing.get_type_hints(bare, include_extras=True)
+    given = _decode_members(raw) if members else {}
+    found = [text for name in members if name in given for text in _problems(members[name], given[name], f"{where}.{name}")]
+    if members:
+        return _with_first(first, found)
+    # Step 2: the values of an enum. msgspec quotes the value that it got.
+    if "invalid enum value" in first:
+        parts = [part for part, _ in models.parts(hint, set())]
+        values = [value for part in parts if typing.get_origin(part) is Literal for value in typing.get_args(part)]
+        enums = [part for part in parts if isinstance(part, type) and issubclass(part, enum.Enum)]
+        values += [each.value for part in enums for each in part]
+        first += f", expected one of {', '.join(map(str, values[:20]))}"
+    return [first]
+
+
+def _with_first(first: str, found: list[str]) -> list[str]:
+    """Return problems together with the one that msgspec reports, unless they contain it."""
+    return found if any(text.startswith(first) for text in found) else [first, *found]
 
 
 def _explain(error: Exception, root: str, positions: Sequence[str] = ()) -> str:

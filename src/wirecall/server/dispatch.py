@@ -34,6 +34,7 @@ from wirecall.errors import (
     InvalidParams,
     MethodNotFound,
     OtherLoop,
+    ResultMisfit,
     RpcError,
     UsageError,
     rebuilt,
@@ -394,7 +395,7 @@ class Dispatcher:
         if isinstance(error, asyncio.CancelledError) and cancels() > 0:
             raise error
         failed(name, id, error)
-        return InternalError()
+        return InternalError(str(error)) if isinstance(error, ResultMisfit) else InternalError()
 
     # --- MCP's way in ------------------------------------------------------------------------------------------------
 

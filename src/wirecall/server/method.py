@@ -125,6 +125,10 @@ class Method:
         task: "TaskRule | None" = None,
         task_ttl: float = 3600,
         scopes: "ScopeRule | None" = None,
+        check_result: bool = False,
+        icons: Sequence[JsonObject] = (),
+        meta: JsonObject | None = None,
+        tags: Sequence[str] = (),
         reserved: bool = False,
         find: Find | None = None,
     ) -> None:
@@ -134,6 +138,7 @@ class Method:
         self.is_command = kind is Kind.COMMAND  # asked several times in every call
         self.name = name or str(getattr(function, "__name__", ""))
         self.title = title
+        self.icons, self.meta, self.tags = list(icons), meta or {}, list(tags)  # as MCP sends them
         self.description = description or inspect.cleandoc(getattr(function, "__doc__", None) or "")
         self.expose = tuple(expose)
         if key == "optional":
@@ -185,7 +190,8 @@ class Method:
                 )
         for why, fix in _faults(self, reserved):
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
-        self.function = function if self.signature.result is None else self._finishing(function)
+        self._finish = self.signature.finisher(self.name, is_checked=check_result)
+        self.function = function if self._finish is None else self._finishing(function, self._finish)
         self.bind = self.signature.bind
         self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
@@ -204,19 +210,19 @@ class Method:
             self._reconciler_provided = Provided(self._reconciler, providers)
 
     def finished(self, value: object) -> object:
-        """Return the value of the function as the result that its annotation describes."""
-        return value if self.signature.result is None else self.signature.result.plain(value)
+        """Return a value of the function as the result that its annotation describes."""
+        return value if self._finish is None else self._finish(value)
 
-    def _finishing(self, function: Callable[..., object]) -> Callable[..., object]:
+    def _finishing(self, function: Callable[..., object], finish: Callable[[object], object]) -> Callable[..., object]:
         """Return a function whose values are finished."""
         from functools import update_wrapper  # late: few methods need it
 
         async def later(value: Any) -> object:
-            return self.finished(await value)
+            return finish(await value)
 
         def run(*args: object, **keywords: object) -> object:
             value = function(*args, **keywords)
-            return later(value) if hasattr(value, "__await__") else self.finished(value)
+            return later(value) if hasattr(value, "__await__") else finish(value)
 
         return update_wrapper(run, function)
 

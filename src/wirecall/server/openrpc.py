@@ -48,6 +48,7 @@ def _describe(method: Method, mode: Mode) -> JsonObject:
     return {
         "name": method.name,
         **{name: text for name, text in texts.items() if text},
+        **({"tags": [{"name": tag} for tag in method.tags]} if method.tags else {}),
         "params": params,
         "paramStructure": "by-name" if any(p.kind == "name" for p in method.signature.parameters) else "either",
         "result": {"name": "result", "schema": _placed(result, method, result.get("$defs", {}))},

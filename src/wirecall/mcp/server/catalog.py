@@ -51,7 +51,7 @@ class PromptEntry(Struct, frozen=True):
                 arguments.append({"name": parameter.name, **described, "required": parameter.required})
         return {
             "name": self.name,
-            **_titled(self.method, revision),
+            **_labels(self.method, revision),
             **({"description": self.method.description} if self.method.description else {}),
             **({"arguments": arguments} if arguments else {}),
         }
@@ -72,7 +72,7 @@ class ResourceEntry(Struct, frozen=True):
         return {
             "uriTemplate" if self.pattern else "uri": self.uri,
             "name": self.name,
-            **_titled(self.method, revision),
+            **_labels(self.method, revision),
             **({"description": self.method.description} if self.method.description else {}),
             **({"mimeType": self.mime_type} if self.mime_type else {}),
         }
@@ -243,7 +243,7 @@ def _refuse_second(table: Mapping[str, PromptEntry | ResourceEntry], name: str, 
 
 def describe_tool(method: Method, revision: Revision) -> JsonObject:
     """Return the definition of a tool in the words of a revision."""
-    described: JsonObject = {"name": method.name, **_titled(method, revision)}
+    described: JsonObject = {"name": method.name, **_labels(method, revision)}
     if method.description:
         described["description"] = method.description
     described["inputSchema"] = input_schema(method)
@@ -331,5 +331,10 @@ def _resolved(schema: JsonObject) -> JsonObject:
     return {**found, "$defs": schema["$defs"]} if "$ref" not in found else schema
 
 
-def _titled(method: Method, revision: Revision) -> JsonObject:
-    return {"title": method.title} if method.title and revision.has("title") else {}
+def _labels(method: Method, revision: Revision) -> JsonObject:
+    """Return the members that tools, prompts and resources share, as far as a revision has them."""
+    return {
+        **({"title": method.title} if method.title and revision.has("title") else {}),
+        **({"icons": method.icons} if method.icons and revision.has("icons") else {}),
+        **({"_meta": method.meta} if method.meta and revision.has("definition meta") else {}),
+    }

@@ -151,7 +151,10 @@ class Answers:
                 data = b"{" + (self._only_meta if data.startswith(_TYPED) else self._stamp) + b"," + data[1:]
             else:
                 members = msgspec.json.decode(data)
-                meta = {**members.get("_meta", {}), f"{PREFIX}serverInfo": self._info}
+                meta = {**members.get("_meta", {})}
+                told_info = meta.get(f"{PREFIX}serverInfo")
+                if not isinstance(told_info, dict) or not self._info.items() <= told_info.items():
+                    meta[f"{PREFIX}serverInfo"] = self._info  # else it is this server, described in full
                 data = encode({"resultType": "complete", **members, "_meta": meta})
         told = b"%d" % id if type(id) is int else encode(id)
         answer = b'{"jsonrpc":"2.0","id":' + told + b',"result":' + data + b"}"

@@ -47,7 +47,7 @@ from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.server.batch import run_batch
-from wirecall.server.identity import Identity as Caller
+from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.transports.request import HttpError
 
@@ -73,22 +73,35 @@ _decode_params = msgspec.json.Decoder(Params).decode
 _decode_initialize = msgspec.json.Decoder(types.Initialize).decode
 
 
-class Identity(Struct, frozen=True):
-    """The name, version and instructions of a server."""
+class ServerInfo(Struct, frozen=True):
+    """The name, version and instructions of a server, and how to show it."""
 
     name: str
     version: str
     instructions: str | None = None
+    title: str | None = None
+    website: str | None = None
+    icons: Sequence[JsonObject] = ()
+
+    def described(self, revision: Revision) -> JsonObject:
+        """Return `serverInfo` in the words of a revision."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            **({"title": self.title} if self.title and revision.has("title") else {}),
+            **({"websiteUrl": self.website} if self.website and revision.has("website") else {}),
+            **({"icons": self.icons} if self.icons and revision.has("icons") else {}),
+        }
 
 
-class Access(Protocol):
+class Judge(Protocol):
     """What the tokens of callers allow; `wirecall.auth.Access` is one."""
 
-    def permit(self, identity: Caller, scopes: Collection[str], /) -> None:
+    def permit(self, identity: Identity, scopes: Collection[str], /) -> None:
         """HttpError 403 unless the caller has all of these scopes."""
         ...
 
-    def may(self, identity: Caller | None, scopes: Iterable[str], /) -> bool:
+    def may(self, identity: Identity | None, scopes: Iterable[str], /) -> bool:
         """Return whether lists show what asks for these scopes."""
         ...
 
@@ -118,7 +131,7 @@ class Server:
 
     def __init__(
         self,
-        identity: Identity,
+        info: ServerInfo,
         catalog: Catalog,
         dispatcher: "Callable[[], Dispatcher]",
         seals: Seals,
@@ -127,17 +140,18 @@ class Server:
         list_ttl_ms: int,
         is_public: bool,
         limits: Limits,
-        access: Access | None = None,
+        access: Judge | None = None,
     ) -> None:
         self.catalog = catalog
         self.seals = seals
         self.hub = Hub()
         self.extensions: dict[str, Extension] = {}  # by id
-        self._info = {"name": identity.name, "version": identity.version}
-        self._instructions = {"instructions": identity.instructions} if identity.instructions else {}
+        self._info = info
+        self._instructions = {"instructions": info.instructions} if info.instructions else {}
         self._limits = limits
         self._access = access
-        self._answers = Answers(self._info, limits.bytes_out)
+        # Every result of 2026-07-28 names its server, and only `server/discover` shows it in full: an icon may be long.
+        self._answers = Answers({"name": info.name, "version": info.version}, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
         self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers, is_public=is_public)
         self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, self.hub, limits, dispatcher, ledger)
@@ -238,7 +252,7 @@ class Server:
         outlet: Outlet,
         *,
         caller: str,
-        identity: Caller | None = None,
+        identity: Identity | None = None,
         key: str | None = None,
         position: int | None = None,
         params: Any = None,
@@ -260,7 +274,7 @@ class Server:
         outlet: Outlet,
         *,
         caller: str,
-        identity: Caller | None = None,
+        identity: Identity | None = None,
         key: str | None = None,
         position: int | None = None,
         params: Any = None,
@@ -314,7 +328,7 @@ class Server:
             raise InternalError from error
         return None if result is None else self._answers.to(id, result, revision)
 
-    def permit(self, identity: Caller | None, entries: Iterable[Incoming], params: Any = None) -> None:
+    def permit(self, identity: Identity | None, entries: Iterable[Incoming], params: Any = None) -> None:
         """HttpError 403 unless the caller has the scopes of all these requests. `params`: of a single one, decoded."""
         if identity is None or self._access is None:
             return
@@ -348,7 +362,7 @@ class Server:
         outlet: Outlet,
         *,
         caller: str,
-        identity: Caller | None = None,
+        identity: Identity | None = None,
     ) -> list[bytes]:
         """Return the answers to the messages of an array (2025-03-26) in their order, without those that a stream has sent.
 
@@ -411,7 +425,7 @@ class Server:
         params = _decoded(message, _decode_initialize)
         revision = offered(params.version)
         introduction = {"protocolVersion": revision.name, "capabilities": self.capabilities(revision)}
-        told = {**introduction, "serverInfo": self._info, **self._instructions}
+        told = {**introduction, "serverInfo": self._info.described(revision), **self._instructions}
         session = Session(revision, params.capabilities, client=named_client(params.client))
         return session, self._answers.to(message.id, told, revision)
 
@@ -453,8 +467,10 @@ class Server:
     async def _discover(self, peer: Peer) -> object:
         """Answer `server/discover` (2026-07-28): the members of `initialize`, without a session."""
         supported = [revision.name for revision in STATELESS]
-        capabilities = self.capabilities(peer.session.revision)
-        return {"supportedVersions": supported, "capabilities": capabilities, **self._instructions, **self._kept}
+        revision = peer.session.revision
+        told = {"supportedVersions": supported, "capabilities": self.capabilities(revision)}
+        info = {f"{types.PREFIX}serverInfo": self._info.described(revision)}
+        return {**told, **self._instructions, **self._kept, "_meta": info}
 
     # --- small methods -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,186 @@
+"""A result is true to the declared type of its function."""
+
+import dataclasses
+import datetime
+import enum
+import json
+import logging
+from typing import Annotated, Any, Literal, TypedDict, cast
+
+import msgspec
+import pydantic
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.calls import call, result
+from wirecall import App, connect
+from wirecall.mcp.types import Text, ToolResult
+
+
+class Price(BaseModel):
+    cents: int = Field(serialization_alias="priceInCents")
+
+
+class Receipt(msgspec.Struct):
+    number: int
+    lines: list[str] = []
+
+
+class Basket(msgspec.Struct):
+    price: Price
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Item(TypedDict):
+    sku: str
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def changed_price() -> Price:
+    price = Price(cents=1)
+    vars(price)["cents"] = "1"
+    return price
+
+
+def app_returning(declared: Any, value: Any, mode: Literal["development", "production"], **declaration: Any) -> App:
+    app = App("test", mode=mode, ledger="memory:")
+
+    def f() -> Any:
+        return value
+
+    f.__annotations__["return"] = declared
+    app.query(**declaration)(f)
+    return app
+
+
+def reason(app: App) -> str:
+    reply = json.loads(app.handle_sync(call("f")) or b"")
+    assert reply["error"]["code"] == -32603
+    return str(reply["error"]["data"]["reason"])
+
+
+MISFITS = [
+    (int, "5", "f must return int: result: expected int, got str"),
+    (None, 5, "f must return None: result: expected null, got int"),
+    (
+        Receipt,
+        {"number": "x", "lines": [1]},
+        "f must return Receipt: result.number: expected int, got str; result.lines[0]: expected str, got int",
+    ),
+    (Receipt, {}, "f must return Receipt: result.number: missing"),
+    (Point, Point(cast(int, "1")), "f must return Point: result.x: expected int, got str"),
+    (Item, {"sku": 5}, "f must return Item: result.sku: expected str, got int"),
+    (
+        list[Receipt],
+        [Receipt(cast(int, "x"))],
+        "f must return list[tests.server.test_results.Receipt]: result[0].number: expected int, got str",
+    ),
+    (Colour, "green", "f must return Colour: result: invalid enum value 'green', expected one of red, blue"),
+    (Annotated[int, msgspec.Meta(gt=0)], 0, "f must return int: result: expected int >= 1"),
+    (Annotated[int, Field(gt=0)], 0, "f must return int: result: expected greater than 0"),
+    (Price, {"cents": 1}, "f must return Price: result: expected Price, got dict"),
+    (Price, changed_price(), "f must return Price: result.cents: expected int, got str"),
+    (
+        list[Price],
+        [5],
+        "f must return list[tests.server.test_results.Price]: "
+        "result[0]: expected a valid dictionary or instance of Price, got int",
+    ),
+]
+FITS = [
+    (int, 5, 5),
+    (float, 5, 5),
+    (None, None, None),
+    (Receipt, Receipt(1), {"number": 1, "lines": []}),
+    (Receipt, {"number": 1}, {"number": 1}),
+    (Point, Point(1), {"x": 1, "y": 0}),
+    (list[int], (1, 2), [1, 2]),
+    (set[int], {1}, [1]),
+    (dict[int, str], {1: "x"}, {"1": "x"}),
+    (Colour, Colour.RED, "red"),
+    (datetime.date, datetime.date(2026, 7, 28), "2026-07-28"),
+    (Receipt | None, None, None),
+    (Price, Price(cents=1), {"priceInCents": 1}),
+    (Basket, Basket(Price(cents=1)), {"price": {"priceInCents": 1}}),
+]
+
+
+@pytest.mark.parametrize(("declared", "value", "expected"), MISFITS)
+def test_development_refuses_a_result_of_another_type(declared: Any, value: Any, expected: str) -> None:
+    assert reason(app_returning(declared, value, "development")) == expected
+    assert reason(app_returning(declared, value, "production", check_result=True)) == expected
+
+
+@pytest.mark.parametrize(("declared", "value", "expected"), MISFITS)
+def test_production_sends_what_the_function_returns(declared: Any, value: Any, expected: str) -> None:
+    for app in (
+        app_returning(declared, value, "production"),
+        app_returning(declared, value, "development", check_result=False),
+    ):
+        assert "result" in json.loads(app.handle_sync(call("f")) or b"")
+
+
+@pytest.mark.parametrize(("declared", "value", "expected"), FITS)
+def test_a_result_of_its_type_is_sent(declared: Any, value: Any, expected: Any) -> None:
+    assert result(app_returning(declared, value, "development").handle_sync(call("f"))) == expected
+
+
+async def test_a_command_with_a_wrong_result_has_run(caplog: pytest.LogCaptureFixture) -> None:
+    app = App("test", mode="development", ledger="memory:")
+    runs = []
+
+    @app.command
+    async def pay(cents: int) -> int:
+        runs.append(cents)
+        return cast(int, "paid")
+
+    with caplog.at_level(logging.ERROR):
+        first = json.loads(await app.handle(call("pay", {"cents": 5}, key="k")) or b"")
+    assert first["error"]["code"] == -32603 and first["error"]["data"]["ran"] == "yes"
+    assert "pay must return int: result: expected int, got str" in caplog.text
+    again = json.loads(await app.handle(call("pay", {"cents": 5}, key="k")) or b"")
+    assert again["error"]["data"]["type"] == "result_not_retained"
+    assert runs == [5]
+    await app.aclose()
+
+
+async def test_a_tool_reports_it_and_may_always_return_content() -> None:
+    app = App("test", mode="development", ledger="memory:")
+
+    @app.query
+    def wrong() -> Receipt:
+        return cast(Receipt, Point(1))
+
+    @app.query
+    def content() -> Receipt:
+        return cast(Receipt, [Text(text="hello")])
+
+    @app.query
+    def whole() -> Price:
+        return cast(Price, ToolResult(content=["hello"]))
+
+    async with connect(app, protocol="mcp") as client:
+        assert (await client.call_tool("wrong", check=False)).is_error
+        assert (await client.call_tool("content")).text == (await client.call_tool("whole")).text == "hello"
+
+
+def test_a_value_that_pydantic_cannot_write_is_a_failure_of_the_function() -> None:
+    class Odd(BaseModel):
+        @pydantic.computed_field  # type: ignore[prop-decorator]
+        @property
+        def broken(self) -> int:
+            raise RuntimeError("secret")
+
+    modes: list[Literal["development", "production"]] = ["development", "production"]
+    for mode in modes:
+        reply = json.loads(app_returning(Odd, Odd(), mode).handle_sync(call("f")) or b"")
+        assert reply["error"] == {"code": -32603, "message": "Internal error"}
