@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "logs", "version"},
     {"protocol", "ledger.base", "files", "stepping"},
     {"server", "ledger", "transports", "mcp", "jsonrpc"},
-    {"commands", "client", "audit", "tracing"},
+    {"commands", "client", "audit", "tracing", "middleware"},
     {"mcp.server", "mcp.client", "declarations"},
     {"app", "config", "client.connect"},
     {"auth", "gateway", "console"},

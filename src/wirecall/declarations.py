@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
-from wirecall.protocol.params import place_of
+from wirecall.protocol.params import Find, place_of
 from wirecall.server.method import (
     EVERYWHERE,
     Execution,
@@ -316,7 +316,7 @@ class Declarations:
 
     def _register(self, kind: Kind, function: F | None, declared: JsonObject) -> F | Callable[[F], F]:
         def register(function: F) -> F:
-            method = Method(function, kind, find=self.providers and self.providers.find, **declared)
+            method = Method(function, kind, find=self._find, **declared)
             self.registry.add(method)
             self._declare(method)
             return function
@@ -324,10 +324,13 @@ class Declarations:
         return register if function is None else register(function)
 
     def _query(self, function: Callable[..., object], name: str, declared: JsonObject) -> Method:
-        find = self.providers and self.providers.find
-        method = Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, find=find, **declared)
+        method = Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, find=self._find, **declared)
         self._declare(method)
         return method
+
+    @property
+    def _find(self) -> Find | None:
+        return None if self.providers is None else self.providers.find
 
     def _declare(self, method: Method) -> None:
         """Keep a method for the providers: a later one looks at it, and the start of the app prepares it."""

@@ -18,6 +18,7 @@ the call's correlation id and becomes -32603, without details on the wire (J15).
 import asyncio
 import logging
 import types
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -106,6 +107,9 @@ class Dispatcher:
         self._strict = strict
         self._lifespan = lifespan
         self._in_flight = 0
+        # Calls of each caller, where one caller has fewer places than all have together.
+        is_shared = policy.limits.in_flight_per_caller < policy.limits.in_flight
+        self._held: Counter[str] | None = Counter() if is_shared else None
         self._idle: asyncio.Event | None = None  # set when no call is in flight
         # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
         whose = policy.whose(ANONYMOUS, None)
@@ -137,7 +141,8 @@ class Dispatcher:
                 "give each entry its own: params.idempotency_key",
             )
         busy = self._in_flight + self.commands.left
-        if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
+        count = len(read) if is_batch else 1
+        if busy and (busy + count > limits.in_flight or (self._held is not None and self._is_greedy(caller, count))):
             refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
             answers = [
                 frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else refusal))
@@ -163,7 +168,7 @@ class Dispatcher:
         """Return the reply to a batch, or to a call that waits."""
         count = len(begun) if isinstance(begun, list) else 1
         unwatched: Sending | None = None
-        self._in_flight += count
+        self._count(count, frame.caller)
         try:
             if not isinstance(begun, list):
                 reply = await begun
@@ -188,7 +193,7 @@ class Dispatcher:
                 unwatched.written()
             return sealed
         finally:
-            self._ended(count)
+            self._count(-count, frame.caller)
             if unwatched is not None:
                 unwatched.lost()
 
@@ -208,8 +213,18 @@ class Dispatcher:
             logger.warning("stopping with %d calls in flight", self._in_flight)
         self._idle = None
 
-    def _ended(self, count: int) -> None:
-        self._in_flight -= count
+    def _is_greedy(self, caller: str, count: int) -> bool:
+        """Return whether a caller takes more places than one may. Anonymous calls are not counted: they have no name."""
+        held = 0 if self._held is None else self._held[caller]
+        return held > 0 and held + count > self._policy.limits.in_flight_per_caller
+
+    def _count(self, number: int, caller: str) -> None:
+        """Count calls that begin, or that end if `number` is negative."""
+        self._in_flight += number
+        if self._held is not None and caller != ANONYMOUS:
+            self._held[caller] += number
+            if self._held[caller] == 0:
+                del self._held[caller]
         if self._idle is not None and not self._in_flight:
             self._idle.set()
 
@@ -386,15 +401,16 @@ class Dispatcher:
 
     async def call(self, call: Call) -> Raw:
         """Run a call that was parsed and admitted elsewhere."""
-        if self._in_flight + self.commands.left >= self._policy.limits.in_flight:
+        caller = call.frame.caller
+        if self._in_flight + self.commands.left >= self._policy.limits.in_flight or self._is_greedy(caller, 1):
             raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
-        self._in_flight += 1
+        self._count(1, caller)
         try:
             result = await self.run(call)
             assert isinstance(result, Raw)
             return result
         finally:
-            self._ended(1)
+            self._count(-1, caller)
 
     def frame(self, caller: str, peer: str | None, sending: Sending | None) -> Frame:
         """Return the frame of a call that was parsed elsewhere."""
@@ -403,17 +419,17 @@ class Dispatcher:
         return Frame(caller, reported=reported, logged=logged, whose=whose, sending=sending)
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def set_aside(self, caller: str) -> Iterator[None]:
         """Leave a running call out of those in flight while it waits for its caller. It goes on even if no place is free."""
-        self._in_flight -= 1
+        self._count(-1, caller)
         try:
             yield
         finally:
-            self._in_flight += 1
+            self._count(1, caller)
 
     def is_short(self, method: Method) -> bool:
-        """Return whether a method takes the short path: a plain query that neither middleware nor the log sees."""
-        return method.plain and not self._in_full and not logger.isEnabledFor(logging.INFO)
+        """Return whether a method takes the short path: a plain query that neither middleware, log nor a count sees."""
+        return method.plain and not self._in_full and self._held is None and not logger.isEnabledFor(logging.INFO)
 
     def call_plain(
         self, method: Method, params: Raw, shape: Shape, id: CorrelationId
@@ -430,13 +446,13 @@ class Dispatcher:
             raise self._as_error(method.name, id, error) from None
 
     async def _finish_plain(self, method: Method, result: object, shape: Shape, id: CorrelationId) -> bytes:
-        self._in_flight += 1
+        self._count(1, ANONYMOUS)  # where callers are counted, the short path is closed
         try:
             return frames.encode(shape(await settled(result)))
         except BaseException as error:
             raise self._as_error(method.name, id, error) from None
         finally:
-            self._ended(1)
+            self._count(-1, ANONYMOUS)
 
     # --- the reply ---------------------------------------------------------------------------------------------------
 
