@@ -106,6 +106,7 @@ class App(Declarations):
         self._execution = execution
         self._strict = strict
         self._single_user = single_user
+        self._is_dev = False
         self.instructions = instructions
         self._list_ttl_ms = milliseconds("list_ttl", list_ttl)
         self._extensions: dict[str, JsonObject] = {}
@@ -152,13 +153,15 @@ class App(Declarations):
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
         single_user: bool | None = None,
+        dev: bool = False,
     ) -> None:
         """Replace arguments of the constructor before the first call, for example in a program that serves another's app.
 
-        `hosts` and `origins` are added to those of the app.
+        `hosts` and `origins` are added to those of the app. `dev` warns of plain functions that block the event loop.
         """
         if self._dispatcher is not None:
             raise UsageError("The app is serving already.", "calls in flight have the old rules", "configure it before")
+        self._is_dev = self._is_dev or dev
         if single_user is not None:
             self._single_user = single_user
         if ledger is not None:
@@ -406,6 +409,7 @@ class App(Declarations):
                     execution=self._execution,
                     strict=self._strict,
                     lifespan=self._lifespan,
+                    tells_blocking=self._is_dev,
                 )
             return self._dispatcher
 

@@ -117,7 +117,7 @@ async def test_callers_that_are_long_gone_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("options", [{"calls": 0}, {"calls": 1, "per": -1}, {"calls": 1, "burst": 0}])
-def test_numbers_that_are_not_a_limit(options: dict[str, float]) -> None:
+def test_numbers_that_are_not_a_limit(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="must be a number above 0"):
         RateLimit(**options)
     with pytest.raises(UsageError, match="cost of one"):

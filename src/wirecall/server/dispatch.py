@@ -17,6 +17,7 @@ the call's correlation id and becomes -32603, without details on the wire (J15).
 
 import asyncio
 import logging
+import time
 import types
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -43,6 +44,7 @@ from wirecall.ledger.base import RecordId
 from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure, make_batch, make_reply
+from wirecall.protocol.params import place_of
 from wirecall.protocol.sending import Sending
 from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Context, CorrelationId, Frame, Handler, InputRequired, Shape, call_of, correlation_of
@@ -64,6 +66,8 @@ _CONSTANT = frozenset({int, str, float, bool, types.NoneType})
 COUNTED = 1024
 
 BUSY_RETRY_MS = 100
+
+BLOCKS = 0.1  # seconds of a plain function on the event loop that `wirecall dev` tells of
 
 
 class Executor(Protocol):
@@ -93,12 +97,13 @@ class Dispatcher:
         execution: Execution | None = None,
         strict: bool = True,
         lifespan: Lifespan | None = None,
+        tells_blocking: bool = False,
     ) -> None:
         self._methods = registry.methods
         self._policy = policy
         self.commands = commands
         self._events = events
-        self._in_full = bool(middleware) or execution == "sequential"
+        self._in_full = bool(middleware) or execution == "sequential" or tells_blocking
         self._guarded: Next | None = None
         for layer in reversed(middleware):  # the first one is the outermost
             inner = self._guarded or (lambda context: self._invoke(call_of(context), context))
@@ -106,6 +111,7 @@ class Dispatcher:
         self._execution = execution
         self._strict = strict
         self._lifespan = lifespan
+        self._told: set[Method] | None = set() if tells_blocking else None  # the methods that were told of
         self._in_flight = 0
         # Calls of each caller, where one caller has fewer places than all have together.
         is_shared = policy.limits.in_flight_per_caller < policy.limits.in_flight
@@ -361,6 +367,8 @@ class Dispatcher:
                 handler = partial(in_thread, handler)
         else:
             handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
+        if self._told is not None and not threaded and not method.is_async:
+            handler = partial(self._watched, method, handler)
         is_recorded = call.key is not None or call.keyless
         if is_recorded or (method.is_command and self._events.observed):
             call.fingerprint = call.identity or fingerprint(call.params)
@@ -382,6 +390,23 @@ class Dispatcher:
             result = result if type(result) in _CONSTANT and not frame.in_full else Raw(frames.encode(result))
         call.result = result
         return result
+
+    def _watched(self, method: Method, handler: Handler) -> object:
+        """Call a plain function, and tell once if it keeps the event loop from everything else for long."""
+        began = time.perf_counter()
+        try:
+            return handler()
+        finally:
+            seconds = time.perf_counter() - began
+            if seconds > BLOCKS and self._told is not None and method not in self._told:
+                self._told.add(method)
+                logger.warning(
+                    "%s has blocked the event loop for %d ms, and all other calls waited; if it waits for a disk, a lock "
+                    "or a network, declare it with blocking=True, and it runs in a thread (%s)",
+                    method.name,
+                    seconds * 1000,
+                    place_of(method.function),
+                )
 
     def _as_error(self, name: str, id: CorrelationId, error: BaseException, alone: bool = False) -> RpcError:
         """Return the answer to a call that failed. An exception that ends more than the call is raised again."""
