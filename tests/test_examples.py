@@ -1,5 +1,6 @@
 """Every example is run, and does what it says."""
 
+import asyncio
 import os
 import runpy
 import subprocess
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.mcp.asgi import Exchange
 from tests.servers import Postgres
-from wirecall import RpcError, connect
+from wirecall import RpcError, connect, jsonrpc
 from wirecall.errors import KeyConflict
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,8 @@ def test_there_is_a_test_for_each() -> None:
         "payments_postgres",
         "agents",
         "render",
+        "pools",
+        "fastapi_mount",
         "everything",
     }  # the last by tests/mcp/conformance.py
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
@@ -97,3 +101,25 @@ async def test_payments_are_made_once_with_their_record(postgres_server: Postgre
         assert await client.call("deposit", {"account": "bob", "cents": 0}, key="d-3") == 601
         async with connect(app, protocol="mcp") as agent:  # clients of MCP have no keys
             assert await agent.call_tool("deposit", {"account": "bob", "cents": 9}, key=False, type=int) == 610
+
+
+async def test_pools(postgres_server: Postgres) -> None:
+    example = runpy.run_path(str(EXAMPLES / "pools.py"))
+    async with connect(example["make_app"](postgres_server.url)) as client:
+        assert await client.call("articles.reprice", {"sku": "tea", "cents": 450}, key="r-1") == 450
+        assert await client.call("articles.price", {"sku": "tea"}) == 450
+        with pytest.raises(RpcError, match="more than 0 cents"):
+            await client.call("articles.reprice", {"sku": "tea", "cents": -1}, key="r-2")
+        assert await client.call("articles.price", {"sku": "tea"}) == 450  # the write was rolled back
+        with pytest.raises(RpcError, match="there is no article 'milk'"):
+            await client.call("articles.price", {"sku": "milk"})
+
+
+async def test_fastapi_mount() -> None:
+    web = runpy.run_path(str(EXAMPLES / "fastapi_mount.py"))["web"]
+    local = {"host": "localhost", "content-type": "application/json"}
+    async with asyncio.timeout(60), web.router.lifespan_context(web):
+        home = Exchange(web, "GET", local, path="/")
+        assert await home.json() == {"rpc": "/shop/rpc", "mcp": "/shop/mcp"}
+        asked = Exchange(web, "POST", local, jsonrpc.make_request("price", {"sku": "tea"}, 1), path="/shop/rpc")
+        assert await asked.json() == {"jsonrpc": "2.0", "result": 450, "id": 1}

@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "logs", "version"},
     {"protocol", "ledger.base", "files", "stepping"},
     {"server", "ledger", "transports", "mcp", "jsonrpc"},
-    {"commands", "client", "audit", "tracing", "auth"},
+    {"commands", "client", "audit", "tracing", "auth", "middleware"},
     {"mcp.server", "mcp.client", "declarations"},
     {"app", "config", "client.connect"},
     {"contract", "gateway", "console"},

@@ -126,6 +126,7 @@ class App(Declarations):
         self._execution = execution
         self._strict = strict
         self._single_user = single_user
+        self._is_dev = False
         self.instructions = instructions
         self._list_ttl_ms = milliseconds("list_ttl", list_ttl)
         self._extensions: dict[str, JsonObject] = {}
@@ -178,13 +179,15 @@ class App(Declarations):
         origins: Sequence[str] = (),
         single_user: bool | None = None,
         auth: "Access | Verifier | Verify | Sequence[Verifier | Verify] | None" = None,
+        dev: bool = False,
     ) -> None:
         """Replace arguments of the constructor before the first call, for example in a program that serves another's app.
 
-        `hosts` and `origins` are added to those of the app.
+        `hosts` and `origins` are added to those of the app. `dev` warns of plain functions that block the event loop.
         """
         if self._dispatcher is not None:
             raise UsageError("The app is serving already.", "calls in flight have the old rules", "configure it before")
+        self._is_dev = self._is_dev or dev
         if single_user is not None:
             self._single_user = single_user
         if auth is not None:
@@ -489,6 +492,7 @@ class App(Declarations):
                     strict=self._strict,
                     permit=None if self.access is None else self.access.permit,
                     lifespan=self._lifespan,
+                    tells_blocking=self._is_dev,
                 )
             return self._dispatcher
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
-from wirecall.protocol.params import place_of
+from wirecall.protocol.params import Find, place_of
 from wirecall.server.identity import ScopeRule
 from wirecall.server.method import (
     EVERYWHERE,
@@ -364,8 +364,7 @@ class Declarations:
 
         def register(function: F) -> F:
             labels = _labels(str(declared.get("name") or getattr(function, "__name__", "")), declared)
-            find = None if self.providers is None else self.providers.find
-            method = Method(function, kind, check_result=check_result, find=find, **declared | labels)
+            method = Method(function, kind, check_result=check_result, find=self._find, **declared | labels)
             self.registry.add(method)
             self._declare(method)
             return function
@@ -373,10 +372,13 @@ class Declarations:
         return register if function is None else register(function)
 
     def _query(self, function: Callable[..., object], name: str, declared: JsonObject) -> Method:
-        find = self.providers and self.providers.find
-        method = Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, find=find, **declared)
+        method = Method(function, Kind.QUERY, name=name, expose=("mcp",), reserved=True, find=self._find, **declared)
         self._declare(method)
         return method
+
+    @property
+    def _find(self) -> Find | None:
+        return None if self.providers is None else self.providers.find
 
     def _declare(self, method: Method) -> None:
         """Keep a method for the providers: a later one looks at it, and the start of the app prepares it."""

@@ -397,7 +397,7 @@ class KeyConflict(FixedError):
 
 
 class Busy(FixedError):
-    """More calls are in flight than `Limits.in_flight` admits."""
+    """More calls are in flight than `Limits` admits, or a caller sends them faster than a `RateLimit` admits."""
 
     CODE = 42910
     MESSAGE = "Busy"

@@ -183,6 +183,25 @@ def test_dev_restarts_when_a_file_changes(tmp_path: Path) -> None:
         assert run.end(signal.SIGINT)[0] == 0
 
 
+def test_dev_tells_once_of_a_plain_function_that_blocks_the_loop(tmp_path: Path) -> None:
+    source = (
+        "import time\nfrom wirecall import App\napp = App('a')\n@app.query\ndef nap() -> int:\n    return time.sleep(0.2)\n"
+    )
+    (tmp_path / "app.py").write_text(source)
+    with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
+        address = run.wait_for("Listening on").split()[-1]
+        for _ in range(2):
+            invoke("call", address, "nap")
+        told = run.wait_for("blocked the event loop")
+        assert told.startswith("WARNING  nap has blocked the event loop for ")
+        assert "blocking=True" in told
+        assert "app.py:4" in told
+        for _ in range(2):
+            run.wait_for("✓ nap")
+        assert run.end(signal.SIGINT)[0] == 0
+    assert "".join(run.said).count("blocked the event loop") == 1
+
+
 # --- servers that do not --------------------------------------------------------------------------------------------
 
 

@@ -443,3 +443,31 @@ async def test_commands_whose_callers_left_count_as_in_flight() -> None:
     stage.gate("a").set()
     await settle()
     assert result(await app.handle(call("plain", ["x"]))) == "x"
+
+
+async def test_the_log_tells_once_of_a_plain_function_that_blocks_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("wirecall.server.dispatch.BLOCKS", -1.0)  # every function takes longer
+    app = make_app()
+    app.configure(dev=True)
+    app.query(name="plain")(lambda: 1)
+    app.query(name="thread", blocking=True)(lambda: 2)
+    app.command(name="put")(lambda: 3)
+
+    @app.query
+    async def waits() -> int:
+        return 4
+
+    for method in ("plain", "plain", "thread", "waits"):
+        await app.handle(call(method))
+    for key in "ab":
+        await app.handle(call("put", key=key))
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" ")[0] for text in told] == ["plain", "put"]
+    assert all("blocking=True" in text for text in told)
+    caplog.clear()
+    app = make_app()  # not in development with `wirecall dev`
+    app.query(name="plain")(lambda: 1)
+    await app.handle(call("plain"))
+    assert caplog.records == []

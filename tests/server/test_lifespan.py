@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from tests.calls import call, error, make_app, result
 from tests.cli import running, serving, wirecall
+from tests.mcp.asgi import Exchange
 from tests.transports import ask
 from wirecall import App, Context, Limits, UsageError, connect, connect_sync, testing
 from wirecall.errors import OtherLoop, StartFailed
@@ -172,6 +175,21 @@ async def test_a_mounted_app_whose_lifespan_fails_refuses_requests_and_tries_aga
         assert b"10.0.0.7" not in refused.body
         assert (await ask(served, body=call("state"))).json["result"] == 7
         await app.aclose()
+
+
+async def test_starlette_mounts_an_app_and_its_first_request_starts_it() -> None:
+    pools = Pools()
+    app = pools.app()
+    web = Starlette(routes=[Mount("/shop", app.asgi())])
+    local = {"host": "localhost", "content-type": "application/json"}
+    async with asyncio.timeout(PATIENCE), web.router.lifespan_context(web):
+        assert pools.log == []
+        for _ in range(2):
+            asked = Exchange(web, "POST", local, call("pool"), path="/shop/rpc")
+            assert (await asked.json())["result"] == "of test"
+    assert pools.log == ["enter test", "call", "call"]
+    await app.aclose()
+    assert pools.log[-1] == "leave"
 
 
 def state_of(ctx: Context) -> Any:

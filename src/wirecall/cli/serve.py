@@ -102,7 +102,8 @@ def read_limits(words: tuple[str, ...]) -> dict[str, float]:
 @click.option("--single-user", is_flag=True, default=None, help="All anonymous calls come from one user: recognise retries.")
 @limit_option
 @click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="Log calls on stderr. [default: off]")
-def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...], **given: Any) -> None:
+@click.option("--dev", is_flag=True, hidden=True)  # `wirecall dev` sets it
+def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...], dev: bool, **given: Any) -> None:
     """Serve the app in TARGET, or the one that wirecall.toml names, until SIGTERM or Ctrl-C.
 
     Over HTTP: JSON-RPC at /rpc, MCP at /mcp, /healthz and /readyz for supervisors. On stdio: both on one pipe.
@@ -115,7 +116,7 @@ def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...
         raise CliError("--stdio serves one client.", "--http and --workers are for HTTP", "drop them, or --stdio")
     how = serving({**given, "limits": read_limits(limits)})
     app = configured((target or named(how)).app(), ledger=how.ledger, audit=how.audit, limits=how.limits)
-    app.configure(hosts=how.hosts or (), origins=how.origins or (), single_user=how.single_user or None)
+    app.configure(hosts=how.hosts or (), origins=how.origins or (), single_user=how.single_user or None, dev=dev)
     if how.auth:
         from wirecall.auth import Jwt
 
@@ -206,6 +207,8 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 def dev_command(target: Target | None, http: str | None, ledger: str | None) -> int:
     """Serve the app in TARGET with a line per call, and restart when a Python file beside it changes.
 
+    It warns of plain functions that block the event loop for more than 100 ms.
+
     \b
     wirecall dev shop.py
     """
@@ -214,7 +217,19 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
     if target.kind != "file" or not Path(target.text).is_file():
         target.app()  # raises the error that explains the target
     name = target.of(target.text)
-    words = [sys.executable, "-m", "wirecall", "serve", name, "--http", how.http, "--log", "text", f"--grace={RESTART:g}s"]
+    words = [
+        sys.executable,
+        "-m",
+        "wirecall",
+        "serve",
+        name,
+        "--http",
+        how.http,
+        "--log",
+        "text",
+        f"--grace={RESTART:g}s",
+        "--dev",
+    ]
     words += ["--ledger", how.ledger] if how.ledger else []
     folder = str(Path(target.text).resolve().parent)
     child: subprocess.Popen[bytes] | None = None

@@ -57,6 +57,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     depth: int = MAX_DEPTH
     # Calls of one app in flight at once. Beyond, a caller loses less time when it is refused and retries.
     in_flight: int = 1024
+    # The same for one authenticated caller. It counts only if it is less than `in_flight`: by default one caller may take
+    # all places, because most servers have one.
+    in_flight_per_caller: int = 1024
     # MCP calls of one session that wait for an answer of their client; beyond, `42910`. They are not in flight: a person may
     # take an hour. Twice the entries of one array that run side by side, and more questions than a person keeps in view.
     waiting_per_session: int = 32

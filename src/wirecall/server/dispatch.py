@@ -17,7 +17,9 @@ the call's correlation id and becomes -32603, without details on the wire (J15).
 
 import asyncio
 import logging
+import time
 import types
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +45,7 @@ from wirecall.ledger.base import RecordId
 from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure, make_batch, make_reply
+from wirecall.protocol.params import place_of
 from wirecall.protocol.sending import Sending
 from wirecall.server.batch import run_batch
 from wirecall.server.call import Call, Context, CorrelationId, Frame, Handler, InputRequired, Shape, call_of, correlation_of
@@ -65,6 +68,8 @@ _CONSTANT = frozenset({int, str, float, bool, types.NoneType})
 COUNTED = 1024
 
 BUSY_RETRY_MS = 100
+
+BLOCKS = 0.1  # seconds of a plain function on the event loop that `wirecall dev` tells of
 
 
 class Executor(Protocol):
@@ -95,12 +100,13 @@ class Dispatcher:
         strict: bool = True,
         permit: Permit | None = None,
         lifespan: Lifespan | None = None,
+        tells_blocking: bool = False,
     ) -> None:
         self._methods = registry.methods
         self._policy = policy
         self.commands = commands
         self._events = events
-        self._in_full = bool(middleware) or execution == "sequential"
+        self._in_full = bool(middleware) or execution == "sequential" or tells_blocking
         self._guarded: Next | None = None
         for layer in reversed(middleware):  # the first one is the outermost
             inner = self._guarded or (lambda context: self._invoke(call_of(context), context))
@@ -109,7 +115,11 @@ class Dispatcher:
         self._strict = strict
         self._permit = permit
         self._lifespan = lifespan
+        self._told: set[Method] | None = set() if tells_blocking else None  # the methods that were told of
         self._in_flight = 0
+        # Calls of each caller, where one caller has fewer places than all have together.
+        is_shared = policy.limits.in_flight_per_caller < policy.limits.in_flight
+        self._held: Counter[str] | None = Counter() if is_shared else None
         self._idle: asyncio.Event | None = None  # set when no call is in flight
         # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
         whose = policy.whose(ANONYMOUS, None)
@@ -152,7 +162,8 @@ class Dispatcher:
                     asked.update(dict.fromkeys(known.scopes.of(entry.params)))
             self._permit(identity, asked)
         busy = self._in_flight + self.commands.left
-        if busy and busy + (len(read) if is_batch else 1) > limits.in_flight:
+        count = len(read) if is_batch else 1
+        if busy and (busy + count > limits.in_flight or (self._held is not None and self._is_greedy(caller, count))):
             refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
             answers = [
                 frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else refusal))
@@ -178,7 +189,7 @@ class Dispatcher:
         """Return the reply to a batch, or to a call that waits."""
         count = len(begun) if isinstance(begun, list) else 1
         unwatched: Sending | None = None
-        self._in_flight += count
+        self._count(count, frame.caller)
         try:
             if not isinstance(begun, list):
                 reply = await begun
@@ -203,7 +214,7 @@ class Dispatcher:
                 unwatched.written()
             return sealed
         finally:
-            self._ended(count)
+            self._count(-count, frame.caller)
             if unwatched is not None:
                 unwatched.lost()
 
@@ -223,8 +234,18 @@ class Dispatcher:
             logger.warning("stopping with %d calls in flight", self._in_flight)
         self._idle = None
 
-    def _ended(self, count: int) -> None:
-        self._in_flight -= count
+    def _is_greedy(self, caller: str, count: int) -> bool:
+        """Return whether a caller takes more places than one may. Anonymous calls are not counted: they have no name."""
+        held = 0 if self._held is None else self._held[caller]
+        return held > 0 and held + count > self._policy.limits.in_flight_per_caller
+
+    def _count(self, number: int, caller: str) -> None:
+        """Count calls that begin, or that end if `number` is negative."""
+        self._in_flight += number
+        if self._held is not None and caller != ANONYMOUS:
+            self._held[caller] += number
+            if self._held[caller] == 0:
+                del self._held[caller]
         if self._idle is not None and not self._in_flight:
             self._idle.set()
 
@@ -361,6 +382,8 @@ class Dispatcher:
                 handler = partial(in_thread, handler)
         else:
             handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
+        if self._told is not None and not threaded and not method.is_async:
+            handler = partial(self._watched, method, handler)
         is_recorded = call.key is not None or call.keyless
         if is_recorded or (method.is_command and self._events.observed):
             call.fingerprint = call.identity or fingerprint(call.params)
@@ -383,6 +406,23 @@ class Dispatcher:
         call.result = result
         return result
 
+    def _watched(self, method: Method, handler: Handler) -> object:
+        """Call a plain function, and tell once if it keeps the event loop from everything else for long."""
+        began = time.perf_counter()
+        try:
+            return handler()
+        finally:
+            seconds = time.perf_counter() - began
+            if seconds > BLOCKS and self._told is not None and method not in self._told:
+                self._told.add(method)
+                logger.warning(
+                    "%s has blocked the event loop for %d ms, and all other calls waited; if it waits for a disk, a lock "
+                    "or a network, declare it with blocking=True, and it runs in a thread (%s)",
+                    method.name,
+                    seconds * 1000,
+                    place_of(method.function),
+                )
+
     def _as_error(self, name: str, id: CorrelationId, error: BaseException, alone: bool = False) -> RpcError:
         """Return the answer to a call that failed. An exception that ends more than the call is raised again."""
         if isinstance(error, RpcError):
@@ -401,15 +441,16 @@ class Dispatcher:
 
     async def call(self, call: Call) -> Raw:
         """Run a call that was parsed and admitted elsewhere."""
-        if self._in_flight + self.commands.left >= self._policy.limits.in_flight:
+        caller = call.frame.caller
+        if self._in_flight + self.commands.left >= self._policy.limits.in_flight or self._is_greedy(caller, 1):
             raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
-        self._in_flight += 1
+        self._count(1, caller)
         try:
             result = await self.run(call)
             assert isinstance(result, Raw)
             return result
         finally:
-            self._ended(1)
+            self._count(-1, caller)
 
     def frame(self, caller: str, peer: str | None, sending: Sending | None, identity: Identity | None) -> Frame:
         """Return the frame of a call that was parsed elsewhere."""
@@ -418,17 +459,17 @@ class Dispatcher:
         return Frame(caller, reported=reported, logged=logged, whose=whose, sending=sending, identity=identity)
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def set_aside(self, caller: str) -> Iterator[None]:
         """Leave a running call out of those in flight while it waits for its caller. It goes on even if no place is free."""
-        self._in_flight -= 1
+        self._count(-1, caller)
         try:
             yield
         finally:
-            self._in_flight += 1
+            self._count(1, caller)
 
     def is_short(self, method: Method) -> bool:
-        """Return whether a method takes the short path: a plain query that neither middleware nor the log sees."""
-        return method.plain and not self._in_full and not logger.isEnabledFor(logging.INFO)
+        """Return whether a method takes the short path: a plain query that neither middleware, log nor a count sees."""
+        return method.plain and not self._in_full and self._held is None and not logger.isEnabledFor(logging.INFO)
 
     def call_plain(
         self, method: Method, params: Raw, shape: Shape, id: CorrelationId
@@ -445,13 +486,13 @@ class Dispatcher:
             raise self._as_error(method.name, id, error) from None
 
     async def _finish_plain(self, method: Method, result: object, shape: Shape, id: CorrelationId) -> bytes:
-        self._in_flight += 1
+        self._count(1, ANONYMOUS)  # where callers are counted, the short path is closed
         try:
             return frames.encode(shape(await settled(result)))
         except BaseException as error:
             raise self._as_error(method.name, id, error) from None
         finally:
-            self._ended(1)
+            self._count(-1, ANONYMOUS)
 
     # --- the reply ---------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ from wirecall.ledger.redis.scripts import (
     PING,
     RELEASE,
     RESOLVE,
+    SPEND,
     STATE,
     SUSPEND,
     SWEEP,
@@ -258,6 +259,14 @@ class RedisLedger:
             if changed >= limit or not rounds:
                 break
         return changed
+
+    async def spend(self, name: str, cost: float, burst: float) -> float:
+        """Spend from a limit of calls, which all processes share: return 0, or the seconds until the call may come again.
+
+        `cost` and `burst` are seconds of the limit's rate.
+        """
+        key = self._prefix + b"rate:" + quote(name, errors="surrogatepass").encode()
+        return float(await self._run_on(SPEND, [key], micros(cost), micros(burst))) / 1e6
 
     async def ping(self) -> None:
         """As in every ledger. In a cluster, every primary is asked, and one that takes a write is enough: as long as

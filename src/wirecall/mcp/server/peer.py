@@ -220,7 +220,7 @@ class Questions:
         session.waiting += 1
         self._waiting[caller] += 1
         try:
-            with self._dispatcher().set_aside():
+            with self._dispatcher().set_aside(caller):
                 yield
         finally:
             session.waiting -= 1

@@ -394,7 +394,8 @@ class Tasks:
 
     async def _follow(self, work: Work, run: "asyncio.Task[bytes]") -> None:
         """Wait for the end of a leg."""
-        with self.dispatcher().set_aside():
+        assert work.peer is not None
+        with self.dispatcher().set_aside(work.peer.caller):
             await asyncio.wait({run})
         self.works.pop(work.id, None)
         error = None if run.cancelled() else run.exception()
