@@ -35,6 +35,7 @@ VERBS = {
     "probe": "Find out which revisions and features a server supports.",
     "lock": "Write the contract of a server into a file.",
     "diff": "Compare two contracts, and report the changes that break callers.",
+    "client": "Write a typed Python client of a server.",
     "install": "Write a server into an MCP client's configuration.",
     "config": "Check or show wirecall.toml.",
     "doctor": "Check this installation.",
@@ -42,7 +43,14 @@ VERBS = {
 }
 
 # No module is called `list`: it would become a name in this file, where `list` must stay Python's own.
-_SHARED = {"list": "listing", "show": "listing", "dev": "serve", "lock": "contract", "diff": "contract"}
+_SHARED = {
+    "list": "listing",
+    "show": "listing",
+    "dev": "serve",
+    "lock": "contract",
+    "diff": "contract",
+    "client": "contract",
+}
 
 
 class Verbs(click.Group):
