@@ -1,7 +1,8 @@
-"""`lock` and `diff`: the contract of a server as a file, and exit code 9 if callers break."""
+"""`lock`, `diff` and `client`: the contract of a server as a file, exit code 9 if callers break, and a typed client."""
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,63 @@ def test_lock_replaces_a_lock_file_of_another_version(folder: Path) -> None:
     edited(folder, **{"wirecall-contract": 2})
     assert invoke("lock", "app.py").exit_code == 0
     assert invoke("diff", "contract.json", "app.py").exit_code == 0
+
+
+# --- client -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_from_a_shell(folder: Path) -> None:
+    with serving(SHOP) as address:
+        assert wirecall("client", address, "-o", "shop_client.py", cwd=folder).stdout == b"shop_client.py\n"
+        script = (
+            "import sys\n"
+            "from shop_client import SyncShopClient\n"
+            "with SyncShopClient(sys.argv[1], check=True) as shop:\n"
+            "    charged = [shop.charge(order='7', cents=5, key='k') for _ in range(2)]\n"
+            "    print(shop.price(sku='tea'), *charged)\n"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", script, f"{address}/rpc"], cwd=folder, capture_output=True, text=True, check=False
+        )
+    assert run.stdout == "450 {'order': '7', 'paid': 5} {'order': '7', 'paid': 5}\n", run.stderr
+
+
+def test_a_client_is_the_same_from_a_file_a_server_and_a_lock_file(folder: Path) -> None:
+    invoke("lock", SHOP)
+    invoke("client", SHOP, "-o", "one.py")
+    invoke("client", "contract.json", "-o", "two.py")
+    with serving(SHOP) as address:
+        invoke("client", address, "-o", "three.py")
+    made = {name: (folder / f"{name}.py").read_bytes() for name in ("one", "two", "three")}
+    assert made["one"] == made["two"] == made["three"]
+    assert invoke("client", SHOP, "-o", "one.py").exit_code == 0  # a generated file is replaced
+
+
+def test_a_client_of_an_mcp_server(folder: Path) -> None:
+    run = invoke("client", "-o", "shop_client.py", "--class", "Shop", "--json", "--", sys.executable, SHOP)
+    assert json.loads(run.stdout)["result"]["protocol"] == "mcp"
+    assert "class SyncShop(SyncCaller):" in (folder / "shop_client.py").read_text()
+    assert (
+        invoke("client", SHOP, "--as", "mcp", "--class", "Shop", "-o", "-").stdout == (folder / "shop_client.py").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "exit", "what"),
+    [
+        (["client", "app.py"], Exit.USAGE, "Missing option '-o'"),
+        (["client", "app.py", "-o", "wider.py"], Exit.USAGE, "wider.py exists, and is not a generated client"),
+        (["client", "app.py", "-o", "."], Exit.USAGE, ". exists, and is not a generated client"),
+        (["client", "app.py", "-o", "c.py", "--class", "a-b"], Exit.USAGE, "'a-b' cannot be the name of a class"),
+        (["client", "app.py", "-o", "c.py", "--class", "class"], Exit.USAGE, "'class' cannot be the name of a class"),
+        (["client", "empty.py", "-o", "c.py"], Exit.USAGE, "There is nothing to call"),
+        (["client", "http://127.0.0.1:1", "-o", "c.py"], Exit.UNREACHABLE, "The server cannot be reached"),
+    ],
+)
+def test_mistakes_with_clients(folder: Path, words: list[str], exit: Exit, what: str) -> None:
+    (folder / "empty.py").write_text("from wirecall import App\napp = App('a')\n")
+    run = invoke(*words)
+    assert run.exit_code == exit, run.stderr
+    assert what in run.stderr
+    assert (folder / "wider.py").read_text() == WIDER
+    assert not (folder / "c.py").exists()

@@ -38,6 +38,7 @@ VERBS = {
     "probe": "Find out which revisions and features a server supports.",
     "lock": "Write the contract of a server into a file.",
     "diff": "Compare two contracts, and report the changes that break callers.",
+    "client": "Write a typed Python client of a server.",
     "install": "Write a server into an MCP client's configuration.",
     "config": "Check or show wirecall.toml.",
     "doctor": "Check this installation.",
@@ -51,7 +52,10 @@ _SHARED = {
     "dev": "serve",
     "lock": "contract",
     "diff": "contract",
-    **dict.fromkeys(("login", "logout", "auth"), "login"),
+    "client": "contract",
+    "login": "login",
+    "logout": "login",
+    "auth": "login",
 }
 
 

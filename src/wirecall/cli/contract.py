@@ -1,5 +1,7 @@
-"""`wirecall lock` and `wirecall diff`: the contract of a server as a file, and the changes that break its callers."""
+"""The contract of a server: `wirecall lock` writes it into a file, `diff` finds the changes that break callers, and
+`client` makes a typed client of it."""
 
+import keyword
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from wirecall.cli.offers import asking, unlisted
 from wirecall.cli.output import Printer, count_of, json_option
 from wirecall.cli.targets import Target, TargetCommand, parse, target_argument
 from wirecall.contract.changes import LEVELS, changes, shared
+from wirecall.contract.generate import MARK, OWN, generated
 from wirecall.contract.lock import SECTIONS, Contract, NotALock, of_app, of_client, read_lock
 
 FILE = "contract.json"
@@ -98,6 +101,50 @@ def diff_command(old: Target, new: Target, accept: bool, way: Way, out: Printer)
     document = {level: counts[level] for level in LEVELS} | {"accepted": accept, "notCompared": left, "changes": found}
     out.result(document, show)
     return Exit.FOUND if counts["breaking"] and not accept else None
+
+
+@click.command("client", cls=TargetCommand)
+@target_argument
+@click.option("-o", "path", required=True, metavar="FILE.py", help="The module to write, or - for stdout.")
+@click.option("--class", "name", metavar="NAME", help="The name of the class. [default: from the server's name]")
+@way_options
+@json_option
+def client_command(target: Target, path: str, name: str | None, way: Way, out: Printer) -> None:
+    """Write a typed Python client of TARGET, which is a server or a lock file.
+
+    The module has a class that waits in an event loop and one that blocks, a struct for each type, and a method for each
+    method or tool. It needs wirecall to run. Equal contracts give equal bytes.
+
+    \b
+    wirecall client http://127.0.0.1:8420 -o shop_client.py
+    wirecall client contract.json -o shop_client.py --as mcp
+    wirecall client -o files_client.py -- npx -y some-server
+    """
+    if name is not None and (not name.isidentifier() or keyword.iskeyword(name) or name in OWN):
+        raise CliError(
+            f"{name!r} cannot be the name of a class.", "expected a name of Python's that is free", "--class Shop"
+        )
+    contract = run(_read(target, way))
+    protocol = "mcp" if way.protocol == "mcp" or contract.methods is None else "jsonrpc"
+    if protocol == "jsonrpc" and not contract.methods and contract.tools and way.protocol is None:
+        protocol = "mcp"  # an app that offers nothing but tools
+    made = generated(contract, protocol, name)
+    if path == "-":
+        out.result(made, made.rstrip("\n"))
+        return
+    if Path(path).exists() and not _starts_with(path, MARK):
+        why, next_step = "`wirecall client` replaces only files that it has made", "choose another path: -o FILE.py"
+        raise CliError(f"{path} exists, and is not a generated client.", why, next_step)
+    write(path, made.encode())
+    digest = contract.spoken(protocol).digest
+    out.result({"file": path, "digest": digest, "protocol": protocol}, path)
+
+
+def _starts_with(path: str, text: str) -> bool:
+    try:
+        return Path(path).read_bytes().startswith(text.encode())
+    except OSError:
+        return False
 
 
 def _sections(contract: Contract) -> str:

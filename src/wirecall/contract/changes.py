@@ -180,8 +180,9 @@ def _method(place: str, old: Method, new: Method) -> Iterator[Change]:
     elif old.key != new.key:
         yield Change("fine", place, "an idempotency key is optional now")
     if old.structure != new.structure:
-        level: Level = "fine" if new.structure == "either" else "breaking"
-        yield Change(level, place, f"the structure of its params was {old.structure} and is {new.structure}")
+        level: Level = "fine" if new.structure is None else "breaking"
+        shapes = [each.structure or "either" for each in (old, new)]
+        yield Change(level, place, f"the structure of its params was {shapes[0]} and is {shapes[1]}")
     if old.structure != "by-name" and new.order[: len(old.order)] != old.order and set(old.order) <= set(new.order):
         yield Change("breaking", place, f"the order of its params was {', '.join(old.order)} and is {', '.join(new.order)}")
     if old.notification is True and new.notification is False:

@@ -33,7 +33,7 @@ class Method(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     params: JsonObject
     order: list[str] = []  # of the params, for callers by position
-    structure: str = "either"
+    structure: Literal["by-name", "by-position"] | None = None  # None: either
     result: Json = None
     kind: Literal["query", "command"] | None = None
     key: Literal["optional", "required"] | None = None
@@ -85,6 +85,13 @@ class Contract(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def canonical(self) -> bytes:
         """Return the bytes of the lock file."""
         return msgspec.json.format(_sorted(self), indent=2) + b"\n"
+
+    def spoken(self, protocol: str) -> "Contract":
+        """Return the part of the contract that callers by one protocol see."""
+        others = {
+            name: None for name in (*SECTIONS, "honours_keys", "revision") if (name == "methods") == (protocol == "mcp")
+        }
+        return sealed(msgspec.structs.replace(self, **others))
 
 
 def _sorted(value: object) -> bytes:
@@ -177,11 +184,11 @@ def _methods(document: JsonObject, texts: dict[str, str]) -> dict[str, Method]:
         result, errors = followed(method.get("result")), method.get("errors")
         stated = [followed(each) for each in errors] if isinstance(errors, list) else []
         hints = {hint: method.get(f"x-{hint.replace('_', '-')}") for hint in ("destructive", "idempotent", "open_world")}
-        notification = method.get("x-notification-allowed")
+        notification, structure = method.get("x-notification-allowed"), method.get("paramStructure")
         methods[name] = Method(
             params=_gathered(schema, document, f"{place}/params", texts),
             order=[param["name"] for param in params],
-            structure=str(method.get("paramStructure") or "either"),
+            structure=structure if structure in ("by-name", "by-position") else None,
             result=_gathered(result["schema"], document, f"{place}/result", texts) if "schema" in result else None,
             kind=kind,
             key=None if not keys else "required" if keys[0].get("required") is True else "optional",

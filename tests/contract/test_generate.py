@@ -1,0 +1,282 @@
+"""Generated clients: they work, they are formatted, and a server's words never become code."""
+
+import ast
+import asyncio
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.contract.test_schemas import schemas
+from wirecall import App, DomainError, UsageError
+from wirecall.contract.generate import MARK, generated
+from wirecall.contract.lock import VERSION, Contract, Method, Tool, of_app, sealed
+
+_NUMBERS = count()
+
+
+def imported(source: str) -> ModuleType:
+    """The module of a text, as an import would make it."""
+    module = ModuleType(f"generated_{next(_NUMBERS)}")
+    sys.modules[module.__name__] = module  # msgspec looks up the names of annotations there
+    exec(compile(source, module.__name__, "exec"), module.__dict__)
+    return module
+
+
+class Cat(msgspec.Struct, tag_field="kind", tag="cat"):
+    """A cat."""
+
+    name: str
+    lives: int = msgspec.field(name="class", default=9)
+
+
+class Dog(msgspec.Struct, tag_field="kind", tag="dog"):
+    name: str
+    friends: list["Dog"] = []
+
+
+Size = Literal["small", "medium", "large", "extra large", "larger than that", "the largest of all"]
+
+
+def pets() -> App:
+    app = App("pets")
+    bought: list[str] = []
+
+    @app.query(name="pets.greet")
+    def greet(pet: Cat | Dog, class_: int = 1, *, size: Size = "small") -> list[Cat | Dog]:
+        """Greet a pet."""
+        return [pet, Dog("Rex", [Dog("Max")])]
+
+    @app.command
+    def buy(name: str, key: int = 0) -> str:
+        bought.append(name)
+        return f"{name} {key} {len(bought)}"
+
+    @app.command
+    def forget() -> None:
+        raise DomainError(7, "no such pet")
+
+    return app
+
+
+@pytest.mark.parametrize("protocol", ["jsonrpc", "mcp"])
+def test_both_clients_call_the_app(protocol: str) -> None:
+    app = pets()
+    module = imported(generated(of_app(app), protocol))
+
+    async def calls() -> list[Any]:
+        async with module.PetsClient(app, check=True) as client:
+            found = await client.pets_greet(pet=module.Cat(name="Tom", class_=7))
+            bought = [await client.buy(name="Tom", key="k"), await client.buy(name="Tom", key="k")]
+            return [found, bought]
+
+    found, bought = asyncio.run(calls())
+    assert [each if protocol == "jsonrpc" else each.text for each in bought] == ["Tom 0 1", "Tom 0 1"]
+    assert found == [module.Cat(name="Tom", class_=7), module.Dog(name="Rex", friends=[module.Dog(name="Max", friends=[])])]
+    with module.SyncPetsClient(app, check=True) as blocking:
+        assert blocking.pets_greet(pet=module.Cat(name="Tom", class_=7), size="large") == found
+        text = blocking.buy(name="Tom", key_=5)
+        assert (text if protocol == "jsonrpc" else text.text) == "Tom 5 2"
+
+
+def test_a_client_refuses_a_server_with_another_contract() -> None:
+    module = imported(generated(of_app(pets()), "jsonrpc"))
+    other = App("pets")
+
+    async def opened() -> None:
+        async with module.PetsClient(other, check=True):
+            pass
+
+    with pytest.raises(UsageError, match="another contract than this client"):
+        asyncio.run(opened())
+    with pytest.raises(UsageError, match="another contract than this client"):
+        module.SyncPetsClient(other, check=True)
+    module.SyncPetsClient(other).close()
+
+
+def test_stated_errors_are_classes() -> None:
+    contract = of_app(pets()).spoken("jsonrpc")
+    assert contract.methods is not None
+    methods = {
+        **contract.methods,
+        "forget": msgspec.structs.replace(contract.methods["forget"], errors={"7": "No such pet"}),
+    }
+    module = imported(generated(sealed(msgspec.structs.replace(contract, methods=methods)), "jsonrpc"))
+    with module.SyncPetsClient(pets()) as client, pytest.raises(module.NoSuchPet, match="no such pet") as raised:
+        client.forget()
+    assert (raised.value.code, raised.value.ran) == (7, "yes")
+
+
+def test_equal_contracts_give_equal_bytes() -> None:
+    contract = of_app(pets())
+    read = msgspec.json.decode(contract.canonical(), type=Contract)
+    assert generated(contract, "jsonrpc") == generated(read, "jsonrpc")
+    assert generated(contract, "jsonrpc").startswith(MARK)
+    assert contract.spoken("jsonrpc").digest in generated(contract, "jsonrpc")
+
+
+def formatted(source: str, tmp_path: Path) -> str:
+    file = tmp_path / "client.py"
+    file.write_text(source)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--isolated", "-q", str(file)], check=True)
+    return file.read_text()
+
+
+@pytest.mark.parametrize("protocol", ["jsonrpc", "mcp"])
+def test_the_module_is_formatted(protocol: str, tmp_path: Path) -> None:
+    source = generated(of_app(pets()), protocol)
+    assert formatted(source, tmp_path) == source
+
+
+def contract_of(
+    names: dict[str, Any], text: str = "", name: str = "server", errors: dict[str, str] | None = None
+) -> Contract:
+    """A contract with one method and one tool, whose names and texts are a server's."""
+    schema = {"type": "object", "properties": names, "required": list(names)}
+    methods, tools = {}, {}
+    for each in names:
+        methods[each] = Method(
+            params=schema, order=list(names), result=schema, kind="command", key="optional", errors=errors or {}
+        )
+        tools[each] = Tool(input=schema, output=schema)
+    section = {f"{place}/{each}/description": text for each in names for place in ("methods", "tools")}
+    return sealed(
+        Contract(version=VERSION, name=name, methods=methods, tools=tools, honours_keys=True, descriptions=section)
+    )
+
+
+NAMES = [
+    "class",
+    "a-b",
+    "a_b",
+    "a.b",
+    "1st",
+    "_id",
+    "__init__",
+    "self",
+    "key",
+    "int",
+    "list",
+    "größe",
+    "名前",
+    "ａ",
+    "²",
+    "",
+    "params",
+]
+
+
+@pytest.mark.parametrize("protocol", ["jsonrpc", "mcp"])
+def test_names_that_python_does_not_have(protocol: str, tmp_path: Path) -> None:
+    source = generated(contract_of({name: {"type": "integer"} for name in NAMES}), protocol)
+    module = imported(source)
+    assert formatted(source, tmp_path) == source
+    result = vars(module)["AResult"]
+    fields = dict(zip(result.__struct_encode_fields__, result.__struct_fields__, strict=True))
+    assert set(fields) == set(NAMES)
+    assert {name: fields[name] for name in ("class", "a-b", "1st", "_id", "int", "größe", "ａ", "²", "")} == {
+        "class": "class_",
+        "a-b": "a_b",
+        "1st": "x_1st",
+        "_id": "id",
+        "int": "int_",
+        "größe": "größe",
+        "ａ": "a",
+        "²": "x_2",
+        "": "x_",
+    }
+    assert {fields["a-b"], fields["a.b"], fields["a_b"]} == {"a_b", "a_b_2", "a_b_3"}
+    values = dict.fromkeys(NAMES, 1)
+    assert msgspec.json.decode(msgspec.json.encode(msgspec.convert(values, result))) == values
+
+
+ATTACKS = [
+    '"""\nimport os\nos.abort()\n"""',
+    '\\"""\nimport os\n',
+    "'''\nimport os\n'''",
+    'x"; import os; "',
+    "x'); import os; ('",
+    "\\",
+    "\\\\\\",
+    '"',
+    "a\rimport os",
+    "a\x0cimport os",
+    "a\u2028import os",
+    "\u202eimport os",
+    "{__import__('os')}",
+    "%s {0} \\N{DIGIT ONE} \\x41",
+    "# type: ignore",
+    "\x00",
+    "\ud800",
+]
+
+
+def check_is_tame(source: str) -> None:
+    """The module has classes, fields, and methods that call `self._call`, and no other code."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            raise AssertionError(ast.unparse(node))
+        if isinstance(node, ast.ImportFrom):
+            assert node.module in ("__future__", "typing", "msgspec", "wirecall", "wirecall.contract.client") or (
+                node.module == "wirecall.mcp.client.results"
+            )
+        if isinstance(node, ast.Call):
+            assert ast.unparse(node.func) in ("self._call", "field")
+        if isinstance(node, ast.JoinedStr | ast.Lambda | ast.Global | ast.If | ast.For | ast.With | ast.Delete):
+            raise AssertionError(ast.unparse(node))
+    assert all(
+        isinstance(node, ast.ImportFrom | ast.ClassDef | ast.Assign)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in tree.body
+    )
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("protocol", ["jsonrpc", "mcp"])
+def test_a_servers_words_are_data(attack: str, protocol: str, tmp_path: Path) -> None:
+    readable = attack.encode("utf-8", "replace").decode()  # JSON has no lone surrogates
+    schema = {"type": "object", "properties": {readable: {"enum": [readable, f"{readable}2"]}, "plain": {"const": readable}}}
+    names = {readable: {"$ref": "#/$defs/x", "$defs": {}}, "arg": schema}
+    contract = contract_of(names, text=readable, name=readable, errors={"1": readable})
+    source = generated(contract, protocol)
+    check_is_tame(source)
+    imported(source)
+    assert formatted(source, tmp_path) == source
+
+
+words = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from([*ATTACKS[:-1], *NAMES])
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(words, schemas(), min_size=1, max_size=4), words, words, st.sampled_from(["jsonrpc", "mcp"]))
+def test_every_contract_gives_a_module_that_can_be_imported(
+    names: dict[str, Any], text: str, name: str, protocol: str
+) -> None:
+    source = generated(contract_of(names, text, name, errors={"-5": text}), protocol)
+    check_is_tame(source)
+    module = imported(source)
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not msgspec.Struct:
+            msgspec.json.Decoder(value)  # msgspec can read each type
+
+
+def test_a_contract_without_calls() -> None:
+    with pytest.raises(UsageError, match="nothing to call"):
+        generated(of_app(App("empty")), "jsonrpc")
+
+
+def test_a_type_that_is_nested_too_deep() -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(400):  # as deep as JSON may be, and the walk over it is deeper
+        schema = {"type": "array", "items": schema}
+    contract = Contract(version=VERSION, methods={"f": Method(params={"properties": {"a": schema}}, order=["a"])})
+    with pytest.raises(UsageError, match="nested too deep"):
+        generated(contract, "jsonrpc")
