@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test check conformance docs bench crash clean
+.PHONY: demo test check conformance docs bench pictures crash clean
 
 demo: $(VENV)/base  ## the main job, in a few seconds
 	@$(BIN)/python examples/demo.py
@@ -36,8 +36,16 @@ conformance: $(VENV)/test  ## the official suite of MCP, on Node from PyPI
 docs: $(VENV)/docs  ## the docs as a site, in site/; a broken link or a page that is not in the navigation is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one run each
-	@missed=0; for name in core ledger http stdio client cli; do echo "== $$name"; $(BIN)/python bench/$$name.py || missed=1; done; exit $$missed
+# Less exact in a minute: make bench QUICK=1
+QUICK ?=
+
+bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one run each, and one table at the end
+	@rm -f bench/results.json; missed=0; \
+	for name in core ledger http stdio client cli; do echo "== $$name"; $(BIN)/python bench/$$name.py $(if $(QUICK),--quick) || missed=1; done; \
+	$(BIN)/python bench/targets.py; exit $$missed
+
+pictures: $(VENV)/bench  ## the pictures of README, from the results of the last make bench
+	$(BIN)/python bench/pictures.py
 
 KILLS ?= 10000
 SEED ?= 0

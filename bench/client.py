@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from targets import report
+from targets import Target, report
 from wirecall import App, connect
 
 QUICK = "--quick" in sys.argv
@@ -182,14 +182,14 @@ def tell(speeds: dict[str, float]) -> int:
     for name, value in speeds.items():
         print(f"  {value:9.0f} calls/s  {name}")
     bare, official, fast = speeds["bare aiohttp"], speeds["official SDK, MCP"], speeds["FastMCP in memory"]
-    return report(
-        [
-            ("JSON-RPC over HTTP, of a bare aiohttp loop", speeds["wirecall, JSON-RPC"] / bare, ">=", 0.6),
-            ("MCP over HTTP, of a bare aiohttp loop", speeds["wirecall, MCP"] / bare, ">=", 0.6),
-            ("MCP over HTTP, times the official SDK's client", speeds["wirecall, MCP"] / official, ">=", 5),
-            ("MCP in memory, times FastMCP's client", speeds["wirecall in memory, MCP"] / fast, ">=", 20),
-        ]
-    )
+    plain, modern, memory = speeds["wirecall, JSON-RPC"], speeds["wirecall, MCP"], speeds["wirecall in memory, MCP"]
+    targets = [
+        Target("JSON-RPC over HTTP, of a bare aiohttp loop", "calls/s", plain, ">=", 0.6, bare=bare),
+        Target("MCP over HTTP, of a bare aiohttp loop", "calls/s", modern, ">=", 0.6, bare=bare),
+        Target("MCP over HTTP, times the official SDK's client", "calls/s", modern, ">=", 5, peer=official),
+        Target("MCP in memory, times FastMCP's client", "calls/s", memory, ">=", 20, peer=fast),
+    ]
+    return report("client", targets, speeds)
 
 
 if __name__ == "__main__":

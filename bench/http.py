@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from targets import report
+from targets import Target, report
 from wirecall.testing.auth import AuthorizationServer
 
 QUICK = "--quick" in sys.argv
@@ -221,25 +221,22 @@ def main() -> int:
     for name, value in found.items():
         print(f"  {name:32} {value:9,.0f} {costs[name]:9.1f}")
     new, batch = found["wirecall 2026-07-28"], found[f"wirecall /rpc, batch of {BATCH}"]
-    return report(
-        [
-            ("tools/call at 2026-07-28, times a bare ASGI application", new / found["bare, tools/call"], ">=", 0.6),
-            (
-                "tools/call with a verified token, times the same without",
-                found["wirecall 2026-07-28, with a token"] / new,
-                ">=",
-                0.9,
-            ),
-            ("tools/call at 2026-07-28, times the official SDK", new / found["official SDK 2026-07-28"], ">=", 5),
-            ("tasks/get, times tools/call of a query", found["wirecall tasks/get"] / new, ">=", 0.5),
-            (
-                f"calls a second in batches of {BATCH} on /rpc, times single ones",
-                batch / found["wirecall /rpc, one call"],
-                ">=",
-                10,
-            ),
-        ]
-    )
+    bare, official, one = found["bare, tools/call"], found["official SDK 2026-07-28"], found["wirecall /rpc, one call"]
+    targets = [
+        Target("tools/call at 2026-07-28, times a bare ASGI application", "calls/s", new, ">=", 0.6, bare=bare),
+        Target("tools/call at 2026-07-28, times the official SDK", "calls/s", new, ">=", 5, peer=official),
+        Target(
+            "tools/call with a verified token, times the same without",
+            "calls/s",
+            found["wirecall 2026-07-28, with a token"],
+            ">=",
+            0.9,
+            own=new,
+        ),
+        Target("tasks/get, times tools/call of a query", "calls/s", found["wirecall tasks/get"], ">=", 0.5, own=new),
+        Target(f"calls in batches of {BATCH} on /rpc, times single ones", "calls/s", batch, ">=", 10, own=one),
+    ]
+    return report("http", targets, found)
 
 
 if __name__ == "__main__":
