@@ -280,9 +280,7 @@ def main() -> int:
         key, no_key, tasks = (found[f"{name}, {kind}"] for kind in ("key", "no key", "tasks"))
         for what, value, most in (("a command without a key", no_key, 1.1), ("a command of an app with tasks", tasks, 1.03)):
             targets.append(
-                Target(
-                    f"{name}: {what}, times a plain one with a key", "commands/s", value, "<=", most, own=key, inverse=True
-                )
+                Target(f"{name}: {what}, times a plain one", "commands/s", value, "<=", most, own=key, inverse=True)
             )
     return report("ledger", targets, found)
 

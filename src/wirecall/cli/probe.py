@@ -545,7 +545,7 @@ async def _tokens(url: str) -> Tokens | None:
     parts = urlsplit(url)
     origin = f"{parts.scheme}://{parts.netloc}"
     places = [f"{origin}{WELL_KNOWN}{parts.path}", f"{origin}{WELL_KNOWN}"]
-    wire = HttpWire(url, {})
+    wire = HttpWire(HttpClient(url))
     await wire.open()
     try:
         reply = await wire.send({"jsonrpc": "2.0", "id": 1, "method": "ping"}, {}, QUICK)

@@ -406,7 +406,7 @@ class Tasks:
             found = await (await self.ledger()).task(work.id)
             if work.run is None and refusal is not None and found is not None and not found.is_over:
                 await self._end(found, self.ending(refusal, _decode(found.document)))
-            elif work.peer is not None and (found is None or summary(found)["status"] in _OVER):
+            elif found is None or summary(found)["status"] in _OVER:
                 self.leave_place(work.peer.caller, work.id)
         except LedgerDown as down:
             logger.warning("the end of task %s was not written or read: %s", work.id, down)
