@@ -17,7 +17,7 @@ from msgspec import Struct
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
 from wirecall.protocol.params import Find, place_of
-from wirecall.server.identity import ScopeRule
+from wirecall.server.identity import ScopeRule, scope_names, with_scopes
 from wirecall.server.method import (
     EVERYWHERE,
     Execution,
@@ -341,14 +341,14 @@ class Declarations:
         /,
         *,
         prefix: str = "",
-        tags: Sequence[str] | None = None,
-        scopes: Sequence[str] | None = None,
+        tags: Sequence[str] = (),
+        scopes: str | Sequence[str] = (),
     ) -> None:
         """Declare everything that a router has.
 
         `prefix` comes before the router's own; `tags` and `scopes` are added to those of each declaration.
         """
-        for each in router.declarations(prefix, tags or (), scopes or ()):
+        for each in router.declarations(prefix, tags, scope_names("scopes of include", scopes)):
             getattr(self, each.verb)(*each.args, **each.options)(each.function)
 
     def catalog(self) -> "Catalog":
@@ -422,9 +422,10 @@ def _labels(what: str, declared: JsonObject) -> JsonObject:
     return {"icons": checked_icons(what, icons), "meta": whole, "tags": whole.get(TAGS_META, ())}
 
 
-# The decorators: those with a name that a prefix changes, those that take tags and scopes, and all.
+# The decorators: those with a name that a prefix changes, those that take tags, those that take scopes, and all.
 NAMED = ("query", "command", "tool", "prompt")
-GUARDED = (*NAMED, "resource", "extension_method")
+TAGGED = (*NAMED, "resource")
+GUARDED = (*TAGGED, "extension_method")
 VERBS = (*GUARDED, "completion", "provide")
 
 
@@ -468,15 +469,15 @@ class Router(Declarations):
         /,
         *,
         prefix: str = "",
-        tags: Sequence[str] | None = None,
-        scopes: Sequence[str] | None = None,
+        tags: Sequence[str] = (),
+        scopes: str | Sequence[str] = (),
     ) -> None:
         """Put another router into this one."""
         if router is self or router._contains(self):
             raise UsageError(
                 "A router cannot include itself.", "directly or through another one", "drop one of the includes"
             )
-        self._keep(Inclusion(router, prefix, tags or (), scopes or ()))
+        self._keep(Inclusion(router, prefix, tags, scope_names("scopes of include", scopes)))
 
     def declarations(self, prefix: str = "", tags: Sequence[str] = (), scopes: Sequence[str] = ()) -> Iterator[Declaration]:
         """Yield every declaration, those of routers inside this one too, as an app takes it."""
@@ -492,10 +493,10 @@ class Router(Declarations):
                 options["name"] = prefix + each.name
             if each.verb == "completion" and args[0] in prompts:
                 args = (prefix + args[0], *args[1:])
-            if tags and each.verb in GUARDED:
+            if tags and each.verb in TAGGED:
                 options["tags"] = [*tags, *options.get("tags", ())]
             if scopes and each.verb in GUARDED:
-                options["scopes"] = [*scopes, *options.get("scopes", ())]
+                options["scopes"] = with_scopes(options.get("scopes"), scopes)
             yield Declaration(each.verb, args, options, each.function)
 
     def _contains(self, router: "Router") -> bool:

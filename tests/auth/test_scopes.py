@@ -6,7 +6,7 @@ import pytest
 
 from tests.auth import METADATA, Shop, call, ran
 from tests.mcp.asgi import LEGACY, R2, R4, HttpClient, enveloped, hello, repeated, request
-from wirecall import App, Context, connect
+from wirecall import App, Context, Router, connect
 from wirecall.auth import Identity, Tokens, digest
 
 LOYALTY: dict[str, Any] = {"extensions": {"com.example/loyalty": {}}}
@@ -280,3 +280,39 @@ def test_an_identity_of_any_kind_has_a_name() -> None:
     assert Identity("alice").name == "alice"
     assert Identity("alice", "web", "https://a.test").name == "https://a.test alice"
     assert Identity(None, "web", "https://a.test").name == "https://a.test web"
+
+
+async def test_the_scopes_of_an_include_come_to_those_of_each_declaration() -> None:
+    shop, router, counted = Shop(), Router(prefix="stock."), []
+
+    @router.query(scopes="stock:list", tags=["list"])
+    def count() -> int:
+        counted.append("all")
+        return 1
+
+    @router.query(scopes=lambda id: f"stock:{id}")
+    def look(id: str) -> str:
+        counted.append(id)
+        return id
+
+    @router.query
+    def free() -> None:
+        counted.append("free")
+
+    shop.app.include(router, scopes="stock", tags=["shop"])
+    asked: dict[str, tuple[Any, list[str]]] = {
+        "stock.count": (None, ["stock", "stock:list"]),
+        "stock.look": ({"id": "7"}, ["stock", "stock:7"]),
+        "stock.free": (None, ["stock"]),
+    }
+    for method, (params, scopes) in asked.items():
+        for granted in ("", "stock", "stock stock:list stock:7"):
+            answer = await shop.rpc(shop.token(granted), call(method, params))
+            if {*scopes} <= {*granted.split()}:
+                assert "result" in answer.json
+            else:
+                assert (answer.status, answer.json["error"]["data"]["scopes"]) == (403, scopes)
+    assert counted == ["all", "7", "free", "free"]
+    tools = (await shop.mcp(shop.token(""), "tools/list")).json["result"]["tools"]
+    tags = {tool["name"]: tool["_meta"]["io.wirecall/tags"] for tool in tools if tool["name"].startswith("stock.")}
+    assert tags == {"stock.count": ["list", "shop"], "stock.look": ["shop"], "stock.free": ["shop"]}

@@ -580,7 +580,8 @@ def name_of(function: object) -> str:
 
 def place_of(function: object) -> str:
     """Return the file and the line of a function."""
-    code = getattr(getattr(function, "func", function), "__code__", None)
+    written = getattr(function, "__wrapped__", function)
+    code = getattr(getattr(written, "func", written), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else repr(function)
 
 

@@ -8,6 +8,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Raw, Struct, UnsetType
@@ -109,3 +110,16 @@ def scope_names(option: str, given: object) -> tuple[str, ...]:
                 'use scopes="orders:read", or scopes=["orders:read", "orders:write"]',
             )
     return tuple(dict.fromkeys(map(str, names)))
+
+
+def with_scopes(rule: ScopeRule | None, more: Sequence[str]) -> ScopeRule:
+    """Return a rule that asks for more scopes besides its own."""
+    if not callable(rule):
+        return [*more, *scope_names("scopes", rule or ())]
+
+    @wraps(rule)  # the parameters stay those of the rule
+    def both(*args: object) -> list[str]:
+        found = rule(*args)
+        return [*more, *((found,) if isinstance(found, str) else found)]
+
+    return both
