@@ -178,7 +178,7 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         await app.aclose(seconds)
         print(json.dumps(["closed", round(seconds, 3)]), flush=True)
 
-    own = {
+    own: dict[str, Endpoint] = {
         "/polite": polite,
         "/stubborn": stubborn,
         "/flood": flood,

@@ -12,6 +12,7 @@
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 
@@ -70,14 +71,15 @@ class Deliveries:
         if noticed:
             await asyncio.wait(noticed, timeout=NOTICED_AFTER)
 
-    async def look(self, ledger: Ledger, keyless: Keyless, *, is_lost: bool) -> Keyless:
+    async def look(self, ledger: Ledger, keyless: Keyless, is_lost: Callable[[], bool]) -> Keyless:
         """Return it with the keys of equal calls in this process that are not lost, and mark those that are.
 
-        `is_lost` says that the caller has left: that call does not wait for others, so no two wait for each other.
+        `is_lost` says whether the caller has left, perhaps in the meantime: such a call waits no longer, least of all for
+        itself, so no two wait for each other.
         """
         if keyless.likeness is None:
             return keyless
-        while not is_lost and (doubtful := self._doubtful.get(keyless.likeness)):
+        while not is_lost() and (doubtful := self._doubtful.get(keyless.likeness)):
             await asyncio.wait(doubtful.values())
         if lost := self._lost.get(keyless.likeness):
             await ledger.deliver(list(lost))  # the background does that too, perhaps too late for this call

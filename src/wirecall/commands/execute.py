@@ -389,7 +389,7 @@ class Commands:
         """See which equal calls without a key are in flight in this process, before the ledger is asked for others."""
         if run.claim.keyless is not None:
             assert run.ledger is not None
-            known = await self._deliveries.look(run.ledger, run.claim.keyless, is_lost=run.is_lost)
+            known = await self._deliveries.look(run.ledger, run.claim.keyless, lambda: run.is_lost)
             run.claim = msgspec.structs.replace(run.claim, keyless=known)
 
     def _answers(self, run: Run, record: Record) -> bool:
