@@ -187,7 +187,7 @@ async def test_a_call_that_still_runs_is_recognised_however_long_it_runs(
 async def test_a_repetition_that_comes_before_the_first_claim_is_answered_waits_for_it(
     losses: int, app: App, alice: Wire, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the ledger saw the repetition first, it would grant both. A repetition that is lost too does not wait for itself."""
+    """If the ledger saw the repetition first, it would grant both. One that is lost as well does not wait for itself."""
     app.command(name="charge")(world.charge)
     handle = await app.ledger()
     claim, asked, gate = handle.claim, asyncio.Event(), asyncio.Event()
