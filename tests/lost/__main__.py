@@ -17,6 +17,7 @@ from typing import Any
 from tests.lost.harness import Repeats, Run, Story, summary
 from tests.lost.stand import Plan, Stand
 from tests.servers import Postgres, Redis, make_store
+from wirecall.commands.delivery import NOTICED_AFTER
 
 SERVERS = {"redis_server": Redis, "postgres_server": Postgres}
 
@@ -62,7 +63,8 @@ def main() -> int:
 
         for plan, share in plans:
             place = Path(tempfile.mkdtemp(dir=folder))
-            stand = Stand(plan, make_store(plan.ledger, place, server), place, log)
+            store = make_store(plan.ledger, place, server)
+            stand = Stand(plan, store, place, log, noticed_after=options.noticed_after)
             run = Run(stand, f"{options.seed} {plan}")
             asyncio.run(run.live(-(-options.cuts * share // shares), -(-options.repeats * share // shares), KILLS))
             stories[plan], repeats[plan] = run.stories, run.repeats
@@ -78,6 +80,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10_000, help="intended repeats, about")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="repeats the choices of a run")
     parser.add_argument("--only", default="", help='stands with this in their name: "sqlite", "granian, redis"')
+    told = "seconds that a server waits for a transport to notice a loss; on a machine that is overloaded, more than usual"
+    parser.add_argument("--noticed-after", type=float, default=NOTICED_AFTER, help=told)
     return parser.parse_args()
 
 
