@@ -298,12 +298,12 @@ class Repeats(Struct):
 
     kind: str
     calls: int = 0
-    effects: int = 0
+    runs: set[str] = set()  # that their answers name
     replays: int = 0
 
     @property
     def swallowed(self) -> int:
-        return self.calls - self.effects
+        return self.calls - len(self.runs)
 
 
 class Run:
@@ -331,8 +331,8 @@ class Run:
             by_order = defaultdict(list)
             for effect in effects:
                 by_order[effect.order].append(effect)
-            for told in self.repeats:
-                told.effects = len(by_order[f"{told.kind} repeats"])
+            for told in self.repeats:  # an answer without an effect is swallowed too
+                told.runs &= {effect.run for effect in by_order[f"{told.kind} repeats"]}
             for story in self.stories:
                 await check(story, stand, by_order[story.order.name])
         # Once the server has ended, nothing can take effect any more.
@@ -361,19 +361,23 @@ class Run:
         told, rng = Repeats(sender.kind), random.Random(f"{self._seed} {sender.kind} repeats")
         mode = rng.choice(("unknown", "plain", "point"))
 
-        async def answered() -> Answer:
-            order = Order(mode, f"{sender.kind} repeats", size=LONG // 8 if rng.random() < 0.02 else 0)
+        async def answered() -> None:
+            order, is_first = Order(mode, f"{sender.kind} repeats", size=LONG // 8 if rng.random() < 0.02 else 0), True
             while True:
-                answer = await sender.begin(order).answer()
-                if answer.code not in AGAIN:
-                    assert answer.run is not None, answer
-                    return answer
+                try:
+                    answer = await sender.begin(order).answer()
+                    if answer.code not in AGAIN:
+                        break
+                except Cut:  # the server closes a connection that was idle
+                    is_first = False
+            assert answer.run is not None, answer
+            told.runs.add(answer.run)
+            told.replays += is_first and (answer.is_replayed or answer.is_recognised)
 
         while told.calls < count:
             together = rng.choice((1, 1, 1, 2, 3)) if isinstance(sender, Raw) else 1
-            answers = await asyncio.gather(*(answered() for _ in range(min(together, count - told.calls))))
-            told.calls += len(answers)
-            told.replays += sum(answer.is_replayed or answer.is_recognised for answer in answers)
+            await asyncio.gather(*(answered() for _ in range(together)))
+            told.calls += together
         return told
 
 

@@ -211,6 +211,7 @@ class Raw(Sender):
     async def close(self) -> None:
         await self._http.close()
         await self._narrow.close()
+        await asyncio.sleep(0)  # aiohttp closes its connections in the next turn of the loop
 
 
 def _narrow() -> aiohttp.TCPConnector:

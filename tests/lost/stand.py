@@ -98,6 +98,7 @@ class Stand:
         self._process: asyncio.subprocess.Process | None = None
         self._killing = asyncio.Lock()
         self._questions: set[asyncio.Task[None]] = set()
+        self._peers: set[asyncio.Future[None]] = set()  # done when a connection of the server is closed
         self._http: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
@@ -119,28 +120,22 @@ class Stand:
             control.close()
             for question in self._questions:
                 question.cancel()
+            if self._peers:
+                await asyncio.wait(self._peers, timeout=PATIENCE)  # the server has ended, so its connections do
             if self._ledger is not None:
                 await self._ledger.aclose()
 
     # --- the process -------------------------------------------------------------------------------------------------
 
-    @property
-    def command(self) -> list[str]:
-        plan = self.plan
+    async def _start(self) -> None:
+        plan, is_authenticated = self.plan, self.plan.access == "authenticated"
         words = [sys.executable, "-m", "wirecall", "serve", f"{SHOP}:app", "--ledger", self.store.url]
         words += ["--single-user"] if plan.access == "single user" else []
-        return [*words, "--http", f"{ADDRESS}:{self.port}", "--server", plan.server, "--workers", str(plan.workers)]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        is_authenticated = self.plan.access == "authenticated"
-        words = (self.store.url, self._control, self._effects, is_authenticated, self._key, self._noticed_after)
-        setting = Setting(*words)
-        return {**os.environ, "LOST": msgspec.json.encode(setting).decode()}
-
-    async def _start(self) -> None:
+        words += ["--http", f"{ADDRESS}:{self.port}", "--server", plan.server, "--workers", str(plan.workers)]
+        given = (self.store.url, self._control, self._effects, is_authenticated, self._key, self._noticed_after)
+        environment = {**os.environ, "LOST": msgspec.json.encode(Setting(*given)).decode()}
         self._process = await asyncio.create_subprocess_exec(
-            *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=self.log, stderr=self.log, env=self.environment
+            *words, stdin=asyncio.subprocess.DEVNULL, stdout=self.log, stderr=self.log, env=environment
         )
         async with asyncio.timeout(PATIENCE):
             while not await self._answers():
@@ -231,6 +226,8 @@ class Stand:
 
     async def _serve_questions(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decode = msgspec.json.Decoder(Asked).decode
+        closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._peers.add(closed)
 
         async def answer(asked: Asked) -> None:
             held = self._holds.pop((asked.order, asked.at), None)
@@ -248,6 +245,9 @@ class Stand:
                 self._questions.add(question)
                 question.add_done_callback(self._questions.discard)
         writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        closed.set_result(None)
 
     # --- its effects -------------------------------------------------------------------------------------------------
 
