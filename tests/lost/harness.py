@@ -89,6 +89,8 @@ def random_trials(sender: Sender, stand: Stand, rng: random.Random, *, kills: fl
     while True:
         mode = rng.choice(modes)
         moment = rng.choices(MOMENTS, (38, 27, 32, 3))[0] if mode != "plain" else "sent"
+        if moment == "writing" and not isinstance(sender, Raw):
+            continue  # official clients wait a minute for the rest of an answer that was cut, or resume it by themselves
         how: How | Literal["kill"] = "cut"
         if stand.plan.can_be_killed and rng.random() < kills:
             how = "kill"
