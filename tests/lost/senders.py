@@ -150,8 +150,12 @@ class Raw(Sender):
 
     async def open(self) -> None:
         if self.way in LEGACY:
-            async with self._http.post(self._url, json=hello(self.way), headers=self._headers()) as answer:
-                self._session = answer.headers["mcp-session-id"]
+            async with asyncio.timeout(PATIENCE):
+                while not self._session:
+                    with suppress(aiohttp.ClientError, OSError):  # another trial kills the server
+                        async with self._http.post(self._url, json=hello(self.way), headers=self._headers()) as answer:
+                            self._session = answer.headers["mcp-session-id"]
+                    await asyncio.sleep(0.02)
             await self._post(notification("notifications/initialized"))
 
     def begin(self, order: Order, *, short_of: int | None = None) -> Flight:
