@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test check conformance docs bench pictures crash clean
+.PHONY: demo test check conformance docs bench pictures crash lost clean
 
 demo: $(VENV)/base  ## the main job, in a few seconds
 	@$(BIN)/python examples/demo.py
@@ -52,6 +52,12 @@ SEED ?= 0
 
 crash: $(VENV)/test  ## the long run of kills: make crash KILLS=10000 SEED=7
 	$(BIN)/python -m tests.crash --kills $(KILLS) --seed $(SEED)
+
+CUTS ?= 5000
+REPEATS ?= 10000
+
+lost: $(VENV)/test  ## the long run of lost answers: make lost CUTS=5000 REPEATS=10000 SEED=7
+	$(BIN)/python -m tests.lost --cuts $(CUTS) --repeats $(REPEATS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV)

@@ -12,6 +12,7 @@
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 
@@ -27,8 +28,9 @@ from wirecall.protocol.sending import Sending
 MARK_MANY = 32
 MARK_AFTER = 0.02
 
-# Seconds in which a transport notices that a client has left.
-NOTICED_AFTER = 0.05
+# Seconds in which a transport notices that a client has left, also on a machine that is busy: an equal call of the same
+# caller comes so much later.
+NOTICED_AFTER = 0.25
 
 
 def keyless_of(whose: str | None, method: str, fingerprint: bytes, window: float) -> Keyless:
@@ -72,17 +74,18 @@ class Deliveries:
         if noticed:
             await asyncio.wait(noticed, timeout=NOTICED_AFTER)
 
-    async def look(self, ledger: Ledger, claim: Claim, *, is_lost: bool) -> Claim:
+    async def look(self, ledger: Ledger, claim: Claim, is_lost: Callable[[], bool]) -> Claim:
         """Return the claim with the keys of equal calls in this process that are not lost, and mark those that are.
 
-        `is_lost` says that the caller has left: that call does not wait for others, so no two wait for each other.
+        `is_lost` says whether the caller has left, perhaps in the meantime: such a call waits no longer, least of all for
+        itself, so no two wait for each other.
         """
         if len(self._written) >= MARK_MANY:
             self.flush()
         keyless = claim.keyless
         if keyless is None or keyless.likeness is None:
             return claim
-        while not is_lost and (doubtful := self._doubtful.get(keyless.likeness)):
+        while not is_lost() and (doubtful := self._doubtful.get(keyless.likeness)):
             await asyncio.wait(doubtful.values())
         if lost := self._lost.get(keyless.likeness):
             await ledger.deliver(list(lost))  # the background does that too, perhaps too late for this call

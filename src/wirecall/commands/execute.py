@@ -391,7 +391,7 @@ class Commands:
         """See which equal calls without a key are in flight in this process, before the ledger is asked for others."""
         if run.claim.keyless is not None:
             assert run.ledger is not None
-            run.claim = await self._deliveries.look(run.ledger, run.claim, is_lost=run.is_lost)
+            run.claim = await self._deliveries.look(run.ledger, run.claim, lambda: run.is_lost)
 
     def _answers(self, run: Run, record: Record) -> bool:
         """Return whether the answer of a record is this run's to give: with a key always, without one to its deliverer."""

@@ -1,0 +1,217 @@
+"""Calls without a key over real servers, cut at random and in the moments that matter; and the harness that judges them."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from itertools import islice
+from pathlib import Path
+from typing import IO, Literal
+
+import pytest
+
+from tests.lost.harness import UNKNOWN, WAYS, Run, Story, Teller, Trial, check, random_trials, raw_sender, summary
+from tests.lost.senders import PATIENCE, Answer, Order, Sender
+from tests.lost.shop import Effect
+from tests.lost.stand import Delivery, Plan, Stand
+from tests.mcp.asgi import LEGACY, R4, R5
+from tests.servers import DURABLE, TRANSACTIONAL, Store
+from tests.size import sized
+from wirecall.ledger.base import RecordId
+
+SEED = int(os.environ.get("LOST_SEED") or random.randrange(1 << 32))
+
+in_memory = pytest.mark.parametrize("store", ["memory"], indirect=True)
+both_servers = pytest.mark.parametrize("server", ["granian", "uvicorn"])
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[IO[bytes]]:
+    with open(tmp_path / "log", "ab") as log:
+        yield log
+
+
+def make_stand(plan: Plan, store: Store, tmp_path: Path, log: IO[bytes], key: Literal["auto", "off"] = "auto") -> Stand:
+    """A stand on a busy machine: there, a transport may take long to notice that a client has left."""
+    return Stand(plan, store, tmp_path, log, key=key, noticed_after=PATIENCE)
+
+
+# --- at random ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("store", "plan"),
+    [
+        ("memory", Plan("granian", "memory", "single user")),
+        ("sqlite", Plan("granian", "sqlite")),
+        ("redis", Plan("uvicorn", "redis")),
+        ("postgres", Plan("uvicorn", "postgres")),
+    ],
+    indirect=["store"],
+    ids=str,
+)
+async def test_no_effect_is_doubled_and_no_repeat_is_swallowed(
+    store: Store, plan: Plan, tmp_path: Path, log: IO[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(make_stand(plan, store, tmp_path, log), f"{SEED} {plan}")
+    cuts, repeats = sized(small=(25, 75), full=(200, 400))
+    await run.live(cuts, repeats, kills=0.03)
+    with capsys.disabled():
+        print(f"\nLOST_SEED={SEED}, {len(run.stand.kills)} kills\n{summary(run.stories, lambda _: str(plan))}")
+    wrong = [str(story) for story in run.stories if story.faults]
+    assert not wrong, "\n".join([f"LOST_SEED={SEED}", *wrong])
+    assert [told for told in run.repeats if told.replays or told.swallowed] == []
+
+
+# --- in the moments that matter -------------------------------------------------------------------------------------
+
+
+async def live(stand: Stand, trials: dict[str, list[Trial]]) -> list[Story]:
+    """The stories of trials, by the way of their sender, in this order."""
+    stories: list[Story] = []
+    async with stand.opened(), AsyncExitStack() as stack:
+        for way, told in trials.items():
+            sender = raw_sender(stand, way, f"raw {way}")
+            stack.push_async_callback(sender.close)
+            await sender.open()
+            for nth, trial in enumerate(told):
+                stories.append(await Teller(stand, sender, None, trial, f"{way} {nth}").tell())
+        effects = stand.effects()
+        for story in stories:
+            await check(story, stand, [effect for effect in effects if effect.order == story.order.name])
+    assert [str(story) for story in stories if story.faults] == []
+    return stories
+
+
+@in_memory
+@both_servers
+async def test_a_real_server_notices_that_a_client_has_left(
+    server: Literal["granian", "uvicorn"], store: Store, tmp_path: Path, log: IO[bytes]
+) -> None:
+    """On every way: while the handler runs, and in the middle of a long answer. Before the commit point, a call that is
+    cancelled has done nothing."""
+    stand = make_stand(Plan(server, "memory"), store, tmp_path, log)
+    acted = Trial(mode="unknown", moment="acted", is_watched=True)
+    overlapping = Trial(mode="unknown", moment="acted", is_watched=True, is_overlapping=True, delay=0.001)
+    writing = Trial(mode="unknown", moment="writing", short_of=100)
+    cancelled = Trial(mode="unknown", moment="acted", how="cancel", is_watched=True)
+    trials = {way: [acted, overlapping, writing, *([cancelled] if way in LEGACY else [])] for way in WAYS}
+    trials[R5].append(Trial(mode="point", moment="entered", is_watched=True))  # there, a client that leaves has cancelled
+    trials[R4].append(Trial(mode="point", moment="entered", how="cancel", is_watched=True))
+    for story in await live(stand, trials):
+        assert story.answer is not None and story.answer.is_replayed is (story.trial.mode != "point"), story
+        assert (story.cuts, len(story.effects), story.unseen) == (1, 1, 0), story
+
+
+@pytest.mark.parametrize("store", sized(small=("sqlite",), full=DURABLE), indirect=True)
+async def test_a_call_that_died_with_its_server_is_recognised(store: Store, tmp_path: Path, log: IO[bytes]) -> None:
+    """As a retry with a key, in every mode."""
+    stand = make_stand(Plan("granian", store.kind), store, tmp_path, log)
+    modes = ["unknown", "rerun", "reconcile", *(["transactional"] if store.kind in TRANSACTIONAL else [])]
+    stories = await live(stand, {"/rpc": [Trial(mode=mode, moment="acted", how="kill") for mode in modes]})
+    told = {story.trial.mode: (story.answer.code if story.answer else None, len(story.effects)) for story in stories}
+    expected = {"unknown": (UNKNOWN, 1), "rerun": (None, 2), "reconcile": (None, 1), "transactional": (None, 1)}
+    assert told == {mode: expected[mode] for mode in modes}
+    assert len(stand.kills) == len(modes)
+
+
+# --- the harness ----------------------------------------------------------------------------------------------------
+
+
+@in_memory
+async def test_a_server_that_recognises_nothing_is_found_out(store: Store, tmp_path: Path, log: IO[bytes]) -> None:
+    stand = make_stand(Plan("uvicorn", "memory"), store, tmp_path, log, key="off")
+    with pytest.raises(AssertionError, match="doubled: 2 effects"):
+        await live(stand, {"/rpc": [Trial(mode="unknown", moment="acted")]})
+
+
+class Silent(Stand):
+    """A stand without a server, whose records are what a test says."""
+
+    found: Delivery = None
+
+    async def end_of(self, id: RecordId, patience: float) -> Delivery:
+        return self.found
+
+
+MINE = [Effect("o", "me", key, run) for key, run in (("k1", "r1"), ("k2", "r2"))]
+TWICE = [MINE[0], Effect("o", "me", "k1", "r9", 2)]
+OTHER = Effect("o", "other", "k3", "r3")
+SENT = Trial(mode="unknown", moment="sent")
+WATCHED = Trial(mode="unknown", moment="acted", is_watched=True)
+WRITING = Trial(mode="unknown", moment="writing")
+
+
+@pytest.mark.parametrize(
+    ("trial", "answer", "effects", "found", "fault"),
+    [
+        (SENT, Answer("r1"), MINE[:1], None, ""),
+        (SENT, Answer("r2"), MINE, ("done", "written"), ""),
+        (SENT, Answer("r2"), MINE, ("done", "undelivered"), "doubled"),
+        (SENT, Answer("r2"), MINE, ("running", "pending"), "doubled"),
+        (SENT, Answer("r2"), MINE, None, "doubled"),
+        (WATCHED, Answer("r2"), MINE, ("done", "written"), "doubled"),
+        (WRITING, Answer("r2"), MINE, ("done", "written"), "doubled"),
+        (SENT, Answer("r1"), TWICE, None, "doubled"),
+        (SENT, Answer("r3"), [MINE[0], OTHER], None, "of another caller"),
+        (SENT, Answer("r4"), MINE[:1], None, "of another caller"),
+        (SENT, Answer(code=UNKNOWN), MINE[:1], None, "answered with"),
+        (SENT, Answer(code=-32603), MINE[:1], None, "answered with"),
+        (SENT, None, [], None, "not answered"),
+    ],
+)
+async def test_the_checker(
+    trial: Trial,
+    answer: Answer | None,
+    effects: list[Effect],
+    found: Delivery,
+    fault: str,
+    tmp_path: Path,
+    log: IO[bytes],
+) -> None:
+    stand = Silent(Plan("uvicorn", "memory"), Store("memory", "memory:"), tmp_path, log)
+    stand.found = found
+    story = Story(trial, Order("unknown", "o"), "me", "raw /rpc", cuts=1, answer=answer)
+    await check(story, stand, effects)
+    assert bool(story.faults) is bool(fault)
+    assert any(fault in told for told in story.faults) or not fault
+
+
+@pytest.mark.parametrize(("mode", "kills", "again"), [("rerun", 1, 1), ("rerun", 0, 0), ("unknown", 1, 0)])
+async def test_a_second_run_after_a_kill_is_allowed_in_one_mode(
+    mode: str, kills: int, again: int, tmp_path: Path, log: IO[bytes]
+) -> None:
+    stand = Silent(Plan("uvicorn", "sqlite"), Store("memory", "memory:"), tmp_path, log)
+    trial = Trial(mode=mode, moment="acted", how="kill")
+    story = Story(trial, Order(mode, "o"), "me", "raw /rpc", kills=kills, answer=Answer("r9"))
+    await check(story, stand, TWICE)
+    assert (story.again, bool(story.faults)) == (again, not again)
+
+
+@pytest.mark.parametrize(("kills", "at", "forgotten"), [(0, 10.001, 1), (0, 9.0, 0), (0, 60.0, 0), (1, 10.001, 0)])
+async def test_a_kill_right_after_a_trial_may_forget_that_an_answer_was_written(
+    kills: int, at: float, forgotten: int, tmp_path: Path, log: IO[bytes]
+) -> None:
+    stand = Silent(Plan("uvicorn", "sqlite"), Store("memory", "memory:"), tmp_path, log)
+    stand.found, stand.kills = ("done", "pending"), [at]
+    story = Story(SENT, Order("unknown", "o"), "me", "raw /rpc", kills=kills, ended=10.0, answer=Answer("r2"))
+    await check(story, stand, MINE)
+    assert (story.forgotten, bool(story.faults)) == (forgotten, not forgotten)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_another_worker_may_not_know_of_a_loss_yet(workers: int, tmp_path: Path, log: IO[bytes]) -> None:
+    stand = Silent(Plan("uvicorn", "sqlite", workers=workers), Store("memory", "memory:"), tmp_path, log)
+    stand.found = ("done", "undelivered")
+    story = Story(SENT, Order("unknown", "o"), "me", "raw /rpc", answer=Answer("r2"))
+    await check(story, stand, MINE)
+    assert (story.elsewhere, bool(story.faults)) == (workers - 1, workers == 1)
+
+
+def test_a_seed_repeats_the_choices_of_a_run(tmp_path: Path, log: IO[bytes]) -> None:
+    stand = Silent(Plan("uvicorn", "sqlite"), Store("sqlite", "sqlite:"), tmp_path, log)
+    sender = Sender("any", "me")
+    sender.can_cancel = True
+    one, other = (list(islice(random_trials(sender, stand, random.Random("7"), kills=0.1), 300)) for _ in range(2))
+    assert one == other
+    assert {trial.how for trial in one} == {"cut", "cancel", "kill"}
