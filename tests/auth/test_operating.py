@@ -140,7 +140,7 @@ async def test_serve_accepts_the_tokens_of_the_section(issuer: AuthorizationServ
     Path("wirecall.toml").write_text(f'[auth]\nissuer = "{issuer.issuer}"\nresource = "{resource}"\nscopes = ["mcp:use"]\n')
     token = issuer.token("alice", resource=resource, scopes="mcp:use prices:read")
 
-    def ask(url: str, *words: str) -> tuple[int, str]:
+    def ask(url: str, *words: str) -> tuple[int, bytes]:
         run = wirecall("call", url, "price", "--json", *words)
         return run.returncode, run.stdout
 
