@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli import wirecall
+from tests.cli import serving, wirecall
 from tests.client.peers import PATIENCE
 from tests.ports import free_port
 from wirecall import App
@@ -129,3 +129,22 @@ async def test_probe_reports_where_tokens_come_from(server: ServerName, issuer: 
         assert (code, "PKCE" in told["result"]["problems"][0]["what"]) == (9, True)
         stop.set()
         await asyncio.wait_for(serving, PATIENCE)
+
+
+async def test_serve_accepts_the_tokens_of_the_section(issuer: AuthorizationServer) -> None:
+    """The app declares scopes, and the operator names the issuer."""
+    Path("app.py").write_text(
+        'from wirecall import App\napp = App("shop")\n@app.query(scopes="prices:read")\ndef price() -> int:\n    return 3\n'
+    )
+    resource = "https://api.example.com/mcp"
+    Path("wirecall.toml").write_text(f'[auth]\nissuer = "{issuer.issuer}"\nresource = "{resource}"\nscopes = ["mcp:use"]\n')
+    token = issuer.token("alice", resource=resource, scopes="mcp:use prices:read")
+
+    def ask(url: str, *words: str) -> tuple[int, bytes]:
+        run = wirecall("call", url, "price", "--json", *words)
+        return run.returncode, run.stdout
+
+    with serving("app.py") as url:
+        assert (await asyncio.to_thread(ask, url))[0] == 3
+        code, told = await asyncio.to_thread(ask, url, "--header", f"Authorization: Bearer {token}")
+        assert (code, json.loads(told)["result"]) == (0, 3)

@@ -497,6 +497,14 @@ async def test_keys_are_not_fetched_from_an_address_without_tls(
     assert (await status(server, issuer.token("alice", resource=RESOURCE)))[0] == 503
 
 
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"[]", b"\xff", b"", b'{"keys":{}}', b'{"keys":[7,{"kty":[]}]}'])
+async def test_keys_that_are_not_keys_are_an_issuer_that_does_not_answer(issuer: AuthorizationServer, body: bytes) -> None:
+    issuer.faults.body = body
+    server = make_server(Jwt(issuer.issuer, resource=RESOURCE, jwks=f"{issuer.issuer}/jwks", clock=Clock()))
+    found = await ask(server, body=WHOAMI, headers=[("authorization", f"Bearer {issuer.token('a', resource=RESOURCE)}")])
+    assert found.status == (401 if b"kty" in body else 503)
+
+
 async def test_a_document_that_is_too_long_is_not_read(issuer: AuthorizationServer, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {**issuer.metadata(), "more": "x" * (256 << 10)}
     monkeypatch.setattr(issuer, "metadata", lambda: told)

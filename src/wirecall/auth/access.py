@@ -221,7 +221,7 @@ class Access:
             # All scopes of the operation, also those that the token has: a client must be able to get them at once
             # (2026-07-28, authorization, "Runtime Insufficient Scope Errors").
             asked = dict.fromkeys((*self.scopes, *scopes))
-            names = [scope for scope in asked if SCOPE.fullmatch(scope)]  # a scope by argument may be any text
+            names = [scope for scope in asked if re.fullmatch(SCOPE, scope)]  # a scope by argument may be any text
             message = f"the token has too little scope: expected {' '.join(names)}"
             fields = self._challenge("insufficient_scope", "the token has too little scope", names)
             raise HttpError(403, message, fields, data={"scopes": names})

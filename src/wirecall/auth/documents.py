@@ -32,7 +32,7 @@ async def fetch(
             found = msgspec.json.decode(await answer.read())
     except TimeoutError:
         raise TimedOut(f"{url}: no answer within {PATIENCE:g} s") from None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         raise BadAnswer(f"{url}: expected JSON") from None
     finally:
         await client.aclose()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ScopesOf: TypeAlias = Callable[..., str | Iterable[str]]
 ScopeRule: TypeAlias = str | Sequence[str] | ScopesOf
 
-SCOPE = re.compile(r"[\x21\x23-\x5b\x5d-\x7e]+")  # a scope-token of RFC 6749, section 3.3
+SCOPE = r"[\x21\x23-\x5b\x5d-\x7e]+"  # a scope-token of RFC 6749, section 3.3; compiled when it is needed
 
 
 class Identity(Struct, frozen=True):
@@ -103,7 +103,7 @@ def scope_names(option: str, given: object) -> tuple[str, ...]:
     """Return declared scopes; raise `UsageError` for a value that is not a scope, or a list of them."""
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     for name in names:
-        if not isinstance(name, str) or not SCOPE.fullmatch(name):
+        if not isinstance(name, str) or not re.fullmatch(SCOPE, name):
             raise UsageError(
                 f"{option}: {name!r} is not a scope.",
                 "a scope is printable ASCII without spaces, quotes and backslashes (RFC 6749, section 3.3)",

@@ -36,6 +36,7 @@ class AuthFaults(Struct, kw_only=True):
     """What an authorization server does wrong."""
 
     down: bool = False  # every request gets 503
+    body: bytes | None = None  # every document has this text
     metadata_issuer: str | None = None  # another issuer in its metadata
     redirect_issuer: str | None = None  # another `iss` in the redirect of /authorize
     no_redirect_issuer: bool = False  # no `iss` there, although the metadata promises it
@@ -178,7 +179,8 @@ class AuthorizationServer:
             status = 200
             self._revoked.add(asked.get("token", ""))
             self._refresh.pop(asked.get("token", ""), None)
-        return web.Response(status=status, body=msgspec.json.encode(told), content_type="application/json")
+        body = msgspec.json.encode(told) if self.faults.body is None else self.faults.body
+        return web.Response(status=status, body=body, content_type="application/json")
 
     def metadata(self) -> JsonObject:
         """Return the metadata of the server (RFC 8414)."""

@@ -230,7 +230,9 @@ class Calls:
         try:
             if isinstance(params, CallTool):
                 tool = catalog.tools.get(params.name)
-                return () if tool is None or tool.scopes is None else tool.scopes.of(_arguments(params))
+                if tool is None or tool.scopes is None:
+                    return ()
+                return tool.scopes.always or tool.scopes.of(_arguments(params))
             if isinstance(params, GetPrompt):
                 if (prompt := catalog.prompts.get(params.name)) is not None:
                     texts = {} if params.arguments is UNSET else params.arguments

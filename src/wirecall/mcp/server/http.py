@@ -165,7 +165,7 @@ class McpEndpoint:
                     headers.check_marked(request.headers, arguments, marked)
             # Step 2: the token has the scopes of the request (403), before anything runs and before a stream begins.
             if request.identity is not None:
-                self._server.permit(request.identity, (message,), params)
+                self._server.permit(request.identity, self._server.scopes(message, params))
             # Step 3: the answer. A plain function that reads gives it at once; anything else may wait, and may have
             # something to send before its answer.
             answer: bytes | None
@@ -207,8 +207,8 @@ class McpEndpoint:
     async def _post_older(self, request: HttpRequest, message: "Envelope | ClientAnswer", version: str | None) -> None:
         """Answer a message of a revision with a handshake."""
         # `initialize` opens a session. Its id comes with every further request.
-        is_owed = isinstance(message, Envelope) and message.id is not UNSET
-        self._server.permit(request.identity, (message,) if is_owed else ())
+        if request.identity is not None:
+            self._server.permit(request.identity, self._server.scopes(message))
         if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
             try:
                 session, answer = self._server.opened(message)
@@ -256,7 +256,8 @@ class McpEndpoint:
             return
         assert known is not None
         # One entry without its scopes refuses them all: a client that gets more scope sends the whole array again.
-        self._server.permit(request.identity, entries)
+        scopes = [scope for entry in entries for scope in self._server.scopes(entry)] if request.identity is not None else ()
+        self._server.permit(request.identity, scopes)
         await self._serve(request, known, entries)
 
     async def _serve(self, request: HttpRequest, known: Known, message: Envelope | list[Incoming]) -> None:

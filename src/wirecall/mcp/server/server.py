@@ -328,20 +328,21 @@ class Server:
             raise InternalError from error
         return None if result is None else self._answers.to(id, result, revision)
 
-    def permit(self, identity: Identity | None, entries: Iterable[Incoming], params: Any = None) -> None:
-        """HttpError 403 unless the caller has the scopes of all these requests. `params`: of a single one, decoded."""
-        if identity is None or self._access is None:
-            return
-        asked: dict[str, None] = {}
-        for entry in entries:
-            if not isinstance(entry, Envelope) or (method := self.methods.get(entry.method)) is None:
-                continue
+    def permit(self, identity: Identity | None, scopes: Collection[str]) -> None:
+        """HttpError 403 unless the caller has these scopes, and those that every request asks for."""
+        if identity is not None and self._access is not None:
+            self._access.permit(identity, scopes)
+
+    def scopes(self, entry: Incoming, params: Any = None) -> Collection[str]:
+        """Return the scopes that a message asks for. `params` are those of the message, if they are decoded already."""
+        if not isinstance(entry, Envelope) or (method := self.methods.get(entry.method)) is None:
+            return ()
+        if type(params) is not method.params:
             try:
-                given = params if type(params) is method.params else _decoded(entry, method.decode)
+                params = _decoded(entry, method.decode)
             except RpcError:
-                continue  # the request is refused for its params, before it runs
-            asked.update(dict.fromkeys(self.calls.scopes(entry.method, given, entry.params)))
-        self._access.permit(identity, asked)
+                return ()  # the request is refused for its params, before it runs
+        return self.calls.scopes(entry.method, params, entry.params)
 
     def _find(self, name: str, revision: Revision) -> McpMethod:
         """Return a method. Raises `MethodNotFound` if the revision lacks it, or the server has nothing to serve with it."""
