@@ -34,7 +34,7 @@ Method = Literal["none", "client_secret_basic", "client_secret_post", "private_k
 class Denied(NotAuthorized):
     """An authorization server refused a request; `code` is its reason."""
 
-    def __init__(self, message: str, code: str) -> None:
+    def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
 
