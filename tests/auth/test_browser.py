@@ -150,11 +150,14 @@ async def test_a_refused_token_is_refreshed_and_the_login_stays(world: World) ->
     assert world.count("/authorize") == 1
 
 
-async def test_a_refresh_token_that_has_ended_leads_to_a_new_login_of_the_same_client(world: World) -> None:
+@pytest.mark.parametrize("code", ["invalid_grant", "invalid_request", "token_expired"])
+async def test_a_refresh_token_that_has_ended_leads_to_a_new_login_of_the_same_client(world: World, code: str) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         await calls.call("price")
         world.tokens.clear()
-        world.refresh_tokens.clear()
+        world.instead["/token"] = lambda request: (
+            reply({"error": code}, "400 Bad Request") if request.form["grant_type"] == "refresh_token" else None
+        )
         assert await calls.call("price") == "fine"
     assert world.count("/register") == 1
     assert len({request.query["client_id"] for request in world.asked("/authorize")}) == 1

@@ -35,6 +35,8 @@ EARLY = 60.0  # seconds before its end at which a token is refreshed
 STEPS = 2  # new logins for more scopes, before one of them is accepted
 LONGEST_NONCE = 1000  # characters
 
+# Refusals of a token endpoint that say nothing about the refresh token; "" is one without a reason, such as a 503.
+_LATER = ("", "server_error", "temporarily_unavailable")
 _SCOPE = re.compile(r"[A-Za-z0-9._:/*+-]+")
 
 Credentials: TypeAlias = "Way | str | Callable[[], Awaitable[str]]"
@@ -236,11 +238,11 @@ class Authorization:
                 await self._refresh(login)
                 return
             except Denied as refusal:
-                if refusal.code == "invalid_client":  # the authorization server has forgotten it
-                    login.redirect_uri = None
-                elif refusal.code != "invalid_grant":  # that would say that the refresh token has ended, or was used already
+                if refusal.code in _LATER:
                     raise
-                login.refresh_token = None
+                login.refresh_token = None  # it has ended, or was used already
+                if refusal.code == "invalid_client":  # the authorization server has forgotten it, so it registers again
+                    login.redirect_uri = None
         if not self._way.can_obtain:
             raise NotAuthorized("the server does not accept a login that is kept", fix=f"wirecall login {self._url}")
         await self._obtain(network, resource, challenge)
