@@ -150,11 +150,14 @@ async def test_a_refused_token_is_refreshed_and_the_login_stays(world: World) ->
     assert world.count("/authorize") == 1
 
 
-async def test_a_refresh_token_that_has_ended_leads_to_a_new_login_of_the_same_client(world: World) -> None:
+@pytest.mark.parametrize("code", ["invalid_grant", "invalid_request", "token_expired"])
+async def test_a_refresh_token_that_has_ended_leads_to_a_new_login_of_the_same_client(world: World, code: str) -> None:
     async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
         await calls.call("price")
         world.tokens.clear()
-        world.refresh_tokens.clear()
+        world.instead["/token"] = lambda request: (
+            reply({"error": code}, "400 Bad Request") if request.form["grant_type"] == "refresh_token" else None
+        )
         assert await calls.call("price") == "fine"
     assert world.count("/register") == 1
     assert len({request.query["client_id"] for request in world.asked("/authorize")}) == 1
@@ -336,3 +339,55 @@ async def test_the_address_of_the_page_keeps_the_query_of_its_endpoint(world: Wo
         await calls.call("price")
     assert seen[0]["tenant"] == "a b"
     assert seen[0]["response_type"] == "code"
+
+
+async def test_an_authorization_server_that_is_away_does_not_end_the_login(world: World) -> None:
+    async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
+        await calls.call("price")
+        world.tokens.clear()
+        world.instead["/token"] = http(b"", "503 Service Unavailable")
+        with pytest.raises(NotAuthorized, match="503"):
+            await calls.call("price")
+        world.instead.clear()
+        assert await calls.call("price") == "fine"
+    assert world.count("/authorize") == 1
+
+
+async def test_a_client_that_the_issuer_has_forgotten_registers_again(world: World) -> None:
+    async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
+        await calls.call("price")
+        world.tokens.clear()
+        forgotten = world.asked("/token")[0].form["client_id"]
+        world.instead["/token"] = lambda request: (
+            reply({"error": "invalid_client"}, "401 Unauthorized") if request.form["client_id"] == forgotten else None
+        )
+        assert await calls.call("price") == "fine"
+    assert world.count("/register") == 2
+
+
+async def test_a_refreshed_token_that_is_refused_leads_to_a_login(world: World) -> None:
+    async with client(world, Browser(visit=visit, store=MemoryStore())) as calls:
+        await calls.call("price")
+        world.tokens.clear()
+        world.instead["/token"] = lambda request: (
+            reply({"access_token": "dead"}) if request.form["grant_type"] == "refresh_token" else None
+        )
+        assert await calls.call("price") == "fine"
+    assert world.count("/authorize") == 2
+
+
+async def test_a_login_of_another_client_is_not_used(world: World) -> None:
+    store = MemoryStore()
+    for id in ("me", "you"):
+        async with client(world, Browser(visit=visit, store=store, client_id=id)) as calls:
+            await calls.call("price")
+    assert [request.query["client_id"] for request in world.asked("/authorize")] == ["me", "you"]
+    assert len(await store.logins(world.url)) == 2
+
+
+async def test_a_refusal_of_an_array_reaches_each_of_its_calls(world: World) -> None:
+    world.instead["/token"] = reply({"error": "server_error"}, "400 Bad Request")
+    async with client(world, Browser(visit=visit, store=MemoryStore())) as calls, calls.batch() as batch:
+        entries = [batch.call("price") for _ in range(3)]
+    assert [type(entry.error).__mro__[1] for entry in entries] == [NotAuthorized] * 3
+    assert world.count("/authorize") == 1

@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.auth.world import ISSUER, Request, World, reply, visit
 from tests.client.peers import http
-from wirecall import App, connect
+from wirecall import App, connect, connect_sync
 from wirecall.auth import Browser, ClientCredentials, IdJag, MemoryStore, Stored, Workload
 from wirecall.errors import MissingScopes, NotAuthorized, Refused, UsageError
 
@@ -250,3 +252,31 @@ async def test_dpop_binds_requests_to_one_key(world: World) -> None:
 async def test_dpop_refuses_a_token_that_is_not_bound(world: World) -> None:
     with pytest.raises(NotAuthorized, match="does not bind"):
         await call(world, ClientCredentials("me", secret="hush", issuer=world.base, dpop=True))
+
+
+# --- what is loaded -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("auth", "loaded"),
+    [
+        ("None", set()),
+        ("Browser()", {"wirecall.auth"}),
+        ("ClientCredentials('me', secret='x', issuer='y')", {"wirecall.auth"}),
+    ],
+)
+def test_a_client_loads_what_it_uses(auth: str, loaded: set[str]) -> None:
+    script = f"""
+import sys, wirecall.client.connect
+if {auth!r} != "None":
+    from wirecall.auth import Browser, ClientCredentials
+wirecall.connect("https://a.example/mcp", auth={auth})
+print(*({{"wirecall.auth", "jwt", "cryptography", "keyring"}} & sys.modules.keys()))
+"""
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert set(printed.split()) == loaded
+
+
+def test_the_blocking_client_takes_it_too(world: World) -> None:
+    with pytest.raises(UsageError, match="auth="):
+        connect_sync(world.url, auth=" ")

@@ -27,14 +27,16 @@ from wirecall.auth.grants import Client, Denied, Flow, TokenEndpoint
 from wirecall.auth.network import SHOWN, Network, check_address
 from wirecall.auth.proof import DpopKey
 from wirecall.auth.store import Login, Store
-from wirecall.auth.ways import Stored, Way
-from wirecall.errors import MissingScopes, NotAuthorized, UsageError
+from wirecall.auth.ways import Way
+from wirecall.errors import MissingScopes, NotAuthorized, NotSent, UsageError
 from wirecall.transports.http_client import Auth, HttpAnswer, HttpClient
 
 EARLY = 60.0  # seconds before its end at which a token is refreshed
 STEPS = 2  # new logins for more scopes, before one of them is accepted
 LONGEST_NONCE = 1000  # characters
 
+# Refusals of a token endpoint that say nothing about the refresh token; "" is one without a reason, such as a 503.
+_LATER = ("", "server_error", "temporarily_unavailable")
 _SCOPE = re.compile(r"[A-Za-z0-9._:/*+-]+")
 
 Credentials: TypeAlias = "Way | str | Callable[[], Awaitable[str]]"
@@ -139,8 +141,10 @@ class Authorization:
         nonce = answer.headers.get("dpop-nonce")
         if nonce is not None and len(nonce) <= LONGEST_NONCE:
             self._nonces[origin(self._url)] = nonce
+        used = sent.get("Authorization", "").partition(" ")[2]
         if answer.status not in (401, 403):
-            self._new, self._steps = None, 0
+            if self._new is not None and self._new[0] == used:
+                self._new, self._steps = None, 0
             return False
         challenge = asked(answer.values("www-authenticate"))
         error = challenge.params.get("error") if challenge else None
@@ -149,7 +153,6 @@ class Authorization:
         if answer.status == 403 and error != "insufficient_scope":
             return False
         network = Network(private=self._way.private or answer.is_private, timeout=self._way.timeout)
-        used = sent.get("Authorization", "").partition(" ")[2]
         async with self._lock, self._store.lock(self._url):
             await self._read()
             if self._login is not None and self._login.access_token not in ("", used):
@@ -163,11 +166,14 @@ class Authorization:
         """Log in now, whatever is kept, and return the new login."""
         http = HttpClient(self._url)
         await http.open()
+        kind = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+        ping = b'{"jsonrpc":"2.0","id":1,"method":"ping"}'
         try:
-            kind = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
-            async with http.request("POST", b'{"jsonrpc":"2.0","id":1,"method":"ping"}', kind) as answer:
+            async with asyncio.timeout(self._way.timeout), http.request("POST", ping, kind) as answer:
                 challenge = asked(answer.values("www-authenticate")) if answer.status == 401 else None
                 network = Network(private=self._way.private or answer.is_private, timeout=self._way.timeout)
+        except TimeoutError:
+            raise NotSent(f"the server did not answer within {self._way.timeout:g} s") from None
         finally:
             await http.aclose()
         async with self._lock, self._store.lock(self._url):
@@ -206,36 +212,39 @@ class Authorization:
     async def _read(self) -> None:
         """Take the newest login that fits from the store."""
         logins = await self._store.logins(self._url)
-        self._login = next((each for each in logins if self._way.issuer in (None, each.issuer)), self._login)
+        self._login = next(filter(self._way.fits, logins), self._login)
         self._has_read = True
 
     async def _renew(self, network: Network, challenge: Challenge | None, used: str, *, more_scopes: bool) -> None:
         """Get a token that the server may accept, after it refused the one that was `used`."""
         login = self._login
         wanted = challenge.scopes if challenge else frozenset()
-        is_new, how = (self._new is not None and self._new[0] == used), self._new[1] if self._new else ""
+        is_new = self._new is not None and self._new[0] == used
         if more_scopes:
             missing = wanted - set(login.scopes if login else ())
-            if not missing or self._steps >= STEPS or isinstance(self._way, Stored):
+            if not missing or self._steps >= STEPS or not self._way.can_obtain:
                 names = " ".join(sorted(missing or wanted))
                 is_safe = all(_SCOPE.fullmatch(name) for name in missing)  # the command is copied into a shell
-                fix = f"wirecall login {self._url} --scope '{names}'" if isinstance(self._way, Stored) and is_safe else ""
+                fix = f"wirecall login {self._url} --scope '{names}'" if not self._way.can_obtain and is_safe else ""
                 what = f"the server asks for scopes that the token does not have, {names[:SHOWN]!a}"
                 raise MissingScopes(what, wanted, fix=fix)
             self._steps += 1
-        elif is_new and how == "login":
+        elif is_new and self._new == (used, "login"):
             raise NotAuthorized("the server refuses the token that its authorization server has just issued")
-        if isinstance(self._way, Stored) and (login is None or not login.refresh_token):
-            raise NotAuthorized("the server asks for a login", fix=f"wirecall login {self._url}")
-        resource = await find_resource(network, self._url, challenge)
-        if login is not None and not more_scopes and not (is_new and how == "refresh"):
-            is_named = resource is None or login.issuer in resource.authorization_servers
-            if login.refresh_token and is_named:
-                try:
-                    await self._refresh(login)
-                    return
-                except Denied:  # it has ended, or it was used already
-                    login.refresh_token = None
+        can_refresh = login is not None and login.refresh_token is not None and not more_scopes and not is_new
+        resource = await find_resource(network, self._url, challenge) if self._way.can_obtain or can_refresh else None
+        if login is not None and can_refresh and (resource is None or login.issuer in resource.authorization_servers):
+            try:
+                await self._refresh(login)
+                return
+            except Denied as refusal:
+                if refusal.code in _LATER:
+                    raise
+                login.refresh_token = None  # it has ended, or was used already
+                if refusal.code == "invalid_client":  # the authorization server has forgotten it, so it registers again
+                    login.redirect_uri = None
+        if not self._way.can_obtain:
+            raise NotAuthorized("the server does not accept a login that is kept", fix=f"wirecall login {self._url}")
         await self._obtain(network, resource, challenge)
 
     async def _obtain(self, network: Network, resource: Resource | None, challenge: Challenge | None) -> None:

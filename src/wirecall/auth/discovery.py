@@ -44,7 +44,6 @@ class Issuer(Struct, frozen=True):
     code_challenge_methods_supported: list[str] | None = None
     client_id_metadata_document_supported: bool = False
     authorization_response_iss_parameter_supported: bool = False
-    is_assumed: bool = False  # it has no metadata: the endpoints are the fixed ones of 2025-03-26
 
 
 def origin(url: str) -> str:
@@ -107,10 +106,8 @@ async def assume_issuer(network: Network, url: str) -> Issuer:
         raise NotAuthorized(f"the metadata of the authorization server: HTTP {answer.status}")
     found = answer.document(Issuer) if answer.status == 200 else None
     if found is None:
-        return Issuer(
-            here, f"{here}/token", f"{here}/authorize", f"{here}/register",
-            code_challenge_methods_supported=["S256"], is_assumed=True,
-        )  # fmt: skip
+        endpoints = (f"{here}/token", f"{here}/authorize", f"{here}/register")
+        return Issuer(here, *endpoints, code_challenge_methods_supported=["S256"])
     if found.issuer not in (here, f"{here}/"):  # both are found at this address
         raise NotAuthorized(f"the authorization server {here} names itself {found.issuer[:SHOWN]!a}")
     return found

@@ -8,7 +8,6 @@ import base64
 import re
 import time
 from collections.abc import Iterable, Mapping
-from typing import Literal
 from urllib.parse import quote_plus
 
 from msgspec import Struct
@@ -28,13 +27,11 @@ _SECRETS = (
 _TOKEN = re.compile(r"[!-~]+")  # it becomes part of a header
 _CODE = re.compile(r"[!#-\[\]-~]{1,60}")  # of an error (RFC 6749, section 5.2)
 
-Method = Literal["none", "client_secret_basic", "client_secret_post", "private_key_jwt"]
-
 
 class Denied(NotAuthorized):
     """An authorization server refused a request; `code` is its reason."""
 
-    def __init__(self, message: str, code: str) -> None:
+    def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
 

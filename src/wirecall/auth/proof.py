@@ -23,11 +23,11 @@ def _jwt() -> ModuleType:
 
 def client_assertion(key: str, algorithm: str, client_id: str, audience: str) -> str:
     """Return the text by which a client authenticates with its private key (PEM) at a token endpoint."""
-    now = int(time.time())
+    now, jwt = int(time.time()), _jwt()
     claims = {"iss": client_id, "sub": client_id, "aud": audience, "iat": now, "exp": now + LIFETIME}
     try:
-        text: str = _jwt().encode({**claims, "jti": secrets.token_urlsafe(16)}, key, algorithm=algorithm)
-    except (ValueError, TypeError, NotImplementedError) as error:  # without the key itself
+        text: str = jwt.encode({**claims, "jti": secrets.token_urlsafe(16)}, key, algorithm=algorithm)
+    except (ValueError, TypeError, NotImplementedError, jwt.PyJWTError) as error:  # without the key itself
         why = f"{type(error).__name__} with {algorithm}"
         raise UsageError("The client's key cannot sign.", why, "give a private key as PEM, and its algorithm=") from None
     return text

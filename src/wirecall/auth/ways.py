@@ -48,6 +48,7 @@ class Way(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
 
     is_interactive: ClassVar[bool] = False
     can_refresh: ClassVar[bool] = False
+    can_obtain: ClassVar[bool] = True
 
     scopes: Iterable[str] = ()
     resource: str | UnsetType | None = UNSET
@@ -68,6 +69,11 @@ class Way(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
 
     def _store(self) -> Store:
         return MemoryStore()
+
+    def fits(self, login: Login) -> bool:
+        """Return whether a login that is kept can be one of this way."""
+        is_ours = getattr(self, "client_id", None) in (None, login.client_id)
+        return is_ours and self.issuer in (None, login.issuer) and (login.dpop_key is not None or not self.dpop)
 
     @abstractmethod
     async def obtain(self, flow: Flow) -> Login:
@@ -330,9 +336,10 @@ class Stored(Way, kw_only=True, frozen=True):
     """The login that `wirecall login` has kept. It is refreshed, but a new one needs a person."""
 
     can_refresh: ClassVar[bool] = True
+    can_obtain: ClassVar[bool] = False
 
     def _store(self) -> Store:
         return FileStore()
 
     async def obtain(self, flow: Flow) -> Login:
-        raise NotAuthorized("the server does not accept the login any more", fix=f"wirecall login {flow.server}")
+        raise UsageError("Stored() does not log in.", "a person has to", f"wirecall login {flow.server}")

@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -41,6 +41,9 @@ from wirecall.errors import (
 from wirecall.jsonrpc import make_batch
 from wirecall.protocol.messages import UNREADABLE, decode_value, encode
 from wirecall.transports.sse import LONGEST_WAIT
+
+if TYPE_CHECKING:
+    from wirecall.auth.client import Credentials
 
 T = TypeVar("T")
 
@@ -94,7 +97,7 @@ class Options(Struct, kw_only=True):
     timeout: float = 30.0
     retry: Retry = Retry()
     headers: Mapping[str, str] = {}
-    auth: Any = None
+    auth: "Credentials | None" = None
     coalesce: float | None = None
     discover: bool = True
     max_bytes: int = 10 << 20  # of one answer: as much as one of our servers sends
