@@ -601,7 +601,7 @@ class App(Declarations):
         declared = self.registry.get(method) or self.registry.tools.get(method.removeprefix("tools/call:"))
         outcome = None
         if isinstance(verdict, Done):
-            result = verdict.result if declared is None else declared.finished(verdict.result)
+            result = verdict.result if declared is None else declared.written(verdict.result)
             if declared is not None and method.startswith("tools/call:"):
                 # The record of a tool's call holds the result as MCP clients get it, with the value inside.
                 from wirecall.mcp.server.calls import call_result

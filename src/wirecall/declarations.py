@@ -360,6 +360,8 @@ class Declarations:
     def _register(self, kind: Kind, function: F | None, declared: JsonObject) -> F | Callable[[F], F]:
         # A result that does not fit its declared type is found where it is made: in development always, else on request.
         stated = declared.pop("check_result", None)
+        if stated not in (None, True, False):
+            raise UsageError(f"check_result must be True or False, got {stated!r}.")
         check_result = self._checks_results if stated is None else stated
 
         def register(function: F) -> F:

@@ -140,7 +140,7 @@ app = App("shop", ledger="memory:")
 @app.query(tags=["money"])
 def price() -> int:
     return 5
-@app.query
+@app.query(meta={"fastmcp": {"tags": ["theirs"]}})
 def plain() -> int:
     return 1
 @app.prompt(tags=["money", "daily"])
@@ -154,6 +154,7 @@ def greeting() -> str:
         (["--tag", "money", "--as", "rpc"], {"price"}),
         (["--tag", "money", "--as", "mcp"], {"price", "greeting"}),
         (["--tag", "mon"], set()),
+        (["--tag", "theirs", "--as", "mcp"], {"plain"}),  # as a server of FastMCP sends them
     ):
         told = invoke("list", str(tmp_path / "shop.py"), *options)
         assert told.exit_code == 0, told.output

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.calls import call, result
-from wirecall import App, connect
+from wirecall import App, Done, UsageError, connect
 from wirecall.mcp.types import Text, ToolResult
 
 
@@ -132,6 +132,47 @@ def test_production_sends_what_the_function_returns(declared: Any, value: Any, e
 @pytest.mark.parametrize(("declared", "value", "expected"), FITS)
 def test_a_result_of_its_type_is_sent(declared: Any, value: Any, expected: Any) -> None:
     assert result(app_returning(declared, value, "development").handle_sync(call("f"))) == expected
+
+
+async def test_the_result_of_a_verdict_is_written_like_that_of_the_function() -> None:
+    app = App("test", ledger="memory:")
+
+    @app.command(on_crash="reconcile", reconcile=lambda: Done(Price(cents=1)))
+    async def pay() -> Price:
+        return Price(cents=1)
+
+    told = result(await app.handle(call("pay", {}, key="k")))
+    assert app.registry.methods["pay"].written(Price(cents=1)) == told == {"priceInCents": 1}
+    await app.aclose()
+
+
+def test_check_result_is_a_bool() -> None:
+    with pytest.raises(UsageError, match="check_result must be True or False, got 'yes'"):
+        app_returning(int, 5, "production", check_result="yes")
+
+
+async def test_a_command_whose_result_cannot_be_written_has_run() -> None:
+    class Odd(BaseModel):
+        @pydantic.computed_field  # type: ignore[prop-decorator]
+        @property
+        def broken(self) -> int:
+            raise RuntimeError("secret")
+
+    app = App("test", mode="development", ledger="memory:")
+    runs = []
+
+    async def pay() -> Any:
+        runs.append(1)
+        return Odd()
+
+    pay.__annotations__["return"] = Odd
+    app.command(pay)
+    first = json.loads(await app.handle(call("pay", {}, key="k")) or b"")
+    assert first["error"] == {"code": -32603, "message": "Internal error", "data": {"ran": "yes"}}
+    again = json.loads(await app.handle(call("pay", {}, key="k")) or b"")
+    assert again["error"]["data"]["type"] == "result_not_retained"
+    assert runs == [1]
+    await app.aclose()
 
 
 async def test_a_command_with_a_wrong_result_has_run(caplog: pytest.LogCaptureFixture) -> None:

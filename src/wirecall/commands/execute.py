@@ -744,7 +744,7 @@ async def _reconciled(call: Call, run: Run) -> Outcome | None:
     ask = partial(method.reconcile, Context(call))
     verdict = await settled(in_thread(ask) if method.blocking and run.loop is not None else ask())
     if isinstance(verdict, Done):
-        outcome = outcome_of("result", method.finished(verdict.result), run.claim.id, call.shape)
+        outcome = outcome_of("result", method.written(verdict.result), run.claim.id, call.shape)
         run.to(RunEvent.RETURN)
         return outcome
     if isinstance(verdict, NotDone):

@@ -422,15 +422,18 @@ class Whole:
     __slots__ = ()
 
 
-class Unsendable(Struct, frozen=True):
+class Unsendable:
     """Stands for a result that cannot be sent: encoding it raises its error. So the steps after a function treat a wrong
     result like one that JSON cannot carry, which for a command means that it has run."""
 
-    error: EncodeError
+    def __init__(self, error: EncodeError) -> None:
+        self.error = error
 
 
 def encode_hook(value: object) -> object:
     """Return a pydantic model as plain values, without importing pydantic; raise `TypeError` for anything else."""
+    if isinstance(value, Unsendable):
+        raise value.error
     dump: Callable[..., object] | None = getattr(value, "model_dump", None)
     if dump is None:
         raise TypeError(f"{type(value).__name__} cannot be written as JSON")
@@ -452,10 +455,10 @@ def encode(value: object) -> bytes:
             raise EncodeError(f"a Raw that is not JSON: {error}") from error
     if value is UNSET:
         raise EncodeError("UNSET is not a value")
-    if type(value) is Unsendable:
-        raise value.error
     try:
         data = _encoder.encode(value)
+    except EncodeError:
+        raise
     except Exception as error:  # a hook, a property or a recursion of the value may raise anything
         raise EncodeError(f"{type(value).__name__}: {error}") from error
     if b"null" in data:

@@ -20,16 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct, UnsetType
 
 from wirecall.errors import MOST_PROBLEMS, EncodeError, UsageError
 from wirecall.protocol.messages import JsonObject, decode_value, encode
-
-if TYPE_CHECKING:
-    pass
 
 Library: TypeAlias = Literal["msgspec", "pydantic"]
 
@@ -238,14 +235,13 @@ class Modelled:
         try:
             self._adapter.validate_python(value, strict=True)
             self._adapter.dump_python(value, mode="json", by_alias=True, warnings="error")
-        except ValueError as error:
+        except Exception as error:  # of a validator, which may raise anything
             if hasattr(error, "errors"):
                 return problems(error, where)
             # The serializer looks into instances, too. It names the last member of a place alone, and repeats the value.
             found = _UNEXPECTED.findall(str(error))
-            return [f"{where}{member and f'.{member}'}: expected {kind}, got {got}" for kind, member, got in found] or [
-                where
-            ]
+            texts = [f"{where}{member and f'.{member}'}: expected {kind}, got {got}" for kind, member, got in found]
+            return texts or [f"{where}: {str(error)[:200]}"]
         return []
 
 

@@ -236,8 +236,9 @@ class Signature:
             misfits: list[str] = []
             try:
                 if modelled is not None:
+                    plain = modelled.plain(value)  # first: a value that cannot be written at all is another failure
                     misfits = modelled.misfits(value, "result") if is_checked else []
-                    value = modelled.plain(value)
+                    value = plain
                 elif decode is not None:
                     decode(encode(value))
             except EncodeError as error:

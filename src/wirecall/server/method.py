@@ -190,8 +190,9 @@ class Method:
                 )
         for why, fix in _faults(self, reserved):
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
-        self._finish = self.signature.finisher(self.name, is_checked=check_result)
-        self.function = function if self._finish is None else self._finishing(function, self._finish)
+        self._write = self.signature.finisher(self.name, is_checked=False)
+        finish = self.signature.finisher(self.name, is_checked=True) if check_result else self._write
+        self.function = function if finish is None else _finishing(function, finish)
         self.bind = self.signature.bind
         self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
@@ -209,22 +210,9 @@ class Method:
         if self._reconciler is not None and self._reconciler.provided:
             self._reconciler_provided = Provided(self._reconciler, providers)
 
-    def finished(self, value: object) -> object:
-        """Return a value of the function as the result that its annotation describes."""
-        return value if self._finish is None else self._finish(value)
-
-    def _finishing(self, function: Callable[..., object], finish: Callable[[object], object]) -> Callable[..., object]:
-        """Return a function whose values are finished."""
-        from functools import update_wrapper  # late: few methods need it
-
-        async def later(value: Any) -> object:
-            return finish(await value)
-
-        def run(*args: object, **keywords: object) -> object:
-            value = function(*args, **keywords)
-            return later(value) if hasattr(value, "__await__") else finish(value)
-
-        return update_wrapper(run, function)
+    def written(self, value: object) -> object:
+        """Return a value that stands for that of the function, such as that of `Done`, in the form of a result."""
+        return value if self._write is None else self._write(value)
 
     def reconcile(self, context: Context) -> object:
         """Ask the declared reconcile function about an earlier run of the same command; may return an awaitable."""
@@ -236,6 +224,20 @@ class Method:
 
     def __repr__(self) -> str:
         return f"<{self.kind.value} {self.name}>"
+
+
+def _finishing(function: Callable[..., object], finish: Callable[[object], object]) -> Callable[..., object]:
+    """Return a function whose values are finished."""
+    from functools import update_wrapper  # late: few methods need it
+
+    async def later(value: Any) -> object:
+        return finish(await value)
+
+    def run(*args: object, **keywords: object) -> object:
+        value = function(*args, **keywords)
+        return later(value) if hasattr(value, "__await__") else finish(value)
+
+    return update_wrapper(run, function)
 
 
 class Registry:
