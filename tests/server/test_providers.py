@@ -365,6 +365,27 @@ async def test_commit_points_and_reconcile_functions_work_with_values() -> None:
     assert log == ["acted", "look into db"]
 
 
+async def test_a_reconcile_function_that_blocks_runs_in_a_thread() -> None:
+    app, threads, here = make_app(), list[bool](), threading.get_ident()
+
+    @app.provide
+    async def db() -> Db:
+        return Db()
+
+    def look(db: Db) -> Done:
+        threads.append(threading.get_ident() != here)
+        return Done("found")
+
+    @app.command(on_crash="reconcile", reconcile=look, blocking=True)
+    def put(db: Db) -> str:
+        threads.append(threading.get_ident() != here)
+        raise ValueError("and failed")
+
+    await app.handle(call("put", key="k"))
+    assert result(await app.handle(call("put", key="k"))) == "found"
+    assert threads == [True, True]
+
+
 def test_commands_without_an_event_loop() -> None:
     app = make_app()
 
@@ -474,7 +495,11 @@ async def gives_text() -> AsyncIterator[str]:
     yield "x"
 
 
-@pytest.mark.parametrize("function", [lambda: Db(), text, maybe, gives_text])
+def texts() -> list[str]:
+    return []
+
+
+@pytest.mark.parametrize("function", [lambda: Db(), text, maybe, gives_text, texts])
 def test_a_type_that_is_not_its_own_is_refused(function: Callable[..., object]) -> None:
     with pytest.raises(UsageError, match="not a type of its own"):
         make_app().provide(function)

@@ -327,6 +327,8 @@ class Dispatcher:
         error: BaseException | None = None
         try:
             if self._lifespan is not None:
+                if not self._lifespan.is_entered:  # a client is still there after `App.aclose`
+                    await self._lifespan.enter()
                 call.state = self._lifespan.state
             context = Context(call)
             result = await (self._guarded(context) if self._guarded else self._invoke(call, context))

@@ -41,7 +41,8 @@ class Provider:
             returns = typing.get_args(returns)[0]
         self.type = returns
         self.manager: Callable[..., Any] = asynccontextmanager(function) if is_async_generator else contextmanager(function)
-        if returns in _COMMON or typing.get_origin(returns) in (typing.Union, types.UnionType, *_YIELDS):
+        origin = typing.get_origin(returns)
+        if returns in _COMMON or origin in _COMMON - {None} or origin in (typing.Union, types.UnionType, *_YIELDS):
             raise UsageError(
                 f"{self} provides {name_of(returns)}, which is not a type of its own.",
                 "a parameter of this type would no longer be the caller's, in every method",
