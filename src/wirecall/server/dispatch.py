@@ -147,8 +147,8 @@ class Dispatcher:
                 "give each entry its own: params.idempotency_key",
             )
         busy = self._in_flight + self.commands.left
-        count = len(read) if is_batch else 1
-        if busy and (busy + count > limits.in_flight or (self._held is not None and self._is_greedy(caller, count))):
+        more = len(read) if busy and is_batch else 1
+        if busy and (busy + more > limits.in_flight or (self._held is not None and self._is_greedy(caller, more))):
             refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
             answers = [
                 frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else refusal))
