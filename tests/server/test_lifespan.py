@@ -315,6 +315,33 @@ async def test_a_start_that_is_cancelled_is_cleaned_up() -> None:
     await app.aclose()
 
 
+async def test_a_client_that_stays_open_starts_a_closed_app_again() -> None:
+    pools = Pools()
+    app = pools.app()
+    async with connect(app, protocol="mcp") as client:
+        assert (await client.call_tool("tool")).text == "of test"
+        await app.aclose()
+        assert (await client.call_tool("tool")).text == "of test"
+        async with connect(app) as other:
+            assert await other.call("pool") == "of test"
+    await app.aclose()
+    assert pools.log == ["enter test", "call", "leave", "enter test", "call", "call", "leave"]
+
+
+async def test_calls_that_wait_for_a_start_which_is_given_up_hear_of_it() -> None:
+    pools = Pools()
+    pools.held = asyncio.Event()
+    app = pools.app()
+    async with asyncio.timeout(PATIENCE):
+        opening = asyncio.create_task(app.__aenter__())
+        await pools.begun.wait()
+        waiting = asyncio.create_task(app.handle(call("pool")))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(StartFailed, match="cancelled"):
+            await waiting
+
+
 async def test_a_failure_at_the_end_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     @asynccontextmanager
     async def lifespan(_: App) -> AsyncIterator[None]:

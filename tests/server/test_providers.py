@@ -82,8 +82,8 @@ async def test_every_kind_of_provider_and_of_parameter() -> None:
         return User(db.name)
 
     @app.provide
-    def token(ctx: Context) -> Token:
-        return Token(ctx.method)
+    def token(ctx: Context, length: int = 100) -> Token:
+        return Token(ctx.method[:length])
 
     @app.query
     def positional(a: int, db: Db, b: int = 2, *rest: int) -> list[Any]:
@@ -188,6 +188,79 @@ async def test_a_provider_cannot_turn_an_error_into_a_result() -> None:
         raise DomainError(4040, "no such article")
 
     assert error(await app.handle(call("fails")))["code"] == 4040
+
+
+async def test_a_provider_cannot_hide_the_error_of_the_next_one() -> None:
+    app = make_app()
+
+    @app.provide
+    def db() -> Iterator[Db]:
+        with suppress(DomainError):
+            yield Db()
+
+    @app.provide
+    def user(db: Db) -> User:
+        raise DomainError(4010, "no such user")
+
+    @app.query
+    def who(user: User) -> str:
+        return user.name
+
+    assert error(await app.handle(call("who")))["code"] == 4010
+
+
+async def test_a_value_that_a_thread_makes_for_a_call_that_was_cancelled_is_cleaned_up() -> None:
+    app, log = make_app(), list[str]()
+    begun, go = threading.Event(), threading.Event()
+
+    @app.provide(blocking=True)
+    def db() -> Iterator[Db]:
+        begun.set()
+        assert go.wait(PATIENCE)
+        log.append("open")
+        yield Db()
+        log.append("close")
+
+    app.query(name="who")(takes_db)
+    async with asyncio.timeout(PATIENCE):
+        task = asyncio.create_task(app.handle(call("who", [1])))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        go.set()
+        await asyncio.wait({task})
+    assert task.cancelled()
+    assert log == ["open", "close"]
+
+
+def test_values_that_need_an_event_loop_are_refused_without_one() -> None:
+    app, log = make_app(), list[str]()
+
+    @app.provide
+    async def db() -> AsyncIterator[Db]:
+        try:
+            yield Db()
+        finally:
+            log.append("close")
+
+    @app.provide
+    async def user() -> User:
+        await asyncio.sleep(0)
+        return User("ada")
+
+    @app.query
+    async def waits(db: Db) -> None:
+        await asyncio.sleep(0)
+
+    @app.query
+    async def who(db: Db, user: User) -> str:
+        return user.name
+
+    app.query(name="quick")(takes_db)
+    assert result(app.handle_sync(call("quick", [1]))) == "db"
+    for method in ("waits", "who"):
+        with pytest.raises(UsageError, match="tried to wait"):
+            app.handle_sync(call(method))
+    assert log == ["close"] * 3
 
 
 async def test_blocking_providers_run_in_threads() -> None:
@@ -365,6 +438,27 @@ async def test_commit_points_and_reconcile_functions_work_with_values() -> None:
     assert log == ["acted", "look into db"]
 
 
+async def test_a_reconcile_function_that_blocks_runs_in_a_thread() -> None:
+    app, threads, here = make_app(), list[bool](), threading.get_ident()
+
+    @app.provide
+    async def db() -> Db:
+        return Db()
+
+    def look(db: Db) -> Done:
+        threads.append(threading.get_ident() != here)
+        return Done("found")
+
+    @app.command(on_crash="reconcile", reconcile=look, blocking=True)
+    def put(db: Db) -> str:
+        threads.append(threading.get_ident() != here)
+        raise ValueError("and failed")
+
+    await app.handle(call("put", key="k"))
+    assert result(await app.handle(call("put", key="k"))) == "found"
+    assert threads == [True, True]
+
+
 def test_commands_without_an_event_loop() -> None:
     app = make_app()
 
@@ -474,7 +568,11 @@ async def gives_text() -> AsyncIterator[str]:
     yield "x"
 
 
-@pytest.mark.parametrize("function", [lambda: Db(), text, maybe, gives_text])
+def texts() -> list[str]:
+    return []
+
+
+@pytest.mark.parametrize("function", [lambda: Db(), text, maybe, gives_text, texts])
 def test_a_type_that_is_not_its_own_is_refused(function: Callable[..., object]) -> None:
     with pytest.raises(UsageError, match="not a type of its own"):
         make_app().provide(function)

@@ -68,7 +68,7 @@ from wirecall.ledger.base import (
 from wirecall.logs import logger
 from wirecall.server.call import Call, Context, Handler, InputRequired
 from wirecall.server.method import CannotTell, Done, NotDone
-from wirecall.stepping import in_thread, settled, start
+from wirecall.stepping import settled, start
 
 # Seconds that a stop waits for handlers that do not heed their cancellation.
 LAST_WORDS = 1.0
@@ -741,8 +741,8 @@ async def _reconciled(call: Call, run: Run) -> Outcome | None:
     if run.state is RunState.CANCELLED:
         raise asyncio.CancelledError
     run.to(RunEvent.ASK)
-    ask = partial(method.reconcile, Context(call))
-    verdict = await settled(in_thread(ask) if method.blocking and run.loop is not None else ask())
+    in_a_thread = method.blocking and run.loop is not None
+    verdict = await settled(method.reconcile(Context(call), in_a_thread=in_a_thread))
     if isinstance(verdict, Done):
         outcome = outcome_of("result", method.written(verdict.result), run.claim.id, call.shape)
         run.to(RunEvent.RETURN)

@@ -162,8 +162,8 @@ class Dispatcher:
                     asked.update(dict.fromkeys(known.scopes.of(entry.params)))
             self._permit(identity, asked)
         busy = self._in_flight + self.commands.left
-        count = len(read) if is_batch else 1
-        if busy and (busy + count > limits.in_flight or (self._held is not None and self._is_greedy(caller, count))):
+        more = len(read) if busy and is_batch else 1
+        if busy and (busy + more > limits.in_flight or (self._held is not None and self._is_greedy(caller, more))):
             refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
             answers = [
                 frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else refusal))
@@ -342,6 +342,8 @@ class Dispatcher:
         error: BaseException | None = None
         try:
             if self._lifespan is not None:
+                if not self._lifespan.is_entered:  # a client is still there after `App.aclose`
+                    await self._lifespan.enter()
                 call.state = self._lifespan.state
             context = Context(call)
             result = await (self._guarded(context) if self._guarded else self._invoke(call, context))

@@ -62,7 +62,7 @@ class Lifespan:
 
     def let_go(self) -> bool:
         """Give up a hold; return whether it was the last one, so that the lifespan is to be left."""
-        self._holders -= 1
+        self._holders = max(0, self._holders - 1)  # `leave` has dropped all holds
         return self._holders == 0 and self._task is not None
 
     async def leave(self, grace: float) -> None:
@@ -102,7 +102,9 @@ class Lifespan:
                         entered.set_result(None)
                         await leaving.wait()
             except asyncio.CancelledError:
-                entered.cancel()
+                if not entered.done():
+                    entered.set_exception(StartFailed("the start was cancelled"))
+                    entered.exception()  # retrieved, as below
                 raise
             except BaseException as error:
                 if not entered.done():

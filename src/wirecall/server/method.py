@@ -7,6 +7,7 @@ and checked at registration, before the first call. A contradiction is an error 
 import enum
 import types
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -214,13 +215,18 @@ class Method:
         """Return a value that stands for that of the function, such as that of `Done`, in the form of a result."""
         return value if self._write is None else self._write(value)
 
-    def reconcile(self, context: Context) -> object:
+    def reconcile(self, context: Context, *, in_a_thread: bool) -> object:
         """Ask the declared reconcile function about an earlier run of the same command; may return an awaitable."""
         assert self._reconciler is not None
         args, keywords = self._reconciler.bind_all(context.params, context)
         if self._reconciler_provided is not None:
-            return self._reconciler_provided.call(context, args, keywords, in_a_thread=False)
-        return self._reconciler.function(*args, **keywords)
+            return self._reconciler_provided.call(context, args, keywords, in_a_thread=in_a_thread)
+        ask = partial(self._reconciler.function, *args, **keywords)
+        if not in_a_thread:
+            return ask()
+        from wirecall.stepping import in_thread  # late: `import wirecall` stays light
+
+        return in_thread(ask)
 
     def __repr__(self) -> str:
         return f"<{self.kind.value} {self.name}>"

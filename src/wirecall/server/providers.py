@@ -7,6 +7,7 @@
 3. The order in which values are made is found when the app starts (`Providers.plan`), not in a call.
 """
 
+import asyncio
 import inspect
 import types
 import typing
@@ -18,7 +19,7 @@ from typing import Any
 from msgspec import Struct
 
 from wirecall.errors import UsageError
-from wirecall.protocol.params import Signature, name_of, place_of, read_signature
+from wirecall.protocol.params import REQUIRED, Signature, name_of, place_of, read_signature
 from wirecall.server.call import Call, Context
 from wirecall.stepping import in_thread, settled
 
@@ -41,7 +42,8 @@ class Provider:
             returns = typing.get_args(returns)[0]
         self.type = returns
         self.manager: Callable[..., Any] = asynccontextmanager(function) if is_async_generator else contextmanager(function)
-        if returns in _COMMON or typing.get_origin(returns) in (typing.Union, types.UnionType, *_YIELDS):
+        origin = typing.get_origin(returns)
+        if returns in _COMMON or origin in _COMMON - {None} or origin in (typing.Union, types.UnionType, *_YIELDS):
             raise UsageError(
                 f"{self} provides {name_of(returns)}, which is not a type of its own.",
                 "a parameter of this type would no longer be the caller's, in every method",
@@ -101,6 +103,8 @@ class Providers:
             takes: dict[str, int] = dict.fromkeys(provider.injected, 0)
             for parameter in provider.parameters:
                 found = self.find(parameter.type)
+                if found is None and parameter.default is not REQUIRED:
+                    continue
                 if found is None:
                     raise UsageError(
                         f"{name_of(parameter.type)} is not provided.",
@@ -202,22 +206,22 @@ class Provided:
         values: list[Any] = [context]
         raised: BaseException | None = None
         async with AsyncExitStack() as stack:
-            for step in self._steps:
-                provider = step.provider
-                taken = {name: values[number] for name, number in step.takes.items()}
-                if not provider.cleans_up:
-                    if provider.blocking:
-                        values.append(await in_thread(partial(provider.function, **taken)))
-                    else:
-                        made = provider.function(**taken)
-                        values.append(await made if provider.is_async else made)
-                elif provider.is_async:
-                    values.append(await stack.enter_async_context(provider.manager(**taken)))
-                elif provider.blocking:
-                    values.append(await stack.enter_async_context(_in_threads(provider.manager(**taken))))
-                else:
-                    values.append(stack.enter_context(provider.manager(**taken)))
             try:
+                for step in self._steps:
+                    provider = step.provider
+                    taken = {name: values[number] for name, number in step.takes.items()}
+                    if not provider.cleans_up:
+                        if provider.blocking:
+                            values.append(await in_thread(partial(provider.function, **taken)))
+                        else:
+                            made = provider.function(**taken)
+                            values.append(await made if provider.is_async else made)
+                    elif provider.is_async:
+                        values.append(await stack.enter_async_context(provider.manager(**taken)))
+                    elif provider.blocking:
+                        values.append(await stack.enter_async_context(_in_threads(provider.manager(**taken))))
+                    else:
+                        values.append(stack.enter_context(provider.manager(**taken)))
                 return await settled(run(values))
             except BaseException as error:
                 raised = error
@@ -229,7 +233,15 @@ class Provided:
 @asynccontextmanager
 async def _in_threads(manager: Any) -> AsyncIterator[Any]:
     """Enter and leave a context manager that blocks, in threads beside the loop."""
-    value = await in_thread(manager.__enter__)
+    entering = asyncio.ensure_future(in_thread(manager.__enter__))
+    try:
+        value = await asyncio.shield(entering)
+    except asyncio.CancelledError:
+        # The thread cannot be stopped, but its value is cleaned up.
+        await asyncio.wait({entering})
+        if entering.exception() is None:
+            await in_thread(lambda: manager.__exit__(None, None, None))
+        raise
     try:
         yield value
     except BaseException as error:
