@@ -20,7 +20,6 @@ The rules of the file:
 """
 
 import asyncio
-import fcntl
 import hashlib
 import math
 import os
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from wirecall.files import real_path
+from wirecall.files import IS_PORTABLE, DescriptorLock, Lock, TransactionLock, real_path
 from wirecall.logs import logger
 from wirecall.protocol.messages import Json
 from wirecall.server.events import CallEnded
@@ -68,10 +67,11 @@ class AuditEntry(Struct, frozen=True, kw_only=True):
 
 
 class Audit:
-    """An open audit trail."""
+    """An open audit trail. `portable` selects the lock: all processes that share a file need the same kind."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, portable: bool = IS_PORTABLE) -> None:
         self.path = Path(path)
+        self._portable = portable
         real_path(path, NAME)  # a mistake shows when the app starts; after a command it could only be logged
         self._begin()
         self._last = FIRST
@@ -81,6 +81,7 @@ class Audit:
         self._pid = os.getpid()
         self._writing = threading.Lock()  # the lock on the file keeps other processes away, not other threads
         self._file: int | None = None
+        self._lock: Lock = DescriptorLock()
         self._seen = -1  # size of the file after our own last line
         self._late: ThreadPoolExecutor | None = None  # its one thread writes the lines that wait, in their order
         self._waiting: set[Future[None]] = set()  # lines that are not written yet: no other may overtake them
@@ -151,12 +152,14 @@ class Audit:
             if self._file is None:
                 real = real_path(self.path, NAME)
                 os.makedirs(os.path.dirname(real), exist_ok=True)
-                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+                for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"):  # no system has all of them
+                    flags |= getattr(os, name, 0)
                 self._file = os.open(real, flags, 0o600)
+                if self._portable:
+                    self._lock = TransactionLock(real)
             file = self._file
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not self._lock.take(file):
                 return False
             try:
                 # Step 2: the end of the chain. Another process may have written since, or a line may be torn.
@@ -177,7 +180,7 @@ class Audit:
                     raise OSError("only a part of it could be written")
                 self._seen, self._last = size + len(data), own
             finally:
-                fcntl.flock(file, fcntl.LOCK_UN)
+                self._lock.give_back(file)
         return True
 
     def _add_in_time(self, entry: AuditEntry, give_up_at: float) -> None:
@@ -196,6 +199,7 @@ class Audit:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+            self._lock.close()
 
 
 class Report(Struct, frozen=True):
@@ -255,7 +259,8 @@ def _end_of(file: int, size: int) -> tuple[str, bool]:
     """Return the hash of the last whole line, and whether a torn one follows it."""
     length = TAIL
     while True:
-        tail = os.pread(file, length, max(0, size - length))
+        os.lseek(file, max(0, size - length), os.SEEK_SET)  # lines are appended, wherever the position is
+        tail = os.read(file, length)
         torn = bool(tail) and not tail.endswith(b"\n")
         for line in reversed(tail.splitlines()):
             if (links := _links(line)) is not None:

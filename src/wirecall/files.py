@@ -1,12 +1,23 @@
-"""The paths of files that other users must neither read nor replace: the ledger, the audit trail and logins."""
+"""Files that other users must neither read nor replace, the ledger, the audit trail and logins: their paths, and their locks.
+
+Windows has neither locks on descriptors nor an event loop that watches pipes. `IS_PORTABLE` selects the parts that every
+system has: `TransactionLock` instead of `DescriptorLock`, and threads that read and write (`transports.lines`). Each user of
+it takes `portable=`, so that tests run both.
+"""
 
 import errno
 import os
 import stat
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from wirecall.errors import UsageError
 
+if TYPE_CHECKING:
+    import sqlite3
+
+IS_PORTABLE = sys.platform == "win32"
 MAX_LINKS = 40  # as Linux has it
 
 
@@ -37,3 +48,66 @@ def real_path(path: str | os.PathLike[str], what: str) -> str:
             )
         here = folder / target / here.relative_to(link)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+
+
+class Lock(Protocol):
+    """A lock on a file, which one process has at a time. A process that ends gives it back."""
+
+    def take(self, file: int) -> bool:
+        """Take the lock, unless another process has it; return whether it was taken."""
+
+    def give_back(self, file: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DescriptorLock:
+    """A lock on an open file (flock)."""
+
+    def take(self, file: int) -> bool:
+        import fcntl  # late: Windows does not have it
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def give_back(self, file: int) -> None:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        pass
+
+
+class TransactionLock:
+    """A lock for all systems: a transaction of SQLite in a file of its own, beside the file. The file stays empty."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = f"{os.fspath(path)}.lock"
+        self._database: sqlite3.Connection | None = None
+
+    def take(self, file: int) -> bool:
+        import sqlite3  # late: only this kind of lock needs it
+
+        if self._database is None:
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._database = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
+        try:
+            self._database.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                return False
+            raise
+        return True
+
+    def give_back(self, file: int) -> None:
+        assert self._database is not None
+        self._database.execute("ROLLBACK")
+
+    def close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None

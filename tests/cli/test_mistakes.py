@@ -121,11 +121,12 @@ def test_an_invalid_key_is_reported_with_the_rule_for_keys() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("shop://articles", "resource"), ("reminder", "prompt")])
-def test_a_name_that_is_not_callable_is_reported_with_its_kind(name: str, kind: str) -> None:
-    run = invoke("call", SHOP, name)
+def test_a_name_that_json_rpc_does_not_have_is_reported_with_its_kind(name: str, kind: str) -> None:
+    run = invoke("call", SHOP, name, "--as", "rpc")
     assert run.exit_code == Exit.USAGE
     assert f"{name} is a {kind}." in run.stderr
-    assert f"next: wirecall show {SHOP} {name}" in run.stderr
+    assert "why: JSON-RPC has only methods" in run.stderr
+    assert "next: drop --as rpc" in run.stderr
 
 
 def test_bytes_of_another_locale_are_read_as_utf_8(tmp_path: Path) -> None:

@@ -103,7 +103,38 @@ async def test_a_command_that_does_not_exist() -> None:
             pass
 
 
-async def test_a_child_that_never_answers_and_never_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("portable", [False, True])
+async def test_the_lines_and_the_last_output_of_a_child(portable: bool) -> None:
+    """The same by both ways to read: the event loop watches the pipes, or threads wait for them."""
+    heard: list[bytes] = []
+    ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    script = "import sys\nfor line in sys.stdin: print(line * 1000, end='', flush=True)\nsys.exit('last words')"
+    child = Child([sys.executable, "-c", script], stderr="keep", portable=portable)
+    await child.open(heard.append, ended.set_result)
+    for number in range(20):
+        await child.write(b"%d" % number)
+    await until(lambda: len(heard) == 20_000)
+    assert heard == [b"%d" % number for number in range(20) for _ in range(1000)]
+    await child.aclose()
+    with pytest.raises(NotSent):
+        await child.write(b"x")
+
+
+@pytest.mark.parametrize("portable", [False, True])
+async def test_a_child_that_fails_is_reported(portable: bool) -> None:
+    ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    script = "import sys\nsys.stdin.readline()\nsys.exit('last words')"
+    child = Child([sys.executable, "-c", script], stderr="keep", portable=portable)
+    await child.open(lambda _line: None, ended.set_result)
+    await child.write(b"x")
+    error = await asyncio.wait_for(ended, PATIENCE)
+    assert isinstance(error, ConnectionLost)
+    assert "ended with 1; its last words: last words" in str(error)
+    await child.aclose()
+
+
+@pytest.mark.parametrize("portable", [False, True])
+async def test_a_child_that_never_answers_and_never_ends(tmp_path: Path, portable: bool) -> None:
     """It ignores the end of its input and SIGTERM, and has a child of its own: all of it is gone afterwards."""
     stubborn = f"""
 import os, pathlib, signal, subprocess, sys, time
@@ -113,7 +144,7 @@ pathlib.Path({str(tmp_path / "pids.new")!r}).write_text(f"{{os.getpid()}} {{gran
 os.rename({str(tmp_path / "pids.new")!r}, {str(tmp_path / "pids")!r})
 time.sleep(600)
 """
-    child: Any = Child([sys.executable, "-c", stubborn], grace=0.2)
+    child: Any = Child([sys.executable, "-c", stubborn], grace=0.2, portable=portable)
     await child.open(lambda _line: None, lambda _error: None)
     try:
         await until(lambda: (tmp_path / "pids").exists())

@@ -6,7 +6,9 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.calls import batch, call, error, make_app, result
 from tests.mcp.asgi import KEY, R5, speak
 from wirecall import App, Context, DomainError, UsageError, jsonrpc
 from wirecall.audit import Audit, AuditEntry, verify
+from wirecall.files import DescriptorLock, Lock, TransactionLock
 
 
 @pytest.fixture
@@ -57,6 +60,20 @@ def entry(n: int) -> AuditEntry:
         replayed=False,
         duration_ms=0.5,
     )
+
+
+both_locks = pytest.mark.parametrize("portable", [False, True])
+
+
+@contextmanager
+def kept(trail: Path, portable: bool) -> Iterator[None]:
+    """Another program has the lock on the trail."""
+    lock: Lock = TransactionLock(trail) if portable else DescriptorLock()
+    with trail.open() as other:
+        assert any(lock.take(other.fileno()) for _ in range(1_000_000))  # a line may be written at this moment
+        yield
+        lock.give_back(other.fileno())
+        lock.close()
 
 
 async def test_one_line_per_command_and_none_for_queries(trail: Path) -> None:
@@ -279,14 +296,14 @@ def test_the_end_of_a_trail_is_found_behind_a_line_of_any_length(trail: Path) ->
     assert verify(trail).ok
 
 
+@both_locks
 def test_a_lock_that_another_program_keeps_costs_a_line_and_not_the_server(
-    trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trail: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, portable: bool
 ) -> None:
     monkeypatch.setattr("wirecall.audit.PATIENCE", 0.05)
-    audit = Audit(str(trail))
+    audit = Audit(str(trail), portable=portable)
     audit.append(entry(0))
-    with trail.open() as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with kept(trail, portable):
         audit.append(entry(1))
     audit.append(entry(2))
     audit.close()
@@ -335,14 +352,14 @@ async def test_lines_still_waiting_for_a_lock_after_the_grace_are_lost_and_logge
     assert verify(trail).ok
 
 
-async def test_lines_that_wait_are_not_overtaken(trail: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_locks
+async def test_lines_that_wait_are_not_overtaken(trail: Path, monkeypatch: pytest.MonkeyPatch, portable: bool) -> None:
     """The lock comes and goes while lines are added, with a loop and without."""
     monkeypatch.setattr("wirecall.audit.PATIENCE", 30.0)
-    audit = Audit(str(trail))
+    audit = Audit(str(trail), portable=portable)
     audit.append(entry(0))
     for n in range(1, 200, 4):
-        with trail.open() as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
+        with kept(trail, portable):
             audit.append(entry(n))
             await asyncio.to_thread(audit.append, entry(n + 1))  # there are lines before it: it does not wait in place
         audit.append(entry(n + 2))
@@ -352,9 +369,10 @@ async def test_lines_that_wait_are_not_overtaken(trail: Path, monkeypatch: pytes
     assert verify(trail).ok
 
 
-def test_many_threads_write_one_chain(trail: Path) -> None:
+@both_locks
+def test_many_threads_write_one_chain(trail: Path, portable: bool) -> None:
     """A lock on the file keeps processes apart, not threads."""
-    audit = Audit(str(trail))
+    audit = Audit(str(trail), portable=portable)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -367,16 +385,17 @@ def test_many_threads_write_one_chain(trail: Path) -> None:
     assert (report.problems, report.lines) == ([], 400)
 
 
-def append_many(path: str, first: int) -> None:
-    audit = Audit(path)
+def append_many(path: str, first: int, portable: bool) -> None:
+    audit = Audit(path, portable=portable)
     for n in range(first, first + 50):
         audit.append(entry(n))
     audit.close()
 
 
-def test_many_processes_write_one_chain(trail: Path) -> None:
+@both_locks
+def test_many_processes_write_one_chain(trail: Path, portable: bool) -> None:
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=append_many, args=(str(trail), n * 50)) for n in range(4)]
+    processes = [context.Process(target=append_many, args=(str(trail), n * 50, portable)) for n in range(4)]
     for process in processes:
         process.start()
     for process in processes:

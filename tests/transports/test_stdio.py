@@ -123,17 +123,18 @@ async def cleanup(grace):
     print("cleaned", file=sys.stderr, flush=True)
 
 grace = float(sys.argv[1]) if len(sys.argv) > 1 else PATIENCE
-stdio.serve(Plain, grace=grace, cleanup=cleanup, limits=limits)
+stdio.serve(Plain, grace=grace, cleanup=cleanup, limits=limits, portable=PORTABLE)
 if "quiet" not in sys.argv:
     print("after")
 """.replace("PATIENCE", str(PATIENCE))
+WATCHED, THREADS = SERVER.replace("PORTABLE", "False"), SERVER.replace("PORTABLE", "True")
 
 
 class Server:
     """The process, its stdin as `write`, its stdout as `answer`, its stderr as `error_line`."""
 
-    def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, "-c", SERVER, *map(str, arguments)]
+    def __init__(self, source: str, *arguments: object) -> None:
+        command = [sys.executable, "-c", source, *map(str, arguments)]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=ENVIRONMENT)
         assert self.process.stdin and self.process.stdout and self.process.stderr
@@ -181,12 +182,13 @@ class Server:
             stream.close()
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Server]]:
+@pytest.fixture(params=[WATCHED, THREADS], ids=["watched", "threads"])
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Server]]:
+    """Start servers, by both ways to read and write: the event loop watches the pipes, or threads wait for them."""
     servers: list[Server] = []
 
     def start(*arguments: object) -> Server:
-        servers.append(Server(*arguments))
+        servers.append(Server(request.param, *arguments))
         return servers[-1]
 
     yield start
@@ -317,7 +319,7 @@ def test_prints_of_handlers_go_to_stderr_and_stdin_is_closed_to_them(server: Ser
 
 
 def run(stdin: Any, stdout: Any, stderr: Any = subprocess.PIPE) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-c", SERVER], stdin=stdin, stdout=stdout, stderr=stderr, env=ENVIRONMENT)
+    return subprocess.Popen([sys.executable, "-c", WATCHED], stdin=stdin, stdout=stdout, stderr=stderr, env=ENVIRONMENT)
 
 
 def test_files(tmp_path: Path) -> None:

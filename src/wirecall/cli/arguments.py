@@ -97,16 +97,33 @@ def example(schema: Schema) -> str:
     return " ".join(f"{name}=..." for name in schema.get("required") or () if name in properties)
 
 
-def described(schema: Schema) -> list[tuple[str, str, str]]:
-    """Return name, type and remarks of every argument."""
-    required = schema.get("required") or ()
+def described(schema: Any, whole: Schema | None = None, depth: int = 0) -> list[tuple[str, str, str]]:
+    """Return name, type and remarks of every argument; below it, indented, those of the object or the list in it."""
+    root = schema if whole is None else whole
+    found = resolved(schema, root)
     rows = []
-    for name, member in (schema.get("properties") or {}).items():
-        inner = resolved(member, schema)
+    if parts := [part for part in branches(found, root) if kinds(part) in (["object"], ["array"])]:
+        for at, part in enumerate(parts, 1):
+            inside = described(part, root, depth + (len(parts) > 1))
+            rows += [("  " * depth + f"({at})", words(part, root), "")] * (len(parts) > 1 and bool(inside)) + inside
+        return rows
+    if kinds(found) == ["array"] and depth < SHOWN:
+        return described(found.get("items"), root, depth)
+    required = found.get("required") or ()
+    properties = found.get("properties")
+    members = dict(properties) if isinstance(properties, dict) and depth < SHOWN else {}
+    for name, member in members.items():
+        inner = resolved(member, root)
         default = inner.get("default")
         remark = "required" if name in required else f"default {default!r}" if default is not None else "optional"
         text = inner.get("description") or (member.get("description") if isinstance(member, dict) else "") or ""
-        rows.append((name, words(member, schema), f"{remark}{'  ' if text else ''}{' '.join(str(text).split())}"))
+        rows.append(
+            ("  " * depth + name, words(member, root), f"{remark}{'  ' if text else ''}{' '.join(str(text).split())}")
+        )
+        rows += described(member, root, depth + 1)
+    rest = found.get("additionalProperties")
+    if isinstance(rest, dict) and depth < SHOWN and (rest or not members):
+        rows += [("  " * depth + "*", words(rest, root), "any name"), *described(rest, root, depth + 1)]
     return rows
 
 

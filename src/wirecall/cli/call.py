@@ -1,7 +1,11 @@
-"""`wirecall call`: one call, checked before it is sent, with a key that can be used again."""
+"""`wirecall call`: one call, checked before it is sent, with a key that can be used again; or a resource, or a prompt."""
 
+import re
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import click
 import msgspec
@@ -11,8 +15,9 @@ from wirecall.cli.arguments import arguments
 from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.input import reading, run
-from wirecall.cli.offers import CALLABLE, Offer, find, of_app, offers_of
-from wirecall.cli.output import Printer, ask, json_option, readable, result_of
+from wirecall.cli.offers import CALLABLE, Offer, asking, find, of_app, offers_of
+from wirecall.cli.output import Printer, ask, json_option, pretty, readable, result_of
+from wirecall.cli.questions import Questions, answer_option
 from wirecall.cli.stores import ledger_option, ready
 from wirecall.cli.targets import Target, TargetCommand, app_of, target_argument
 from wirecall.client.delivery import mint_key
@@ -29,6 +34,7 @@ class Wanted(Struct, kw_only=True):
     yes: bool
     background: bool
     ledger: str | None
+    answers: tuple[str, ...]
     is_sent: bool = False
     is_kept: bool = True  # the key outlives this command
 
@@ -43,11 +49,12 @@ class Wanted(Struct, kw_only=True):
 )
 @click.option("--yes", is_flag=True, help="Do not ask before a destructive call.")
 @click.option("--background", is_flag=True, help="MCP: print the id of the task that goes on, and do not wait for it.")
+@answer_option
 @ledger_option
 @way_options
 @json_option
 def command(target: Target, way: Way, out: Printer, **given: Any) -> None:
-    """Call the method or tool NAME of TARGET.
+    """Call the method or tool NAME of TARGET, read the resource NAME, or get the prompt NAME.
 
     Arguments are name=text, name:=JSON, name=@file, name:=@file, a.b=1 for a member of a member, tag[]=x for a list.
     They are converted by the method's schema. A call that does not fit the schema is not sent.
@@ -57,37 +64,53 @@ def command(target: Target, way: Way, out: Printer, **given: Any) -> None:
     wirecall call http://127.0.0.1:8420 charge order=7 cents=450 --key order-7
     wirecall call search 'filter:={"lang": "en"}' -- python server.py
     wirecall call http://127.0.0.1:8420 render film=7 --background
+    wirecall call http://127.0.0.1:8420/mcp shop://articles
+    wirecall call http://127.0.0.1:8420/mcp close user=ada --answer sure=true
     """
     wanted = Wanted(**given)
     if wanted.key == "":
         raise CliError("The key is empty.", "a key tells one command from another", "--key order-7, or --key auto")
     try:
-        run(_call(out, target, way, wanted))
+        show = run(_call(out, target, way, wanted))
     except Interrupted as stopped:
         stopped.why = "the call may have run, or may still run" if wanted.is_sent else "nothing was sent"
         raise _resumable(stopped, wanted.key, wanted) if wanted.key and wanted.is_sent else stopped from None
+    show()
 
 
-async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
+async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> Callable[[], None]:
+    """Make the call, and return the function that prints its result: while the client is open, stdout is the server's."""
     # 1. The way to the server. A tool that an app offers only over MCP is called over MCP.
     app, name = app_of(target, wanted.ledger), wanted.name
-    if app is not None and way.protocol is None and name in app.registry.tools and name not in app.registry.methods:
-        way = msgspec.structs.replace(way, protocol="mcp")
+    questions = Questions(wanted.answers)
+    is_uri = "://" in name
+    if app is not None and way.protocol is None and name not in app.registry.methods:
+        if is_uri or name in app.registry.tools or name in app.catalog().prompts:
+            way = msgspec.structs.replace(way, protocol="mcp")
+    elif target.kind == "url" and way.protocol is None and is_uri and not urlsplit(target.text).path:
+        way = msgspec.structs.replace(way, protocol="mcp")  # a wirecall server, which has both
     if wanted.background:
         way = way.to_tasks()
         if app is not None and app.ledger_url.startswith("memory:"):
             why = "the app runs in this process, and its ledger is in memory"
             raise CliError("The task would end with this command.", why, "serve the app, or --ledger sqlite:PATH")
     protocol = way.protocol_to(target)
-    async with opened(target, way, app=app) as client:
+    handlers = {"elicit": questions.elicit, "elicit_url": questions.visit}
+    async with opened(target, way, app=app, handlers=handlers) as client:
         # 2. The method or tool, if the server lists them.
         offer = Offer("method", name)
         offers = None if name.startswith("rpc.") else await offers_of(client, app, protocol, callable_only=True)
         if offers is not None:
-            for each in of_app(app) if app is not None else offers:
+            if protocol == "mcp" and not any(each.name == name and each.kind in CALLABLE for each in offers):
+                listed = await offers_of(client, app, protocol) or []
+                other = next((each for each in listed if each.name == name), None) or (
+                    Offer("resource", name) if is_uri else None
+                )
+                if other is not None:
+                    return await _fetch(out, client, other, wanted, target, questions)
+            for each in of_app(app) if app is not None else ():
                 if each.name == name and each.kind not in CALLABLE:
-                    next_step = target.line("show", name)
-                    raise CliError(f"{name} is a {each.kind}.", "only methods and tools can be called", next_step)
+                    raise CliError(f"{name} is a {each.kind}.", "JSON-RPC has only methods", "drop --as rpc")
             offer = find([each for each in offers if each.kind in CALLABLE], name, "method or tool", target.line("list"))
         effects = offer.hints
 
@@ -130,20 +153,19 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
             failure.next = failure.next or "use 1 to 255 printable ASCII characters without spaces, or --key auto"
             raise failure from None
         except (CallFailed, RpcError) as error:
-            raise _failed(error, wanted.key, offer, wanted, target) from None
+            raise questions.failure or _failed(error, wanted.key, offer, wanted, target) from None
         took = time.perf_counter() - begun
+    _tell(out, questions)
     if wanted.background:
         more = ({"key": wanted.key} if wanted.key else {}) | revision
         if task.id is None:
             out.note("The server answered at once: there is no task.")
             value = await task
             document = {"id": None, "status": task.status, "result": result_of(value)}
-            out.result(document, readable(value), method=name, **more)
-        else:
-            shown = f"   key {wanted.key}" if wanted.key else ""
-            out.note(f"{name} goes on{shown}   next: {target.line('task wait', task.id)}", "ok")
-            out.result({"id": task.id, "status": task.status}, task.id, method=name, **more)
-        return
+            return partial(out.result, document, readable(value), method=name, **more)
+        shown = f"   key {wanted.key}" if wanted.key else ""
+        out.note(f"{name} goes on{shown}   next: {target.line('task wait', task.id)}", "ok")
+        return partial(out.result, {"id": task.id, "status": task.status}, task.id, method=name, **more)
     if entry.error is not None:
         failure = _failed(entry.error, entry.key, offer, wanted, target)
         failure.facts |= {"replayed": True} if entry.replayed else {}
@@ -154,7 +176,59 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> None:
         out.note(f"{name}  {took * 1000:.0f} ms{shown}{replayed}", "replayed" if entry.replayed else "ok")
     more = ({"key": entry.key} if entry.key else {}) | revision
     value = entry.result()
-    out.result(result_of(value), readable(value), method=name, replayed=entry.replayed, **more)
+    return partial(out.result, result_of(value), readable(value), method=name, replayed=entry.replayed, **more)
+
+
+def _tell(out: Printer, questions: Questions) -> None:
+    """Raise the reason for which a question was declined; name the answers that the server did not ask for."""
+    if questions.failure is not None:
+        raise questions.failure
+    for name in sorted(questions.unused):
+        why = "the server asked for other fields" if questions.asked else "the server asked nothing"
+        out.note(f"--answer {name} was not used: {why}.", "warning")
+
+
+# --- resources and prompts --------------------------------------------------------------------------------------------
+
+_PLACE = re.compile(r"\{(\+?)(\w+)(\*?)\}")  # of a URI template: {name}, {+name}, {name*}
+
+
+async def _fetch(
+    out: Printer, client: Any, offer: Offer, wanted: Wanted, target: Target, questions: Questions
+) -> Callable[[], None]:
+    """Read a resource, or get a prompt. Both only read, so they take no key."""
+    for given, option in ((wanted.key, "--key"), (wanted.background, "--background")):
+        if given:
+            raise CliError(f"{offer.name} takes no {option}.", f"it is a {offer.kind}, which only reads", f"drop {option}")
+    schema = offer.schema
+    if offer.kind != "prompt":
+        names = [match[2] for match in _PLACE.finditer(offer.name)] if offer.kind == "template" else []
+        properties = {name: {"type": "string"} for name in names}
+        schema = {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    with reading():
+        params = arguments(wanted.words, wanted.whole, schema, help=target.line("show", offer.name))
+    begun = time.perf_counter()
+    with asking():
+        if offer.kind == "prompt":
+            prompted = await client.get_prompt(offer.name, params)
+            messages = [{"role": each.role, "content": each.content.on_wire()} for each in prompted.messages]
+            told = {"description": prompted.description} if prompted.description else {}
+            value: Any = {**told, "messages": messages}
+            text = "\n".join(f"{each.role}: {each.text or pretty(each.content.on_wire())}" for each in prompted.messages)
+        else:
+            # RFC 6570: a name stands for one segment, {+name} and {name*} for several.
+            uri = _PLACE.sub(lambda at: quote(params[at[2]], safe="/" if at[1] or at[3] else ""), offer.name)
+            contents = await client.read_resource(uri if offer.kind == "template" else offer.name)
+            value = [each.contents() for each in contents]
+            text = "\n".join(
+                each.text if each.text is not None else f"[{each.mime_type}, {len(each.blob or b'')} bytes]"
+                for each in contents
+            )
+    _tell(out, questions)
+    if not out.as_json:
+        out.note(f"{offer.name}  {(time.perf_counter() - begun) * 1000:.0f} ms", "ok")
+    revision = {"revision": client.revision} if client.revision else {}
+    return partial(out.result, value, text, **{offer.kind.replace("template", "resource"): offer.name}, **revision)
 
 
 # --- the outcome ----------------------------------------------------------------------------------------------------

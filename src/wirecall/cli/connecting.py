@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from wirecall.app import App
-from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of
+from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failure_of
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.files import login_folder
 from wirecall.logs import logger
@@ -29,6 +29,7 @@ from wirecall.protocol.messages import Unreadable
 if TYPE_CHECKING:
     from wirecall.auth import Stored
     from wirecall.cli.targets import Target
+    from wirecall.client.exchange import Exchange, Link
     from wirecall.transports.http_client import HttpClient
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -131,16 +132,22 @@ async def http_client(url: str, headers: Mapping[str, str]) -> "HttpClient":
 
 
 @asynccontextmanager
-async def opened(target: "Target", way: Way, *, app: App | None = None) -> AsyncIterator[Any]:
-    """Open a client of the target. `app` is the target's app, if the verb has loaded it already."""
+async def opened(
+    target: "Target", way: Way, *, app: App | None = None, handlers: Mapping[str, Any] | None = None
+) -> AsyncIterator[Any]:
+    """Open a client of the target. `app` is the target's app, if the verb has loaded it already.
+
+    `handlers` answer what an MCP server asks; they are options of `connect`.
+    """
     from wirecall.client.connect import connect
 
     protocol = way.protocol_to(target)
     where: Any = way.address(target) if target.kind == "url" else list(target.command)
     if target.kind == "file":
         where = app or target.app()
-    more: Any = {"revision": way.revision} if protocol == "mcp" else {}
+    more: Any = {"revision": way.revision, **(handlers or {})} if protocol == "mcp" else {}
     if target.kind == "url":
+        more["wrap"] = FirstContact
         more["auth"] = await stored_auth(where, way.headers)
     client = connect(where, protocol=protocol, timeout=way.timeout, headers=way.headers, **more)
     noise = _Noise(target.kind == "command")
@@ -159,6 +166,25 @@ async def opened(target: "Target", way: Way, *, app: App | None = None) -> Async
             await client.aclose()
             if isinstance(where, App):
                 await where.aclose(grace)
+
+
+class FirstContact:
+    """A link whose first message is sent once. When the server was reached, the client retries as usual."""
+
+    def __init__(self, link: "Link") -> None:
+        self._link = link
+        self._is_reached = False
+        self.open = link.open
+        self.aclose = link.aclose
+
+    async def exchange(self, exchange: "Exchange") -> None:
+        try:
+            await self._link.exchange(exchange)
+        except NotSent as error:
+            if self._is_reached or error.status is not None:
+                raise
+            raise NotReached(str(error)) from error
+        self._is_reached = True
 
 
 class _Noise(logging.Filter):

@@ -91,6 +91,12 @@ class Unreachable(CliError):
         super().__init__(what, str(why), next, exit=Exit.UNREACHABLE, type="unreachable", **facts)
 
 
+class NotReached(CallFailed):
+    """The first message did not reach a server. It is not retried: the address is probably wrong, and a user waits."""
+
+    RAN = "no"
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant."""
     from difflib import get_close_matches  # late: mistakes are rare
@@ -114,6 +120,7 @@ _ENDPOINT = "give the address of its endpoint: .../rpc or .../mcp"
 _FAILED: tuple[tuple[type[CallFailed], Exit, str, str, str], ...] = (
     (errors.Declined, Exit.INTERRUPTED, "declined", "Nothing was sent.", "answer yes, or give --yes"),
     (errors.NotSent, Exit.UNREACHABLE, "unreachable", "The server cannot be reached.", "is it running at this address?"),
+    (NotReached, Exit.UNREACHABLE, "unreachable", "The server cannot be reached.", "is it running at this address?"),
     (errors.TimedOut, Exit.UNKNOWN, "timed_out", "No answer came in time; the outcome is unknown.", AGAIN),
     (errors.ConnectionLost, Exit.UNKNOWN, "connection_lost", "The connection broke; the outcome is unknown.", AGAIN),
     (errors.Refused, Exit.PROTOCOL, "not_rpc", "The server at this address does not speak JSON-RPC.", _ENDPOINT),

@@ -20,6 +20,7 @@ from typing import IO, Any, BinaryIO, Literal, TypeAlias, TypeVar
 import click
 
 from wirecall.cli.failures import Exit, Interrupted
+from wirecall.files import IS_PORTABLE
 
 T = TypeVar("T")
 Numbered: TypeAlias = tuple[int, bytes]
@@ -106,7 +107,7 @@ class Input(click.File):
 class InputLines:
     """The lines of an input that are not blank, with their numbers from 1."""
 
-    def __init__(self, source: BinaryIO) -> None:
+    def __init__(self, source: BinaryIO, *, portable: bool = IS_PORTABLE) -> None:
         self._source = source
         self._number = 0
         self._numbered = self._of(source)
@@ -119,7 +120,7 @@ class InputLines:
         except (OSError, ValueError):  # bytes that only look like a file
             is_pipe = False
         # Whether the next line may not be written yet, and the event loop can wait for it.
-        self._may_wait = is_pipe and sys.platform != "win32"
+        self._may_wait = is_pipe and not portable
 
     async def block(self, most: int) -> list[Numbered]:
         """Return the next lines, at most `most`; an empty list at the end of the input."""

@@ -62,16 +62,22 @@ def show_command(target: Target, name: str, way: Way, out: Printer) -> None:
     lines += [f"  {line}" for text in (offer.title, offer.description) for line in text.strip().splitlines()]
     lines += [f"  Tags: {', '.join(offer.tags)}"] if offer.tags else []
     if offer.schema is not None:
-        rows = described(offer.schema)
-        widths = [max((len(row[at]) for row in rows), default=0) for at in (0, 1)]
-        lines += ["", "Takes" if rows else "Takes nothing"]
-        lines += [f"  {name.ljust(widths[0])}  {kind.ljust(widths[1])}  {remark}".rstrip() for name, kind, remark in rows]
+        rows = _rows(described(offer.schema))
+        lines += ["", "Takes" if rows else "Takes nothing", *rows]
     if offer.output is not None:
         lines += ["", f"Gives {offer.output.get('contentMediaType') or words(offer.output, offer.output)}"]
+        lines += _rows(
+            [(name, kind, remark.removeprefix("required").strip()) for name, kind, remark in described(offer.output)]
+        )
     if offer.kind in CALLABLE:
         key = "--key auto" if offer.hints and offer.hints.keyed else ""
         lines += ["", target.line("call", offer.name, example(offer.schema or {}), key)]
     out.result(offer, "\n".join(map(escaped, lines)))
+
+
+def _rows(rows: list[tuple[str, str, str]]) -> list[str]:
+    widths = [max((len(row[at]) for row in rows), default=0) for at in (0, 1)]
+    return [f"  {name.ljust(widths[0])}  {kind.ljust(widths[1])}  {remark}".rstrip() for name, kind, remark in rows]
 
 
 async def listed(target: Target, way: Way) -> list[Offer]:

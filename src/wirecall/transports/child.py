@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, UsageError
+from wirecall.files import IS_PORTABLE
 from wirecall.logs import printable
-from wirecall.transports.lines import CHUNK, Splitter
+from wirecall.transports.lines import CHUNK, Splitter, Threaded
 
 OnLine: TypeAlias = Callable[[bytes], None]
 OnEnd: TypeAlias = Callable[[CallFailed], None]
@@ -29,6 +30,8 @@ GRACE = 2.0
 KEPT = 2000  # characters of stderr that an error quotes
 TURN = 200  # lines that are heard at one go; a pipe may hold 32768
 
+_Reader: TypeAlias = asyncio.StreamReader | Threaded
+
 _living: set[asyncio.subprocess.Process] = set()
 
 
@@ -36,7 +39,7 @@ def kill_all() -> None:
     """Kill all children at once, for a program that is about to end itself in the middle of everything."""
     for process in list(_living):
         if process.returncode is None:  # else another process may have its number by now
-            _kill(process, signal.SIGKILL)
+            _kill(process)
 
 
 class Child:
@@ -51,6 +54,7 @@ class Child:
         max_bytes: int = 10 << 20,
         stderr: Stderr = "pass",
         grace: float = GRACE,
+        portable: bool = IS_PORTABLE,
     ) -> None:
         if not command or not all(isinstance(word, str) for word in command):
             raise UsageError(f"{command!r} is not a command line.", fix='use a list of strings: ["python", "server.py"]')
@@ -60,9 +64,10 @@ class Child:
         self._max_bytes = max_bytes
         self._passes = stderr == "pass"
         self._grace = grace
+        self._portable = portable  # read in threads, and do without process groups
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._pipes: list[asyncio.ReadTransport] = []
+        self._pipes: list[asyncio.ReadTransport | Threaded] = []
         self._kept = b""
 
     async def open(self, on_line: OnLine, on_end: OnEnd) -> None:
@@ -94,7 +99,11 @@ class Child:
         hearing = asyncio.create_task(self._hear(stderr))
         self._tasks = [hearing, asyncio.create_task(self._listen(process, stdout, hearing, on_line, on_end))]
 
-    async def _reader(self, descriptor: int) -> asyncio.StreamReader:
+    async def _reader(self, descriptor: int) -> _Reader:
+        if self._portable:
+            threaded = Threaded(descriptor, owned=True)
+            self._pipes.append(threaded)
+            return threaded
         reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
         file = os.fdopen(descriptor, "rb", 0)
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
@@ -136,13 +145,13 @@ class Child:
         try:
             # Close stdin, wait, then SIGTERM, wait, then SIGKILL (MCP 2025-03-26, lifecycle, shutdown of stdio).
             process.stdin.close()
-            for number in (signal.SIGTERM, signal.SIGKILL):
+            for gently in (True, False):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), self._grace)
                     break
-                _kill(process, number)
+                _kill(process, gently=gently)
         finally:
-            _kill(process, signal.SIGKILL)  # processes that the child started, and that outlived it
+            _kill(process)  # processes that the child started, and that outlived it
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,7 +165,7 @@ class Child:
     async def _listen(
         self,
         process: asyncio.subprocess.Process,
-        stdout: asyncio.StreamReader,
+        stdout: _Reader,
         hearing: "asyncio.Task[None]",
         on_line: OnLine,
         on_end: OnEnd,
@@ -184,7 +193,7 @@ class Child:
         how = "closed a pipe" if code is None else f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
         return f"the server process {how}" + (f"; its last words: {self.said}" if self.said else "")
 
-    async def _hear(self, stderr: asyncio.StreamReader) -> None:
+    async def _hear(self, stderr: _Reader) -> None:
         while data := await stderr.read(CHUNK):
             self._kept = (self._kept + data)[-KEPT:]
             if self._passes and sys.stderr is not None:
@@ -193,6 +202,10 @@ class Child:
                 sys.stderr.flush()
 
 
-def _kill(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _kill(process: asyncio.subprocess.Process, *, gently: bool = False) -> None:
+    """End a process, and with process groups the processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGTERM if gently else signal.SIGKILL)
+        elif process.returncode is None:  # Windows: both are TerminateProcess
+            process.terminate()

@@ -9,12 +9,14 @@
 import asyncio
 import contextlib
 import os
+import queue
 import select
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from wirecall.errors import Gone
+from wirecall.files import IS_PORTABLE
 from wirecall.logs import logger
 from wirecall.protocol.sending import Sending
 
@@ -25,9 +27,10 @@ HIGH = 1 << 16  # bytes that wait for the peer: beyond, no line is begun, and se
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def open_input(fd: int) -> "Polled | Threaded":
+def open_input(fd: int, *, portable: bool = IS_PORTABLE) -> "Polled | Threaded":
+    """Read a descriptor. `portable` reads in a thread, which works with every loop and every kind of descriptor."""
     try:
-        return Polled(fd)
+        return Threaded(fd) if portable else Polled(fd)
     except (PermissionError, NotImplementedError):  # epoll refuses regular files; some loops refuse all of them
         return Threaded(fd)
 
@@ -67,9 +70,10 @@ class Polled:
 
 
 class Threaded:
-    """Reads in a thread, one chunk for each `read`."""
+    """Reads in a thread, one chunk for each `read`. The thread closes a descriptor that is `owned`, when it ends."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, owned: bool = False) -> None:
+        self._owned = owned
         self._fd = fd
         self._loop = asyncio.get_running_loop()
         self._asked = threading.Semaphore(0)
@@ -77,7 +81,8 @@ class Threaded:
         self._future: asyncio.Future[bytes] | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
-    async def read(self) -> bytes:
+    async def read(self, _most: int = CHUNK) -> bytes:
+        """Return some bytes, none at the end."""
         self._future = self._loop.create_future()
         self._asked.release()
         return await self._future
@@ -87,6 +92,8 @@ class Threaded:
             data = _read(self._fd)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._give, data)
+        if self._owned:
+            os.close(self._fd)
 
     def _give(self, data: bytes) -> None:
         if self._future is not None and not self._future.done():
@@ -275,3 +282,61 @@ class Output:
                 future.set_result(None)
             else:
                 self._waiting.append((size, future))
+
+
+class ThreadedOutput(Output):
+    """The same with a thread that writes: for systems whose event loop does not watch pipes. The descriptor blocks."""
+
+    def __init__(self, fd: int, on_gone: Callable[[], None]) -> None:
+        self.size = 0
+        self.gone = False
+        self._fd = fd
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._waiting = []
+        self._lines: queue.SimpleQueue[tuple[bytes, Sending | None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def write(self, line: bytes, sending: Sending | None = None) -> None:
+        if self.gone:
+            if sending is not None:
+                sending.lost()
+            return
+        data = line + b"\n"
+        self.size += len(data)
+        self._lines.put((data, sending))
+
+    def abandon(self) -> None:
+        self.gone = True
+        self.size = 0
+        self._wake()
+
+    def close(self) -> None:
+        self.abandon()
+        self._lines.put(None)
+
+    def _run(self) -> None:
+        while (item := self._lines.get()) is not None:
+            data, sending = item
+            error: OSError | None = None
+            try:
+                done = 0
+                while done < len(data) and not self.gone:
+                    done += os.write(self._fd, data[done:])
+                is_written = done == len(data)
+            except OSError as raised:
+                error, is_written = raised, False
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._ended, len(data), sending, is_written, error)
+
+    def _ended(self, size: int, sending: Sending | None, is_written: bool, error: OSError | None) -> None:
+        """Hear in the loop what became of a line."""
+        self.size = max(0, self.size - size)
+        if sending is not None:
+            (sending.written if is_written else sending.lost)()
+        if error is not None and not self.gone:
+            if not isinstance(error, ConnectionError):
+                logger.error("stdout cannot be written to: %s", error)
+            self.abandon()
+            self._on_gone()
+        self._wake()

@@ -32,11 +32,12 @@ from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
 from wirecall.errors import UsageError
+from wirecall.files import IS_PORTABLE
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
 from wirecall.protocol.sending import Sending
 from wirecall.stepping import beside, start
-from wirecall.transports.lines import HIGH, Output, Splitter, open_input
+from wirecall.transports.lines import HIGH, Output, Splitter, ThreadedOutput, open_input
 
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]  # writes one line, adds the newline; raises Gone
 Startup: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
@@ -69,13 +70,13 @@ def serve(
     startup: Startup | None = None,
     cleanup: Cleanup | None = None,
     limits: Limits | None = None,
+    portable: bool = IS_PORTABLE,
 ) -> None:
-    """Serve stdin and stdout until EOF, SIGTERM or SIGINT."""
+    """Serve stdin and stdout until EOF, SIGTERM or SIGINT. `portable` reads and writes in threads, as on Windows."""
     stop = Stop()
     with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner() as runner:
-        runner.run(
-            serve_streams(connect, reader, writer, grace=grace, startup=startup, cleanup=cleanup, limits=limits, stop=stop)
-        )
+        options: Any = {"grace": grace, "startup": startup, "cleanup": cleanup, "limits": limits, "portable": portable}
+        runner.run(serve_streams(connect, reader, writer, stop=stop, **options))
 
 
 async def serve_streams(
@@ -88,6 +89,7 @@ async def serve_streams(
     cleanup: Cleanup | None = None,
     limits: Limits | None = None,
     stop: "Stop | None" = None,
+    portable: bool = IS_PORTABLE,
 ) -> None:
     """Serve two file descriptors until EOF or until `stop` is called. They stay open."""
     stop = stop or Stop()
@@ -101,7 +103,7 @@ async def serve_streams(
             if starting.cancelled():  # by a signal
                 return
             starting.result()
-        session = _Session(connect, reader, writer, limits or Limits())
+        session = _Session(connect, reader, writer, limits or Limits(), portable)
         stop.attach(session.stop)
         with woken_by_signals():
             left = await session.serve(grace)
@@ -114,7 +116,7 @@ async def serve_streams(
 class _Session:
     """The lines that were read, the task that leads, and the calls in flight."""
 
-    def __init__(self, connect: Connect, reader: int, writer: int, limits: Limits) -> None:
+    def __init__(self, connect: Connect, reader: int, writer: int, limits: Limits, portable: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.deadline = self._loop.time()
         # Half of the calls that may be in flight: batches count for many, and lines that were let in need a place, too.
@@ -126,10 +128,10 @@ class _Session:
         self._freed: asyncio.Future[None] | None = None  # the leader waits for a place, or `serve` for the last call to end
         self._stops = 0
         self._error: BaseException | None = None
-        self._output = Output(writer, self._give_up)
+        self._output = ThreadedOutput(writer, self._give_up) if portable else Output(writer, self._give_up)
         try:
             self._connection = connect(self._output.send)
-            self._input = open_input(reader)
+            self._input = open_input(reader, portable=portable)
         except BaseException:
             self._output.close()
             raise
@@ -311,7 +313,11 @@ def woken_by_signals() -> Iterator[None]:
     with woken, waking:
         woken.setblocking(False)
         waking.setblocking(False)
-        loop.add_reader(woken, woken.recv, 64)
+        try:
+            loop.add_reader(woken, woken.recv, 64)
+        except NotImplementedError:  # the loop of Windows, which signals wake anyway
+            yield
+            return
         before = signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
         try:
             yield
@@ -349,12 +355,16 @@ def protocol_streams() -> Iterator[tuple[int, int]]:
 
 def _moved(fd: int, name: str) -> int:
     """Return a duplicate above the three standard descriptors, which children do not inherit."""
-    import fcntl
-
+    made: list[int] = []
     try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        while not made or made[-1] < 3:
+            made.append(os.dup(fd))  # the lowest free one; children do not inherit it
+        return made.pop()
     except OSError:
         raise UsageError(f"{name} is closed.", "the protocol needs stdin and stdout", "start the server with both") from None
+    finally:
+        for each in made:
+            os.close(each)
 
 
 def _replace(fd: int, by: int) -> None:
