@@ -1,4 +1,4 @@
-"""Files that other users must neither read nor replace, the ledger, the audit trail and logins: their paths, and their locks.
+"""Files that other users must neither read nor replace (ledger, audit trail, logins): their paths, and their locks.
 
 Windows has neither locks on descriptors nor an event loop that watches pipes. `IS_PORTABLE` selects the parts that every
 system has: `TransactionLock` instead of `DescriptorLock`, and threads that read and write (`transports.lines`). Each user of
