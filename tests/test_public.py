@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import wirecall
-from wirecall import errors, jsonrpc
+from wirecall import auth, errors, jsonrpc
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,6 +62,12 @@ def test_the_names_of_jsonrpc() -> None:
         "parse_response_batch",
     ]
     assert all(hasattr(jsonrpc, name) for name in jsonrpc.__all__)
+
+
+def test_the_names_of_auth_on_the_server() -> None:
+    """`Jwt` and the others are importable without PyJWT: only making one needs it."""
+    assert {"Access", "Identity", "Introspection", "Jwt", "Tokens", "Verifier", "digest"} <= {*auth.__all__}
+    assert all(hasattr(auth, name) for name in auth.__all__)
 
 
 def test_the_tree_on_top_of_errors_is_the_tree_below() -> None:

@@ -150,6 +150,10 @@ async def test_a_subscription_asks_for_the_scopes_of_its_resources() -> None:
     params = {"notifications": {"resourceSubscriptions": ["shop://news", "shop://orders/1"]}}
     answer = await shop.mcp(shop.token("news:read"), "subscriptions/listen", params)
     assert (answer.status, answer.challenge) == (403, insufficient(["news:read", "orders:read", "orders:1"]))
+    # A resource that cannot be read does not hide the scopes of the others.
+    params = {"notifications": {"resourceSubscriptions": ["shop://orders/tea", "shop://nothing", "shop://news"]}}
+    answer = await shop.mcp(shop.token(), "subscriptions/listen", params)
+    assert (answer.status, answer.challenge) == (403, insufficient(["news:read"]))
     client = HttpClient(shop.server, R4, headers={"authorization": f"Bearer {shop.token()}"})
     await client.open()
     answered = await client.post(request("resources/subscribe", {"uri": "shop://news"})).started()

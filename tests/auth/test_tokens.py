@@ -243,6 +243,15 @@ async def test_a_new_token_costs_one_verification() -> None:
     assert verifier.asked == ["one", "two", "one"]
 
 
+async def test_many_tokens_are_verified_once_each() -> None:
+    verifier = Counting()
+    server = make_server(verifier)
+    tokens = [f"token-{number}" for number in range(200)]
+    for token in tokens * 2:
+        assert await status(server, token) == (200, f"name of {token}")
+    assert verifier.asked == tokens
+
+
 async def test_requests_with_the_same_new_token_share_one_verification() -> None:
     verifier = Counting()
     server = make_server(verifier)

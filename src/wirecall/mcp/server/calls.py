@@ -15,7 +15,7 @@
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -226,32 +226,24 @@ class Calls:
     def scopes(self, name: str, params: Params, raw: Raw | UnsetType) -> Sequence[str]:
         """Return the scopes that a request asks for. A request for something unknown asks for none, and is refused later."""
         catalog = self._catalog
-        methods: list[tuple[Method, Raw]] = []
-        try:
-            if isinstance(params, CallTool):
-                tool = catalog.tools.get(params.name)
-                if tool is None or tool.scopes is None:
-                    return ()
-                return tool.scopes.always or tool.scopes.of(_arguments(params))
-            if isinstance(params, GetPrompt):
-                if (prompt := catalog.prompts.get(params.name)) is not None:
-                    texts = {} if params.arguments is UNSET else params.arguments
-                    methods = [(prompt.method, _from_texts(prompt.method, texts))]
-            elif isinstance(params, (ReadResource, Subscribe, Listen)):
-                # A subscription tells of changes, so it asks for the same as reading.
-                uris = params.notifications.resource_subscriptions if isinstance(params, Listen) else [params.uri]
-                for found in filter(None, map(catalog.resource, uris)):
-                    methods.append((found[0].method, _from_texts(found[0].method, found[1])))
-            elif isinstance(params, Complete):
-                # The arguments are not known yet, so only scopes that do not depend on them are asked for.
-                of = params.ref.name if params.ref.type == "ref/prompt" else params.ref.uri
-                entry = catalog.prompts.get(of) or catalog.resources.get(of) or catalog.templates.get(of)
-                return () if entry is None or entry.method.scopes is None else entry.method.scopes.always
-            elif (own := catalog.methods.get(name)) is not None:
-                methods = [(own.method, _NO_ARGUMENTS if raw is UNSET else raw)]
-        except InvalidParams:
-            return ()
-        return [scope for method, given in methods if method.scopes is not None for scope in method.scopes.of(given)]
+        if isinstance(params, CallTool):
+            tool = catalog.tools.get(params.name)
+            return () if tool is None else _scopes(tool, lambda: _arguments(params))
+        if isinstance(params, GetPrompt):
+            prompt, texts = catalog.prompts.get(params.name), {} if params.arguments is UNSET else params.arguments
+            return () if prompt is None else _scopes(prompt.method, lambda: _from_texts(prompt.method, texts))
+        if isinstance(params, (ReadResource, Subscribe, Listen)):
+            # A subscription tells of changes, so it asks for the same as reading, for each of its resources.
+            uris = params.notifications.resource_subscriptions if isinstance(params, Listen) else [params.uri]
+            found = [(entry.method, names) for entry, names in filter(None, map(catalog.resource, uris))]
+            return [scope for method, names in found for scope in _scopes(method, partial(_from_texts, method, names))]
+        if isinstance(params, Complete):
+            # The arguments are not known yet, so only scopes that do not depend on them are asked for.
+            of = params.ref.name if params.ref.type == "ref/prompt" else params.ref.uri
+            entry = catalog.prompts.get(of) or catalog.resources.get(of) or catalog.templates.get(of)
+            return () if entry is None or entry.method.scopes is None else entry.method.scopes.always
+        own = catalog.methods.get(name)
+        return () if own is None else _scopes(own.method, lambda: _NO_ARGUMENTS if raw is UNSET else raw)
 
     async def run(
         self,
@@ -316,6 +308,16 @@ def _arguments(params: CallTool) -> Raw:
     if bytes(params.arguments)[:1] != b"{":
         raise InvalidParams("params.arguments: expected an object")
     return params.arguments
+
+
+def _scopes(method: Method, arguments: Callable[[], Raw]) -> Sequence[str]:
+    """Return the scopes of a call. If its arguments do not fit there are none to see, and the call does not run."""
+    if method.scopes is None or method.scopes.always:
+        return () if method.scopes is None else method.scopes.always
+    try:
+        return method.scopes.of(arguments())
+    except InvalidParams:
+        return ()
 
 
 def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
