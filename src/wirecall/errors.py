@@ -4,7 +4,7 @@
     ├── UsageError                 our user's mistake: a registration, an option, a call in the wrong place
     │   ├── CannotWait             a handler tried to wait inside handle_sync
     │   └── OtherLoop              an app is used in a second event loop while the first is alive
-    ├── StartFailed                the lifespan of an app failed or took too long, so the app does not serve
+    ├── StartFailed                the app cannot start: its lifespan failed or took too long, or a worker ended
     ├── EncodeError                a value that JSON cannot carry
     │   └── ResultMisfit           a result that does not fit the declared type of its function
     ├── Gone                       the other side of a connection has left, and hears nothing more
@@ -91,7 +91,7 @@ class OtherLoop(UsageError):
 
 
 class StartFailed(WirecallError):
-    """The lifespan of an app failed or took too long; `__cause__` is its own exception."""
+    """The lifespan of an app failed or took too long, or a worker cannot start; `__cause__` is the reason's exception."""
 
     def __init__(self, reason: str, cause: BaseException | None = None) -> None:
         super().__init__(f"The app cannot start: {reason}")

@@ -426,9 +426,12 @@ def shop(folder: Path, entering: str = "pass") -> str:
     return str(folder / "shop.py")
 
 
-@pytest.mark.parametrize("words", [["--http", "127.0.0.1:0"], ["--stdio"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--http", "127.0.0.1:0"], ["--stdio"], ["--http", "127.0.0.1:0", "--workers", "2", "--ledger", "sqlite:ledger.db"]],
+)
 def test_a_server_that_cannot_start_says_why_and_exits_with_1(tmp_path: Path, words: list[str]) -> None:
-    run = wirecall("serve", shop(tmp_path, "raise ConnectionError('the database is away')"), *words)
+    run = wirecall("serve", shop(tmp_path, "raise ConnectionError('the database is away')"), *words, cwd=tmp_path)
     assert run.returncode == 1
     assert b"The app cannot start" in run.stderr
     assert b"ConnectionError: the database is away" in run.stderr

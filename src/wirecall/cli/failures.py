@@ -193,7 +193,7 @@ def failure_of(error: BaseException) -> CliError:
         what, _, why = text.partition("\n  why: ")
         return CliError(what, why, fix)
     if isinstance(error, StartFailed):
-        next_step = f"fix the lifespan of the app; {TRACEBACK_VARIABLE}=1 shows the traceback"
+        next_step = f"remove the cause, and start again; {TRACEBACK_VARIABLE}=1 shows the traceback"
         if os.environ.get(TRACEBACK_VARIABLE):
             import traceback
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from wirecall.errors import UsageError, WirecallError
+from wirecall.errors import StartFailed, UsageError
 from wirecall.logs import logger
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Workers:
         self._workers = [Worker() for _ in range(count)]
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; WirecallError if the app cannot start."""
+        """Serve until SIGTERM or SIGINT; StartFailed if the app cannot start."""
         before = {number: signal.signal(number, self._ask) for number in SIGNALS}
         try:
             failed = self._watch()
@@ -63,7 +63,7 @@ class Workers:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if failed:
-            raise WirecallError("a worker ended before it could serve; its own message is above")
+            raise StartFailed("a worker ended before it could serve; its own message is above")
 
     def _ask(self, *_: object) -> None:
         self._stopping = True
@@ -107,7 +107,11 @@ class Workers:
         def begin() -> None:
             for each in SIGNALS:
                 signal.signal(each, signal.SIG_DFL)
-            self._work(lambda: word.send_bytes(b"serving"))
+            try:
+                self._work(lambda: word.send_bytes(b"serving"))
+            except StartFailed as error:
+                logger.error("%s", error)
+                raise SystemExit(1) from error
 
         with word:
             worker.process = process = self._context.Process(target=begin)
