@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wirecall.auth import Browser, ClientCredentials, IdJag, MemoryStore, Workload
-from wirecall.auth.ways import Way
+from wirecall.auth.ways import TokenWay
 from wirecall.client.connect import connect
 from wirecall.mcp.client.client import McpClient
 from wirecall.transports.http_client import HttpClient
@@ -132,7 +132,7 @@ async def issuer_of(url: str) -> str:
         await page.aclose()
 
 
-async def way(scenario: str, url: str) -> Way:
+async def way(scenario: str, url: str) -> TokenWay:
     """The way to a token in a scenario of authorization."""
     context = json.loads(os.environ.get("MCP_CONFORMANCE_CONTEXT", "{}"))
     if scenario == "client-credentials-jwt":

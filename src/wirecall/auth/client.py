@@ -22,12 +22,12 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from wirecall.auth.challenge import Challenge, asked
-from wirecall.auth.discovery import TRIED, Issuer, Resource, assume_issuer, find_issuer, find_resource, origin
-from wirecall.auth.grants import Client, Denied, Flow, TokenEndpoint
+from wirecall.auth.discovery import TRIED, Issuer, ProtectedResource, assume_issuer, find_issuer, find_resource, origin
+from wirecall.auth.grants import Denied, Flow, Registration, TokenEndpoint
 from wirecall.auth.network import SHOWN, Network, check_address
 from wirecall.auth.proof import DpopKey
 from wirecall.auth.store import Login, Store
-from wirecall.auth.ways import Way
+from wirecall.auth.ways import TokenWay
 from wirecall.errors import MissingScopes, NotAuthorized, NotSent, UsageError
 from wirecall.transports.http_client import Auth, HttpAnswer, HttpClient
 
@@ -39,12 +39,12 @@ LONGEST_NONCE = 1000  # characters
 _LATER = ("", "server_error", "temporarily_unavailable")
 _SCOPE = re.compile(r"[A-Za-z0-9._:/*+-]+")
 
-Credentials: TypeAlias = "Way | str | Callable[[], Awaitable[str]]"
+Credentials: TypeAlias = "TokenWay | str | Callable[[], Awaitable[str]]"
 
 
 def authorization(credentials: Credentials, url: str) -> Auth:
     """Return what authorizes the requests to a server."""
-    if isinstance(credentials, Way):
+    if isinstance(credentials, TokenWay):
         return Authorization(credentials, url)
     if isinstance(credentials, str):
         if not credentials.isascii() or not credentials.isprintable() or not credentials.strip():
@@ -101,7 +101,7 @@ class Function:
 class Authorization:
     """The login of a client at one server, by one way."""
 
-    def __init__(self, way: Way, url: str) -> None:
+    def __init__(self, way: TokenWay, url: str) -> None:
         assert way.store is not None  # a way makes one
         self.is_interactive = way.is_interactive
         self._way = way
@@ -247,7 +247,7 @@ class Authorization:
             raise NotAuthorized("the server does not accept a login that is kept", fix=f"wirecall login {self._url}")
         await self._obtain(network, resource, challenge)
 
-    async def _obtain(self, network: Network, resource: Resource | None, challenge: Challenge | None) -> None:
+    async def _obtain(self, network: Network, resource: ProtectedResource | None, challenge: Challenge | None) -> None:
         """Get a token by the way."""
         way, url = self._way, self._url
         check_address(url, "the address of the server")
@@ -275,7 +275,7 @@ class Authorization:
         login = await way.obtain(flow)
         await self._keep(login, "login")
 
-    async def _issuer(self, network: Network, resource: Resource | None) -> Issuer:
+    async def _issuer(self, network: Network, resource: ProtectedResource | None) -> Issuer:
         """Return the authorization server to ask."""
         named, own = resource.authorization_servers[:TRIED] if resource else [], self._way.issuer
         if own is not None:
@@ -324,5 +324,5 @@ class Authorization:
         await self._store.save(login)
 
 
-def _client_of(login: Login) -> Client:
-    return Client(client_id=login.client_id, secret=login.client_secret, method=login.client_method)
+def _client_of(login: Login) -> Registration:
+    return Registration(client_id=login.client_id, secret=login.client_secret, method=login.client_method)

@@ -23,7 +23,7 @@ _PROTECTED = "/.well-known/oauth-protected-resource"
 _OAUTH, _OPENID = "/.well-known/oauth-authorization-server", "/.well-known/openid-configuration"
 
 
-class Resource(Struct, frozen=True):
+class ProtectedResource(Struct, frozen=True):
     """What a server says of itself as a protected resource."""
 
     resource: str
@@ -52,7 +52,7 @@ def origin(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-async def find_resource(network: Network, url: str, challenge: Challenge | None) -> Resource | None:
+async def find_resource(network: Network, url: str, challenge: Challenge | None) -> ProtectedResource | None:
     """Return the metadata of the server at `url`; None if it has none."""
     path = urlsplit(url).path.rstrip("/")
     named = challenge.params.get("resource_metadata") if challenge else None
@@ -63,7 +63,7 @@ async def find_resource(network: Network, url: str, challenge: Challenge | None)
             raise NotAuthorized(f"the metadata of the server ({place[:SHOWN]}): HTTP {answer.status}")
         if answer.status != 200:
             continue
-        found = answer.document(Resource)
+        found = answer.document(ProtectedResource)
         if found is None or not found.authorization_servers:
             raise NotAuthorized(f"the metadata of the server ({place[:SHOWN]}) does not name an authorization server")
         # The document must be about this server (RFC 9728, section 3.3), or about a part of its origin that holds it.

@@ -36,7 +36,7 @@ class Denied(NotAuthorized):
         self.code = code
 
 
-class Client(Struct, frozen=True, kw_only=True):
+class Registration(Struct, frozen=True, kw_only=True):
     """The client, as one authorization server knows it."""
 
     client_id: str
@@ -49,10 +49,10 @@ class Client(Struct, frozen=True, kw_only=True):
     redirect_uri: str | None = None
 
     def __repr__(self) -> str:
-        return f"Client(client_id={self.client_id!r}, method={self.method!r})"  # and no secret
+        return f"Registration(client_id={self.client_id!r}, method={self.method!r})"  # and no secret
 
 
-class Token(Struct, frozen=True):
+class Issued(Struct, frozen=True):
     """The answer of a token endpoint (RFC 6749, section 5.1)."""
 
     access_token: str
@@ -62,7 +62,7 @@ class Token(Struct, frozen=True):
     scope: str | None = None
 
     def __repr__(self) -> str:
-        return f"Token(token_type={self.token_type!r})"  # and no secret
+        return f"Issued(token_type={self.token_type!r})"  # and no secret
 
     @property
     def expires(self) -> float | None:
@@ -110,7 +110,7 @@ class TokenEndpoint:
         self._key = key
         self._nonces = nonces  # of DPoP, by origin
 
-    async def send(self, client: Client, form: Mapping[str, str]) -> Answer:
+    async def send(self, client: Registration, form: Mapping[str, str]) -> Answer:
         """Send a request in the name of the client; raise its refusal."""
         sent, headers = dict(form), {}
         if client.method == "client_secret_basic":
@@ -143,10 +143,10 @@ class TokenEndpoint:
                 sent["client_assertion"] = client_assertion(client.key, client.algorithm, client.client_id, self._issuer)
         raise AssertionError("the last answer is returned or raised")
 
-    async def ask(self, client: Client, form: Mapping[str, str]) -> Token:
+    async def ask(self, client: Registration, form: Mapping[str, str]) -> Issued:
         """Return the token for a grant."""
         what, answer = self._what, await self.send(client, form)
-        token = answer.document(Token)
+        token = answer.document(Issued)
         if token is None or not _TOKEN.fullmatch(token.access_token):
             raise NotAuthorized(f"{what} did not answer with a token")
         if self._key is not None and token.token_type.lower() == "bearer":
@@ -173,7 +173,7 @@ class Flow(Struct, kw_only=True):
         resource = {} if self.resource is None else {"resource": self.resource}
         return {**resource, **({"scope": " ".join(self.scopes)} if self.scopes else {})}
 
-    async def token(self, client: Client, form: Mapping[str, str]) -> Login:
+    async def token(self, client: Registration, form: Mapping[str, str]) -> Login:
         """Return a login with the token for a grant."""
         endpoint = self.issuer.token_endpoint
         if endpoint is None:

@@ -25,7 +25,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from wirecall.auth.browser import PATIENCE, Callback, listening, open_page, within
 from wirecall.auth.discovery import Issuer
-from wirecall.auth.grants import JWT_BEARER, Client, Flow, TokenEndpoint, denied, method_for
+from wirecall.auth.grants import JWT_BEARER, Flow, Registration, TokenEndpoint, denied, method_for
 from wirecall.auth.network import SHOWN, TIMEOUT, check_address
 from wirecall.auth.store import FileStore, Login, MemoryStore, Store
 from wirecall.errors import NotAuthorized, UsageError
@@ -37,7 +37,7 @@ _EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
 Text: TypeAlias = str | Callable[[], str | Awaitable[str]]
 
 
-class Way(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
+class TokenWay(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
     """The options of every way.
 
     `scopes` are asked for in addition to those that the server names. `resource` replaces the server's own identifier in
@@ -104,7 +104,7 @@ class _Registered(Struct):
     scope: str | None = None
 
 
-class Browser(Way, kw_only=True, frozen=True):
+class Browser(TokenWay, kw_only=True, frozen=True):
     """A person logs in with a browser, and the login is kept for the next time.
 
     The client is known to the authorization server by `client_id` (and `client_secret`), or by `metadata_url`, the address
@@ -200,22 +200,24 @@ class Browser(Way, kw_only=True, frozen=True):
         if not brought.get("code"):
             raise NotAuthorized("the answer to the login does not have a code")
 
-    async def _client(self, flow: Flow, redirect_uri: str) -> Client:
+    async def _client(self, flow: Flow, redirect_uri: str) -> Registration:
         """Return the client as the authorization server knows it."""
         issuer, earlier = flow.issuer, flow.earlier
         # 1. Credentials that were given to the program.
         if self.client_id is not None:
             method = method_for(issuer, self.client_secret is not None)
-            return Client(client_id=self.client_id, secret=self.client_secret, method=method, redirect_uri=redirect_uri)
+            return Registration(
+                client_id=self.client_id, secret=self.client_secret, method=method, redirect_uri=redirect_uri
+            )
         # 2. A document that describes the client.
         if self.metadata_url is not None and issuer.client_id_metadata_document_supported:
-            return Client(client_id=self.metadata_url, redirect_uri=redirect_uri)
+            return Registration(client_id=self.metadata_url, redirect_uri=redirect_uri)
         # 3. An earlier registration at this issuer, which fits.
         now = time.time()
         if earlier is not None and earlier.redirect_uri == redirect_uri and (earlier.client_expires or now + 1) > now:
             known = earlier.client_scopes
             if known is None or set(flow.scopes) <= set(known):
-                return Client(
+                return Registration(
                     client_id=earlier.client_id,
                     secret=earlier.client_secret,
                     method=earlier.client_method,
@@ -244,7 +246,7 @@ class Browser(Way, kw_only=True, frozen=True):
         made = answer.document(_Registered)
         if made is None or not made.client_id:
             raise NotAuthorized(f"the registration at {issuer.issuer[:SHOWN]} did not bring a client_id")
-        return Client(
+        return Registration(
             client_id=made.client_id,
             secret=made.client_secret,
             method=made.token_endpoint_auth_method or method_for(issuer, made.client_secret is not None),
@@ -257,7 +259,7 @@ class Browser(Way, kw_only=True, frozen=True):
 # --- programs -------------------------------------------------------------------------------------------------------
 
 
-class ClientCredentials(Way, frozen=True):
+class ClientCredentials(TokenWay, frozen=True):
     """The program itself is the user: `secret`, or a private `key` (PEM) with its `algorithm`."""
 
     client_id: str
@@ -273,11 +275,13 @@ class ClientCredentials(Way, frozen=True):
 
     async def obtain(self, flow: Flow) -> Login:
         method = method_for(flow.issuer, True) if self.key is None else "private_key_jwt"
-        client = Client(client_id=self.client_id, secret=self.secret, method=method, key=self.key, algorithm=self.algorithm)
+        client = Registration(
+            client_id=self.client_id, secret=self.secret, method=method, key=self.key, algorithm=self.algorithm
+        )
         return await flow.token(client, {"grant_type": "client_credentials", **flow.common})
 
 
-class IdJag(Way, kw_only=True, frozen=True):
+class IdJag(TokenWay, kw_only=True, frozen=True):
     """An employee: the ID token of the identity provider becomes a grant for the server's authorization server (SEP-990).
 
     `id_token` is a text, or a function that returns the current one. `idp` is the token endpoint of the identity provider.
@@ -295,7 +299,7 @@ class IdJag(Way, kw_only=True, frozen=True):
         _issuer_required(self.issuer, "IdJag")
 
     async def obtain(self, flow: Flow) -> Login:
-        provider = Client(
+        provider = Registration(
             client_id=self.idp_client_id,
             secret=self.idp_client_secret,
             method="none" if self.idp_client_secret is None else "client_secret_post",
@@ -309,7 +313,7 @@ class IdJag(Way, kw_only=True, frozen=True):
             **flow.common,
         }
         grant = await TokenEndpoint(flow.network, self.idp, self.idp, None, flow.nonces).ask(provider, exchange)
-        client = Client(
+        client = Registration(
             client_id=self.client_id,
             secret=self.client_secret,
             method=method_for(flow.issuer, self.client_secret is not None),
@@ -317,7 +321,7 @@ class IdJag(Way, kw_only=True, frozen=True):
         return await flow.token(client, {"grant_type": JWT_BEARER, "assertion": grant.access_token, **flow.common})
 
 
-class Workload(Way, frozen=True):
+class Workload(TokenWay, frozen=True):
     """The program itself, by the JWT that its platform gives it: a text, or a function that returns the current one."""
 
     jwt: Text
@@ -329,10 +333,10 @@ class Workload(Way, frozen=True):
 
     async def obtain(self, flow: Flow) -> Login:
         form = {"grant_type": JWT_BEARER, "assertion": await _text(self.jwt), **flow.common}
-        return await flow.token(Client(client_id=self.client_id or ""), form)
+        return await flow.token(Registration(client_id=self.client_id or ""), form)
 
 
-class Stored(Way, kw_only=True, frozen=True):
+class Stored(TokenWay, kw_only=True, frozen=True):
     """The login that `wirecall login` has kept. It is refreshed, but a new one needs a person."""
 
     can_refresh: ClassVar[bool] = True

@@ -30,7 +30,7 @@ PROBES = frozenset({"/healthz", "/readyz"})
 GRACE = 10.0
 
 
-class Access(Protocol):
+class Gate(Protocol):
     """Judges the tokens of requests; `wirecall.auth.Access` is one."""
 
     def known(self, headers: Headers) -> "tuple[Identity, str] | None":
@@ -58,7 +58,7 @@ class HttpServer:
         *,
         limits: Limits | None = None,
         authenticate: Authenticate | None = None,
-        access: Access | None = None,
+        access: Gate | None = None,
         open_routes: Mapping[str, Endpoint] | None = None,
         hosts: Sequence[str] | None = None,
         origins: Sequence[str] | None = None,
