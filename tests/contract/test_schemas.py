@@ -1,5 +1,6 @@
 """The comparison of schemas, with jsonschema as the judge: a value that was accepted and is refused is a misfit."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -65,6 +66,29 @@ def schemas(*, closed: bool = True) -> st.SearchStrategy[JsonObject]:
     return st.recursive(SIMPLE, deeper, max_leaves=5)
 
 
+def parts(schema: Any) -> list[JsonObject]:
+    """A schema, and all schemas inside it."""
+    if not isinstance(schema, dict):
+        return []
+    inside = [*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")]
+    inside += [each for word in ("anyOf", "oneOf", "allOf", "prefixItems") for each in schema.get(word, [])]
+    return [schema, *(part for each in inside for part in parts(each))]
+
+
+@st.composite
+def edited(draw: st.DrawFn, *, closed: bool = True) -> tuple[JsonObject, JsonObject]:
+    """A schema before and after a small change."""
+    old = draw(schemas(closed=closed))
+    new = copy.deepcopy(old)
+    part = draw(st.sampled_from(parts(new)))
+    drops: bool = draw(st.booleans())
+    if part and drops:
+        del part[draw(st.sampled_from(sorted(part)))]
+    else:
+        part |= draw(SIMPLE)
+    return old, new
+
+
 def accepts(schema: JsonObject, value: object) -> bool:
     return bool(Draft202012Validator(schema).is_valid(value))
 
@@ -91,8 +115,9 @@ def test_equal_schemas_fit(schema: JsonObject) -> None:
 
 
 @settings(max_examples=600)
-@given(schemas(), schemas(), st.lists(ANYTHING, min_size=1, max_size=12))
-def test_params_that_were_accepted_and_are_refused_are_found(old: JsonObject, new: JsonObject, values: list[Any]) -> None:
+@given(edited() | st.tuples(schemas(), schemas()), st.lists(ANYTHING, min_size=5, max_size=15))
+def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
+    old, new = both
     if has_open_members(old):
         return
     if any(accepts(old, value) and not accepts(new, value) for value in values):
@@ -100,8 +125,9 @@ def test_params_that_were_accepted_and_are_refused_are_found(old: JsonObject, ne
 
 
 @settings(max_examples=600)
-@given(schemas(closed=False), schemas(closed=False), st.lists(ANYTHING, min_size=1, max_size=12))
-def test_results_that_the_old_type_does_not_admit_are_found(old: JsonObject, new: JsonObject, values: list[Any]) -> None:
+@given(edited(closed=False), st.lists(ANYTHING, min_size=5, max_size=15))
+def test_results_that_the_old_type_does_not_admit_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
+    old, new = both
     if has_open_members(new):
         return
     if any(accepts(new, value) and not accepts(old, value) for value in values):
@@ -145,6 +171,11 @@ WIDER: list[tuple[Any, Any]] = [
 def test_a_wider_type_of_an_argument_fits_and_a_narrower_one_does_not(narrow: Any, wide: Any) -> None:
     assert misfits(argument(narrow), argument(wide), is_result=False) == []
     assert misfits(argument(wide), argument(narrow), is_result=False)
+
+
+def test_alternatives_that_exclude_each_other() -> None:
+    old = {"oneOf": [{"const": None}, {"const": 1}]}
+    assert misfits(argument(old), argument({"oneOf": [{"const": None}, {"const": 1}, {}]}), is_result=False)
 
 
 def places(old: JsonObject, new: JsonObject, *, is_result: bool = False) -> list[tuple[str, str]]:

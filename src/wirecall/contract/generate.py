@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import msgspec
 from msgspec import Struct
 
-from wirecall.contract.lock import Contract, Method, Tool
+from wirecall.contract.lock import Contract, Method, Tool, step_of
 from wirecall.contract.schemas import members, required, resolved
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import Json, JsonObject
@@ -215,7 +215,7 @@ class Types:
             if each in needed and isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], str):
                 made.constants[each] = listed[0]
         for each, part in sorted(stated.items()):
-            found = self.of(part, root, f"{name} {each}", f"{place}/properties/{each}")
+            found = self.of(part, root, f"{name} {each}", f"{place}/properties/{step_of(each)}")
             made.fields[each] = (found, each in needed)
         return Type(classes={name: None})
 
@@ -456,7 +456,7 @@ def _uses(body: str, name: str) -> bool:
 
 
 def _of_method(name: str, method: Method, contract: Contract, types: Types) -> Callable:
-    place = f"methods/{name.replace('~', '~0').replace('/', '~1')}"
+    place = f"methods/{step_of(name)}"
     returns = types.of(True if method.result is None else method.result, method.result, f"{name} result", f"{place}/result")
     return Callable(
         name,
@@ -470,7 +470,7 @@ def _of_method(name: str, method: Method, contract: Contract, types: Types) -> C
 
 
 def _of_tool(name: str, tool: Tool, contract: Contract, types: Types) -> Callable:
-    place = f"tools/{name.replace('~', '~0').replace('/', '~1')}"
+    place = f"tools/{step_of(name)}"
     returns = types.of(tool.output, tool.output, f"{name} result", f"{place}/output")
     schema = tool.input
     if contract.honours_keys:
@@ -492,7 +492,7 @@ def _arguments(
 ) -> list[tuple[str, Type, bool, str]]:
     found = []
     for each in order:
-        inside = f"{place}/properties/{each.replace('~', '~0').replace('/', '~1')}"
+        inside = f"{place}/properties/{step_of(each)}"
         made = types.of(members(schema).get(each), schema, f"{name} {each}", inside)
         found.append((each, made, each in required(schema), contract.descriptions.get(f"{inside}/description", "")))
     return found

@@ -9,7 +9,7 @@ of the offers, without the texts, the server's name and the revision of MCP.
 import hashlib
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -28,6 +28,10 @@ SECTIONS = ("methods", "tools", "resources", "templates", "prompts")
 _COMPONENTS = "#/components/schemas/"
 
 
+# A number. It becomes code in a generated client, so a lock file with anything else is refused.
+Code: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A-?(0|[1-9][0-9]*)\Z")]
+
+
 class Method(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A method of JSON-RPC. A hint that the server does not state is None."""
 
@@ -41,7 +45,7 @@ class Method(Struct, frozen=True, kw_only=True, omit_defaults=True):
     idempotent: bool | None = None
     open_world: bool | None = None
     notification: bool | None = None
-    errors: dict[str, str] = {}  # messages by code
+    errors: dict[Code, str] = {}  # messages by code
 
 
 class Tool(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -166,7 +170,7 @@ def _methods(document: JsonObject, texts: dict[str, str]) -> dict[str, Method]:
         name = method.get("name")
         if not isinstance(name, str) or name.startswith("rpc."):
             continue
-        place = f"methods/{_escaped(name)}"
+        place = f"methods/{step_of(name)}"
         _take(method, place, texts)
         listed = method.get("params")
         params = [each for each in map(followed, listed if isinstance(listed, list) else []) if _named(each)]
@@ -174,7 +178,7 @@ def _methods(document: JsonObject, texts: dict[str, str]) -> dict[str, Method]:
         keys = [each for each in params if each["name"] == KEY and kind == "command"]
         params = [each for each in params if each not in keys]
         for param in params:
-            _take(param, f"{place}/params/properties/{_escaped(param['name'])}", texts)
+            _take(param, f"{place}/params/properties/{step_of(param['name'])}", texts)
         schema = {
             "type": "object",
             "properties": {param["name"]: param.get("schema", {}) for param in params},
@@ -209,7 +213,7 @@ def _offers(lists: dict[str, list[Any]], texts: dict[str, str], instructions: st
         texts["instructions"] = instructions
     tools, prompts = {}, {}
     for tool in lists["tools"]:
-        place, hints = f"tools/{_escaped(tool.name)}", tool.annotations
+        place, hints = f"tools/{step_of(tool.name)}", tool.annotations
         _take({"title": tool.title or (hints.title if hints else None), "description": tool.description}, place, texts)
         output = tool.output_schema
         tools[tool.name] = Tool(
@@ -221,17 +225,17 @@ def _offers(lists: dict[str, list[Any]], texts: dict[str, str], instructions: st
             open_world=hints.open_world_hint if hints else None,
         )
     for prompt in lists["prompts"]:
-        place = f"prompts/{_escaped(prompt.name)}"
+        place = f"prompts/{step_of(prompt.name)}"
         _take({"title": prompt.title, "description": prompt.description}, place, texts)
         for argument in prompt.arguments:
             told = {"title": argument.title, "description": argument.description}
-            _take(told, f"{place}/arguments/{_escaped(argument.name)}", texts)
+            _take(told, f"{place}/arguments/{step_of(argument.name)}", texts)
         prompts[prompt.name] = Prompt({argument.name: argument.required for argument in prompt.arguments})
     found: dict[str, dict[str, Resource]] = {"resources": {}, "templates": {}}
     for section, entries in (("resources", lists["resources"]), ("templates", lists["resourceTemplates"])):
         for entry in entries:
             uri = entry.uri if section == "resources" else entry.uri_template
-            _take({"title": entry.title, "description": entry.description}, f"{section}/{_escaped(uri)}", texts)
+            _take({"title": entry.title, "description": entry.description}, f"{section}/{step_of(uri)}", texts)
             found[section][uri] = Resource(entry.mime_type)
     return {"tools": tools, "prompts": prompts, **found}
 
@@ -240,7 +244,7 @@ def _named(param: JsonObject) -> bool:
     return isinstance(param.get("name"), str)
 
 
-def _escaped(name: str) -> str:
+def step_of(name: str) -> str:
     """Return a name as a step of a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
 
@@ -265,7 +269,7 @@ def _gathered(schema: Json, document: JsonObject, place: str, texts: dict[str, s
             if word in TEXTS:
                 continue
             if word in NAMED and isinstance(value, dict):
-                made[word] = {name: canonical(each, f"{place}/{word}/{_escaped(name)}") for name, each in value.items()}
+                made[word] = {name: canonical(each, f"{place}/{word}/{step_of(name)}") for name, each in value.items()}
             elif (word in LISTED or word == "items") and isinstance(value, list):
                 made[word] = [canonical(each, f"{place}/{word}/{at}") for at, each in enumerate(value)]
             elif word in SINGLE:

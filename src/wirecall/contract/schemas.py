@@ -182,7 +182,7 @@ class _Comparison:
             return [] if admits(writer["const"], reader) else refused
         kind = writer["type"]
         if "const" in reader or (kind != reader["type"] and (kind, reader["type"]) != ("integer", "number")):
-            return [] if kind == "null" and reader.get("const", 0) is None else refused
+            return [] if kind == "null" and admits(None, reader) and "const" in reader else refused
         for word in _WHOLE:
             if word in reader and self._whole(writer, word, self._writer) != self._whole(reader, word, self._reader):
                 return refused
@@ -365,7 +365,7 @@ def _listed(schema: Json) -> list[Json] | None:
 def admits(value: Json, schema: JsonObject) -> bool | None:
     """Return whether a case, or a schema without references, admits a value; None if it cannot be said."""
     if "const" in schema:
-        return _same(value, schema["const"])
+        return False if not _same(value, schema["const"]) else None if _BOTH in schema else True
     named = schema.get("type", list(TYPES))
     kinds = [named] if isinstance(named, str) else named if isinstance(named, list) else list(TYPES)
     kind = _kind(value)
