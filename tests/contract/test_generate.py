@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.contract.test_schemas import schemas
 from wirecall import App, DomainError, UsageError
 from wirecall.contract.generate import MARK, generated
-from wirecall.contract.lock import VERSION, Contract, Method, Tool, of_app, sealed
+from wirecall.contract.lock import VERSION, Contract, LockedMethod, LockedTool, of_app, sealed
 
 _NUMBERS = count()
 
@@ -142,10 +142,10 @@ def contract_of(
     schema = {"type": "object", "properties": names, "required": list(names)}
     methods, tools = {}, {}
     for each in names:
-        methods[each] = Method(
+        methods[each] = LockedMethod(
             params=schema, order=list(names), result=schema, kind="command", key="optional", errors=errors or {}
         )
-        tools[each] = Tool(input=schema, output=schema)
+        tools[each] = LockedTool(input=schema, output=schema)
     section = {f"{place}/{each}/description": text for each in names for place in ("methods", "tools")}
     return sealed(
         Contract(version=VERSION, name=name, methods=methods, tools=tools, honours_keys=True, descriptions=section)
@@ -277,6 +277,6 @@ def test_a_type_that_is_nested_too_deep() -> None:
     schema: Any = {"type": "string"}
     for _ in range(400):  # as deep as JSON may be, and the walk over it is deeper
         schema = {"type": "array", "items": schema}
-    contract = Contract(version=VERSION, methods={"f": Method(params={"properties": {"a": schema}}, order=["a"])})
+    contract = Contract(version=VERSION, methods={"f": LockedMethod(params={"properties": {"a": schema}}, order=["a"])})
     with pytest.raises(UsageError, match="nested too deep"):
         generated(contract, "jsonrpc")

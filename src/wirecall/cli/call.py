@@ -17,7 +17,7 @@ from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.input import reading, run
 from wirecall.cli.offers import CALLABLE, Offer, asking, find, of_app, offers_of
 from wirecall.cli.output import Printer, ask, json_option, pretty, readable, result_of
-from wirecall.cli.questions import Questions, answer_option
+from wirecall.cli.questions import Dialogue, answer_option
 from wirecall.cli.stores import ledger_option, ready
 from wirecall.cli.targets import Target, TargetCommand, app_of, target_argument
 from wirecall.client.delivery import mint_key
@@ -82,7 +82,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> Calla
     """Make the call, and return the function that prints its result: while the client is open, stdout is the server's."""
     # 1. The way to the server. A tool that an app offers only over MCP is called over MCP.
     app, name = app_of(target, wanted.ledger), wanted.name
-    questions = Questions(wanted.answers)
+    questions = Dialogue(wanted.answers)
     is_uri = "://" in name
     if app is not None and way.protocol is None and name not in app.registry.methods:
         if is_uri or name in app.registry.tools or name in app.catalog().prompts:
@@ -179,7 +179,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> Calla
     return partial(out.result, result_of(value), readable(value), method=name, replayed=entry.replayed, **more)
 
 
-def _tell(out: Printer, questions: Questions) -> None:
+def _tell(out: Printer, questions: Dialogue) -> None:
     """Raise the reason for which a question was declined; name the answers that the server did not ask for."""
     if questions.failure is not None:
         raise questions.failure
@@ -194,7 +194,7 @@ _PLACE = re.compile(r"\{(\+?)(\w+)(\*?)\}")  # of a URI template: {name}, {+name
 
 
 async def _fetch(
-    out: Printer, client: Any, offer: Offer, wanted: Wanted, target: Target, questions: Questions
+    out: Printer, client: Any, offer: Offer, wanted: Wanted, target: Target, questions: Dialogue
 ) -> Callable[[], None]:
     """Read a resource, or get a prompt. Both only read, so they take no key."""
     for given, option in ((wanted.key, "--key"), (wanted.background, "--background")):

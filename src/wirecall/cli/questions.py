@@ -1,7 +1,7 @@
 """What a server asks while a call runs: `--answer` answers it in a script, and the user on a terminal, field by field.
 
 A handler of MCP's client must return an answer, and an error in it would reach the server. So a question that cannot be
-answered is declined, and `Questions.failure` keeps the reason, which the verb raises when the call is over.
+answered is declined, and `Dialogue.failure` keeps the reason, which the verb raises when the call is over.
 """
 
 import sys
@@ -27,7 +27,7 @@ answer_option = click.option(
 )
 
 
-class Questions:
+class Dialogue:
     """The questions of one call, and the answers that the command line gives."""
 
     def __init__(self, answers: tuple[str, ...]) -> None:

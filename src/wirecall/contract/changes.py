@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
-from wirecall.contract.lock import SECTIONS, Contract, Method, Prompt, Resource, Tool
+from wirecall.contract.lock import SECTIONS, Contract, LockedMethod, LockedPrompt, LockedResource, LockedTool
 from wirecall.contract.schemas import inner, misfits, shown
 from wirecall.protocol.messages import Json
 
@@ -33,7 +33,7 @@ _TEXTS = {
 }
 
 
-class Change(Struct, frozen=True, order=True):
+class Difference(Struct, frozen=True, order=True):
     """One difference: how it affects callers, where it is, and what it is."""
 
     level: Level
@@ -41,20 +41,20 @@ class Change(Struct, frozen=True, order=True):
     text: str
 
 
-def changes(old: Contract, new: Contract) -> list[Change]:
+def changes(old: Contract, new: Contract) -> list[Difference]:
     """Return the changes in the sections that both contracts have, the breaking ones first."""
     found = []
     for section in shared(old, new):
         before, after = getattr(old, section), getattr(new, section)
         noun = section.removesuffix("s")
-        found += [Change("breaking", f"{noun} {name}", "is gone") for name in before.keys() - after.keys()]
-        found += [Change("fine", f"{noun} {name}", "is new") for name in after.keys() - before.keys()]
+        found += [Difference("breaking", f"{noun} {name}", "is gone") for name in before.keys() - after.keys()]
+        found += [Difference("fine", f"{noun} {name}", "is new") for name in after.keys() - before.keys()]
         for name in before.keys() & after.keys():
             found += _offer(f"{noun} {name}", before[name], after[name])
     if old.honours_keys and new.honours_keys is False:
-        found.append(Change("breaking", "server", "does not honour idempotency keys any more"))
+        found.append(Difference("breaking", "server", "does not honour idempotency keys any more"))
     elif old.honours_keys is False and new.honours_keys:
-        found.append(Change("fine", "server", "honours idempotency keys now"))
+        found.append(Difference("fine", "server", "honours idempotency keys now"))
 
     def told(place: str) -> bool:
         """Whether the offer of a text is in both contracts: a new one is not reported twice."""
@@ -66,7 +66,7 @@ def changes(old: Contract, new: Contract) -> list[Change]:
 
     for place in old.descriptions.keys() | new.descriptions.keys():
         if old.descriptions.get(place) != new.descriptions.get(place) and told(place):
-            found.append(Change("careful", place, "the text changed"))
+            found.append(Difference("careful", place, "the text changed"))
     return sorted(set(found), key=lambda change: (LEVELS.index(change.level), change.place, change.text))
 
 
@@ -75,12 +75,12 @@ def shared(old: Contract, new: Contract) -> list[str]:
     return [section for section in SECTIONS if None not in (getattr(old, section), getattr(new, section))]
 
 
-def _offer(place: str, old: Any, new: Any) -> Iterator[Change]:
-    if isinstance(old, Resource):
+def _offer(place: str, old: Any, new: Any) -> Iterator[Difference]:
+    if isinstance(old, LockedResource):
         if old.mime_type != new.mime_type:
             level: Level = "fine" if old.mime_type is None else "breaking"
-            yield Change(level, place, f"its type was {old.mime_type} and is {new.mime_type}")
-    elif isinstance(old, Prompt):
+            yield Difference(level, place, f"its type was {old.mime_type} and is {new.mime_type}")
+    elif isinstance(old, LockedPrompt):
         schemas = [
             {
                 "type": "object",
@@ -91,7 +91,7 @@ def _offer(place: str, old: Any, new: Any) -> Iterator[Change]:
             for each in (old, new)
         ]
         yield from _params(place, *schemas)
-    elif isinstance(old, Tool):
+    elif isinstance(old, LockedTool):
         yield from _params(place, old.input, new.input)
         yield from _result(place, old.output, new.output)
         yield from _effects(place, _tool_effects(old), _tool_effects(new))
@@ -102,40 +102,42 @@ def _offer(place: str, old: Any, new: Any) -> Iterator[Change]:
         yield from _method(place, old, new)
 
 
-def _params(place: str, old: Json, new: Json) -> Iterator[Change]:
+def _params(place: str, old: Json, new: Json) -> Iterator[Difference]:
     broken = misfits(old, new, is_result=False)
     for misfit in broken:
         text = _TEXTS["params", "forward"][misfit.kind].format(misfit.shown)
-        yield Change("breaking", f"{place}, argument {misfit.place}".removesuffix(", argument "), text)
+        yield Difference("breaking", f"{place}, argument {misfit.place}".removesuffix(", argument "), text)
     for misfit in misfits(new, old, is_result=False):
         if misfit.place in {each.place for each in broken}:
             continue  # a place that breaks callers is reported once
         text = _TEXTS["params", "backward"][misfit.kind].format(misfit.shown)
-        yield Change("fine", f"{place}, argument {misfit.place}".removesuffix(", argument "), text)
+        yield Difference("fine", f"{place}, argument {misfit.place}".removesuffix(", argument "), text)
     before, after = dict(_defaults(old)), dict(_defaults(new))
     for where in before.keys() & after.keys():
         texts = [shown({"const": each[where]}) for each in (before, after)]
         if before[where] != after[where]:
-            yield Change("careful", f"{place}, argument {where}", f"its default was {texts[0]} and is {texts[1]}")
+            yield Difference("careful", f"{place}, argument {where}", f"its default was {texts[0]} and is {texts[1]}")
 
 
-def _result(place: str, old: Json, new: Json) -> Iterator[Change]:
+def _result(place: str, old: Json, new: Json) -> Iterator[Difference]:
     if old is None or new is None:
         if old != new:
             level: Level = "fine" if old is None else "breaking"
-            yield Change(level, f"{place}, result", f"its type is {'stated now' if old is None else 'not stated any more'}")
+            yield Difference(
+                level, f"{place}, result", f"its type is {'stated now' if old is None else 'not stated any more'}"
+            )
         return
     broken = misfits(new, old, is_result=True)
     for misfit in broken:
         text = _TEXTS["result", "forward"][misfit.kind].format(misfit.shown)
-        yield Change("fine" if misfit.kind == "new" else "breaking", f"{place}, result {misfit.place}".rstrip(), text)
+        yield Difference("fine" if misfit.kind == "new" else "breaking", f"{place}, result {misfit.place}".rstrip(), text)
     for misfit in misfits(old, new, is_result=True):
         if misfit.place in {each.place for each in broken}:
             continue
         # A member that the old contract states and the new one does not: its callers may look for it.
         kind = "gone" if misfit.kind == "new" else misfit.kind
         text = _TEXTS["result", "backward"][kind].format(misfit.shown)
-        yield Change("careful" if kind == "gone" else "fine", f"{place}, result {misfit.place}".rstrip(), text)
+        yield Difference("careful" if kind == "gone" else "fine", f"{place}, result {misfit.place}".rstrip(), text)
 
 
 class _Effects(Struct, frozen=True):
@@ -147,19 +149,19 @@ class _Effects(Struct, frozen=True):
     open_world: bool
 
 
-def _tool_effects(tool: Tool) -> _Effects:
+def _tool_effects(tool: LockedTool) -> _Effects:
     writes = tool.read_only is not True
     destructive = writes and tool.destructive is not False
     return _Effects(writes, destructive, not writes or tool.idempotent is True, tool.open_world is not False)
 
 
-def _method_effects(method: Method) -> _Effects:
+def _method_effects(method: LockedMethod) -> _Effects:
     writes = method.kind != "query"
     destructive = writes and method.destructive is not False
     return _Effects(writes, destructive, not writes or method.idempotent is True, method.open_world is not False)
 
 
-def _effects(place: str, old: _Effects, new: _Effects) -> Iterator[Change]:
+def _effects(place: str, old: _Effects, new: _Effects) -> Iterator[Difference]:
     rows: tuple[tuple[bool, bool, Level, str, str], ...] = (
         (old.writes, new.writes, "breaking", "may change data now", "only reads now"),
         (old.destructive, new.destructive, "breaking", "may destroy data now", "does not destroy data any more"),
@@ -168,31 +170,35 @@ def _effects(place: str, old: _Effects, new: _Effects) -> Iterator[Change]:
     )
     for before, after, level, worse, better in rows:
         if before != after:
-            yield Change(level if after else "fine", place, worse if after else better)
+            yield Difference(level if after else "fine", place, worse if after else better)
 
 
-def _method(place: str, old: Method, new: Method) -> Iterator[Change]:
+def _method(place: str, old: LockedMethod, new: LockedMethod) -> Iterator[Difference]:
     """Yield the changes that only methods of JSON-RPC have."""
     if old.key != new.key and new.key == "required":
-        yield Change("breaking", place, "an idempotency key is required now")
+        yield Difference("breaking", place, "an idempotency key is required now")
     elif old.key != new.key and new.key is None:
-        yield Change("breaking", place, "an idempotency key is not taken any more")
+        yield Difference("breaking", place, "an idempotency key is not taken any more")
     elif old.key != new.key:
-        yield Change("fine", place, "an idempotency key is optional now")
+        yield Difference("fine", place, "an idempotency key is optional now")
     if old.structure != new.structure:
         level: Level = "fine" if new.structure is None else "breaking"
         shapes = [each.structure or "either" for each in (old, new)]
-        yield Change(level, place, f"the structure of its params was {shapes[0]} and is {shapes[1]}")
+        yield Difference(level, place, f"the structure of its params was {shapes[0]} and is {shapes[1]}")
     if old.structure != "by-name" and new.order[: len(old.order)] != old.order and set(old.order) <= set(new.order):
-        yield Change("breaking", place, f"the order of its params was {', '.join(old.order)} and is {', '.join(new.order)}")
+        yield Difference(
+            "breaking", place, f"the order of its params was {', '.join(old.order)} and is {', '.join(new.order)}"
+        )
     if old.notification is True and new.notification is False:
-        yield Change("breaking", place, "cannot be sent as a notification any more")
+        yield Difference("breaking", place, "cannot be sent as a notification any more")
     for code in old.errors.keys() | new.errors.keys():
         before, after = old.errors.get(code), new.errors.get(code)
         if before is None or after is None:
-            yield Change("careful" if before is None else "fine", place, f"error {code} {'is new' if after else 'is gone'}")
+            yield Difference(
+                "careful" if before is None else "fine", place, f"error {code} {'is new' if after else 'is gone'}"
+            )
         elif before != after:
-            yield Change("breaking", place, f"error {code} meant {shown(before)} and means {shown(after)}")
+            yield Difference("breaking", place, f"error {code} meant {shown(before)} and means {shown(after)}")
 
 
 def _defaults(schema: Json, place: str = "") -> Iterator[tuple[str, Json]]:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import msgspec
 from msgspec import Struct
 
-from wirecall.contract.lock import Contract, Method, Tool, step_of
+from wirecall.contract.lock import Contract, LockedMethod, LockedTool, step_of
 from wirecall.contract.schemas import members, required, resolved
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import Json, JsonObject
@@ -455,7 +455,7 @@ def _uses(body: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", body) is not None
 
 
-def _of_method(name: str, method: Method, contract: Contract, types: Types) -> Callable:
+def _of_method(name: str, method: LockedMethod, contract: Contract, types: Types) -> Callable:
     place = f"methods/{step_of(name)}"
     returns = types.of(True if method.result is None else method.result, method.result, f"{name} result", f"{place}/result")
     return Callable(
@@ -469,7 +469,7 @@ def _of_method(name: str, method: Method, contract: Contract, types: Types) -> C
     )
 
 
-def _of_tool(name: str, tool: Tool, contract: Contract, types: Types) -> Callable:
+def _of_tool(name: str, tool: LockedTool, contract: Contract, types: Types) -> Callable:
     place = f"tools/{step_of(name)}"
     returns = types.of(tool.output, tool.output, f"{name} result", f"{place}/output")
     schema = tool.input

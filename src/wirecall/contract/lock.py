@@ -32,7 +32,7 @@ _COMPONENTS = "#/components/schemas/"
 Code: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A-?(0|[1-9][0-9]*)\Z")]
 
 
-class Method(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LockedMethod(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A method of JSON-RPC. A hint that the server does not state is None."""
 
     params: JsonObject
@@ -48,7 +48,7 @@ class Method(Struct, frozen=True, kw_only=True, omit_defaults=True):
     errors: dict[Code, str] = {}  # messages by code
 
 
-class Tool(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LockedTool(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tool of MCP. A hint that the server does not state is None."""
 
     input: JsonObject
@@ -59,13 +59,13 @@ class Tool(Struct, frozen=True, kw_only=True, omit_defaults=True):
     open_world: bool | None = None
 
 
-class Resource(Struct, frozen=True, omit_defaults=True):
+class LockedResource(Struct, frozen=True, omit_defaults=True):
     """A resource of MCP, or a template of resources."""
 
     mime_type: str | None = None
 
 
-class Prompt(Struct, frozen=True, omit_defaults=True):
+class LockedPrompt(Struct, frozen=True, omit_defaults=True):
     """A prompt of MCP: whether each of its arguments is required."""
 
     arguments: dict[str, bool] = {}
@@ -78,11 +78,11 @@ class Contract(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str = ""
     revision: str | None = None  # of MCP
     honours_keys: bool | None = None  # the MCP server runs one of the calls with one key
-    methods: dict[str, Method] | None = None
-    tools: dict[str, Tool] | None = None
-    resources: dict[str, Resource] | None = None
-    templates: dict[str, Resource] | None = None
-    prompts: dict[str, Prompt] | None = None
+    methods: dict[str, LockedMethod] | None = None
+    tools: dict[str, LockedTool] | None = None
+    resources: dict[str, LockedResource] | None = None
+    templates: dict[str, LockedResource] | None = None
+    prompts: dict[str, LockedPrompt] | None = None
     descriptions: dict[str, str] = {}  # by place: methods/price/params/properties/sku/description
     digest: str = ""
 
@@ -160,7 +160,7 @@ def _contract(texts: dict[str, str], name: object, **sections: Any) -> Contract:
     return sealed(Contract(version=VERSION, name=given, descriptions=texts, **sections))
 
 
-def _methods(document: JsonObject, texts: dict[str, str]) -> dict[str, Method]:
+def _methods(document: JsonObject, texts: dict[str, str]) -> dict[str, LockedMethod]:
     def followed(value: Json) -> JsonObject:
         found = resolved(value, document) if isinstance(value, dict) and "$ref" in value else value
         return found if isinstance(found, dict) else {}
@@ -189,7 +189,7 @@ def _methods(document: JsonObject, texts: dict[str, str]) -> dict[str, Method]:
         stated = [followed(each) for each in errors] if isinstance(errors, list) else []
         hints = {hint: method.get(f"x-{hint.replace('_', '-')}") for hint in ("destructive", "idempotent", "open_world")}
         notification, structure = method.get("x-notification-allowed"), method.get("paramStructure")
-        methods[name] = Method(
+        methods[name] = LockedMethod(
             params=_gathered(schema, document, f"{place}/params", texts),
             order=[param["name"] for param in params],
             structure=structure if structure in ("by-name", "by-position") else None,
@@ -216,7 +216,7 @@ def _offers(lists: dict[str, list[Any]], texts: dict[str, str], instructions: st
         place, hints = f"tools/{step_of(tool.name)}", tool.annotations
         _take({"title": tool.title or (hints.title if hints else None), "description": tool.description}, place, texts)
         output = tool.output_schema
-        tools[tool.name] = Tool(
+        tools[tool.name] = LockedTool(
             input=_gathered(tool.input_schema, tool.input_schema, f"{place}/input", texts),
             output=None if output is None else _gathered(output, output, f"{place}/output", texts),
             read_only=hints.read_only_hint if hints else None,
@@ -230,13 +230,13 @@ def _offers(lists: dict[str, list[Any]], texts: dict[str, str], instructions: st
         for argument in prompt.arguments:
             told = {"title": argument.title, "description": argument.description}
             _take(told, f"{place}/arguments/{step_of(argument.name)}", texts)
-        prompts[prompt.name] = Prompt({argument.name: argument.required for argument in prompt.arguments})
-    found: dict[str, dict[str, Resource]] = {"resources": {}, "templates": {}}
+        prompts[prompt.name] = LockedPrompt({argument.name: argument.required for argument in prompt.arguments})
+    found: dict[str, dict[str, LockedResource]] = {"resources": {}, "templates": {}}
     for section, entries in (("resources", lists["resources"]), ("templates", lists["resourceTemplates"])):
         for entry in entries:
             uri = entry.uri if section == "resources" else entry.uri_template
             _take({"title": entry.title, "description": entry.description}, f"{section}/{step_of(uri)}", texts)
-            found[section][uri] = Resource(entry.mime_type)
+            found[section][uri] = LockedResource(entry.mime_type)
     return {"tools": tools, "prompts": prompts, **found}
 
 

@@ -68,7 +68,7 @@ _BOTH = "\0both"  # stands for keywords of two schemas that hold at once and can
 Kind: TypeAlias = Literal["required", "gone", "new", "value"]
 
 
-class Misfit(Struct, frozen=True):
+class Unfit(Struct, frozen=True):
     """A place where a value may not fit. `kind` says why; `shown` is the value that does not."""
 
     place: str
@@ -76,7 +76,7 @@ class Misfit(Struct, frozen=True):
     shown: str = ""
 
 
-def misfits(writer: Json, reader: Json, *, is_result: bool) -> list[Misfit]:
+def misfits(writer: Json, reader: Json, *, is_result: bool) -> list[Unfit]:
     """Return the places where a value of the writer's schema may not fit the reader's."""
     if writer == reader:
         return []
@@ -85,7 +85,7 @@ def misfits(writer: Json, reader: Json, *, is_result: bool) -> list[Misfit]:
     try:
         found = _Comparison(writer, reader, is_result).compare(writer, reader, "")
     except (_TooLarge, RecursionError):
-        found = [Misfit("", "value", "a type that is too large to compare")]
+        found = [Unfit("", "value", "a type that is too large to compare")]
     return list(dict.fromkeys(found))
 
 
@@ -148,7 +148,7 @@ class _Comparison:
         # A pair that comes up again inside itself fits if the rest fits: the types refer to themselves.
         self._open: set[tuple[int, int]] = set()
 
-    def compare(self, writer: Json, reader: Json, place: str) -> list[Misfit]:
+    def compare(self, writer: Json, reader: Json, place: str) -> list[Unfit]:
         pair = (id(writer), id(reader))
         if reader is True or reader == {} or pair in self._open or (self._shares_names and _bare(writer) == _bare(reader)):
             return []
@@ -170,14 +170,14 @@ class _Comparison:
                     for misfit, each in zip(tried, admitted, strict=True)
                     if "const" not in each and each.get("type") == case.get("type")
                 ]
-                found += near[0] if len(near) == 1 else [Misfit(place, "value", shown(case))]
+                found += near[0] if len(near) == 1 else [Unfit(place, "value", shown(case))]
             return found
         finally:
             self._open.discard(pair)
 
-    def _pair(self, writer: JsonObject, reader: JsonObject, place: str) -> list[Misfit]:
+    def _pair(self, writer: JsonObject, reader: JsonObject, place: str) -> list[Unfit]:
         """Compare two schemas of one type each."""
-        refused = [Misfit(place, "value", shown(writer))]
+        refused = [Unfit(place, "value", shown(writer))]
         if "const" in writer:
             return [] if admits(writer["const"], reader) else refused
         kind = writer["type"]
@@ -206,7 +206,7 @@ class _Comparison:
             return [misfit for one, two in pairs for misfit in self.compare(one, two, f"{place}[]")]
         return self._objects(writer, reader, place, refused) if kind == "object" else []
 
-    def _objects(self, writer: JsonObject, reader: JsonObject, place: str, refused: list[Misfit]) -> list[Misfit]:
+    def _objects(self, writer: JsonObject, reader: JsonObject, place: str, refused: list[Unfit]) -> list[Unfit]:
         if not _within(writer, reader, "minProperties", "maxProperties"):
             return refused
         if (
@@ -219,21 +219,21 @@ class _Comparison:
         free = writer.get("additionalProperties", not ours)  # what the writer may send beside the members that it states
         rest = reader.get("additionalProperties", True)
         prefix = f"{place}." if place else ""
-        found = [Misfit(prefix + name, "required") for name in required(reader) if name not in required(writer)]
+        found = [Unfit(prefix + name, "required") for name in required(reader) if name not in required(writer)]
         for name, schema in ours.items():
             if name in theirs:
                 found += self.compare(schema, theirs[name], prefix + name)
             elif self._is_result and not isinstance(rest, dict):
-                found.append(Misfit(prefix + name, "new"))
+                found.append(Unfit(prefix + name, "new"))
             elif rest is False or (theirs and "additionalProperties" not in reader):
-                found.append(Misfit(prefix + name, "gone"))
+                found.append(Unfit(prefix + name, "gone"))
             else:
                 found += self.compare(schema, rest, prefix + name)
         if free is not False:
             for name in theirs.keys() - ours.keys():
                 found += self.compare(free, theirs[name], prefix + name)
             if rest is False and not self._is_result:
-                found.append(Misfit(prefix + "*", "gone"))
+                found.append(Unfit(prefix + "*", "gone"))
             elif rest is not False:
                 found += self.compare(free, rest, prefix + "*")
         return found
