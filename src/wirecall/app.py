@@ -155,6 +155,7 @@ class App(Declarations):
         self._audit_path = _audit_path(audit)
         self._audit: Audit | None = None
         self._dispatcher: Dispatcher | None = None
+        self._ready: Dispatcher | None = None  # the same, where no lifespan has to be looked at before each message
         self._ledger: Ledger | None = None
         self._is_warned = False  # that tasks end with the process
         self._locked: tuple[AbstractEventLoop, Lock] | None = None
@@ -283,21 +284,23 @@ class App(Declarations):
         sending: "Sending | None" = None,
         identity: Identity | None = None,
     ) -> bytes | None:
-        if self._lifespan is not None:
-            await self._lifespan.enter()
-        dispatcher = self._dispatcher or self._serving()
+        dispatcher = self._ready
+        if dispatcher is None:
+            if self._lifespan is not None:
+                await self._lifespan.enter()
+            dispatcher = self._serving()
         reply = dispatcher.handle(data, caller, False, replayed, key, sending, None, identity)
         return reply if reply is None or isinstance(reply, bytes) else await reply
 
     def handle_sync(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
         """Answer one message without an event loop; raises `CannotWait` if a handler tries to wait."""
-        if self._lifespan is not None and not self._lifespan.is_entered:
+        if self._ready is None and self._lifespan is not None and not self._lifespan.is_entered:
             raise UsageError(
                 "handle_sync cannot start the app.",
                 "its lifespan needs an event loop",
                 "use `await app.handle(...)`, or call handle_sync inside `async with app`",
             )
-        reply = (self._dispatcher or self._serving()).handle(data, caller, True, replayed)
+        reply = (self._ready or self._serving()).handle(data, caller, True, replayed)
         if reply is None or isinstance(reply, bytes):
             return reply
         from wirecall.stepping import run_now
@@ -494,6 +497,7 @@ class App(Declarations):
                     lifespan=self._lifespan,
                     tells_blocking=self._is_dev,
                 )
+                self._ready = self._dispatcher if self._lifespan is None else None
             return self._dispatcher
 
     @property
@@ -528,7 +532,7 @@ class App(Declarations):
         if audit is not None:
             await audit.aclose(max(0.0, ends_at - time.monotonic()))
         if self._dispatcher is dispatcher:
-            self._dispatcher = None  # the next call makes another
+            self._dispatcher = self._ready = None  # the next call makes another
         if self._lifespan is not None:
             await self._left(dispatcher, ends_at)
 

@@ -162,15 +162,16 @@ class Dispatcher:
                     asked.update(dict.fromkeys(known.scopes.of(entry.params)))
             self._permit(identity, asked)
         busy = self._in_flight + self.commands.left
-        more = len(read) if busy and is_batch else 1
-        if busy and (busy + more > limits.in_flight or (self._held is not None and self._is_greedy(caller, more))):
-            refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
-            answers = [
-                frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else refusal))
-                for entry in (read if is_batch else [read])
-                if entry.id is not UNSET
-            ]
-            return make_reply(answers, is_batch)
+        if busy:
+            more = len(read) if is_batch else 1
+            if busy + more > limits.in_flight or (self._held is not None and self._is_greedy(caller, more)):
+                refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
+                answers = [
+                    frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else refusal))
+                    for entry in (read if is_batch else [read])
+                    if entry.id is not UNSET
+                ]
+                return make_reply(answers, is_batch)
         logged = logger.isEnabledFor(logging.INFO)
         if is_batch or logged or sending is not None or replayed is not None or caller != ANONYMOUS or key is not None:
             in_full, reported = logged or self._in_full, logged or self._events.observed
