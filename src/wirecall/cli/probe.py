@@ -68,7 +68,7 @@ class Plain(Struct):
     methods: int | None = None  # by rpc.discover
 
 
-class Authorization(Struct):
+class Protection(Struct):
     """The findings about authorization: where clients get tokens."""
 
     metadata: str  # the address of the protected resource metadata (RFC 9728)
@@ -93,7 +93,7 @@ class Seen(Struct):
     keys: bool = False  # it honours idempotency keys
     unannotated: int = 0  # tools that do not state their effects
     latency_ms: float | None = None
-    tokens: Authorization | None = None
+    tokens: Protection | None = None
     problems: list[BrokenRule] = []
 
 
@@ -538,7 +538,7 @@ def command(target: Target, way: Way, out: Printer) -> Exit | None:
     return Exit.FOUND if seen.problems else None
 
 
-async def _tokens(url: str) -> Authorization | None:
+async def _tokens(url: str) -> Protection | None:
     """Return what a server tells about its authorization, None if it does not. No credentials are sent."""
     # Step 1: the address of the metadata: from the challenge, else at the two well-known places (2025-11-25,
     # authorization, "Protected Resource Metadata Discovery Requirements").
@@ -557,12 +557,12 @@ async def _tokens(url: str) -> Authorization | None:
         try:
             status, document = await fetch(check_address("resource_metadata", place))
         except (CallFailed, UsageError) as error:
-            return Authorization(place, problems=[str(error).splitlines()[0]]) if named else None
+            return Protection(place, problems=[str(error).splitlines()[0]]) if named else None
         if status != 200:
             continue
         # Step 2: the rules that clients rely on.
         servers, scopes = ([each for each in document.get(name) or () if isinstance(each, str)] for name in _MEMBERS)
-        found = Authorization(place, str(document.get("resource", "")), servers, scopes)
+        found = Protection(place, str(document.get("resource", "")), servers, scopes)
         at = urlsplit(found.resource)
         if (at.scheme, at.netloc) != (parts.scheme, parts.netloc) or not f"{parts.path}/".startswith(at.path):
             found.problems.append(f"its metadata are those of {found.resource!r}, and clients refuse them for {url}")
@@ -577,7 +577,7 @@ async def _tokens(url: str) -> Authorization | None:
             if "S256" not in (metadata.get("code_challenge_methods_supported") or ()):
                 found.problems.append(f"{issuer} does not offer PKCE with S256, and MCP clients refuse it")
         return found
-    return Authorization(named[1], problems=["its challenge names metadata that are not there"]) if named else None
+    return Protection(named[1], problems=["its challenge names metadata that are not there"]) if named else None
 
 
 async def _probe(target: Target, way: Way) -> Seen:
