@@ -89,6 +89,7 @@ class Stand:
         self._key, self._noticed_after = key, noticed_after
         self.port = free_port()
         self.kills: list[float] = []  # their times
+        self._aged: set[tuple[RecordId, int, bytes | None]] = set()
         self.is_up = asyncio.Event()
         self.active: dict[str, tuple[str, str]] = {}  # the caller and the method of each order whose trial goes on
         self.records: defaultdict[str, set[RecordId]] = defaultdict(set)  # of each order whose handler was entered
@@ -192,7 +193,11 @@ class Stand:
                 dead.add(RecordId(*self.active[effect.order], effect.key))
         for id in dead:
             found = await self._ledger.get(id)
-            if found is not None and (found.state is State.RUNNING or found.delivery == "pending"):
+            if found is None or (found.state is not State.RUNNING and found.delivery != "pending"):
+                continue
+            # Once for each holder and deliverer: the time since the loss must stay within the window of a repetition.
+            if (holder := (id, found.attempts, found.deliverer)) not in self._aged:
+                self._aged.add(holder)
                 self.store.age(id, LEASE + 1)
 
     async def delivery(self, id: RecordId) -> Delivery:
