@@ -184,7 +184,7 @@ def test_dev_restarts_when_a_file_changes(tmp_path: Path) -> None:
 
 
 def test_dev_tells_once_of_a_plain_function_that_blocks_the_loop(tmp_path: Path) -> None:
-    source = "import time\nfrom wirecall import App\napp = App('a')\n@app.query\ndef nap() -> int:\n    return time.sleep(0.2) or 1\n"
+    source = "import time\nfrom wirecall import App\napp = App('a')\n@app.query\ndef nap() -> None:\n    time.sleep(0.2)\n"
     (tmp_path / "app.py").write_text(source)
     with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
         address = run.wait_for("Listening on").split()[-1]
