@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import select
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
@@ -425,7 +426,8 @@ async def test_a_session_ended_while_its_handler_runs_has_committed_nothing(
 
 
 async def end_session(front: Front, context: Context, how: str) -> None:
-    row = await (await context.db.execute("SELECT pg_backend_pid()")).fetchone()
+    cursor = await context.db.execute("SELECT pg_backend_pid()")
+    row, file = await cursor.fetchone(), cursor.connection.fileno()
     if how == "cut":
         front.proxy.cut()
     async with await psycopg.AsyncConnection.connect(front.store.url, autocommit=True) as db:
@@ -436,6 +438,12 @@ async def end_session(front: Front, context: Context, how: str) -> None:
             return (await db.execute("SELECT FROM pg_stat_activity WHERE pid = %s", row)).rowcount == 0
 
         await eventually(is_gone)
+
+    async def is_told() -> bool:  # the proxy is between them, and passes it on a moment later
+        return bool(select.select([file], [], [], 0)[0])
+
+    if how == "ended by the server":
+        await eventually(is_told)
 
 
 @only_postgres
