@@ -55,9 +55,9 @@ async def test_no_effect_is_doubled_and_no_repeat_is_swallowed(
 ) -> None:
     run = Run(make_stand(plan, store, tmp_path, log), f"{SEED} {plan}")
     cuts, repeats = sized(small=(25, 75), full=(200, 400))
-    await run.live(cuts, repeats, kills=0.03)
+    await run.live(cuts, repeats, kills=0)  # those come below, each in its moment, and at random in `make lost`
     with capsys.disabled():
-        print(f"\nLOST_SEED={SEED}, {len(run.stand.kills)} kills\n{summary(run.stories, lambda _: str(plan))}")
+        print(f"\nLOST_SEED={SEED}\n{summary(run.stories, lambda _: str(plan))}")
     wrong = [str(story) for story in run.stories if story.faults]
     assert not wrong, "\n".join([f"LOST_SEED={SEED}", *wrong])
     assert [told for told in run.repeats if told.replays or told.swallowed] == []
