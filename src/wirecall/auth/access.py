@@ -152,6 +152,8 @@ class Access:
         scheme, _, token = given.strip(b" \t").partition(b" ")
         if scheme.lower() != b"bearer":
             raise HttpError(401, "expected Authorization: Bearer TOKEN", self._challenge(scopes=self.scopes))
+        if len(headers.all("authorization")) > 1:  # a proxy in front may have judged the other one
+            raise self._refused("more than one Authorization header")
         token = token.strip(b" ")
         if len(token) > LONGEST:
             raise self._refused(f"the token is longer than {LONGEST} bytes")

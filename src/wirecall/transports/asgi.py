@@ -74,7 +74,8 @@ class HttpServer:
         self._authenticate = authenticate
         self._access = access
         self._asks = access is not None or authenticate is not None
-        self._guard = Guard(hosts or (), origins or ())
+        # Where tokens are judged, two Authorization fields are a bad token (401), as any other is.
+        self._guard = Guard(hosts or (), origins or (), SINGLE if access is None else SINGLE[:-1])
         self._startup = startup
         self._shutdown = shutdown
         self._entering = entering
@@ -133,7 +134,7 @@ class HttpServer:
                 return
             # Step 4: a token or `authenticate` names the caller (401). Probes come without a secret.
             if self._asks and path not in PROBES and not is_open:
-                known = None if self._access is None else self._access.known(headers)
+                known = None if self._access is None or headers.has_doubles else self._access.known(headers)
                 request.identity, request.caller = known or await self._identify(headers)
                 request.holder = request.caller
             # Step 5: the application has started (503). Probes do not wait for it.
@@ -295,7 +296,8 @@ class Guard:
        loopback comes in, but the page cannot read the answer unless its origin is listed.
     """
 
-    def __init__(self, hosts: Sequence[str], origins: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[str], origins: Sequence[str], single: Sequence[str]) -> None:
+        self._single = single
         self._hosts = {host.lower() for host in hosts} | LOOPBACK
         self._origins = {origin.lower().rstrip("/") for origin in origins}
         self.is_shared = bool(self._origins)  # pages of other origins can read answers
@@ -313,7 +315,7 @@ class Guard:
         if sum(map(len, chain.from_iterable(pairs))) + 4 * len(pairs) > max_bytes:  # ": " and the end of the line
             raise HttpError(431, f"the header is longer than {max_bytes} bytes", [CLOSE])
         if headers.has_doubles:
-            for name in SINGLE:
+            for name in self._single:
                 if len(headers.all(name)) > 1:
                     raise HttpError(400, f"more than one {name} header", [CLOSE])
         origin = headers.first.get(b"origin")
