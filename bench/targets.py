@@ -13,9 +13,9 @@ RESULTS = Path(__file__).with_name("results.json")
 
 
 class Target(NamedTuple):
-    """A figure of ours beside another one, and the ratio of both that it must reach.
+    """A figure beside another one, and the ratio of both that it must reach.
 
-    The other figure is the bare engine's, that of the best other library, or one more of ours.
+    The other figure is the bare engine's, that of the best other library, or another one of wirecall.
     """
 
     work: str

@@ -287,7 +287,7 @@ async def check(story: Story, stand: Stand, effects: list[Effect]) -> None:
 
 
 def make_senders(stand: Stand) -> list[Sender]:
-    """All that can call a server of this kind. An official client has no header of ours, so it is the single user."""
+    """All that can call a server of this kind. An official client does not name a caller: it is the single user."""
     port, log = stand.port, stand.log
     senders: list[Sender] = [raw_sender(stand, way, f"raw {way}") for way in WAYS]
     if stand.plan.access == "single user":
