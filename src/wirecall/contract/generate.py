@@ -348,8 +348,10 @@ def generated(contract: Contract, protocol: str, name: str | None = None) -> str
         # The same bytes, whether the contract comes from a server or from a file, where it is sorted.
         contract = msgspec.json.decode(contract.spoken(protocol).canonical(), type=Contract)
         title = name or f"{class_name(contract.name or 'server', ())}Client"
-        return "\n".join(_module(contract, protocol, title, {title, f"Sync{title}"})) + "\n"
-    except RecursionError:
+        text = "\n".join(_module(contract, protocol, title, {title, f"Sync{title}"})) + "\n"
+        compile(text, "client", "exec")  # a type that this process can walk may be too deep for Python's own parser
+        return text
+    except (RecursionError, SyntaxError):
         raise UsageError("A type of the server cannot be generated.", "it is nested too deep", "flatten the type") from None
 
 
