@@ -133,7 +133,7 @@ async def rows(stack: AsyncExitStack, url: str) -> dict[str, tuple[Call, int]]:
 
 
 def wirecall_shop() -> App:
-    app = App("shop")
+    app = App("shop", mode="production", ledger="memory:")
 
     @app.query
     def price(sku: str) -> int:

@@ -39,7 +39,7 @@ def bare() -> Any:
 
 
 def ours() -> Any:
-    app = App("shop", version="1.0")
+    app = App("shop", version="1.0", mode="production", ledger="memory:")  # development checks each result
 
     @app.query
     def price(sku: str) -> int:
@@ -57,7 +57,8 @@ def ours() -> Any:
 def guarded() -> Any:
     """The same with a token that has a scope."""
     issuer, resource, keys = (os.environ[f"BENCH_{name}"] for name in ("ISSUER", "RESOURCE", "KEYS"))
-    app = App("shop", version="1.0", auth=Jwt(issuer, resource=resource, jwks=msgspec.json.decode(keys)))
+    auth = Jwt(issuer, resource=resource, jwks=msgspec.json.decode(keys))
+    app = App("shop", version="1.0", mode="production", ledger="memory:", auth=auth)
 
     @app.query(scopes="prices:read")
     def price(sku: str) -> int:

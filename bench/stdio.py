@@ -21,7 +21,7 @@ CALLS = 100 if QUICK else 500
 SERVERS = {
     "wirecall": """
 from wirecall import App
-app = App("shop", version="1.0")
+app = App("shop", version="1.0", mode="production", ledger="memory:")
 @app.query
 def price(sku: str) -> int:
     return len(sku)
