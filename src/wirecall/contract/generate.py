@@ -351,8 +351,10 @@ def generated(contract: Contract, protocol: str, name: str | None = None) -> str
         text = "\n".join(_module(contract, protocol, title, {title, f"Sync{title}"})) + "\n"
         compile(text, "client", "exec")  # a type that this process can walk may be too deep for Python's own parser
         return text
-    except (RecursionError, SyntaxError):
-        raise UsageError("A type of the server cannot be generated.", "it is nested too deep", "flatten the type") from None
+    except (RecursionError, SyntaxError) as error:
+        is_deep = isinstance(error, RecursionError) or "nested" in str(error.msg)
+        why = "it is nested too deep" if is_deep else f"Python cannot read the module: {error}"
+        raise UsageError("A type of the server cannot be generated.", why, "flatten the type") from error
 
 
 def _module(contract: Contract, protocol: str, title: str, taken: set[str]) -> Iterator[str]:
