@@ -97,7 +97,7 @@ async def test_a_secret_goes_where_the_issuer_wants_it(world: World, methods: li
     assert request.form["scope"] == "read"
     assert request.form["resource"] == world.url
     if in_header:  # both encoded as in a form (RFC 6749, section 2.3.1)
-        assert request.headers["authorization"] == f"Basic {base64.b64encode(b'me%3Ayou:a+b').decode()}"
+        assert request.headers["authorization"] == f"Basic {base64.b64encode(b'me%3Ayou:a%20b').decode()}"
         assert "client_secret" not in request.form
     else:
         assert (request.form["client_id"], request.form["client_secret"]) == ("me:you", "a b")

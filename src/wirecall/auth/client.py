@@ -207,7 +207,14 @@ class Authorization:
         endpoint = TokenEndpoint(network, login.revocation_endpoint, login.issuer, None, {})
         for kind, token in tokens.items():
             if token:
-                await endpoint.send(_client_of(login), {"token": token, "token_type_hint": kind})
+                try:
+                    await endpoint.send(_client_of(login), {"token": token, "token_type_hint": kind})
+                except Denied as refusal:
+                    if kind != "access_token" or refusal.code != "unsupported_token_type":
+                        raise
+                    # Some servers revoke no access tokens, such as JWTs (RFC 7009, section 2.2.1).
+                    why = f"{login.issuer} does not revoke access tokens; this one ends by itself"
+                    raise NotAuthorized(why) from None
 
     async def _read(self) -> None:
         """Take the newest login that fits from the store."""

@@ -8,7 +8,7 @@ import base64
 import re
 import time
 from collections.abc import Iterable, Mapping
-from urllib.parse import quote_plus
+from urllib.parse import quote
 
 from msgspec import Struct
 
@@ -88,6 +88,14 @@ def denied(answer: Answer, what: str, secrets: Iterable[str] = ()) -> Denied:
     return Denied(f"{what} refused the request: {shown}", problem.error)
 
 
+def basic(client_id: str, secret: str) -> str:
+    """Return the credentials of a client as HTTP Basic."""
+    # RFC 6749, section 2.3.1: both parts are encoded as in a form before they are joined. A space is %20 and not "+": every
+    # reader of forms takes both, and a server that only decodes %XX, such as Authlib's, takes this one.
+    pair = f"{quote(client_id, safe='')}:{quote(secret, safe='')}"
+    return f"Basic {base64.b64encode(pair.encode()).decode()}"
+
+
 def method_for(issuer: Issuer, has_secret: bool) -> str:
     """Return how a client authenticates, where its registration does not say so."""
     if not has_secret:
@@ -114,9 +122,7 @@ class TokenEndpoint:
         """Send a request in the name of the client; raise its refusal."""
         sent, headers = dict(form), {}
         if client.method == "client_secret_basic":
-            # Both are encoded as in a form first (RFC 6749, section 2.3.1).
-            pair = f"{quote_plus(client.client_id)}:{quote_plus(client.secret or '')}"
-            headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
+            headers["Authorization"] = basic(client.client_id, client.secret or "")
         elif client.client_id:  # a workload may not have one
             sent["client_id"] = client.client_id
         if client.method == "client_secret_post" and client.secret is not None:

@@ -1,12 +1,12 @@
 """Tokens that only their authorization server can read: it is asked about each (RFC 7662)."""
 
 import time
-from base64 import b64encode
 from collections.abc import Callable, Sequence
-from urllib.parse import quote_plus, urlencode
+from urllib.parse import urlencode
 
 from wirecall.auth.access import Verifier, check_address, check_resource
 from wirecall.auth.documents import fetch
+from wirecall.auth.grants import basic
 from wirecall.auth.jwt import audiences
 from wirecall.errors import BadAnswer, Unauthorized, UsageError
 from wirecall.server.identity import Identity, scope_names
@@ -46,10 +46,8 @@ class Introspection(Verifier):
         self.scopes = scope_names("scopes of Introspection", scopes)
         self.keeps = keeps
         self._clock = clock
-        # RFC 6749, section 2.3.1: both parts are encoded as in a form before they are joined.
-        pair = f"{quote_plus(client_id)}:{quote_plus(secret)}".encode()
         self._headers = {
-            "authorization": f"Basic {b64encode(pair).decode()}",
+            "authorization": basic(client_id, secret),
             "content-type": "application/x-www-form-urlencoded",
         }
 
