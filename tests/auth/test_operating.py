@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.cli import serving, wirecall
-from tests.client.peers import PATIENCE
+from tests.client.peers import served
 from tests.ports import free_port
 from wirecall import App
 from wirecall.auth import Jwt
 from wirecall.config import check_config, load_config
 from wirecall.errors import UsageError
 from wirecall.testing.auth import AuthorizationServer
-from wirecall.transports.serve import ServerName, bind, serve_until
+from wirecall.transports.serve import ServerName
 
 SETTINGS = """\
 [server]
@@ -109,15 +109,12 @@ async def probed(*words: str) -> tuple[int, Any]:
 @pytest.mark.parametrize("server", ["uvicorn", "granian"])
 async def test_probe_reports_where_tokens_come_from(server: ServerName, issuer: AuthorizationServer) -> None:
     """The address of the server is known before its app is made: the resource of its tokens is that address."""
-    stop, listening = asyncio.Event(), asyncio.Event()
-    with bind("127.0.0.1", 0) as bound:
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+    def shop(url: str) -> App:
+        return App("shop", auth=Jwt(issuer.issuer, resource=f"{url}/mcp", scopes="mcp:use"))
+
+    async with served(shop, server) as url:
         resource = f"{url}/mcp"
-        app = App("shop", auth=Jwt(issuer.issuer, resource=resource, scopes="mcp:use"))
-        serving = asyncio.create_task(
-            serve_until(app.asgi(), bound, server=server, grace=2.0, stop=stop, serving=listening.set)
-        )
-        await asyncio.wait_for(listening.wait(), PATIENCE)
         code, told = await probed(url)
         assert code == 3
         assert f"tokens of {issuer.issuer} for {resource}, scopes mcp:use" in told["error"]["why"]
@@ -127,8 +124,6 @@ async def test_probe_reports_where_tokens_come_from(server: ServerName, issuer: 
         issuer.faults.no_pkce = True
         code, told = await probed(url, "--header", f"Authorization: Bearer {token}")
         assert (code, "PKCE" in told["result"]["problems"][0]["what"]) == (9, True)
-        stop.set()
-        await asyncio.wait_for(serving, PATIENCE)
 
 
 async def test_serve_accepts_the_tokens_of_the_section(issuer: AuthorizationServer) -> None:

@@ -22,17 +22,19 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 @asynccontextmanager
-async def served(app: App, server: Any = "uvicorn") -> AsyncIterator[str]:
-    """An app of ours over HTTP, at an address without a path."""
+async def served(app: App | Callable[[str], App], server: Any = "uvicorn") -> AsyncIterator[str]:
+    """An app of ours over HTTP, at an address without a path; a function makes an app that knows its address."""
     stop, listening = asyncio.Event(), asyncio.Event()
     with bind("127.0.0.1", 0) as bound:
         host, port = bound.getsockname()
+        url = f"http://{host}:{port}"
+        made = app if isinstance(app, App) else app(url)
         serving = asyncio.create_task(
-            serve_until(app.asgi(), bound, server=server, grace=2.0, stop=stop, serving=listening.set)
+            serve_until(made.asgi(), bound, server=server, grace=2.0, stop=stop, serving=listening.set)
         )
         try:
             await asyncio.wait_for(listening.wait(), PATIENCE)
-            yield f"http://{host}:{port}"
+            yield url
         finally:
             stop.set()
             await asyncio.wait_for(serving, PATIENCE)
