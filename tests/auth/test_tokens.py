@@ -7,18 +7,21 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from tests.auth import NOW, RESOURCE, Clock, Shop, call
+from tests.auth import METADATA, NOW, RESOURCE, Clock, Shop, call
+from tests.client.peers import PATIENCE, served
 from tests.transports import Client, ask, piece, scope_of
-from wirecall import App, Context, Limits, Unauthorized, UsageError
+from wirecall import App, Context, Unauthorized, UsageError
 from wirecall.auth import Access, Identity, Introspection, Jwt, Tokens, Verifier, digest
 from wirecall.testing.auth import AuthFaults, AuthorizationServer
 from wirecall.transports.asgi import HttpServer
+from wirecall.transports.serve import ServerName
 
 WHOAMI = json.dumps(call("whoami")).encode()
 
@@ -109,7 +112,7 @@ BAD: dict[str, Callable[[Shop], str]] = {
 @pytest.mark.parametrize("bad", BAD)
 async def test_a_bad_token_gets_401_and_is_not_written_anywhere(bad: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    shop = Shop(limits=Limits(header_bytes=2 << 20))
+    shop = Shop()
     token = BAD[bad](shop)
     for send in (shop.rpc(token, call("whoami")), shop.mcp(token, "tools/call", {"name": "whoami"})):
         answer = await send
@@ -119,8 +122,38 @@ async def test_a_bad_token_gets_401_and_is_not_written_anywhere(bad: str, caplog
         assert not any(len(part) > 5 and part in written for part in token.split("."))
 
 
-async def test_a_header_that_is_too_long_for_the_server_is_refused_before_its_token_is_read() -> None:
-    assert (await Shop().rpc("x" * (1 << 20), call("whoami"))).status == 431
+async def test_a_token_that_is_too_long_is_a_bad_token() -> None:
+    answer = await Shop().rpc("x" * (1 << 20), call("whoami"))
+    assert answer.status == 401
+    assert answer.challenge == (
+        'Bearer error="invalid_token", error_description="the token is longer than 16384 bytes", '
+        f'resource_metadata="{METADATA}"'
+    )
+
+
+@pytest.mark.parametrize("more", [("x-long", "x" * (32 << 10)), ("cookie", "x" * (32 << 10))])
+async def test_a_header_that_is_too_long_without_its_token_is_431(more: tuple[str, str]) -> None:
+    for token in ("x", "x" * (1 << 20)):
+        assert (await Shop().ask("POST", "/rpc", token, call("whoami"), [more])).status == 431
+
+
+@pytest.mark.parametrize("server", ["uvicorn", "granian"])
+@pytest.mark.parametrize(("size", "status"), [(40 << 10, 401), (1 << 20, 431)])
+async def test_a_parser_refuses_a_token_beyond_its_buffer(
+    server: ServerName, size: int, status: int, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond about twice the limit of a header, the application does not see the request."""
+    caplog.set_level(logging.DEBUG)
+    token = "secret" * (size // 6)
+    head = f"POST /rpc HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\nContent-Length: 0\r\n\r\n"
+    async with served(App("shop", auth=Tokens({})), server) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
+        writer.write(head.encode())
+        async with asyncio.timeout(PATIENCE):
+            first = await reader.readline()
+        writer.transport.abort()
+    assert int(first.split()[1]) == status
+    assert "secret" not in caplog.text + "".join(capfd.readouterr())
 
 
 async def test_two_headers_are_refused_whichever_is_good() -> None:

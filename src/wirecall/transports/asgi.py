@@ -74,7 +74,7 @@ class HttpServer:
         self._authenticate = authenticate
         self._access = access
         self._asks = access is not None or authenticate is not None
-        # Where tokens are judged, two Authorization fields are a bad token (401), as any other is.
+        # Where tokens are judged, two Authorization fields are a bad token (401), as any other is, and so is one too long.
         self._guard = Guard(hosts or (), origins or (), SINGLE if access is None else SINGLE[:-1])
         self._startup = startup
         self._shutdown = shutdown
@@ -312,8 +312,12 @@ class Guard:
     def check(self, headers: Headers, max_bytes: int, *, any_host: bool, any_origin: bool = False) -> None:
         """Raise HttpError unless the request may come in."""
         pairs = headers.pairs
-        if sum(map(len, chain.from_iterable(pairs))) + 4 * len(pairs) > max_bytes:  # ": " and the end of the line
-            raise HttpError(431, f"the header is longer than {max_bytes} bytes", [CLOSE])
+        size = sum(map(len, chain.from_iterable(pairs))) + 4 * len(pairs)  # ": " and the end of the line
+        if size > max_bytes:
+            # Where tokens are judged, a token has a limit of its own: one that is too long is a bad token (401).
+            judged = 0 if "Authorization" in self._single else sum(map(len, headers.all("Authorization")))
+            if size - judged > max_bytes:
+                raise HttpError(431, f"the header is longer than {max_bytes} bytes", [CLOSE])
         if headers.has_doubles:
             for name in self._single:
                 if len(headers.all(name)) > 1:
