@@ -50,6 +50,7 @@ class Verifier:
     issuer: str | None = None  # the authorization server
     scopes: tuple[str, ...] = ()  # that every call needs
     keeps: float = 0.0  # seconds for which a verified token is not verified again
+    leeway: float = 0.0  # seconds between two clocks: a token is accepted for so long after its expiry
 
     async def verify(self, token: str) -> Identity | None:
         """Return the identity of a token, None if the token is unknown here; raise `Unauthorized` to refuse it."""
@@ -109,6 +110,7 @@ class Access:
         self.scopes = tuple(dict.fromkeys([*scope_names("scopes of auth=", scopes), *base]))
         self.hides = hide
         self.verifiers: Sequence[Verifier] = known
+        self._leeway = max((verifier.leeway for verifier in known), default=0.0)
         self._hierarchy = hierarchy
         self._name = name or (lambda identity: identity.name)
         self._told = {"resource_name": title, "resource_documentation": documentation}
@@ -241,6 +243,10 @@ class Access:
     def may(self, identity: Identity | None, scopes: Iterable[str]) -> bool:
         """Return whether lists show what asks for these scopes."""
         return not self.hides or identity is None or identity.scopes.issuperset(scopes)
+
+    def lasts(self, identity: Identity) -> float | None:
+        """Return the seconds for which a token is accepted from now on; None: it does not expire."""
+        return None if identity.expires is None else max(identity.expires + self._leeway - self._clock(), 0.0)
 
     # --- challenges and metadata -------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class Jwt(Verifier):
         if isinstance(jwks, str):
             check_address("jwks", jwks)
         self.keys = Keys(issuer, jwks, clock)
-        self._leeway = leeway
+        self.leeway = leeway
         self._clock = clock
         self._jwt = jwt
 
@@ -109,9 +109,9 @@ class Jwt(Verifier):
         now, expires, begins = self._clock(), claims["exp"], claims.get("nbf", 0)
         if not (_is_time(expires) and _is_time(begins)):
             raise Unauthorized("the token is not valid")
-        if now >= expires + self._leeway:
+        if now >= expires + self.leeway:
             raise Unauthorized("the token has expired")
-        if now < begins - self._leeway:
+        if now < begins - self.leeway:
             raise Unauthorized("the token is not valid yet")
         return Identity.of_claims(claims, self.issuer)
 

@@ -5,13 +5,14 @@
 2. With a handshake a session hears of every list that changes, and of the resources it subscribed to.
 3. At 2026-07-28 a client asks for a stream (`subscriptions/listen`) and names the changes it wants. The server first sends
    those that it honours, then changes, until the client leaves or the server stops.
-4. Subscriptions are bounded: in number, and in characters of all URIs.
+4. A stream of changes ends with the token that it was opened with: its client comes back with another one.
+5. Subscriptions are bounded: in number, and in characters of all URIs.
 """
 
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from wirecall.errors import InvalidRequest, NotCapable
 from wirecall.mcp.types import PREFIX, TASKS
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
     from wirecall.mcp.server.peer import Outlet, Peer, Session
     from wirecall.mcp.server.tasks import Tasks
+    from wirecall.server.identity import Identity
+
+Lasts: TypeAlias = "Callable[[Identity | None], float | None]"  # the seconds that a token has left; None: no end
 
 MAX_PENDING = 1000  # messages that a listener has not taken
 MAX_SUBSCRIPTIONS = 1000
@@ -95,15 +99,19 @@ class Hub:
                 listener.loop.call_soon_threadsafe(listener.hear, kind, uri)
 
 
-async def forward(listener: Listener, outlet: "Outlet") -> None:
-    """Send the messages of a listener, until it is closed or the server stops."""
-    stopped = asyncio.get_running_loop().create_task(outlet.stopping.wait())
+async def forward(listener: Listener, outlet: "Outlet", seconds: float | None = None) -> None:
+    """Send the messages of a listener, until it is closed, or its seconds are over, or the server stops."""
+    loop = asyncio.get_running_loop()
+    stopped = loop.create_task(outlet.stopping.wait())
     stopped.add_done_callback(lambda _: listener.close())
+    over = None if seconds is None else loop.call_later(seconds, listener.close)
     try:
         while (message := await listener.next()) is not None:
             await outlet.send(message)
     finally:
         stopped.cancel()
+        if over is not None:
+            over.cancel()
 
 
 # --- with a handshake ------------------------------------------------------------------------------------------------
@@ -139,8 +147,8 @@ async def unsubscribe(peer: "Peer") -> object:
 # --- without one (2026-07-28) ----------------------------------------------------------------------------------------
 
 
-async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", peer: "Peer") -> object:
-    """Answer `subscriptions/listen`: send changes until the client leaves or the server stops."""
+async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", lasts: "Lasts", peer: "Peer") -> object:
+    """Answer `subscriptions/listen`: send changes until the client leaves, its token ends, or the server stops."""
     # Of what the client asks for, only what can happen here is honoured. The acknowledgement says which, and comes before
     # any change (2026-07-28, basic/patterns/subscriptions, "Acknowledgment").
     asked, has = peer.params.notifications, catalog.offered
@@ -172,7 +180,7 @@ async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", peer: "Peer") -> 
             following = tasks.listen(frozenset(honoured["taskIds"]), peer.caller, partial(send, "notifications/tasks"))
             followed = asyncio.get_running_loop().create_task(following)
             followed.add_done_callback(lambda _: listener.close())  # the client has left
-        await forward(listener, peer.outlet)
+        await forward(listener, peer.outlet, lasts(peer.identity))
     finally:
         hub.remove(listener)
         if followed is not None:

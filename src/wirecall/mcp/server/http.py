@@ -349,7 +349,7 @@ class McpEndpoint:
         try:
             await outlet.open()
             known.stand(listener)
-            await _while_there(request, forward(listener, outlet), outlet)
+            await _while_there(request, forward(listener, outlet, self._server.lasts(request.identity)), outlet)
             await request.close_stream()
         finally:
             outlet.close()

@@ -105,6 +105,10 @@ class Judge(Protocol):
         """Return whether lists show what asks for these scopes."""
         ...
 
+    def lasts(self, identity: Identity, /) -> float | None:
+        """Return the seconds for which the token of a caller is accepted from now on; None: without an end."""
+        ...
+
 
 class McpMethod(Struct, frozen=True):
     """A row in the table of methods: how the server answers a request, and to which clients."""
@@ -172,7 +176,7 @@ class Server:
         self.add("resources/read", calls.read_resource, types.ReadResource, needs="resources", is_long=True)
         self.add("resources/subscribe", subscribe, types.Subscribe, needs="resources")
         self.add("resources/unsubscribe", unsubscribe, types.Subscribe, needs="resources")
-        self.add("subscriptions/listen", partial(listen, self.hub, catalog, tasks), types.Listen, is_long=True)
+        self.add("subscriptions/listen", partial(listen, self.hub, catalog, tasks, self.lasts), types.Listen, is_long=True)
         self.add("completion/complete", calls.complete, types.Complete, needs="completions", is_long=True)
 
         self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=lambda: tasks.is_needed)
@@ -332,6 +336,10 @@ class Server:
         """HttpError 403 unless the caller has these scopes, and those that every request asks for."""
         if identity is not None and self._access is not None:
             self._access.permit(identity, scopes)
+
+    def lasts(self, identity: Identity | None) -> float | None:
+        """Return the seconds for which the token of a caller is accepted from now on; None: without an end."""
+        return None if identity is None or self._access is None else self._access.lasts(identity)
 
     def scopes(self, entry: Incoming, params: Any = None) -> Collection[str]:
         """Return the scopes that a message asks for. `params` are those of the message, if they are decoded already."""
