@@ -319,9 +319,13 @@ class App(Declarations):
         async def shutdown(grace: float) -> None:
             await endpoint.aclose(grace / 4)
             await self.aclose(grace * 3 / 4)
+            if self.access is not None:
+                await self.access.aclose()
 
         async def startup() -> None:
             self._check_scopes()
+            if self.access is not None:
+                await self.access.open()
             await self._enter()
             await endpoint.open()
             self._adopt_tasks()

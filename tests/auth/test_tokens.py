@@ -5,6 +5,7 @@ import base64
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from tests.auth import METADATA, NOW, RESOURCE, Clock, Shop, call
-from tests.client.peers import PATIENCE, served
+from tests.client.peers import PATIENCE, Listening, Reader, Writer, http, served, until
 from tests.transports import Client, ask, piece, scope_of
 from wirecall import App, Context, Unauthorized, UsageError
 from wirecall.auth import Access, Identity, Introspection, Jwt, Tokens, Verifier, digest
@@ -434,6 +435,50 @@ async def test_a_revoked_token_is_good_for_a_minute_at_most(issuer: Authorizatio
     issuer.revoke(token)
     clock.now += 60
     assert (await status(server, token))[0] == 401
+
+
+class Endpoint(Listening):
+    """An introspection endpoint that knows every token, and counts its connections."""
+
+    PATH = "/introspect"
+
+    def __init__(self, *, hangs_up: bool = False) -> None:
+        super().__init__()
+        self.connections = self.open = self.asked = 0
+        self._hangs_up = hangs_up
+
+    async def _serve(self, reader: Reader, writer: Writer) -> None:
+        self.connections += 1
+        self.open += 1
+        try:
+            with suppress(asyncio.IncompleteReadError):
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
+                    self.asked += 1
+                    writer.write(http(json.dumps({"active": True, "sub": "alice", "aud": RESOURCE}).encode()))
+                    await writer.drain()
+                    if self._hangs_up:  # as a server does that closes an idle connection while the next request comes
+                        await reader.read(1)
+                        return
+        finally:
+            self.open -= 1
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_introspection_keeps_its_connection_while_a_server_is_open(hangs_up: bool) -> None:
+    async with Endpoint(hangs_up=hangs_up) as endpoint:
+        server = make_server(Introspection(endpoint.url, "shop", "hush", issuer="https://auth.test", resource=RESOURCE))
+        for _ in range(2):  # a server may open again
+            await server.open()
+            before = endpoint.connections
+            for number in range(3):
+                assert await status(server, f"token-{before}-{number}") == (200, "https://auth.test alice")
+            if not hangs_up:
+                assert (endpoint.connections - before, endpoint.open) == (1, 1)
+            await server.aclose()
+            await until(lambda: not endpoint.open)
+    assert hangs_up or (endpoint.connections, endpoint.asked) == (2, 6)
 
 
 async def test_an_introspection_endpoint_that_is_down_gives_503(issuer: AuthorizationServer) -> None:

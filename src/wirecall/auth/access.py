@@ -56,6 +56,12 @@ class Verifier:
         """Return the identity of a token, None if the token is unknown here; raise `Unauthorized` to refuse it."""
         raise NotImplementedError
 
+    async def open(self) -> None:
+        """Hear that a server starts, and open what all tokens share."""
+
+    async def aclose(self) -> None:
+        """Close what `open` has opened. `verify` works before and after, too."""
+
     async def check(self) -> str:
         """Try what tokens will need, for `wirecall doctor`; return the finding, or raise `CallFailed`."""
         return type(self).__name__
@@ -216,6 +222,16 @@ class Access:
             message = "the token cannot be verified now: the authorization server does not answer"
             raise HttpError(503, message, [("retry-after", RETRY_AFTER)])
         raise self._refused("the token is not one for this server")
+
+    async def open(self) -> None:
+        """Tell the verifiers that a server starts."""
+        for verifier in self.verifiers:
+            await verifier.open()
+
+    async def aclose(self) -> None:
+        """Tell the verifiers that it has stopped."""
+        for verifier in self.verifiers:
+            await verifier.aclose()
 
     def _implied(self, scopes: frozenset[str]) -> frozenset[str]:
         """Return the scopes of a token and all that they stand for (2026-07-28: a broader scope includes a narrower one)."""

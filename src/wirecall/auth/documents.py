@@ -5,7 +5,8 @@ does not answer, or not with JSON, is a `CallFailed`: the token at hand may stil
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,26 +20,39 @@ MAX_BYTES = 256 << 10
 PATIENCE = 10.0
 
 
-async def fetch(
-    url: str, method: str = "GET", body: bytes = b"", headers: Mapping[str, str] | None = None
-) -> tuple[int, JsonObject]:
-    """Return the status and the JSON object of an answer; `{}` where the status is not 200."""
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[HttpClient]:
+    """Open connections to one address, for a block."""
     client = HttpClient(url, max_bytes=MAX_BYTES, headers={"accept": "application/json"})
     await client.open()
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def ask(
+    client: HttpClient, method: str = "GET", body: bytes = b"", headers: Mapping[str, str] | None = None
+) -> tuple[int, JsonObject]:
+    """Return the status and the JSON object of an answer; `{}` where the status is not 200."""
     try:
         async with asyncio.timeout(PATIENCE), client.request(method, body, headers) as answer:
             if answer.status != 200:
                 return answer.status, {}
             found = msgspec.json.decode(await answer.read())
     except TimeoutError:
-        raise TimedOut(f"{url}: no answer within {PATIENCE:g} s") from None
+        raise TimedOut(f"{client.url}: no answer within {PATIENCE:g} s") from None
     except (msgspec.DecodeError, RecursionError):
-        raise BadAnswer(f"{url}: expected JSON") from None
-    finally:
-        await client.aclose()
+        raise BadAnswer(f"{client.url}: expected JSON") from None
     if not isinstance(found, dict):
-        raise BadAnswer(f"{url}: expected a JSON object, got {type(found).__name__}")
+        raise BadAnswer(f"{client.url}: expected a JSON object, got {type(found).__name__}")
     return 200, found
+
+
+async def fetch(url: str) -> tuple[int, JsonObject]:
+    """Return the same of a document at an address."""
+    async with connected(url) as client:
+        return await ask(client)
 
 
 async def server_metadata(issuer: str) -> JsonObject:

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from urllib.parse import urlencode
 
 from wirecall.auth.access import Verifier, check_address, check_resource
-from wirecall.auth.documents import fetch
+from wirecall.auth.documents import ask, connected
 from wirecall.auth.grants import basic
 from wirecall.auth.jwt import audiences
-from wirecall.errors import BadAnswer, Unauthorized, UsageError
+from wirecall.errors import BadAnswer, ConnectionLost, Unauthorized, UsageError
 from wirecall.server.identity import Identity, scope_names
+from wirecall.transports.http_client import HttpClient
 
 KEPT = 60.0  # seconds; a token that is revoked stays good for as long
 
@@ -46,6 +48,8 @@ class Introspection(Verifier):
         self.scopes = scope_names("scopes of Introspection", scopes)
         self.keeps = keeps
         self._clock = clock
+        self._http: HttpClient | None = None  # while a server is open
+        self._opened = AsyncExitStack()
         self._headers = {
             "authorization": basic(client_id, secret),
             "content-type": "application/x-www-form-urlencoded",
@@ -53,7 +57,14 @@ class Introspection(Verifier):
 
     async def verify(self, token: str) -> Identity | None:
         form = urlencode({"token": token, "token_type_hint": "access_token"}).encode()
-        status, told = await fetch(self.url, "POST", form, self._headers)
+        answer = None
+        if (http := self._http) is not None:
+            with suppress(ConnectionLost):  # the endpoint has closed a connection that was idle
+                answer = await ask(http, "POST", form, self._headers)
+        if answer is None:
+            async with connected(self.url) as http:
+                answer = await ask(http, "POST", form, self._headers)
+        status, told = answer
         if status != 200:
             raise BadAnswer(f"{self.url}: expected 200, got {status}; check client_id and secret")
         if told.get("active") is not True:
@@ -69,6 +80,14 @@ class Introspection(Verifier):
         if isinstance(begins, (int, float)) and now < begins:
             raise Unauthorized("the token is not valid yet")
         return Identity.of_claims(told, self.issuer)
+
+    async def open(self) -> None:
+        if self._http is None:
+            self._http = await self._opened.enter_async_context(connected(self.url))
+
+    async def aclose(self) -> None:
+        self._http = None
+        await self._opened.aclose()
 
     async def check(self) -> str:
         await self.verify("wirecall-doctor")  # a token that is not active anywhere
