@@ -317,18 +317,18 @@ class App(Declarations):
         endpoint = McpEndpoint(self.mcp(), self.limits, shared=self._is_shared)
 
         async def shutdown(grace: float) -> None:
-            await endpoint.aclose(grace / 4)
-            await self.aclose(grace * 3 / 4)
             if self.access is not None:
                 await self.access.aclose()
+            await endpoint.aclose(grace / 4)
+            await self.aclose(grace * 3 / 4)
 
         async def startup() -> None:
             self._check_scopes()
-            if self.access is not None:
-                await self.access.open()
             await self._enter()
             await endpoint.open()
             self._adopt_tasks()
+            if self.access is not None:  # the last step: what failed before it would leave connections open
+                await self.access.open()
 
         return HttpServer(
             {
