@@ -16,6 +16,8 @@
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Raw, Struct
@@ -178,24 +180,22 @@ class ClientCall:
     """One call of an MCP client: its span, and the `_meta` members that tell the server of it."""
 
     def __init__(self, method: str, params: object, *, revision: str | None, url: str | None, baggage: bool) -> None:
-        from urllib.parse import urlsplit
-
         name = named(method, params)
         self._began = time.perf_counter()
         self._facts = _mcp_facts(method, name, revision, "pipe" if url is None else "tcp")
         if url is not None:
-            parts = urlsplit(url)
-            self._facts["server.address"] = parts.hostname or ""
-            self._facts["server.port"] = parts.port or (443 if parts.scheme == "https" else 80)
+            self._facts |= _address(url)
         uri = params.get("uri") if isinstance(params, Mapping) else None
         self._span = _tracer.start_span(
             f"{method} {name}" if name is not None and method in ("tools/call", "prompts/get") else method,
             kind=SpanKind.CLIENT,
-            attributes={**self._facts, **({"mcp.resource.uri": uri} if isinstance(uri, str) else {})},
+            attributes={**self._facts, "mcp.resource.uri": uri} if isinstance(uri, str) else self._facts,
             record_exception=False,
             set_status_on_exception=False,
         )
-        self.meta = _injected(trace.set_span_in_context(self._span), baggage)
+        # Without a provider there is nothing to tell, unless a caller's span is passed on.
+        is_told = baggage or self._span.get_span_context().is_valid
+        self.meta = _injected(trace.set_span_in_context(self._span), baggage) if is_told else {}
 
     def end(self, id: int, error: BaseException | None, result: object) -> None:
         """End the span, with the error or the result of the call."""
@@ -212,6 +212,14 @@ class ClientCall:
         self._span.set_attributes({"jsonrpc.request.id": str(id), **failure})
         self._span.end()
         _client_durations.record(time.perf_counter() - self._began, {**self._facts, **failure})
+
+
+@lru_cache
+def _address(url: str) -> Facts:
+    """Return the attributes that name the server."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return {"server.address": parts.hostname or "", "server.port": port}
 
 
 def trace_meta(*, baggage: bool = False) -> dict[str, str]:

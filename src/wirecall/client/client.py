@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
@@ -65,7 +66,30 @@ class Names(Generic[R]):
         return self._call(self._path, list(by_position) or by_name or None)
 
 
-class Client:
+class Openable(ABC):
+    """A connection that is open in its block."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Open the connection; `async with` does it."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close the connection. Calls in flight fail."""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.open()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class Client(Openable):
     """Calls to one server."""
 
     def __init__(self, link: Link, dialect: Dialect, options: Options) -> None:
@@ -85,23 +109,10 @@ class Client:
         return self._delivery.arrays
 
     async def open(self) -> None:
-        """Open the connection; `async with` does it."""
         await self._delivery.open()
 
     async def aclose(self) -> None:
-        """Close the connection. Calls in flight fail."""
         await self._delivery.aclose()
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.open()
-        except BaseException:
-            await self.aclose()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -258,22 +269,39 @@ class JsonRpc(Dialect):
 # --- without an event loop --------------------------------------------------------------------------------------------
 
 
-class SyncClient:
-    """The client for code without an event loop: the methods of `Client`, blocking, from any thread.
+class SyncOpenable:
+    """A connection for code without an event loop: it is open at once.
 
-    One thread of its own runs one loop, and the methods wait for what the client does there. The client closes itself when
-    it is no longer used, and when the program ends.
+    One thread of its own runs one loop, and the methods wait for what the connection does there. It closes itself when it is
+    no longer used, and when the program ends.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, connection: Openable) -> None:
         self._loop = Loop()
         try:
-            self._loop.run(client.__aenter__())
+            self._loop.run(connection.__aenter__())
         except BaseException:
             self._loop.stop()
             raise
-        self._finalizer = weakref.finalize(self, _close, self._loop, client)
+        self._finalizer = weakref.finalize(self, _close, self._loop, connection)
+
+    def close(self) -> None:
+        """Close the connection and end the thread."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SyncClient(SyncOpenable):
+    """The client for code without an event loop: the methods of `Client`, blocking, from any thread."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(client)
+        self._client = client
         self.rpc: Names[Any] = Names(self.call)
 
     @property
@@ -302,16 +330,6 @@ class SyncClient:
         """Return a block of calls that leave together: `with client.batch() as b: one = b.call(...)`."""
         return SyncBatch(self._client, self._loop)
 
-    def close(self) -> None:
-        """Close the connection and end the thread."""
-        self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class SyncBatch(Collected):
     """Calls that are collected in a block and sent at its end; nothing is sent if the block fails."""
@@ -328,9 +346,9 @@ class SyncBatch(Collected):
             self._loop.run(self._leave())
 
 
-def _close(loop: "Loop", client: Client) -> None:
+def _close(loop: "Loop", connection: Openable) -> None:
     try:
-        loop.run(client.aclose())
+        loop.run(connection.aclose())
     finally:
         loop.stop()
 

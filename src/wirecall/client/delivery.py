@@ -291,24 +291,23 @@ class Delivery:
 
     async def deliver(self, entries: list[AnyEntry], *, array: bool = False) -> list[AnyEntry]:
         """Settle entries; return those that a refused array carried and that may be sent in another way."""
-        returned = await self._until_settled(entries, array)
-        if self._dialect.has_rounds:
-            for entry in entries:
-                while await self._dialect.goes_on(entry):
-                    entry.attempts = 0
-                    await self._until_settled([entry], False)
-        return returned
-
-    async def _until_settled(self, entries: list[AnyEntry], array: bool) -> list[AnyEntry]:
-        while entries:
-            exchange = await self._attempt(entries, array)
-            if len(entries) == 1 and entries[0].error is None and entries[0].waiter is None:
+        returned: list[AnyEntry] = []
+        left = entries
+        while left:
+            exchange = await self._attempt(left, array)
+            if len(left) == 1 and left[0].error is None and left[0].waiter is None:
                 break  # the straight way
             is_refused = exchange is not None and exchange.array and exchange.is_refused
             if exchange is not None and is_refused and self.arrays.learn(exchange.entries[0].error, len(exchange.entries)):
-                return exchange.entries
-            entries = await self._repeated(entries)
-        return []
+                returned = exchange.entries
+                break
+            left = await self._repeated(left)
+        if self._dialect.has_rounds:
+            for entry in entries:
+                if await self._dialect.goes_on(entry):
+                    entry.attempts = 0
+                    await self.deliver([entry])
+        return returned
 
     async def _deliver_together(self, entries: list[AnyEntry]) -> Wire:
         """Settle entries in arrays as large as the server takes them, and the rest alone; return how they went."""

@@ -6,7 +6,7 @@ and what an answer means.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wirecall.client.exchange import Exchange
@@ -122,14 +122,20 @@ class LineLink:
         try:
             exchange.sent = True
             await pipe.write(exchange.data)
-            if not exchange.is_done:
+            if exchange.open:
                 await end
+        except asyncio.CancelledError:
+            self._abandoned(exchange)
+            raise
         finally:
             if end.done() and not end.cancelled():
                 end.exception()  # retrieved, as the write may have failed first
             del self._ends[exchange]
             for id in exchange.known:
                 self._open.pop(id, None)
+
+    def _abandoned(self, exchange: Exchange) -> None:
+        """Take note of a message whose caller stopped waiting. Plain JSON-RPC has no words for that."""
 
     async def aclose(self) -> None:
         pipe, self._pipe = self._pipe, None
@@ -177,7 +183,7 @@ class LineLink:
             exchange = alone[0]
         exchange.take(message, in_array)
         end = self._ends[exchange]
-        if exchange.is_done and not end.done():
+        if not exchange.open and not end.done():
             end.set_result(None)
 
 
@@ -248,7 +254,7 @@ class MemoryPipe:
         sending = Sending()
         try:
             answer = self._connection.handle(line, sending)
-            if isinstance(answer, Coroutine):
+            if answer is not None and not isinstance(answer, bytes):
                 answer = await answer
             if answer is not None:
                 self._on_line(answer)

@@ -5,18 +5,18 @@ and refuses a server with another one. Errors whose codes the contract states ar
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 from msgspec import UNSET
 
-from wirecall.client.client import Client, Loop
+from wirecall.client.client import Client, Openable, SyncOpenable
 from wirecall.client.connect import McpOptions, Target, connect
 from wirecall.contract.lock import of_client
 from wirecall.errors import RpcError, UsageError
 from wirecall.mcp.client.client import McpClient
 
 
-class Caller:
+class Caller(Openable):
     """A client of one contract, to be opened by `async with`. `options` are those of `connect`."""
 
     PROTOCOL: ClassVar[Literal["jsonrpc", "mcp"]]
@@ -28,7 +28,6 @@ class Caller:
         self._check = check
 
     async def open(self) -> None:
-        """Open the connection; `async with` does it."""
         await self.client.open()
         if not self._check:
             return
@@ -42,19 +41,7 @@ class Caller:
             )
 
     async def aclose(self) -> None:
-        """Close the connection. Calls in flight fail."""
         await self.client.aclose()
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.open()
-        except BaseException:
-            await self.aclose()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     async def _call(
         self,
@@ -81,32 +68,14 @@ class Caller:
             raise typed from error
 
 
-class SyncCaller:
+class SyncCaller(SyncOpenable):
     """The same for code without an event loop: it opens at once, and `with` closes it."""
 
     CALLER: ClassVar[type[Caller]]
 
     def __init__(self, target: Target, *, check: bool = False, **options: Unpack[McpOptions]) -> None:
-        self._loop = Loop()
-        try:
-            self._caller = self.CALLER(target, check=check, **options)
-            self._loop.run(self._caller.__aenter__())
-        except BaseException:
-            self._loop.stop()
-            raise
-
-    def close(self) -> None:
-        """Close the connection and end the thread."""
-        try:
-            self._loop.run(self._caller.aclose())
-        finally:
-            self._loop.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._caller = self.CALLER(target, check=check, **options)
+        super().__init__(self._caller)
 
     def _call(self, name: str, params: Mapping[str, Any], returns: Any = None, **options: Any) -> Any:
         return self._loop.run(self._caller._call(name, params, returns, **options))

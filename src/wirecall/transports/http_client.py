@@ -15,8 +15,8 @@
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC
 from functools import cache, partial
 from ipaddress import ip_address
@@ -148,11 +148,9 @@ class _Request:
     A class, as a generator here would cost 12 of 200 microseconds of a call.
     """
 
-    __slots__ = ("_asked", "_client", "_has_body", "_sent")
+    __slots__ = ("_asked", "_client", "_has_body", "_response", "_sent")
 
-    def __init__(
-        self, asked: "AbstractAsyncContextManager[ClientResponse]", sent: Sent, has_body: bool, client: HttpClient
-    ) -> None:
+    def __init__(self, asked: "Awaitable[ClientResponse]", sent: Sent, has_body: bool, client: HttpClient) -> None:
         self._asked = asked
         self._sent = sent
         self._has_body = has_body
@@ -160,7 +158,8 @@ class _Request:
 
     async def __aenter__(self) -> "HttpAnswer":
         try:
-            return HttpAnswer(await self._asked.__aenter__(), self._client.max_bytes, self._client.is_private)
+            self._response = await self._asked
+            return HttpAnswer(self._response, self._client.max_bytes, self._client.is_private)
         except Exception as error:
             if failure := self._failure(error):
                 raise failure from error
@@ -171,7 +170,8 @@ class _Request:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._asked.__aexit__(kind, error, trace)
+        self._response.release()
+        await self._response.wait_for_close()
         if error is not None and (failure := self._failure(error)):
             raise failure from error
 

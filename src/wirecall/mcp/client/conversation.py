@@ -369,11 +369,41 @@ class Conversation(Dialect):
             entry.extra = Extra()
 
     async def prepare(self, entry: AnyEntry) -> None:
-        if entry.method == "tools/call":
-            await self._prepare_tool(entry)
-        else:
+        if entry.method != "tools/call":
             entry.key = entry.key if isinstance(entry.key, str) else None
             entry.safe = entry.method.startswith(_READS) or entry.query is True
+        else:
+            params = entry.params or {}
+            name, arguments = str(params.get("name")), params.get("arguments")
+            confirm = self._settings.confirm
+            tool = await self.lists.tool(name, entry.timeout) if self._settings.trust or confirm else None
+            if name in self.lists.left_out:
+                raise NotSent(f"the tool {name!r} cannot be called over HTTP: its x-mcp-header are against the rules")
+            is_trusted = tool is not None and self.trusts(tool)
+            # 1. Confirmation: the word of a server that is not trusted counts against a tool, and never for it.
+            if confirm is not None:
+                if tool is not None and is_trusted:
+                    is_asked = tool.destructive
+                else:
+                    is_asked = self._settings.confirm_unknown or (
+                        tool is not None and tool.annotations is not None and tool.destructive
+                    )
+                if is_asked:
+                    agreed = confirm(tool or Tool(name), arguments or {})
+                    if inspect.isawaitable(agreed):
+                        agreed = await agreed
+                    if not agreed:
+                        raise Declined(f"{name} was not confirmed")
+                    entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+            # 2. The key: the caller's, or the model's among the arguments, or a new one where that helps.
+            if not isinstance(entry.key, str):
+                own = arguments.get(KEY) if isinstance(arguments, dict) else None
+                if isinstance(own, str) and self.honours_keys:
+                    entry.key = own
+                else:
+                    entry.key = mint_key() if entry.key is True or (entry.key is None and self.honours_keys) else None
+            is_harmless = tool is not None and is_trusted and tool.idempotent
+            entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
         # A program that traces has imported OpenTelemetry. The span begins here, where the caller's one is the current one.
         if "opentelemetry.trace" in sys.modules and self._can_trace:
             try:
@@ -397,39 +427,6 @@ class Conversation(Dialect):
             error = entry.error if is_answered else asyncio.CancelledError()
             extra.trace.end(entry.id, error, entry.raw)
             extra.trace = None
-
-    async def _prepare_tool(self, entry: AnyEntry) -> None:
-        params = entry.params or {}
-        name, arguments = str(params.get("name")), params.get("arguments")
-        confirm = self._settings.confirm
-        tool = await self.lists.tool(name, entry.timeout) if self._settings.trust or confirm else None
-        if name in self.lists.left_out:
-            raise NotSent(f"the tool {name!r} cannot be called over HTTP: its x-mcp-header are against the rules")
-        is_trusted = tool is not None and self.trusts(tool)
-        # 1. Confirmation: the word of a server that is not trusted counts against a tool, and never for it.
-        if confirm is not None:
-            if tool is not None and is_trusted:
-                is_asked = tool.destructive
-            else:
-                is_asked = self._settings.confirm_unknown or (
-                    tool is not None and tool.annotations is not None and tool.destructive
-                )
-            if is_asked:
-                agreed = confirm(tool or Tool(name), arguments or {})
-                if inspect.isawaitable(agreed):
-                    agreed = await agreed
-                if not agreed:
-                    raise Declined(f"{name} was not confirmed")
-                entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
-        # 2. The key: the caller's, or the model's among the arguments, or a new one where that helps.
-        if not isinstance(entry.key, str):
-            own = arguments.get(KEY) if isinstance(arguments, dict) else None
-            if isinstance(own, str) and self.honours_keys:
-                entry.key = own
-            else:
-                entry.key = mint_key() if entry.key is True or (entry.key is None and self.honours_keys) else None
-        is_harmless = tool is not None and is_trusted and tool.idempotent
-        entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
 
     def trusts(self, tool: Tool) -> bool:
         trust = self._settings.trust

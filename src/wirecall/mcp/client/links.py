@@ -346,18 +346,17 @@ class McpLineLink(LineLink, McpLink):
                             self._over.append(self._pipe)
                             self._pipe = None
                         raise
-        await self.post(exchange)
+        await super().exchange(exchange)
 
     async def post(self, exchange: Exchange) -> bool:
         """Send a message as it is. Return False: there are no sessions that could be gone."""
-        try:
-            await super().exchange(exchange)
-        except asyncio.CancelledError:
-            # `initialize` must not be cancelled (2024-11-05, cancellation).
-            if self._pipe is not None and all(entry.method != "initialize" for entry in exchange.entries):
-                self._announce(exchange, self._pipe.write)
-            raise
+        await super().exchange(exchange)
         return False
+
+    def _abandoned(self, exchange: Exchange) -> None:
+        # `initialize` must not be cancelled (2024-11-05, cancellation).
+        if self._pipe is not None and all(entry.method != "initialize" for entry in exchange.entries):
+            self._announce(exchange, self._pipe.write)
 
     async def send(self, message: bytes) -> None:
         await (await self._connected()).write(message)
