@@ -18,7 +18,7 @@ from tests.transports import Client, ask, piece, scope_of
 from wirecall import App, Context, Limits, Unauthorized, UsageError
 from wirecall.auth import Access, Identity, Introspection, Jwt, Tokens, Verifier, digest
 from wirecall.testing.auth import AuthFaults, AuthorizationServer
-from wirecall.transports.asgi import HttpServer
+from wirecall.transports.http_server import HttpServer
 
 WHOAMI = json.dumps(call("whoami")).encode()
 

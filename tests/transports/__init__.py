@@ -18,7 +18,7 @@ from wirecall.protocol.messages import Data, Id
 from wirecall.protocol.sending import Sending
 from wirecall.server.identity import Identity
 from wirecall.transports import request
-from wirecall.transports.asgi import HttpServer
+from wirecall.transports.http_server import HttpServer
 from wirecall.transports.request import Endpoint, HttpRequest
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 from wirecall.transports.serve import serve
@@ -209,8 +209,8 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     limits = Limits(**options.pop("limits"))
 
-    def told(address: str) -> None:
-        print(json.dumps(["listening", address]), flush=True)
+    def told(address: str, how: str) -> None:
+        print(json.dumps(["listening", [address, how]]), flush=True)
 
     if options.pop("h11"):
         sys.modules["httptools"] = None  # type: ignore[assignment]
@@ -285,7 +285,7 @@ async def serving(
     )
     try:
         served = Served(process)
-        served.port = int((await served.hear("listening")).rpartition(":")[2])
+        served.port = int((await served.hear("listening"))[0].rpartition(":")[2])
         yield served
     finally:
         if process.returncode is None:

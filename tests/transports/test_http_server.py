@@ -16,7 +16,7 @@ from wirecall.errors import Gone, Unauthorized
 from wirecall.protocol.messages import Data, Id
 from wirecall.protocol.sending import Sending
 from wirecall.server.identity import Identity
-from wirecall.transports.asgi import HttpServer
+from wirecall.transports.http_server import HttpServer
 from wirecall.transports.request import Headers, HttpRequest
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 
@@ -721,7 +721,7 @@ async def test_stopping_asks_streams_to_end_and_cuts_those_that_do_not() -> None
 
 
 def test_headers_are_a_mapping() -> None:
-    headers = Headers([(b"a", b" 1 "), (b"b", b"\xfc"), (b"a", b"2")])
+    headers = Headers([("a", " 1 "), ("b", "\xfc"), ("a", "2")])
     assert (dict(headers), len(headers), headers.all("A"), headers["B"]) == ({"a": "1, 2", "b": "ü"}, 2, ["1", "2"], "ü")
     assert (headers.get("c"), headers.get("c", "x"), "A" in headers, "ü€" in headers) == (None, "x", True, False)
 
