@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.calls import make_app
+from tests.rsgi import drive
 from wirecall import Limits
 from wirecall.mcp.server.http import McpEndpoint
 from wirecall.protocol.messages import Data, Id
@@ -104,7 +105,7 @@ async def ask(
     if not any(name.lower() == "content-type" for name, _ in pairs):
         pairs.append(("content-type", "application/json"))
     async with asyncio.timeout(PATIENCE):
-        await server(scope_of(method, path, pairs), client.receive, client.send)
+        await drive(server, scope_of(method, path, pairs), client.receive, client.send)
     return client.reply if client.sent else Reply(0, {}, b"", False)
 
 

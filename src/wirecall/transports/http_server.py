@@ -21,12 +21,9 @@ from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
 from wirecall.transports.asgi import AsgiExchange, Receive, Scope, Send
 from wirecall.transports.request import CLOSE, Endpoint, Exchange, Headers, HttpError, HttpRequest, Pairs, Waits
-from wirecall.transports.rsgi import RsgiExchange
+from wirecall.transports.rsgi import RsgiExchange, RsgiProtocol, RsgiScope
 
 if TYPE_CHECKING:
-    from granian.rsgi import HTTPProtocol
-    from granian.rsgi import Scope as RsgiScope
-
     from wirecall.server.identity import Identity
 
 Authenticate: TypeAlias = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
@@ -104,7 +101,7 @@ class HttpServer:
             return
         await self._serve(AsgiExchange(scope, receive, send))
 
-    async def __rsgi__(self, scope: "RsgiScope", protocol: "HTTPProtocol") -> None:
+    async def __rsgi__(self, scope: RsgiScope, protocol: RsgiProtocol) -> None:
         await self._serve(RsgiExchange(scope, protocol))
 
     async def _serve(self, exchange: Exchange) -> None:
@@ -119,9 +116,7 @@ class HttpServer:
             if guard.is_shared and not is_open:
                 request.add_headers(guard.cors(headers))
             guard.check(headers, self.limits.header_bytes, any_host=path in PROBES, any_origin=is_open)
-            if (
-                exchange.authority is not None
-            ):  # of a target in absolute form (RFC 9112, section 3.2.2): it counts as Host does
+            if exchange.authority is not None:  # of an absolute target (RFC 9112, section 3.2.2): it counts as Host does
                 guard.check_host(exchange.authority)
             # Step 2: the path is an endpoint (404).
             endpoint = self.routes.get(path)

@@ -1,4 +1,8 @@
-"""The event loop of a server: uvloop where it is installed, else asyncio's own."""
+"""The event loop of an HTTP server: uvloop where it is installed, else asyncio's own.
+
+A server on stdio stays with asyncio's: its handlers of signals (signal.signal) must run whatever the loop does, and uvloop
+takes Python's wake-up of signals for itself.
+"""
 
 import asyncio
 from importlib.util import find_spec

@@ -398,9 +398,8 @@ class HttpRequest:
         """Begin a stream of server-sent events; HttpError 503 if too many are open."""
         self._server.enter_stream(self)
         self.started = True
-        await self._tell(
-            self._exchange.begin(200, [*_STREAM_FIELDS, *((name.lower(), value) for name, value in headers), *self._more])
-        )
+        fields = [*_STREAM_FIELDS, *((name.lower(), value) for name, value in headers), *self._more]
+        await self._tell(self._exchange.begin(200, fields))
 
     async def write(self, chunk: bytes) -> None:
         """Send bytes of the open answer; Gone if the client has left or does not read."""

@@ -1,7 +1,9 @@
 """RSGI, granian's own interface, as one side of a request. Only what its specification names is used.
 
-RSGI has neither a way to wait for a client that is slow to read nor one to end an answer that is not complete: a stream that
-is let go of looks as if it had come to its end. So both are asked of the connection's socket, which is a file of this process.
+1. RSGI has no way to wait for a client that is slow to read, and none to cut an answer: a stream that is let go of looks as
+   if it had come to its end. Both are done with the connection's socket, which is a file of this process.
+2. RSGI leaves out values that are not ASCII. A request without one of its fields may mean something else, so such a field is
+   kept, with a value that no check accepts.
 """
 
 import asyncio
@@ -10,18 +12,47 @@ import ipaddress
 import os
 import select
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from stat import S_ISSOCK
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from wirecall.transports.request import Headers, Pairs
-
-if TYPE_CHECKING:
-    from granian.rsgi import HTTPProtocol, Scope
 
 FILES = "/dev/fd" if os.path.isdir("/dev/fd") else ""  # lists the open files of this process; Windows does not have it
 # Bytes of a stream after which its socket must be ready for more. The server itself holds any number of them.
 AHEAD = 64 << 10
+UNREADABLE = "\ufffd"
+
+
+class RsgiHeaders(Protocol):
+    """The header fields that RSGI gives; names in lower case."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def items(self) -> list[tuple[str, str]]: ...
+
+
+class RsgiScope(Protocol):
+    """The request that RSGI gives."""
+
+    method: str
+    path: str
+    authority: str | None
+    client: str
+
+    @property
+    def headers(self) -> RsgiHeaders: ...
+
+
+class RsgiProtocol(Protocol):
+    """The body of a request and the way to answer it, as RSGI gives them."""
+
+    def __call__(self) -> Awaitable[bytes]: ...
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    def client_disconnect(self) -> Awaitable[None]: ...
+    def response_empty(self, status: int, headers: list[tuple[str, str]]) -> None: ...
+    def response_bytes(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None: ...
+    def response_stream(self, status: int, headers: list[tuple[str, str]]) -> Any: ...
 
 
 class RsgiExchange:
@@ -32,11 +63,15 @@ class RsgiExchange:
         *("authority", "headers", "method", "path"),
     )
 
-    def __init__(self, scope: "Scope", protocol: "HTTPProtocol") -> None:
+    def __init__(self, scope: RsgiScope, protocol: RsgiProtocol) -> None:
         self.method = scope.method
         self.path = scope.path
         self.authority = scope.authority
-        self.headers = Headers(scope.headers.items())
+        fields = scope.headers
+        self.headers = Headers(fields.items())
+        if len(fields) != len(self.headers.first):
+            unreadable = [(name, UNREADABLE) for name in fields if name not in self.headers.first]
+            self.headers = Headers([*self.headers.pairs, *unreadable])
         self._scope = scope
         self._protocol = protocol
         self._was_read = False

@@ -38,7 +38,6 @@ from wirecall.protocol.messages import Limits
 from wirecall.protocol.sending import Sending
 from wirecall.stepping import beside, start
 from wirecall.transports.lines import HIGH, Output, Splitter, ThreadedOutput, open_input
-from wirecall.transports.loop import new_loop
 
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]  # writes one line, adds the newline; raises Gone
 Startup: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
@@ -75,7 +74,7 @@ def serve(
 ) -> None:
     """Serve stdin and stdout until EOF, SIGTERM or SIGINT. `portable` reads and writes in threads, as on Windows."""
     stop = Stop()
-    with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner(loop_factory=new_loop) as runner:
+    with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner() as runner:
         options: Any = {"grace": grace, "startup": startup, "cleanup": cleanup, "limits": limits, "portable": portable}
         runner.run(serve_streams(connect, reader, writer, stop=stop, **options))
 

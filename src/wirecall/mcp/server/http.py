@@ -176,7 +176,7 @@ class McpEndpoint:
                 outlet = Direct(request)
                 work: Coroutine[Any, Any, bytes | None] | None = ready
                 if work is None:
-                    session, caller, key = described_session(params), request.caller, _single(request, KEY)
+                    session, caller, key = described_session(params), request.caller, _key(request)
                     more: JsonObject = {"caller": caller, "identity": request.identity, "key": key, "params": params}
                     work = self._server.respond(message, session, outlet, **more)
                 answer = await _while_there(request, work, outlet)
@@ -263,7 +263,7 @@ class McpEndpoint:
     async def _serve(self, request: HttpRequest, known: Known, message: Envelope | list[Incoming]) -> None:
         """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
         request.holder = request.holder or known.id
-        session, caller, identity, key = known.session, request.caller, request.identity, _single(request, KEY)
+        session, caller, identity, key = known.session, request.caller, request.identity, _key(request)
         has, unread = session.revision.has, self._limits.unread_bytes
         numbered, primed = has("http resume"), has("http priming event")
         peer = f"session {known.id}" if known.id else None
@@ -408,6 +408,14 @@ def _single(request: HttpRequest, name: str) -> str | None:
     if fields.has_doubles and len(fields.all(name)) > 1:
         raise HttpError(400, f"more than one {name} header")
     return fields.get(name)
+
+
+def _key(request: HttpRequest) -> str | None:
+    """Return the key that the header of a single call has."""
+    key = _single(request, KEY)
+    if key is not None and not key.isascii():
+        raise HttpError(400, "Idempotency-Key: expected ASCII characters only")
+    return key
 
 
 def _is_newer(version: str | None) -> bool:
