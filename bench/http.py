@@ -1,14 +1,17 @@
-"""Tool calls and batches over HTTP, beside a bare ASGI application and other libraries: one run, one server program.
+"""Tool calls and batches over HTTP, beside bare applications and other libraries, in one run.
 
     make bench            or   python bench/http.py [--quick]
 
-Every server runs in a process of its own under uvicorn; 16 connections each send one request after another, from this
+Every server runs as its users run it: ours by `wirecall serve`, the bare ones by granian's command with uvloop, the others
+by their own `run`. 16 connections each send one request after another, from this
 process, with as little work as possible on this side. Servers take turns within a round, and the best round counts. They
 are started anew several times: where a process happens to lie in memory makes a difference of up to a third, for its life.
 """
 
 import asyncio
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -26,7 +29,24 @@ ROUNDS = 1 if QUICK else 2
 SECONDS = 0.4 if QUICK else 0.6
 CONNECTIONS = 16
 BATCH = 50
-SERVERS = Path(__file__).parent / "http_servers.py"
+ROOT = Path(__file__).parent.parent
+STREAMS = 500  # that stay open while memory is measured
+
+
+def commands(port: int) -> dict[str, list[str]]:
+    """The way in which each server is started on a port."""
+    python = [sys.executable, "-P", "-m"]
+    bare = [*python, "granian", "--loop", "uvloop", "--no-ws", "--log-level", "critical", "--host", "127.0.0.1"]
+    served = [*python, "wirecall", "serve", "--http", f"127.0.0.1:{port}"]
+    return {
+        "bare ASGI": [*bare, "--port", str(port), "--interface", "asginl", "bench.servers.shop:bare_asgi"],
+        "bare RSGI": [*bare, "--port", str(port), "--interface", "rsgi", "bench.servers.shop:bare_rsgi"],
+        "ours": [*served, "bench/servers/shop.py:ours"],
+        "guarded": [*served, "bench/servers/shop.py:guarded"],
+        "official": [*python, "bench.servers.shop", "official", str(port)],
+        "fastmcp": [*python, "bench.servers.shop", "fastmcp", str(port)],
+    }
+
 
 MODERN = {
     "io.modelcontextprotocol/protocolVersion": "2026-07-28",
@@ -65,6 +85,13 @@ RENDER = request(
     "/mcp", call(TASKS, "render"), MCP_Protocol_Version="2026-07-28", Mcp_Method="tools/call", Mcp_Name="render"
 )
 SINGLE = request("/rpc", plain(1))
+FOLLOW = request(
+    "/mcp",
+    call({**MODERN, "progressToken": 1}, "follow"),
+    MCP_Protocol_Version="2026-07-28",
+    Mcp_Method="tools/call",
+    Mcp_Name="follow",
+)
 
 # The same call with a token, which the server verifies once. Its keys go to the child by a variable.
 ISSUER, RESOURCE = AuthorizationServer(), "https://api.example.com/mcp"
@@ -83,8 +110,10 @@ MANY = request("/rpc", [plain(id) for id in range(BATCH)])
 # What is measured: the server, the request, how many calls are in it, and what every answer must contain. The request of
 # `tasks/get` is made when the server has a task.
 ROWS = {
-    "bare, tools/call": ("bare", NEW, 1, b'"structuredContent":3'),
+    "bare ASGI": ("bare ASGI", NEW, 1, b'"structuredContent":3'),
+    "bare RSGI": ("bare RSGI", NEW, 1, b'"structuredContent":3'),
     "wirecall 2026-07-28": ("ours", NEW, 1, b'"structuredContent":3'),
+    "wirecall with a progress event": ("ours", FOLLOW, 1, b'"structuredContent":3'),
     "wirecall tasks/get": ("ours", b"", 1, b'"resultType":"complete"'),
     "wirecall 2026-07-28, with a token": ("guarded", WITH_TOKEN, 1, b'"structuredContent":3'),
     "official SDK 2026-07-28": ("official", NEW, 1, b'"text":"3"'),
@@ -139,11 +168,13 @@ class Connection(asyncio.Protocol):
             self._transport.write(self._request)
 
     def _whole(self) -> int:
-        """The length of head and body, once the head is here."""
+        """The length of head and body, once it is known: a stream is long enough when its last chunk is here."""
         head, found, _ = self._buffer.partition(b"\r\n\r\n")
         if not found:
             return 0
         lower = head.lower()
+        if b"content-length:" not in lower:
+            return len(self._buffer) if self._buffer.endswith(b"\r\n0\r\n\r\n") else 0
         start = lower.index(b"content-length:") + 15
         return len(head) + 4 + int(lower[start:].split(b"\r\n", 1)[0])
 
@@ -171,10 +202,68 @@ async def rate(port: int, request: bytes, wanted: bytes, seconds: float) -> floa
     return found
 
 
+def family(pid: int) -> list[int]:
+    """A process and its children: granian's command serves in one of those."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
 def spent(pid: int) -> float:
-    """The processor time of a process in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """The processor time of a server in seconds."""
+    each = [Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split() for one in family(pid)]
+    return sum(int(fields[11]) + int(fields[12]) for fields in each) / os.sysconf("SC_CLK_TCK")
+
+
+async def delays(port: int, data: bytes, calls: float) -> tuple[float, float]:
+    """The median and the 99th percentile of the time to an answer, in milliseconds, at `calls` a second."""
+    found: list[float] = []
+    pause = CONNECTIONS / calls
+
+    async def one(nth: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        due = time.perf_counter() + pause * nth / CONNECTIONS
+        until = due + 3 * SECONDS
+        while due < until:
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            began = time.perf_counter()
+            writer.write(data)
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]))
+            found.append(time.perf_counter() - began)
+            due += pause
+        writer.close()
+
+    await asyncio.gather(*(one(nth) for nth in range(CONNECTIONS)))
+    found.sort()
+    return 1e3 * found[len(found) // 2], 1e3 * found[len(found) * 99 // 100]
+
+
+async def memory(port: int, pid: int) -> float:
+    """The kilobytes that a session with an open stream takes."""
+
+    def held() -> int:
+        text = "".join(Path(f"/proc/{one}/smaps_rollup").read_text() for one in family(pid))
+        return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_Dirty:"))
+
+    async def opened() -> asyncio.StreamWriter:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        hello = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "bench", "version": "1"}}
+        writer.write(request("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}))
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]))
+        start = head.lower().index(b"mcp-session-id: ") + 16
+        session = head[start:].split(b"\r\n", 1)[0].decode()
+        more = f"GET /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\nMcp-Session-Id: {session}\r\n\r\n"
+        writer.write(more.encode())
+        await reader.readuntil(b": keep-alive\n\n")
+        return writer
+
+    early = [await opened() for _ in range(50)]
+    before = held()
+    late = [await opened() for _ in range(STREAMS)]
+    grown = held() - before
+    for writer in early + late:
+        writer.close()
+    return grown / STREAMS
 
 
 async def measure(servers: dict[str, tuple[int, int]]) -> tuple[dict[str, float], dict[str, float]]:
@@ -193,48 +282,84 @@ async def measure(servers: dict[str, tuple[int, int]]) -> tuple[dict[str, float]
     return rates, costs
 
 
-def started() -> tuple[dict[str, float], dict[str, float]]:
-    """One life of all servers."""
-    children = {
-        name: subprocess.Popen(
-            [sys.executable, "-P", str(SERVERS), name],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "BENCH_ISSUER": ISSUER.issuer, "BENCH_RESOURCE": RESOURCE, "BENCH_KEYS": KEYS},
-        )
-        for name in dict.fromkeys(server for server, *_ in ROWS.values())
-    }
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as kept:
+        port: int = kept.getsockname()[1]
+        return port
+
+
+def wait_for(port: int, child: "subprocess.Popen[bytes]") -> None:
+    """Return when the server answers connections."""
+    for _ in range(600):
+        if child.poll() is not None:
+            raise RuntimeError(f"{child.args} ended with {child.returncode}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"{child.args} does not listen")
+
+
+def started(extras: dict[str, float] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+    """One life of all servers. `extras` gets the measures that are taken once."""
+    keys = {"BENCH_ISSUER": ISSUER.issuer, "BENCH_RESOURCE": RESOURCE, "BENCH_KEYS": KEYS}
+    children: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}
     try:
-        ports = {name: (int((child.stdout or sys.stdin).readline()), child.pid) for name, child in children.items()}
-        return asyncio.run(measure(ports))
+        for name in dict.fromkeys(server for server, *_ in ROWS.values()):
+            port = free_port()
+            child = subprocess.Popen(
+                commands(port)[name],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=ROOT,
+                env={**os.environ, **keys, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))},
+            )
+            children[name] = port, child
+        for port, child in children.values():
+            wait_for(port, child)
+        servers = {name: (port, child.pid) for name, (port, child) in children.items()}
+        rates, costs = asyncio.run(measure(servers))
+        if extras is not None:
+            port, pid = servers["ours"]
+            half = rates["wirecall 2026-07-28"] / 2
+            extras["p50"], extras["p99"] = asyncio.run(delays(port, NEW, half))
+            extras["memory"] = asyncio.run(memory(port, pid))
+        return rates, costs
     finally:
-        for child in children.values():
+        for _, child in children.values():
             child.terminate()
-            child.wait(10)
+        for _, child in children.values():
+            child.wait(20)
 
 
 def main() -> int:
-    lives = [started() for _ in range(STARTS)]
+    extras: dict[str, float] = {}
+    lives = [started(extras if number == STARTS - 1 else None) for number in range(STARTS)]
     found = {name: max(rates[name] for rates, _ in lives) for name in ROWS}
     costs = {name: min(costs[name] for _, costs in lives) for name in ROWS}
     print("calls a second, 16 connections; microseconds of the server's processor time for one")
     for name, value in found.items():
         print(f"  {name:32} {value:9,.0f} {costs[name]:9.1f}")
-    new, batch = found["wirecall 2026-07-28"], found[f"wirecall /rpc, batch of {BATCH}"]
-    bare, official, one = found["bare, tools/call"], found["official SDK 2026-07-28"], found["wirecall /rpc, one call"]
+    print(f"at half load: p50 {extras['p50']:.2f} ms, p99 {extras['p99']:.2f} ms; {extras['memory']:.1f} KB for a stream")
+    new, one = found["wirecall 2026-07-28"], found["wirecall /rpc, one call"]
+    asgi, official, token = found["bare ASGI"], found["official SDK 2026-07-28"], found["wirecall 2026-07-28, with a token"]
+    events, old, batch = (
+        found[f"wirecall {name}"] for name in ("with a progress event", "2025-06-18", f"/rpc, batch of {BATCH}")
+    )
     targets = [
-        Target("tools/call at 2026-07-28, times a bare ASGI application", "calls/s", new, ">=", 0.6, bare=bare),
-        Target("tools/call at 2026-07-28, times the official SDK", "calls/s", new, ">=", 5, peer=official),
+        Target("tools/call at 2026-07-28, times a bare ASGI application", "calls/s", new, ">=", 1.0, bare=asgi),
         Target(
-            "tools/call with a verified token, times the same without",
-            "calls/s",
-            found["wirecall 2026-07-28, with a token"],
-            ">=",
-            0.9,
-            own=new,
+            "tools/call at 2026-07-28, times a bare RSGI application", "calls/s", new, ">=", 0.65, bare=found["bare RSGI"]
         ),
+        Target("tools/call at 2026-07-28, times the official SDK", "calls/s", new, ">=", 10, peer=official),
+        Target("tools/call at 2025-06-18, times the same at 2026-07-28", "calls/s", old, ">=", 0.75, own=new),
+        Target("tools/call with a verified token, times the same without", "calls/s", token, ">=", 0.9, own=new),
+        Target("tools/call with a progress event, times the same without", "calls/s", events, ">=", 0.5, own=new),
         Target("tasks/get, times tools/call of a query", "calls/s", found["wirecall tasks/get"], ">=", 0.5, own=new),
+        Target("one call on /rpc, times a bare ASGI application", "calls/s", one, ">=", 1.0, bare=asgi),
         Target(f"calls in batches of {BATCH} on /rpc, times single ones", "calls/s", batch, ">=", 10, own=one),
+        Target("p99 at half load, times p50", "ms", extras["p99"], "<=", 3, own=extras["p50"]),
+        Target("memory of an idle session with a stream, times 25 KB", "KB", extras["memory"], "<=", 1, own=25),
     ]
     return report("http", targets, found)
 

@@ -34,6 +34,7 @@ FOREIGN = {
     "rich": {"cli.output"},
     "aiohttp": {"transports.http_client", "testing.auth"},
     "granian": {"transports.serve"},
+    "uvloop": {"transports.loop"},
     "uvicorn": {"transports.serve"},
     "pydantic": {"protocol.models"},
     "jwt": {"auth", "testing.auth"},

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from wirecall.protocol.sending import Sending
     from wirecall.server.dispatch import Dispatcher, Middleware
     from wirecall.server.lifespan import Lifespan
-    from wirecall.transports.asgi import HttpServer
+    from wirecall.transports.http_server import HttpServer
     from wirecall.transports.serve import ServerName
 
 Lists = Literal["tools", "prompts", "resources"]
@@ -310,7 +310,7 @@ class App(Declarations):
     def asgi(self) -> "HttpServer":
         """Return an ASGI application: `/rpc` for JSON-RPC, `/mcp` for MCP, `/healthz` and `/readyz` for supervisors."""
         from wirecall.mcp.server.http import McpEndpoint
-        from wirecall.transports.asgi import HttpServer
+        from wirecall.transports.http_server import HttpServer
         from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 
         self._check_scopes()

@@ -118,7 +118,9 @@ SETTINGS: dict[str, Setting] = {
     "server.app": Setting(_Text, "a text", "app.py"),
     "server.http": Setting(_Address, "a host and a port", "127.0.0.1:8420", "127.0.0.1:8420"),
     "server.workers": Setting(_Count, _COUNT, 4, 1),
-    "server.server": Setting(Literal["granian", "uvicorn"], '"granian" or "uvicorn"', "granian", "granian"),
+    "server.server": Setting(
+        Literal["granian", "granian-asgi", "uvicorn"], '"granian", "granian-asgi" or "uvicorn"', "granian", "granian"
+    ),
     "server.grace": Setting(_Seconds, _SECONDS, 10, 10.0),
     "server.hosts": Setting(_Names, "an array of names", ["api.example.com"]),
     "server.origins": Setting(_Names, "an array of names", ["https://app.example.com"]),

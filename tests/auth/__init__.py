@@ -8,7 +8,7 @@ from tests.mcp.asgi import BASIC, R5, Exchange, enveloped, repeated
 from wirecall import App, Context
 from wirecall.auth import Access, Jwt
 from wirecall.testing.auth import AuthorizationServer
-from wirecall.transports.asgi import HttpServer
+from wirecall.transports.http_server import HttpServer
 
 RESOURCE = "https://api.example.com/mcp"
 METADATA = "https://api.example.com/.well-known/oauth-protected-resource/mcp"

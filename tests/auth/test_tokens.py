@@ -21,7 +21,7 @@ from tests.transports import Client, ask, piece, scope_of
 from wirecall import App, Context, Unauthorized, UsageError
 from wirecall.auth import Access, Identity, Introspection, Jwt, Tokens, Verifier, digest
 from wirecall.testing.auth import AuthFaults, AuthorizationServer
-from wirecall.transports.asgi import HttpServer
+from wirecall.transports.http_server import HttpServer
 from wirecall.transports.serve import ServerName
 
 WHOAMI = json.dumps(call("whoami")).encode()

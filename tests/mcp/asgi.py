@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeAlias
 
+from tests.rsgi import drive
 from wirecall import App
 from wirecall.transports.stdio import serve_streams
 
@@ -119,7 +120,7 @@ class Exchange:
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._text = b""
         self._ended = False
-        self.task = asyncio.get_running_loop().create_task(asgi(scope, self._receive, self._send))
+        self.task = asyncio.get_running_loop().create_task(drive(asgi, scope, self._receive, self._send))
         self.task.add_done_callback(self._over)
 
     async def _receive(self) -> Json:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests import rsgi
 from tests.calls import make_app
 from tests.mcp.asgi import (
     BASIC,
@@ -37,6 +38,12 @@ from wirecall import App, Context, Limits, ToolAnnotations
 OTHERS = [revision for revision in REVISIONS if revision != R2]
 
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+
+
+@pytest.fixture(autouse=True, params=rsgi.INTERFACES)
+def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs over both interfaces."""
+    monkeypatch.setattr(rsgi, "interface", request.param)
 
 
 class Shop:

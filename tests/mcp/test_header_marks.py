@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from msgspec import Meta, Struct
 
+from tests import rsgi
 from tests.calls import call as plain
 from tests.calls import make_app, result
 from tests.client.peers import served
@@ -13,6 +14,12 @@ from tests.mcp.asgi import REVISIONS, over_http, speak
 from wirecall import App, Header, UsageError, connect
 from wirecall.mcp.client.client import McpClient
 from wirecall.mcp.headers import fault_of
+
+
+@pytest.fixture(autouse=True, params=rsgi.INTERFACES)
+def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs over both interfaces."""
+    monkeypatch.setattr(rsgi, "interface", request.param)
 
 
 def store() -> App:

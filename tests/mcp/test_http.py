@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests import rsgi
 from tests.mcp.asgi import (
     BASIC,
     PREFIX,
@@ -27,6 +28,12 @@ from tests.mcp.lab import Lab, call, every_revision, legacy, pairs, refused
 from wirecall import Limits
 
 # --- media types -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, params=rsgi.INTERFACES)
+def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs over both interfaces."""
+    monkeypatch.setattr(rsgi, "interface", request.param)
 
 
 @every_revision

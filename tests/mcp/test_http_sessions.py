@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests import rsgi
 from tests.mcp.asgi import (
     BASIC,
     R2,
@@ -20,6 +21,12 @@ from tests.mcp.asgi import (
     response,
 )
 from tests.mcp.lab import Lab, every_revision, legacy, pairs
+
+
+@pytest.fixture(autouse=True, params=rsgi.INTERFACES)
+def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs over both interfaces."""
+    monkeypatch.setattr(rsgi, "interface", request.param)
 
 
 @legacy

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests import rsgi
 from tests.calls import make_app
 from tests.client.peers import served
 from tests.mcp.asgi import (
@@ -32,6 +33,12 @@ from tests.mcp.lab import READS, Lab, every_revision, legacy
 from wirecall import Context, Limits
 
 # --- streams of the older revisions ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, params=rsgi.INTERFACES)
+def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs over both interfaces."""
+    monkeypatch.setattr(rsgi, "interface", request.param)
 
 
 @every_revision
@@ -135,6 +142,7 @@ async def test_ids_of_events_are_unique_in_a_session() -> None:
     assert len(set(ids)) == len(ids)
 
 
+@rsgi.only_asgi
 async def test_a_reader_misses_no_event_however_fast_they_are_sent() -> None:
     async with over_http(Lab().app, R4) as client:
         await client.tool("many", {"count": 1500})
@@ -271,6 +279,7 @@ async def test_a_call_does_not_wait_for_a_reader_that_is_gone(revision: str) -> 
     assert lab.ran == ["streamed"]
 
 
+@rsgi.only_asgi
 @pytest.mark.parametrize("revision", [R4, R5])
 async def test_a_client_that_does_not_read_is_disconnected(revision: str) -> None:
     """Limits.write_time; until 2025-11-25 its call goes on, at 2026-07-28 it is over one way or the other."""

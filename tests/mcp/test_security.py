@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import rsgi
 from tests.calls import make_app
 from tests.faults import eventually
 from tests.mcp.asgi import (
@@ -30,6 +31,12 @@ from wirecall.ledger.base import LedgerDown
 from wirecall.mcp.server.seals import Seals
 
 # --- owners of an answer --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, params=rsgi.INTERFACES)
+def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs over both interfaces."""
+    monkeypatch.setattr(rsgi, "interface", request.param)
 
 
 class Bank:

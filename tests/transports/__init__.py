@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.calls import make_app
+from tests.rsgi import drive
 from wirecall import Limits
 from wirecall.mcp.server.http import McpEndpoint
 from wirecall.protocol.messages import Data, Id
 from wirecall.protocol.sending import Sending
 from wirecall.server.identity import Identity
 from wirecall.transports import request
-from wirecall.transports.asgi import HttpServer
+from wirecall.transports.http_server import HttpServer
 from wirecall.transports.request import Endpoint, HttpRequest
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 from wirecall.transports.serve import serve
@@ -104,7 +105,7 @@ async def ask(
     if not any(name.lower() == "content-type" for name, _ in pairs):
         pairs.append(("content-type", "application/json"))
     async with asyncio.timeout(PATIENCE):
-        await server(scope_of(method, path, pairs), client.receive, client.send)
+        await drive(server, scope_of(method, path, pairs), client.receive, client.send)
     return client.reply if client.sent else Reply(0, {}, b"", False)
 
 
@@ -209,8 +210,8 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     limits = Limits(**options.pop("limits"))
 
-    def told(address: str) -> None:
-        print(json.dumps(["listening", address]), flush=True)
+    def told(address: str, how: str) -> None:
+        print(json.dumps(["listening", [address, how]]), flush=True)
 
     if options.pop("h11"):
         sys.modules["httptools"] = None  # type: ignore[assignment]
@@ -285,7 +286,7 @@ async def serving(
     )
     try:
         served = Served(process)
-        served.port = int((await served.hear("listening")).rpartition(":")[2])
+        served.port = int((await served.hear("listening"))[0].rpartition(":")[2])
         yield served
     finally:
         if process.returncode is None:

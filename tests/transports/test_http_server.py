@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
+from tests import rsgi
 from tests.calls import batch, call
 from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scope_of
 from wirecall import Limits
@@ -16,7 +17,7 @@ from wirecall.errors import Gone, Unauthorized
 from wirecall.protocol.messages import Data, Id
 from wirecall.protocol.sending import Sending
 from wirecall.server.identity import Identity
-from wirecall.transports.asgi import HttpServer
+from wirecall.transports.http_server import HttpServer
 from wirecall.transports.request import Headers, HttpRequest
 from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 
@@ -25,6 +26,12 @@ HELLO = call(
     "initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "n", "version": "1"}}
 )
 NOTIFICATION = b'{"jsonrpc":"2.0","method":"nobody"}'
+
+
+@pytest.fixture(autouse=True, params=rsgi.INTERFACES)
+def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here runs over both interfaces."""
+    monkeypatch.setattr(rsgi, "interface", request.param)
 
 
 class Handler:
@@ -523,6 +530,7 @@ async def test_authenticate_that_fails_is_500_without_detail(caplog: pytest.LogC
 # --- answers and streams -----------------------------------------------------------------------------------------------
 
 
+@rsgi.only_asgi
 async def test_an_endpoint_that_fails_is_500_or_a_stream_that_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(request: HttpRequest) -> None:
         if request.method == "POST":
@@ -555,6 +563,7 @@ async def test_events_of_a_stream_are_sent_at_once() -> None:
     assert (reply.body, reply.is_complete) == (b"data: 1\n\n", True)
 
 
+@rsgi.only_asgi
 async def test_a_large_answer_is_sent_in_pieces() -> None:
     for size in (0, 1, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 512 << 10, 3 * (256 << 10) + 5):
         body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
@@ -604,6 +613,7 @@ async def test_gone_tells_that_the_client_left_and_can_be_asked_again() -> None:
     assert seen == ["gone"]
 
 
+@rsgi.only_asgi
 async def test_writing_to_a_closed_connection_is_noticed() -> None:
     seen: list[str] = []
 
@@ -623,6 +633,7 @@ async def test_writing_to_a_closed_connection_is_noticed() -> None:
     assert seen == ["the client has left"]
 
 
+@rsgi.only_asgi
 async def test_writing_to_a_client_that_does_not_read_ends() -> None:
     seen: list[str] = []
 
@@ -693,6 +704,7 @@ async def test_a_failed_startup_is_reported(caplog: pytest.LogCaptureFixture) ->
     assert caplog.records[0].exc_info
 
 
+@rsgi.only_asgi
 async def test_stopping_asks_streams_to_end_and_cuts_those_that_do_not() -> None:
     closed = asyncio.Event()
 
@@ -721,7 +733,7 @@ async def test_stopping_asks_streams_to_end_and_cuts_those_that_do_not() -> None
 
 
 def test_headers_are_a_mapping() -> None:
-    headers = Headers([(b"a", b" 1 "), (b"b", b"\xfc"), (b"a", b"2")])
+    headers = Headers([("a", " 1 "), ("b", "\xfc"), ("a", "2")])
     assert (dict(headers), len(headers), headers.all("A"), headers["B"]) == ({"a": "1, 2", "b": "ü"}, 2, ["1", "2"], "ü")
     assert (headers.get("c"), headers.get("c", "x"), "A" in headers, "ü€" in headers) == (None, "x", True, False)
 

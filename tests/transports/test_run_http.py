@@ -22,7 +22,7 @@ from tests.transports import LONG, PATIENCE, Served, make_server, post, serving
 from wirecall import Limits, UsageError
 from wirecall.transports.serve import bind, serve, serve_until
 
-SERVERS = ["granian", "uvicorn", "uvicorn+h11"]
+SERVERS = ["granian", "uvicorn", "granian-asgi", "uvicorn+h11"]
 every_server = pytest.mark.parametrize("server", SERVERS)
 both = pytest.mark.parametrize("server", SERVERS[:2])
 
@@ -95,7 +95,7 @@ async def test_malformed_chunks_are_400(server: str, path: str) -> None:
         assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
 
 
-@pytest.mark.parametrize("server", SERVERS[1:])  # granian does not show the host of a target to an application
+@pytest.mark.parametrize("server", [each for each in SERVERS if each != "granian-asgi"])  # which does not show that host
 async def test_an_absolute_target_names_a_host_of_ours(server: str) -> None:
     async with serving(server) as served:
         for target, status in {
@@ -350,7 +350,7 @@ def test_a_port_in_use_has_a_readable_error() -> None:
         ours.listen()
         with pytest.raises(UsageError, match="use another port="):
             bind("127.0.0.1", ours.getsockname()[1])  # workers share a port, servers do not
-    with pytest.raises(UsageError, match="server must be one of granian, uvicorn, got 'apache'"):
+    with pytest.raises(UsageError, match="server must be one of granian, granian-asgi, uvicorn, got 'apache'"):
         serve(lambda: None, server="apache")  # type: ignore[arg-type, return-value]
 
 

@@ -40,7 +40,7 @@ RECENT = 64  # of these, headers that are found without their digest: it takes h
 RETRY_AFTER = "2"
 METADATA_AGE = "public, max-age=300"
 
-_TOKEN = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # a b64token of RFC 6750, section 2.1
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # a b64token of RFC 6750, section 2.1
 
 
 class Verifier:
@@ -122,7 +122,7 @@ class Access:
         self._told = {"resource_name": title, "resource_documentation": documentation}
         self._clock = clock
         self._known: dict[bytes, tuple[tuple[Identity, str], float]] = {}  # and until when; by the digest of a header
-        self._recent: dict[bytes, tuple[tuple[Identity, str], float]] = {}  # a few of them by the header itself
+        self._recent: dict[str, tuple[tuple[Identity, str], float]] = {}  # a few of them by the header itself
         self._pending: dict[bytes, asyncio.Task[tuple[Identity, str]]] = {}
         # The address of the metadata: the well-known path goes between the host and the path (RFC 9728, section 3.1).
         self._metadata_url = self._metadata_path = None
@@ -142,9 +142,9 @@ class Access:
 
     def known(self, headers: Headers) -> tuple[Identity, str] | None:
         """Return the identity behind a request, and the caller's name, if its token was verified before."""
-        given = headers.first.get(b"authorization", b"")
+        given = headers.first.get("authorization", "")
         found = self._recent.get(given)
-        if found is None and (found := self._known.get(sha256(given).digest())) is not None:
+        if found is None and (found := self._known.get(sha256(given.encode("latin-1")).digest())) is not None:
             if len(self._recent) >= RECENT:
                 self._recent.clear()
             self._recent[given] = found
@@ -155,23 +155,23 @@ class Access:
 
     async def identify(self, headers: Headers) -> tuple[Identity, str]:
         """Return the same for any token; HttpError 400, 401 or 503."""
-        given = headers.first.get(b"authorization", b"")
+        given = headers.first.get("authorization", "")
         # RFC 6750, section 3.1: without credentials, or with those of another scheme, the challenge has no `error`.
-        scheme, _, token = given.strip(b" \t").partition(b" ")
-        if scheme.lower() != b"bearer":
+        scheme, _, token = given.strip(" \t").partition(" ")
+        if scheme.lower() != "bearer":
             raise HttpError(401, "expected Authorization: Bearer TOKEN", self._challenge(scopes=self.scopes))
         if len(headers.all("authorization")) > 1:  # a proxy in front may have judged the other one
             raise self._refused("more than one Authorization header")
-        token = token.strip(b" ")
+        token = token.strip(" ")
         if len(token) > LONGEST:
             raise self._refused(f"the token is longer than {LONGEST} bytes")
         if not _TOKEN.fullmatch(token):
             message = "the Authorization header is not Bearer and one token"
             raise HttpError(400, message, self._challenge("invalid_request", message, self.scopes))
-        digest = sha256(given).digest()
+        digest = sha256(given.encode("latin-1")).digest()
         pending = self._pending.get(digest)
         if pending is None:
-            pending = asyncio.get_running_loop().create_task(self._verify(token.decode(), digest))
+            pending = asyncio.get_running_loop().create_task(self._verify(token, digest))
             self._pending[digest] = pending
 
             def over(ended: "asyncio.Task[tuple[Identity, str]]") -> None:

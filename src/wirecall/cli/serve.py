@@ -39,7 +39,7 @@ class Serving(Struct, frozen=True, kw_only=True):
     app: str | None
     http: str
     workers: int
-    server: Literal["granian", "uvicorn"]
+    server: Literal["granian", "granian-asgi", "uvicorn"]
     grace: float
     hosts: Sequence[str] | None
     origins: Sequence[str] | None
@@ -87,7 +87,7 @@ def read_limits(words: tuple[str, ...]) -> dict[str, float]:
 @click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
 @click.option("--stdio", is_flag=True, help="Serve on stdin and stdout instead.")
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes that share the address. [default: 1]")
-@click.option("--server", type=click.Choice(["granian", "uvicorn"]), help="HTTP server. [default: granian]")
+@click.option("--server", type=click.Choice(["granian", "granian-asgi", "uvicorn"]), help="HTTP server. [default: granian]")
 @click.option("--grace", type=duration, help=f"Time for calls in flight at the end. [default: {DEFAULTS['grace']:g}s]")
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")

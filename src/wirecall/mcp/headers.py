@@ -49,7 +49,7 @@ _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definit
 class Fields(Protocol):
     """The header fields of a request."""
 
-    first: dict[bytes, bytes]
+    first: dict[str, str]
     has_doubles: bool
 
     def get(self, name: str, /) -> str | None: ...
@@ -62,12 +62,12 @@ def check(fields: Fields, method: str, params: Params) -> None:
     named: str | None = getattr(params, _NAMED.get(method, ""), None)
     first = fields.first
     # A header that differs from the body is refused (2026-07-28, basic/transports/streamable-http, "Server Validation").
-    # Nearly always the bytes are the same. Only if they differ, blanks and base64 are decoded and compared.
+    # Nearly always they are the same. Only if they differ, blanks and base64 are decoded and compared.
     if (
         fields.has_doubles
-        or first.get(b"mcp-protocol-version") != params.meta.version.encode()
-        or first.get(b"mcp-method") != method.encode()
-        or (named is not None and first.get(b"mcp-name") != named.encode())
+        or first.get("mcp-protocol-version") != params.meta.version
+        or first.get("mcp-method") != method
+        or (named is not None and first.get("mcp-name") != named)
     ):
         _agree(_only(fields, VERSION), params.meta.version, VERSION)
         _agree(_only(fields, METHOD), method, METHOD)

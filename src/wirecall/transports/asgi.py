@@ -1,382 +1,91 @@
-"""An ASGI application around a few endpoints: the rules of HTTP before and after a message.
-
-`HttpServer.__call__` has the steps of a request.
-
-1. An endpoint ends with an answer or with an exception. `HttpError` is an answer. `Gone` means that the client has left: no
-   answer. Any other exception is logged and becomes 500 without detail, or cuts the stream if one is open.
-2. `stop` sets `HttpRequest.stopping`, and after three quarters of the grace time it cuts the streams that are left. The last
-   quarter is for the application to close its resources.
-"""
+"""ASGI as one side of a request: events of `receive` and `send`."""
 
 import asyncio
-import re
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from inspect import isawaitable
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import CoroutineType
+from typing import Any, TypeAlias
 
-from wirecall.errors import Gone, StartFailed, Unauthorized, UsageError
-from wirecall.logs import logger
-from wirecall.protocol.messages import Limits
-from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, HttpRequest, Pairs, Receive, Scope, Send, Waits
+from wirecall.stepping import first_step
+from wirecall.transports.request import Headers, Pairs
 
-if TYPE_CHECKING:
-    from wirecall.server.identity import Identity
-
-Authenticate: TypeAlias = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
-
-PROBES = frozenset({"/healthz", "/readyz"})
-GRACE = 10.0
+Event: TypeAlias = MutableMapping[str, Any]
+Scope: TypeAlias = Event
+Receive: TypeAlias = Callable[[], Awaitable[Event]]
+Send: TypeAlias = Callable[[Event], Awaitable[None]]
 
 
-class Gate(Protocol):
-    """Judges the tokens of requests; `wirecall.auth.Access` is one."""
+class AsgiExchange:
+    """An `Exchange` over ASGI."""
 
-    def known(self, headers: Headers) -> "tuple[Identity, str] | None":
-        """Return the identity behind a request and the caller's name, if its token was verified before."""
-        ...
+    __slots__ = ("_coming", "_has_body", "_receive", "_send", "authority", "headers", "method", "path")
 
-    def identify(self, headers: Headers) -> "Coroutine[Any, Any, tuple[Identity, str]]":
-        """Return the same for any token, or raise HttpError."""
-        ...
-
-
-class HttpServer:
-    """The ASGI application: routes by exact path, behind the guard.
-
-    `hosts` are names of the server ("example.com", "example.com:8443", "*.example.com"; "*" for any), besides those of the
-    loopback. `origins` are web pages that may call it and read its answers ("https://app.example.com"; "*" for any).
-    `open_routes` need no credentials, and pages of every origin may ask them.
-    `startup` runs before the first request, `shutdown` after the last one: it gets the seconds that it may take. `entering`
-    runs before each request: an app around this one may not forward the lifespan of ASGI, so nothing has run `startup`.
-    """
-
-    def __init__(
-        self,
-        routes: Mapping[str, Endpoint],
-        *,
-        limits: Limits | None = None,
-        authenticate: Authenticate | None = None,
-        access: Gate | None = None,
-        open_routes: Mapping[str, Endpoint] | None = None,
-        hosts: Sequence[str] | None = None,
-        origins: Sequence[str] | None = None,
-        startup: Callable[[], Awaitable[None]] | None = None,
-        shutdown: Callable[[float], Awaitable[None]] | None = None,
-        entering: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self._open = {**(open_routes or {})}
-        self.routes = {**routes, **self._open}
-        self.limits = limits or Limits()
-        self.stopping = asyncio.Event()
-        self.waits = Waits()
-        self._authenticate = authenticate
-        self._access = access
-        self._asks = access is not None or authenticate is not None
-        # Where tokens are judged, two Authorization fields are a bad token (401), as any other is, and so is one too long.
-        self._guard = Guard(hosts or (), origins or (), SINGLE if access is None else SINGLE[:-1])
-        self._startup = startup
-        self._shutdown = shutdown
-        self._entering = entering
-        self._active: dict[HttpRequest, asyncio.Task[Any] | None] = {}
-        self._streams: set[HttpRequest] = set()
-        self._held: Counter[str] = Counter()  # streams of each caller, or of each session of an anonymous one
-        self._cut: set[HttpRequest] = set()  # requests that were cancelled here
-        self._idle: asyncio.Event | None = None  # set when no request is active
-        self._deadline = self._cut_at = 0.0
-
-    def allow_host(self, host: str) -> None:
-        """Add a name of the server: the address that it is bound to."""
-        self._guard.allow_host(host)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-            return
-        if scope["type"] != "http":  # a websocket
-            await send({"type": "websocket.close", "code": 1000})
-            return
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         root: str = scope.get("root_path") or ""
         if root and path.startswith(root):
             path = path[len(root) :]
-        request = HttpRequest(self, scope, path, receive, send)
-        guard, headers = self._guard, request.headers
-        task = self._active[request] = asyncio.current_task()
+        # uvicorn shows a target in absolute form as it came; granian leaves its authority out.
+        self.authority: str | None = None
+        if not path.startswith("/") and "://" in path:
+            self.authority, slash, path = path.partition("://")[2].partition("/")
+            path = slash + path
+        self.path = path
+        self.method: str = scope["method"]
+        self.headers = Headers([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
+        self._receive = receive
+        self._send = send
+        self._has_body = True
+        self._coming: Any = None  # a future of the server that will be the next event
+
+    async def read(self, length: int | None) -> bytes | None:
+        while self._has_body:
+            event = await self._receive()
+            if event["type"] != "http.request":  # granian reports a client that left and malformed chunks in the same way
+                self._has_body = False
+                return None
+            self._has_body = bool(event.get("more_body"))
+            piece: bytes = event.get("body") or b""
+            if piece:
+                return piece
+        return b""
+
+    async def left(self) -> None:
         try:
-            # Step 1: the header is not too long (431), has no field twice that decides something (400), and its Host and
-            # Origin are allowed (403). Supervisors ask probes by address, so any Host will do for those.
-            is_open = path in self._open
-            if guard.is_shared and not is_open:
-                request.add_headers(guard.cors(headers))
-            guard.check(headers, self.limits.header_bytes, any_host=path in PROBES, any_origin=is_open)
-            # Step 2: the path is an endpoint (404).
-            endpoint = self.routes.get(path)
-            if endpoint is None and "://" in path:
-                # The absolute form of a target (RFC 9112, section 3.2.2): its host counts as Host does. uvicorn shows it;
-                # granian leaves it out of what an application sees.
-                authority, slash, path = path.partition("://")[2].partition("/")
-                guard.check_host(authority.encode("latin-1", "replace"))
-                path = request.path = slash + path
-                endpoint = self.routes.get(path)
-            if endpoint is None:
-                raise HttpError(404, f"there is no {path[:100]!r}; there are {', '.join(sorted(self.routes))}")
-            # Step 3: a browser that asks for a page of a listed origin is answered (204). This comes before authentication,
-            # because a browser sends no secret with this question (fetch.spec.whatwg.org, "CORS-preflight fetch").
-            if (
-                guard.is_shared
-                and not is_open
-                and request.method == "OPTIONS"
-                and (answer := guard.preflight(headers)) is not None
-            ):
-                await request.respond(204, headers=answer)
-                return
-            # Step 4: a token or `authenticate` names the caller (401). Probes come without a secret.
-            if self._asks and path not in PROBES and not is_open:
-                known = None if self._access is None or headers.has_doubles else self._access.known(headers)
-                request.identity, request.caller = known or await self._identify(headers)
-                request.holder = request.caller
-            # Step 5: the application has started (503). Probes do not wait for it.
-            if self._entering is not None and path not in PROBES and not is_open:
-                try:
-                    await self._entering()
-                except StartFailed as error:
-                    logger.error("%s", error, exc_info=error.__cause__)
-                    raise HttpError(503, "the app cannot start", [("retry-after", "1")]) from None
-            # Step 6: the endpoint reads the body, then responds or streams.
-            await endpoint(request)
-        except HttpError as refusal:
-            await request.refuse(refusal)
-        except Gone:
-            pass
-        except Exception as error:
-            logger.error("%s %s failed", request.method, path, exc_info=error)
-            await request.refuse(HttpError(500, "Internal error"))
-        except asyncio.CancelledError:
-            # A cancellation that was made here ends here: the server around did not ask for it. While stopping, no
-            # cancellation is a failure: servers would print a traceback for each.
-            cut = request in self._cut and task is not None and task.uncancel() == 0
-            if not cut and not self.stopping.is_set():
-                raise
+            while True:
+                coming = self._coming
+                event: Event = await (self._receive() if coming is None else coming)
+                if event["type"] == "http.disconnect":
+                    return
+                self._coming = None
         finally:
-            del self._active[request]
-            self._cut.discard(request)
-            if request in self._streams:
-                self._streams.discard(request)
-                if request.holder:
-                    self._held[request.holder] -= 1
-                    if not self._held[request.holder]:
-                        del self._held[request.holder]
-            request.release()
-            if self._idle is not None and not self._active:
-                self._idle.set()
+            self._coming = None  # a future that was awaited is done now, or cancelled
 
-    async def _identify(self, headers: Headers) -> "tuple[Identity | None, str]":
-        """Return the name of the caller, and the identity that its token has."""
-        identity: Identity | None = None
-        caller: object = None
-        try:
-            if self._access is not None:
-                identity, caller = await self.waits.within(self._access.identify(headers), self.limits.body_time)
-            elif self._authenticate is not None:
-                answer = self._authenticate(headers)
-                caller = await self.waits.within(answer, self.limits.body_time) if isawaitable(answer) else answer
-        except Unauthorized as error:
-            raise HttpError(401, error.message, [("www-authenticate", error.www_authenticate)]) from None
-        except TimeoutError:
-            logger.error("authenticate() took longer than %g s", self.limits.body_time)
-            raise HttpError(503, "authentication timed out", [("retry-after", "1")]) from None
-        if caller is None or caller == "":  # "" is the anonymous caller
-            raise HttpError(401, "not authenticated", [("www-authenticate", "Bearer")])
-        if not isinstance(caller, str):
-            raise UsageError(
-                f"authenticate() must return str or None, got {type(caller).__name__}.",
-                fix="return the name of the caller, or None to refuse",
-            )
-        return identity, caller
+    def has_left(self) -> bool:
+        # ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is
+        # kept, and looked at again with the next piece. Of anything else one step tells: a coroutine (uvicorn), or an
+        # object that holds its event already (granian, after the client has left).
+        coming = self._coming or self._receive()
+        if asyncio.isfuture(coming):
+            done, self._coming = coming.done(), None if coming.done() else coming
+            event: Event = coming.result() if done else {}
+        else:
+            done, event = first_step(coming)
+            if not done and type(coming) is CoroutineType:
+                coming.close()
+        return done and event["type"] == "http.disconnect"
 
-    # --- streams and stopping ----------------------------------------------------------------------------------------
+    async def respond(self, status: int, fields: Pairs, body: bytes) -> None:
+        await self.begin(status, fields)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def enter_stream(self, request: HttpRequest) -> None:
-        """Count a stream; HttpError 503 if too many are open."""
-        if request in self._streams:
-            return
-        if len(self._streams) >= self.limits.streams or self.stopping.is_set():
-            raise HttpError(503, "no further stream can be opened now", [("retry-after", "1")])
-        if request.holder:
-            if self._held[request.holder] >= self.limits.streams_per_caller:
-                raise HttpError(503, "this caller has too many streams open: close one", [("retry-after", "1")])
-            self._held[request.holder] += 1
-        self._streams.add(request)
+    async def begin(self, status: int, fields: Pairs) -> None:
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    def stop(self, grace: float = GRACE) -> None:
-        """Ask every stream to end, and cut those that are left at three quarters of `grace`. Does not wait."""
-        if self.stopping.is_set():
-            return
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.time() + grace
-        self._cut_at = loop.time() + grace * 0.75
-        self.stopping.set()
-        loop.call_at(self._cut_at, self._cut_answers)
+    async def send(self, piece: bytes, *, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
 
-    def _cut_answers(self) -> None:
-        """Cancel every stream, and every answer that its client is slow to read. A request that has not begun to answer is
-        a handler at work: `shutdown` decides about it."""
-        for request, task in self._active.items():
-            if request.started and task is not None:
-                self._cut.add(request)
-                task.cancel()
-
-    # --- lifespan ----------------------------------------------------------------------------------------------------
-
-    async def open(self) -> None:
-        """Start, before the first request."""
-        self.stopping.clear()
-        if self._startup is not None:
-            await self._startup()
-
-    async def aclose(self) -> None:
-        """Stop, wait for the active requests until streams are cut, and close the application in the time that is left."""
-        self.stop()
-        loop = asyncio.get_running_loop()
-        if self._active:
-            self._idle = asyncio.Event()
-            try:
-                await asyncio.wait_for(self._idle.wait(), max(self._cut_at - loop.time(), 0.0) + 0.05)
-            except TimeoutError:
-                logger.warning("stopping with %d requests in flight", len(self._active))
-            self._idle = None
-        if self._shutdown is not None:
-            rest = max(self._deadline - loop.time(), 0.1)
-            try:
-                async with asyncio.timeout(rest):
-                    await self._shutdown(rest * 0.8)
-            except TimeoutError:
-                logger.error("the application did not close within %g s: a handler ignores its cancellation", rest)
-
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
-        for name, step in (("startup", self.open), ("shutdown", self.aclose)):
-            await receive()
-            try:
-                await step()
-            except Exception as error:
-                logger.error("%s failed", name, exc_info=error)
-                await send({"type": f"lifespan.{name}.failed", "message": str(error)})
-                return
-            await send({"type": f"lifespan.{name}.complete"})
-
-
-# --- which requests may come in --------------------------------------------------------------------------------------
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-# Header values that have passed. Clients send few different ones; a client that sends many must not fill the memory.
-KNOWN = 256
-# Of two values of these fields, a proxy in front may have judged the other one (Host: RFC 9112, section 3.2).
-SINGLE = ("Host", "Origin", "Content-Length", "Content-Type", "Authorization")
-
-# The fields that a page of another origin may send and read, besides those of every page (fetch.spec.whatwg.org, CORS).
-METHODS = "POST, GET, DELETE"
-SENDABLE = frozenset(
-    {"authorization", "content-type", "idempotency-key", "last-event-id", "traceparent", "tracestate", "baggage"}
-)
-MCP_FIELD = re.compile("mcp-[a-z0-9-]+")  # those of MCP, and those that tools mark parameters with
-READABLE = b"Mcp-Session-Id, WWW-Authenticate, Idempotent-Replayed, Retry-After"
-PREFLIGHT_AGE = "600"  # seconds for which a browser keeps the answer
-
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\\\[\]]+)(:[0-9]{1,5})?")
-
-
-class Guard:
-    """Judges the size of a header, its Host and its Origin.
-
-    1. Host and Origin are names of the loopback, or those that the app lists. A web page must not reach a server on its
-       reader's machine by a DNS trick.
-    2. Only pages of the listed origins can read the answers (CORS), and never with cookies. A request from a page of the
-       loopback comes in, but the page cannot read the answer unless its origin is listed.
-    """
-
-    def __init__(self, hosts: Sequence[str], origins: Sequence[str], single: Sequence[str]) -> None:
-        self._single = single
-        self._hosts = {host.lower() for host in hosts} | LOOPBACK
-        self._origins = {origin.lower().rstrip("/") for origin in origins}
-        self.is_shared = bool(self._origins)  # pages of other origins can read answers
-        self._good_hosts: set[bytes] = set()
-        self._good_origins: set[bytes] = set()
-
-    def allow_host(self, host: str) -> None:
-        """Add a name of the server."""
-        host = host.lower()
-        self._hosts.add(f"[{host}]" if ":" in host and not host.startswith("[") else host)
-
-    def check(self, headers: Headers, max_bytes: int, *, any_host: bool, any_origin: bool = False) -> None:
-        """Raise HttpError unless the request may come in."""
-        pairs = headers.pairs
-        size = sum(map(len, chain.from_iterable(pairs))) + 4 * len(pairs)  # ": " and the end of the line
-        if size > max_bytes:
-            # Where tokens are judged, a token has a limit of its own: one that is too long is a bad token (401).
-            judged = 0 if "Authorization" in self._single else sum(map(len, headers.all("Authorization")))
-            if size - judged > max_bytes:
-                raise HttpError(431, f"the header is longer than {max_bytes} bytes", [CLOSE])
-        if headers.has_doubles:
-            for name in self._single:
-                if len(headers.all(name)) > 1:
-                    raise HttpError(400, f"more than one {name} header", [CLOSE])
-        origin = headers.first.get(b"origin")
-        if origin is not None and not any_origin and origin not in self._good_origins:
-            text = origin.strip(b" \t").decode("latin-1").lower()
-            host = text.partition("://")[2]
-            if not self._origins & {"*", text} and not (host and self._is_ours(host)):
-                raise HttpError(
-                    403, f"Origin {text[:100]!r} may not call this server. If it may, add it to origins=[...] of the app."
-                )
-            _remember(self._good_origins, origin)
-        if not any_host and (value := headers.first.get(b"host", b"")) not in self._good_hosts:
-            self.check_host(value)
-
-    def check_host(self, host: bytes) -> None:
-        """Raise HttpError unless this is a name of the server."""
-        text = host.strip(b" \t").decode("latin-1").lower()
-        if not text:  # granian makes an empty one where there is none
-            raise HttpError(400, "the Host header is missing")
-        if "*" not in self._hosts and not self._is_ours(text):
-            raise HttpError(
-                403, f"Host {text[:100]!r} is not a name of this server. If it is, add it to hosts=[...] of the app."
-            )
-        _remember(self._good_hosts, host)
-
-    def _is_ours(self, authority: str) -> bool:
-        parts = _HOST.fullmatch(authority)
-        if parts is None:
-            return False
-        name = parts[1]
-        if name in self._hosts or authority in self._hosts:
-            return True
-        return any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
-
-    def cors(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the fields that let the page of a request read the answer; at least Vary, for caches."""
-        fields = [(b"vary", b"Origin")]
-        origin = headers.first.get(b"origin", b"").strip(b" \t")
-        if origin and self._origins & {"*", origin.decode("latin-1").lower()}:
-            # The origin itself in place of "*", so that there is one way, and pages of other origins learn nothing.
-            fields += (b"access-control-allow-origin", origin), (b"access-control-expose-headers", READABLE)
-        return fields
-
-    def preflight(self, headers: Headers) -> Pairs | None:
-        """Return the answer to a browser that asks whether a page may send a request; None if this is another question."""
-        if b"access-control-request-method" not in headers.first or len(self.cors(headers)) == 1:
-            return None
-        asked = headers.get("access-control-request-headers", "").lower().replace(" ", "").split(",")
-        allowed = [name for name in asked if name in SENDABLE or MCP_FIELD.fullmatch(name)]
-        return [
-            ("access-control-allow-methods", METHODS),
-            ("access-control-allow-headers", ", ".join(allowed)),
-            ("access-control-max-age", PREFLIGHT_AGE),
-        ]
-
-
-def _remember(known: set[bytes], value: bytes) -> None:
-    if len(known) >= KNOWN:
-        known.clear()
-    known.add(value)
+    def release(self, *, cut: bool) -> None:
+        # An answer without its last event is cut by the server itself (ASGI's HTTP specification leaves that to servers).
+        if self._coming is not None:
+            self._coming.cancel()

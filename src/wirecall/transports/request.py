@@ -10,8 +10,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from types import CoroutineType
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
@@ -23,10 +22,6 @@ from wirecall.stepping import first_step
 if TYPE_CHECKING:
     from wirecall.server.identity import Identity
 
-Event: TypeAlias = MutableMapping[str, Any]
-Scope: TypeAlias = Event
-Receive: TypeAlias = Callable[[], Awaitable[Event]]
-Send: TypeAlias = Callable[[Event], Awaitable[None]]
 Pairs: TypeAlias = Sequence[tuple[str, str]]
 Endpoint: TypeAlias = Callable[["HttpRequest"], Awaitable[None]]
 
@@ -39,9 +34,9 @@ LINGER_TIME = 1.0
 JSON = "application/json"
 CLOSE = ("connection", "close")
 _STREAM_FIELDS = (
-    (b"content-type", b"text/event-stream"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # MCP 2026-07-28: proxies must not hold events back
+    ("content-type", "text/event-stream"),
+    ("cache-control", "no-store"),
+    ("x-accel-buffering", "no"),  # MCP 2026-07-28: proxies must not hold events back
 )
 
 
@@ -65,8 +60,8 @@ class Headers(Mapping[str, str]):
 
     __slots__ = ("first", "has_doubles", "pairs")
 
-    def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        self.pairs = pairs
+    def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self.pairs = pairs  # names in lower case
         self.first = dict(reversed(pairs))  # the first value of each name; made in C, faster than any loop here
         self.has_doubles = len(self.first) != len(pairs)  # a name occurs twice
 
@@ -78,15 +73,15 @@ class Headers(Mapping[str, str]):
         """Return the value, or `default`."""
         if self.has_doubles:
             return ", ".join(self.all(name)) if name in self else default
-        value = self.first.get(name.lower().encode("latin-1", "replace"))
-        return default if value is None else value.strip(b" \t").decode("latin-1")
+        value = self.first.get(name.lower())
+        return default if value is None else value.strip(" \t")
 
     def all(self, name: str) -> list[str]:
         """Return every value, in order."""
-        wanted = name.lower().encode("latin-1", "replace")
+        wanted = name.lower()
         if wanted not in self.first:
             return []
-        return [value.strip(b" \t").decode("latin-1") for key, value in self.pairs if key == wanted]
+        return [value.strip(" \t") for key, value in self.pairs if key == wanted]
 
     def __getitem__(self, name: str) -> str:
         value = self.get(name)
@@ -95,10 +90,10 @@ class Headers(Mapping[str, str]):
         return value
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower().encode("latin-1", "replace") in self.first
+        return isinstance(name, str) and name.lower() in self.first
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(key.decode("latin-1") for key, _ in self.pairs))
+        return iter(dict.fromkeys(key for key, _ in self.pairs))
 
     def __len__(self) -> int:
         return len(self.first)
@@ -144,6 +139,48 @@ class Waits:
         self._timer = loop.call_later(self.TICK, self._look) if self._until else None
 
 
+class Exchange(Protocol):
+    """One request and its answer, as the interface of a server carries them: `asgi` and `rsgi` are the two."""
+
+    method: str
+    path: str
+    authority: str | None  # of a target in absolute form
+    headers: Headers
+
+    def read(self, length: int | None) -> Coroutine[Any, Any, bytes | None]:
+        """Return the next piece of the body, b"" after the last one, or None if the client left or sends something else.
+
+        A server may return the whole body at once if the caller knows its length and is ready to take all of it.
+        """
+        ...
+
+    def left(self) -> Coroutine[Any, Any, None]:
+        """Return when the client has left. To be awaited after the body, once at a time; safe to cancel."""
+        ...
+
+    def has_left(self) -> bool:
+        """Return whether the client is known to have left. Not to be called while `left` is awaited."""
+        ...
+
+    # Each of these may wait while the client does not read, and raises OSError if the client is known to have left.
+
+    def respond(self, status: int, fields: Pairs, body: bytes) -> Coroutine[Any, Any, None]:
+        """Send a whole answer."""
+        ...
+
+    def begin(self, status: int, fields: Pairs) -> Coroutine[Any, Any, None]:
+        """Begin an answer that comes in pieces."""
+        ...
+
+    def send(self, piece: bytes, *, is_last: bool = False) -> Coroutine[Any, Any, None]:
+        """Send a piece of that answer."""
+        ...
+
+    def release(self, *, cut: bool) -> None:
+        """Let go of what this exchange holds. `cut`: the answer has begun and will not end, and must not look complete."""
+        ...
+
+
 class Around(Protocol):
     """The server around a request, as the request sees it."""
 
@@ -159,14 +196,14 @@ class HttpRequest:
     """One HTTP request as an endpoint sees it, and the way to answer it."""
 
     __slots__ = (
-        *("_body", "_coming", "_receive", "_send", "_server", "_unbroken", "_watched", "_watcher"),
+        *("_body", "_exchange", "_has_ended", "_more", "_server", "_unbroken", "_watched", "_watcher"),
         *("caller", "has_left", "headers", "holder", "identity", "method", "path", "sending", "started"),
     )
 
-    def __init__(self, server: Around, scope: Scope, path: str, receive: Receive, send: Send) -> None:
-        self.method: str = scope["method"]
-        self.path = path
-        self.headers = Headers(scope["headers"])
+    def __init__(self, server: Around, exchange: Exchange) -> None:
+        self.method = exchange.method
+        self.path = exchange.path
+        self.headers = exchange.headers
         self.caller = ""  # anonymous, until authenticated
         self.identity: Identity | None = None  # of the caller, where a token named it
         self.holder = ""  # whose share an open stream counts against; "": there is none
@@ -174,10 +211,10 @@ class HttpRequest:
         self.sending: Sending | None = None  # the way of the answers, where the endpoint has calls that want to know it
         self.has_left = False  # the client, as far as it was watched
         self._server = server
-        self._receive = receive
-        self._send = send
+        self._exchange = exchange
         self._body: bytes | None = None
-        self._coming: Any = None  # a future of the server that will be the next event
+        self._more: Pairs = ()  # fields that every answer gets
+        self._has_ended = False  # the response is complete
         self._watched = False
         self._watcher: asyncio.Task[None] | None = None
         self._unbroken = 0  # bytes of the stream since the loop had its last turn
@@ -191,7 +228,7 @@ class HttpRequest:
 
     def check_json(self) -> None:
         """Raise HttpError 415 unless the body is announced as JSON in UTF-8."""
-        if self.headers.first.get(b"content-type") == b"application/json":  # nearly always
+        if self.headers.first.get("content-type") == JSON:  # nearly always
             return
         media = self.headers.get("content-type") or "none"
         kind, *parameters = media.lower().split(";")
@@ -212,44 +249,40 @@ class HttpRequest:
         is_whole = True
         try:
             # Step 1: the header. A body that is going to be too long, or is encoded, is refused before it is read.
-            if b"content-encoding" in fields:
+            if "content-encoding" in fields:
                 coding = self.headers["content-encoding"]
                 if not {"", "identity"}.issuperset(coding.lower().replace(" ", "").split(",")):
                     message = f"Content-Encoding: expected identity, got {coding[:100]!r}: send the body as it is"
                     raise HttpError(415, message, [("accept-encoding", "identity")])
-            length = fields.get(b"content-length")
+            length = fields.get("content-length")
             if length is None:
                 coding = self.headers.get("transfer-encoding") or "chunked"
                 if coding.lower() != "chunked":  # RFC 9112, section 6.1
                     raise HttpError(501, f"Transfer-Encoding: expected chunked, got {coding[:100]!r}", [CLOSE])
-                expected = -1
+                expected = None
             else:
-                if not length.isdigit():
+                if not (length.isascii() and length.isdigit()):
                     raise HttpError(400, "Content-Length is not a number", [CLOSE])
-                if b"transfer-encoding" in fields:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
+                if "transfer-encoding" in fields:  # RFC 9112, section 6.3: perhaps an attempt at request smuggling
                     raise HttpError(400, "Content-Length and Transfer-Encoding contradict each other", [CLOSE])
                 expected = int(length) if len(length) <= 18 else limit + 1
             # Step 2: the pieces, nearly always one. All of them together have the time of the body.
             while True:
-                if max(expected, len(body)) > limit:
+                if max(expected or 0, len(body)) > limit:
                     data = {"type": "limit_exceeded", "limit": "bytes_in", "max": limit}
                     raise HttpError(413, f"the body is longer than {limit} bytes", [CLOSE], data=data)
-                done, event = first_step(self._receive())
-                if not done:
-                    now = asyncio.get_running_loop().time()
-                    until = until or now + patience
-                    event = await waits.within(event, until - now)
-                if event["type"] != "http.request":
-                    is_whole = False
+                now = asyncio.get_running_loop().time()
+                until = until or now + patience
+                piece = await waits.within(self._exchange.read(expected), until - now)
+                if not piece:
+                    is_whole = piece is not None
                     break
-                piece = event.get("body") or b""
                 if body:
                     body = bytearray(body) if type(body) is bytes else body
                     body += piece
                 else:
                     body = piece
-                # granian says "more" after the last byte; Content-Length knows better.
-                if (not event.get("more_body") or len(body) == expected) and len(body) <= limit:
+                if len(body) == expected:
                     break
         except TimeoutError:
             raise HttpError(408, f"the body did not arrive within {patience:g} s", [CLOSE]) from None
@@ -257,7 +290,7 @@ class HttpRequest:
             # Most clients read the answer after they have sent everything, and a connection that is closed with unread
             # bytes is reset: they would see an error and no answer. So the rest is taken, for a moment. A client that has
             # asked first ("Expect: 100-continue", RFC 9110, section 10.1.1) waits for the answer.
-            if b"expect" not in fields:
+            if "expect" not in fields:
                 with contextlib.suppress(TimeoutError):
                     await waits.within(self._skip(LINGER_BYTES), LINGER_TIME)
             raise
@@ -270,24 +303,16 @@ class HttpRequest:
 
     async def _skip(self, most: int) -> None:
         """Take and drop the rest of the body."""
-        while most > 0:
-            event = await self._receive()
-            most -= len(event.get("body") or b"")
-            if not event.get("more_body"):
-                return
+        while most > 0 and (piece := await self._exchange.read(None)):
+            most -= len(piece)
 
     async def gone(self) -> None:
         """Return when the client has disconnected. To be awaited after the body, once at a time; safe to cancel."""
         self._watched = True
         try:
-            while True:
-                coming = self._coming
-                event: Event = await (self._receive() if coming is None else coming)
-                if event["type"] == "http.disconnect":
-                    return
-                self._coming = None
+            await self._exchange.left()
         finally:
-            self._coming, self._watched = None, False  # a future that was awaited is done now, or cancelled
+            self._watched = False
 
     def watch(self, left: Callable[[], object] | None = None) -> None:
         """Look from now on whether the client leaves before its answer is written, and tell `sending`, and call `left`."""
@@ -305,20 +330,8 @@ class HttpRequest:
 
     def _check_there(self) -> None:
         """Raise Gone if the client has left, without waiting: servers do not report a write to a client that has left."""
-        # ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is
-        # kept, and looked at again with the next chunk. Of anything else one step tells: a coroutine (uvicorn), or an
-        # object that holds its event already (granian, after the client has left).
         if not self._watched and not self.has_left:
-            coming = self._coming or self._receive()
-            if asyncio.isfuture(coming):
-                there, self._coming = (False, None) if coming.done() else (True, coming)
-                event: Event = {} if there else coming.result()
-            else:
-                done, event = first_step(coming)
-                there = not done
-                if there and type(coming) is CoroutineType:
-                    coming.close()
-            self.has_left = not there and event["type"] == "http.disconnect"
+            self.has_left = self._exchange.has_left()
         if self.has_left:
             raise Gone("the client has left")
 
@@ -333,38 +346,31 @@ class HttpRequest:
 
     # --- answering ---------------------------------------------------------------------------------------------------
 
-    def add_headers(self, fields: Sequence[tuple[bytes, bytes]]) -> None:
+    def add_headers(self, fields: Pairs) -> None:
         """Add header fields to the answer, whatever it will be."""
-        send = self._send
-
-        def more(message: Event) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                message["headers"] += fields
-            return send(message)
-
-        self._send = more  # so that an answer without them costs nothing more
+        self._more = [*self._more, *fields]
 
     async def respond(self, status: int, body: bytes = b"", media: str = JSON, headers: Pairs = ()) -> None:
         """Send the whole answer. `media` is left out where there is no body."""
-        fields = [(b"content-length", b"%d" % len(body))] if status != 204 else []  # RFC 9110, section 8.6
+        fields = [] if status == 204 else [("content-length", str(len(body)))]  # RFC 9110, section 8.6
         if body:
-            fields.append((b"content-type", b"application/json" if media == JSON else media.encode("latin-1")))
-        for name, value in headers:
-            fields.append((name.lower().encode("latin-1"), value.encode("latin-1")))
-        start: Event = {"type": "http.response.start", "status": status, "headers": fields}
+            fields.append(("content-type", media))
+        fields += [(name.lower(), value) for name, value in headers]
+        fields += self._more
         if len(body) > PIECE:
             self.started = True
-            await self._tell(start)
+            await self._tell(self._exchange.begin(status, fields))
             # The last piece is kept back: a server that has all bytes says of every client that it has left.
             last = (len(body) - 1) // PIECE * PIECE
             await self.write(body[:last])
             await self._check_reader()
-            body = body[last:]
+            await self._tell(self._exchange.send(body[last:], is_last=True))
         else:
-            await self._check_reader()
+            if self.sending is not None:
+                await self._check_reader()
             self.started = True
-            await self._tell(start)
-        await self._tell({"type": "http.response.body", "body": body, "more_body": False})
+            await self._tell(self._exchange.respond(status, fields, body))
+        self._has_ended = True
         if self.sending is not None:
             self.sending.written()
 
@@ -390,16 +396,16 @@ class HttpRequest:
     async def open_stream(self, headers: Pairs = ()) -> None:
         """Begin a stream of server-sent events; HttpError 503 if too many are open."""
         self._server.enter_stream(self)
-        fields = [*_STREAM_FIELDS, *((name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers)]
         self.started = True
-        await self._tell({"type": "http.response.start", "status": 200, "headers": fields})
+        fields = [*_STREAM_FIELDS, *((name.lower(), value) for name, value in headers), *self._more]
+        await self._tell(self._exchange.begin(200, fields))
 
     async def write(self, chunk: bytes) -> None:
         """Send bytes of the open answer; Gone if the client has left or does not read."""
         for start in range(0, len(chunk), PIECE):
             self._check_there()
             piece = chunk[start : start + PIECE]
-            await self._tell({"type": "http.response.body", "body": piece, "more_body": True})
+            await self._tell(self._exchange.send(piece))
             # A server drops the bytes for a client that has left, and so never waits. The loop needs a turn to notice.
             self._unbroken += len(piece)
             if self._unbroken > PIECE or len(chunk) > PIECE:
@@ -409,17 +415,18 @@ class HttpRequest:
     async def close_stream(self) -> None:
         """End the open stream."""
         await self._check_reader()
-        await self._tell({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._tell(self._exchange.send(b"", is_last=True))
+        self._has_ended = True
 
-    async def _tell(self, message: Event) -> None:
-        """Send an event to the server; Gone if the client has left or does not read."""
+    async def _tell(self, sending: Coroutine[Any, Any, None]) -> None:
+        """Await a write; Gone if the client has left or does not read."""
         try:
-            done, sending = first_step(self._send(message))
+            done, rest = first_step(sending)
             if not done:
-                await self._server.waits.within(sending, self._server.limits.write_time)
+                await self._server.waits.within(rest, self._server.limits.write_time)
         except TimeoutError:
             raise Gone(f"the client did not read for {self._server.limits.write_time:g} s") from None
-        except OSError as error:  # ASGI 2.4: sending to a client that left
+        except OSError as error:
             raise Gone("the client has left") from error
 
     def release(self) -> None:
@@ -428,5 +435,4 @@ class HttpRequest:
             self._watcher.cancel()
         if self.sending is not None:
             self.sending.lost()
-        if self._coming is not None:
-            self._coming.cancel()
+        self._exchange.release(cut=self.started and not self._has_ended)

@@ -60,6 +60,8 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
         keys = request.headers.all(KEY_HEADER)
         if len(keys) > 1:
             raise HttpError(400, "more than one Idempotency-Key header")
+        if keys and not keys[0].isascii():
+            raise HttpError(400, "Idempotency-Key: expected ASCII characters only")
         if keys and frames.opens_array(body):
             misplaced = InvalidParams("Idempotency-Key is for a single call: use params.idempotency_key")
             await request.respond(200, frames.encode(frames.failure(None, misplaced)))

@@ -25,31 +25,32 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
-from stat import S_ISSOCK
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
-from wirecall.transports.asgi import GRACE, HttpServer
-from wirecall.transports.request import Receive, Scope, Send
+from wirecall.transports.asgi import Receive, Scope, Send
+from wirecall.transports.http_server import GRACE, HttpServer
+from wirecall.transports.loop import loop_name, new_loop
+from wirecall.transports.rsgi import FILES, open_sockets
 from wirecall.transports.workers import SIGNALS, Workers
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-ServerName: TypeAlias = Literal["granian", "uvicorn"]
+ServerName: TypeAlias = Literal["granian", "granian-asgi", "uvicorn"]
 Serving: TypeAlias = Callable[[], None]  # called once, when connections are accepted
 
 BACKLOG = 1024
-FILES = "/dev/fd" if os.path.isdir("/dev/fd") else ""  # lists the open files of this process; Windows does not have it
 # Seconds after the application is closed in which threads and handlers that ignore their cancellation can end.
 LAST = 1.0
 
 
-def _print(address: str) -> None:
-    print(f"Listening on {address}", file=sys.stderr, flush=True)
+def _print(address: str, how: str) -> None:
+    print(f"Listening on {address} ({how})", file=sys.stderr, flush=True)
 
 
 def serve(
@@ -60,23 +61,27 @@ def serve(
     server: ServerName = "granian",
     workers: int = 1,
     grace: float = GRACE,
-    listening: Callable[[str], None] = _print,
+    listening: Callable[[str, str], None] = _print,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then stop within `grace` seconds and return. Port 0 takes a free one.
 
-    `app` is the application, or a function that makes it, called in each worker. `listening` gets the address.
+    `app` is the application, or a function that makes it, called in each worker. `listening` gets the address, and
+    the names of the server, its interface and its event loop.
     """
     if server not in FRONTS:
         raise UsageError(f"server must be one of {', '.join(FRONTS)}, got {server!r}.")
-    if find_spec(server) is None:
-        raise UsageError(f"{server} is not installed.", fix=f"pip install {server}")
+    package = server.partition("-")[0]
+    if find_spec(package) is None:
+        raise UsageError(f"{package} is not installed.", fix=f"pip install {package}")
     if workers < 1:
         raise UsageError(f"workers must be at least 1, got {workers}.")
     with bind(host, port) as kept:
         address, number = kept.getsockname()[:2]
         url = f"http://{f'[{address}]' if ':' in address else address}:{number}"
+        interface = "RSGI" if server == "granian" and FILES else "ASGI"
+        how = f"{package}, {interface}, {loop_name()}"
         if workers == 1:
-            _work(app, host, kept, server, grace, lambda: listening(url))
+            _work(app, host, kept, server, grace, lambda: listening(url, how))
             return
 
         def work(serving: Serving) -> None:
@@ -87,7 +92,7 @@ def serve(
             with bind(address, number, again=True) as own:
                 _work(app, host, own, server, grace, serving, parent_process())
 
-        Workers(work, workers, grace, lambda: listening(url)).run()
+        Workers(work, workers, grace, lambda: listening(url, how)).run()
 
 
 async def serve_until(
@@ -177,7 +182,8 @@ def _work(
         threading.Thread(target=leave, daemon=True).start()
 
     try:
-        asyncio.run(work())
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(work())
     finally:
         over.set()
 
@@ -234,7 +240,7 @@ class Granian:
     read, nor a way to end a connection. But its sockets are files of this process.
     """
 
-    def __init__(self, app: HttpServer, bound: socket.socket) -> None:
+    def __init__(self, app: HttpServer, bound: socket.socket, *, native: bool = True) -> None:
         from granian.constants import HTTPModes, Interfaces
         from granian.http import HTTP1Settings
         from granian.log import LogLevels
@@ -252,7 +258,8 @@ class Granian:
             app,
             address,
             self._port,
-            interface=Interfaces.ASGINL,
+            # Without its files, RSGI has no way to wait for a slow client (`rsgi`).
+            interface=Interfaces.RSGI if native and FILES else Interfaces.ASGINL,
             http=HTTPModes.http1,
             websockets=False,
             backlog=BACKLOG,
@@ -302,14 +309,10 @@ class Granian:
 
     def _sockets(self) -> Iterator[socket.socket]:
         """Yield every socket of this process at the port of the server, open until the next one."""
-        for name in os.listdir(FILES) if FILES else ():
-            with contextlib.suppress(OSError):
-                # Only a socket may be duplicated: to close the duplicate of a SQLite file would drop its locks (fcntl).
-                if S_ISSOCK(os.fstat(int(name)).st_mode):
-                    with socket.socket(fileno=os.dup(int(name))) as each:
-                        address = each.getsockname()
-                        if isinstance(address, tuple) and address[1:2] == (self._port,):
-                            yield each
+        for each in open_sockets():
+            address = each.getsockname()
+            if isinstance(address, tuple) and address[1:2] == (self._port,):
+                yield each
 
 
 # Its own configuration writes to stdout, which belongs to the program.
@@ -468,4 +471,8 @@ class HeaderLimit:
 
 
 # Both serve until `stop`, which accepts no further connection, and until every connection has ended; `cut` ends them.
-FRONTS: dict[str, type[Granian | Uvicorn]] = {"granian": Granian, "uvicorn": Uvicorn}
+FRONTS: dict[str, Callable[[HttpServer, socket.socket], Granian | Uvicorn]] = {
+    "granian": Granian,
+    "granian-asgi": partial(Granian, native=False),
+    "uvicorn": Uvicorn,
+}

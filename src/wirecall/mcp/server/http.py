@@ -60,7 +60,7 @@ KEY = "idempotency-key"
 REPLAYED = "idempotent-replayed"
 EVENTS = "text/event-stream"
 BOTH = frozenset({JSON, EVENTS})
-_NEWEST = STATELESS[-1].name.encode()
+_NEWEST = STATELESS[-1].name
 
 # Requests that change the state of a session in every worker.
 _FOR_ALL = frozenset({"logging/setLevel", "resources/subscribe", "resources/unsubscribe"})
@@ -121,7 +121,7 @@ class McpEndpoint:
         message = messages.read(await request.body(), self._limits)
         # Step 3: its era. Most requests name the newest revision, so that is asked first.
         fields = request.headers
-        if type(message) is Envelope and not fields.has_doubles and fields.first.get(b"mcp-protocol-version") == _NEWEST:
+        if type(message) is Envelope and not fields.has_doubles and fields.first.get("mcp-protocol-version") == _NEWEST:
             await self._post_described(request, message)
             return
         version = _single(request, headers.VERSION)
@@ -176,7 +176,7 @@ class McpEndpoint:
                 outlet = Direct(request)
                 work: Coroutine[Any, Any, bytes | None] | None = ready
                 if work is None:
-                    session, caller, key = described_session(params), request.caller, _single(request, KEY)
+                    session, caller, key = described_session(params), request.caller, _key(request)
                     more: JsonObject = {"caller": caller, "identity": request.identity, "key": key, "params": params}
                     work = self._server.respond(message, session, outlet, **more)
                 answer = await _while_there(request, work, outlet)
@@ -263,7 +263,7 @@ class McpEndpoint:
     async def _serve(self, request: HttpRequest, known: Known, message: Envelope | list[Incoming]) -> None:
         """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
         request.holder = request.holder or known.id
-        session, caller, identity, key = known.session, request.caller, request.identity, _single(request, KEY)
+        session, caller, identity, key = known.session, request.caller, request.identity, _key(request)
         has, unread = session.revision.has, self._limits.unread_bytes
         numbered, primed = has("http resume"), has("http priming event")
         peer = f"session {known.id}" if known.id else None
@@ -391,14 +391,14 @@ class McpEndpoint:
 def _accepts(request: HttpRequest, media: frozenset[str]) -> bool:
     """Return whether a client takes these media types. A request without an Accept header takes all (RFC 9110, 12.5.1)."""
     fields = request.headers
-    accepted = ",".join(fields.all("accept")).encode() if fields.has_doubles else fields.first.get(b"accept")
+    accepted = ",".join(fields.all("accept")) if fields.has_doubles else fields.first.get("accept")
     return not accepted or media <= _media(accepted)
 
 
 @lru_cache(maxsize=256)  # clients send few different ones
-def _media(accepted: bytes) -> frozenset[str]:
+def _media(accepted: str) -> frozenset[str]:
     """Return those of MCP's two media types that an Accept header lists."""
-    kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.decode("latin-1").split(",")}
+    kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.split(",")}
     return frozenset(media for media in BOTH if kinds & {media, "*/*", media.partition("/")[0] + "/*"})
 
 
@@ -408,6 +408,14 @@ def _single(request: HttpRequest, name: str) -> str | None:
     if fields.has_doubles and len(fields.all(name)) > 1:
         raise HttpError(400, f"more than one {name} header")
     return fields.get(name)
+
+
+def _key(request: HttpRequest) -> str | None:
+    """Return the key that the header of a single call has."""
+    key = _single(request, KEY)
+    if key is not None and not key.isascii():
+        raise HttpError(400, "Idempotency-Key: expected ASCII characters only")
+    return key
 
 
 def _is_newer(version: str | None) -> bool:

@@ -1,0 +1,184 @@
+"""RSGI, granian's own interface, as one side of a request. Only what its specification names is used.
+
+1. RSGI has no way to wait for a client that is slow to read, and none to cut an answer: a stream that is let go of looks as
+   if it had come to its end. Both are done with the connection's socket, which is a file of this process.
+2. RSGI leaves out values that are not ASCII. A request without one of its fields may mean something else, so such a field is
+   kept, with a value that no check accepts.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import select
+import socket
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from stat import S_ISSOCK
+from typing import Any, Protocol
+
+from wirecall.transports.request import Headers, Pairs
+
+FILES = "/dev/fd" if os.path.isdir("/dev/fd") else ""  # lists the open files of this process; Windows does not have it
+# Bytes of a stream after which its socket must be ready for more. The server itself holds any number of them.
+AHEAD = 64 << 10
+UNREADABLE = "\ufffd"
+
+
+class RsgiHeaders(Protocol):
+    """The header fields that RSGI gives; names in lower case."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def items(self) -> list[tuple[str, str]]: ...
+
+
+class RsgiScope(Protocol):
+    """The request that RSGI gives."""
+
+    method: str
+    path: str
+    authority: str | None
+    client: str
+
+    @property
+    def headers(self) -> RsgiHeaders: ...
+
+
+class RsgiProtocol(Protocol):
+    """The body of a request and the way to answer it, as RSGI gives them."""
+
+    def __call__(self) -> Awaitable[bytes]: ...
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    def client_disconnect(self) -> Awaitable[None]: ...
+    def response_empty(self, status: int, headers: list[tuple[str, str]]) -> None: ...
+    def response_bytes(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None: ...
+    def response_stream(self, status: int, headers: list[tuple[str, str]]) -> Any: ...
+
+
+class RsgiExchange:
+    """An `Exchange` over RSGI."""
+
+    __slots__ = (
+        *("_ahead", "_leaving", "_pieces", "_protocol", "_scope", "_socket", "_stream", "_was_read"),
+        *("authority", "headers", "method", "path"),
+    )
+
+    def __init__(self, scope: RsgiScope, protocol: RsgiProtocol) -> None:
+        self.method = scope.method
+        self.path = scope.path
+        self.authority = scope.authority
+        fields = scope.headers
+        self.headers = Headers(fields.items())
+        if len(fields) != len(self.headers.first):
+            unreadable = [(name, UNREADABLE) for name in fields if name not in self.headers.first]
+            self.headers = Headers([*self.headers.pairs, *unreadable])
+        self._scope = scope
+        self._protocol = protocol
+        self._was_read = False
+        self._pieces: AsyncIterator[bytes] | None = None
+        self._leaving: Any = None  # a future that is done when the client has left
+        self._stream: Any = None
+        self._ahead = 0  # bytes of the stream since its socket was ready for more
+        self._socket: socket.socket | None = None
+
+    async def read(self, length: int | None) -> bytes | None:
+        if self._was_read:
+            return b""
+        try:
+            if length is not None:
+                self._was_read = True
+                return await self._protocol()
+            if self._pieces is None:
+                self._pieces = aiter(self._protocol)
+            if piece := await anext(self._pieces):
+                return piece
+            # An empty piece is the end. With another one behind it, it stood for trailers or for malformed chunks.
+            self._was_read = True
+            await anext(self._pieces)
+            return b"" if "trailer" in self.headers else None
+        except StopAsyncIteration:
+            return b""
+        except RuntimeError:  # granian's errors about a client that has left
+            return None
+
+    async def left(self) -> None:
+        leaving = self._leaving or self._protocol.client_disconnect()
+        self._leaving = None
+        await leaving
+
+    def has_left(self) -> bool:
+        # Before the client has left, granian returns a future that goes on by itself: it is kept, and looked at again with
+        # the next piece. Afterwards it returns an awaitable without a wait.
+        leaving = self._leaving = self._leaving or self._protocol.client_disconnect()
+        return not asyncio.isfuture(leaving) or leaving.done()
+
+    async def respond(self, status: int, fields: Pairs, body: bytes) -> None:
+        if body:
+            self._protocol.response_bytes(status, list(fields), body)
+        else:
+            self._protocol.response_empty(status, list(fields))
+
+    async def begin(self, status: int, fields: Pairs) -> None:
+        self._stream = self._protocol.response_stream(status, list(fields))
+
+    async def send(self, piece: bytes, *, is_last: bool = False) -> None:
+        if piece:
+            try:
+                await self._stream.send_bytes(piece)
+            except RuntimeError as error:
+                raise ConnectionError("the client has left") from error
+        self._ahead += len(piece)
+        if self._ahead > AHEAD:
+            self._ahead = 0
+            await self._until_ready()
+        if is_last:
+            self._stream = None  # this ends the answer
+
+    async def _until_ready(self) -> None:
+        """Wait until the socket takes bytes again: all that it was given before is on its way then."""
+        self._socket = self._socket or self._connection()
+        if self._socket is None:
+            raise ConnectionError("the client has left")
+        ready = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_writer(self._socket, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_writer(self._socket)
+        # A connection that has failed is ready, too, and granian takes bytes for it until its own thread has noticed.
+        state = select.poll()
+        state.register(self._socket, select.POLLOUT)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in state.poll(0)):
+            raise ConnectionError("the client has left")
+
+    def _connection(self) -> socket.socket | None:
+        """Return a duplicate of the connection's socket, or None if it is closed."""
+        address, _, port = self._scope.client.rpartition(":")
+        client = ipaddress.ip_address(address.strip("[]")), int(port)
+        for each in open_sockets():
+            with contextlib.suppress(OSError, ValueError):  # it is not connected, or is not a socket of IP
+                host, number = each.getpeername()[:2]
+                if (ipaddress.ip_address(host), number) == client:
+                    return socket.socket(fileno=os.dup(each.fileno()))  # `each.dup()` would make it block
+        return None
+
+    def release(self, *, cut: bool) -> None:
+        if cut and (connection := self._socket or self._connection()) is not None:
+            with connection, contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        elif self._socket is not None:
+            self._socket.close()
+        self._stream = None
+        if self._leaving is not None and asyncio.isfuture(self._leaving):
+            self._leaving.cancel()
+
+
+def open_sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of every socket of this process, open until the next one."""
+    for name in os.listdir(FILES) if FILES else ():
+        with contextlib.suppress(OSError):
+            # Only a socket may be duplicated: to close the duplicate of a SQLite file would drop its locks (fcntl).
+            if S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as each:
+                    yield each
