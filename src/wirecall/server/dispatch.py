@@ -17,6 +17,7 @@ the call's correlation id and becomes -32603, without details on the wire (J15).
 
 import asyncio
 import logging
+import math
 import time
 import types
 from collections import Counter
@@ -31,7 +32,6 @@ from wirecall.errors import (
     Busy,
     CannotWait,
     DeadlineExceeded,
-    EncodeError,
     InternalError,
     InvalidParams,
     MethodNotFound,
@@ -61,8 +61,10 @@ Pending: TypeAlias = Coroutine[Any, Any, Reply]
 Next: TypeAlias = Callable[[Context], Awaitable[Any]]
 Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
 
-# Results that cannot change between the end of their call and the writing of the reply, so that one encode serves all.
-_CONSTANT = frozenset({int, str, float, bool, types.NoneType})
+# Results that cannot change between the end of their call and the writing of the reply, so that one encode serves all. A
+# float is not among them, since JSON has neither NaN nor the infinities.
+_CONSTANT = frozenset({int, str, bool, types.NoneType})
+_SHORT = _CONSTANT - {str}
 
 # A shorter result is not counted against `Limits.bytes_out` before the reply is written: 50 of them take little memory.
 COUNTED = 1024
@@ -184,7 +186,12 @@ class Dispatcher:
         reply = self._begin(frame, read, None)
         if type(reply) is Success or type(reply) is Failure:
             return self._seal(reply)
-        return None if reply is None else self._reply_later(frame, reply)
+        if reply is None:
+            return None
+        try:
+            return self._reply_later(frame, resume(reply, reply.send(None)))
+        except StopIteration as finished:  # it did not wait
+            return None if finished.value is None else self._seal(finished.value)
 
     async def _reply_later(self, frame: Frame, begun: "Pending | list[Message | Invalid]") -> bytes | None:
         """Return the reply to a batch, or to a call that waits."""
@@ -270,24 +277,23 @@ class Dispatcher:
             return self._serve(frame, message, method, position)
         try:
             result = method.function(*method.bind(message.params))
-            if type(result) in _CONSTANT and type(result) is not str:
-                return Success(result, id)
             if type(result) is types.CoroutineType:
                 # A coroutine that does not wait is run on the spot: 1.4 times faster than awaiting it, in a batch of 50.
                 try:
-                    awaited = result.send(None)
+                    return self._finish(frame, message, id, method, resume(result, result.send(None)))
                 except StopIteration as finished:
-                    return self._answer(frame, _sealed(finished.value), id)
-                return self._finish(frame, message, id, method, resume(result, awaited))
+                    result = finished.value
+            if type(result) in _SHORT:
+                return Success(result, id)
             if hasattr(result, "__await__"):
-                return self._finish(frame, message, id, method, settled(result))
+                return self._finish(frame, message, id, method, result)
             return self._answer(frame, _sealed(result), id)
         except BaseException as error:
             return self._failure(frame, message, method, error)
 
     async def _finish(self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[object]) -> Reply:
         try:
-            answer = self._answer(frame, _sealed(await awaitable), id)
+            answer = self._answer(frame, _sealed(await settled(await awaitable)), id)
             return answer if isinstance(answer, (Success, Failure)) else await answer
         except BaseException as error:
             return self._failure(frame, message, method, error)
@@ -512,19 +518,23 @@ class Dispatcher:
 
     def _seal(self, answers: Answer | list[Answer]) -> bytes:
         """Encode a reply. A result that cannot be sent costs its own entry, and no other."""
-        limit = self._policy.limits.bytes_out
         try:
             data = frames.write(answers)
-            if len(data) <= limit:
+            if type(answers) is not Success and data.find(b"null") >= 0:
+                # The data of an error is the user's own, and msgspec writes null for a NaN in it.
+                for answer in answers if isinstance(answers, list) else (answers,):
+                    if type(answer) is Failure:
+                        frames.encode(answer)
+            if len(data) <= self._policy.limits.bytes_out:
                 return data
             error: RpcError = self._too_long()
-        except EncodeError as reason:
+        except Exception as reason:  # the data of an error, or a text with half a character
             if not isinstance(answers, list):
                 failed("a reply", correlation_of(answers.id), reason)
             error = InternalError()
         if not isinstance(answers, list):
             return frames.encode(failure(answers.id, error))
-        sealed = []  # one by one
+        sealed, limit = [], self._policy.limits.bytes_out  # one by one
         for answer in answers:
             data = self._seal(answer)
             data = data if len(data) <= limit else frames.encode(failure(answer.id, self._too_long()))
@@ -544,7 +554,8 @@ def _around(layer: Middleware, inner: Next, context: Context) -> Awaitable[Any]:
 
 def _sealed(result: object) -> object:
     """Return a result that can no longer be changed: it is encoded when its entry ends, not when the reply is written."""
-    return result if type(result) in _CONSTANT else Raw(frames.encode(result))
+    is_ready = type(result) in _CONSTANT or (type(result) is float and math.isfinite(result))
+    return result if is_ready else Raw(frames.encode(result))
 
 
 async def _after_a_turn(refusal: Answer) -> Answer:
