@@ -565,12 +565,8 @@ def _field(index: int, parameter: Parameter) -> tuple[str, Any, Any]:
 
 def _getter(count: int) -> Callable[[object], tuple[Any, ...]]:
     """Return a function that takes the first fields of a struct as a tuple."""
-    if count > 1:
-        return attrgetter(*(f"f{index}" for index in range(count)))
-    if count == 0:
-        return lambda _: ()
-    get = attrgetter("f0")
-    return lambda struct: (get(struct),)
+    few: list[Callable[[Any], tuple[Any, ...]]] = [lambda _: (), lambda s: (s.f0,), lambda s: (s.f0, s.f1)]
+    return few[count] if count < len(few) else attrgetter(*(f"f{index}" for index in range(count)))
 
 
 def name_of(function: object) -> str:

@@ -11,9 +11,9 @@ put aside, and the worker of the waiting one takes them up.
 
 import asyncio
 import contextvars
-import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import CoroutineType
 from typing import Any, Generic, TypeVar
 
 from wirecall.stepping import beside, cancels, start
@@ -79,7 +79,7 @@ class _Batch(Generic[E, T]):
         outcomes, begin, aside = self.outcomes, self._begin, self.aside
         for position, entry in self.rest:
             outcome = begin(entry, position)
-            if type(outcome) is not types.CoroutineType:
+            if type(outcome) is not CoroutineType:
                 outcomes[position] = outcome
                 continue
             in_lane = self._in_lane(entry)
