@@ -304,7 +304,7 @@ class App(Declarations):
                 )
             dispatcher = self._serving()
         reply = dispatcher.handle(data, caller, True, replayed)
-        assert reply is None or type(reply) is bytes  # alone, a dispatcher waits for nothing
+        assert reply is None or type(reply) is bytes  # without a loop, a dispatcher does not return a coroutine
         return reply
 
     def asgi(self) -> "HttpServer":

@@ -455,7 +455,8 @@ class Dispatcher:
     async def call(self, call: Call) -> Raw:
         """Run a call that was parsed and admitted elsewhere."""
         caller = call.frame.caller
-        if self._in_flight + self.commands.left >= self._policy.limits.in_flight or self._is_greedy(caller, 1):
+        is_full = self._in_flight + self.commands.left >= self._policy.limits.in_flight
+        if is_full or (self._held is not None and self._is_greedy(caller, 1)):
             raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
         self._count(1, caller)
         try:
