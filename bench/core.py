@@ -275,11 +275,11 @@ def main() -> int:
     one, entry, bare = best["wirecall sync, 1"], best["wirecall sync, 50"], best["bare, 50"]
     ours, msgspecs = imports()
     targets = [
-        Target("one call, sync handler, times bare", "µs", one, "<=", 2.7, bare=best["bare, 1"]),
+        Target("one call, sync handler, times bare", "µs", one, "<=", 2.6, bare=best["bare, 1"]),
         Target("an entry in a batch of 50, sync handler, times bare", "µs", entry, "<=", 2.2, bare=bare),
         Target("the same, async handler that does not wait", "µs", best["wirecall async, 50"], "<=", 3.2, bare=bare),
         Target("faster than the fastest peer, per batch entry", "µs", entry, ">=", 5.0, peer=fastest, inverse=True),
-        Target("a query with one provider, times one without", "µs", best["wirecall provider, 1"], "<=", 2.5, own=one),
+        Target("a query with one provider, times one without", "µs", best["wirecall provider, 1"], "<=", 1.3, own=one),
         Target("a query with one empty middleware", "µs", best["wirecall middleware, 1"], "<=", 3.0, own=one),
         Target("import wirecall, times import msgspec", "ms", ours, "<=", 2.0, bare=msgspecs),
         Target("an entry in a batch of 1000, times 50", "µs", best["wirecall sync, 1000"], "<=", 1.3, own=entry),
