@@ -294,18 +294,18 @@ class App(Declarations):
 
     def handle_sync(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
         """Answer one message without an event loop; raises `CannotWait` if a handler tries to wait."""
-        if self._ready is None and self._lifespan is not None and not self._lifespan.is_entered:
-            raise UsageError(
-                "handle_sync cannot start the app.",
-                "its lifespan needs an event loop",
-                "use `await app.handle(...)`, or call handle_sync inside `async with app`",
-            )
-        reply = (self._ready or self._serving()).handle(data, caller, True, replayed)
-        if reply is None or isinstance(reply, bytes):
-            return reply
-        from wirecall.stepping import run_now
-
-        return run_now(reply)
+        dispatcher = self._ready
+        if dispatcher is None:
+            if self._lifespan is not None and not self._lifespan.is_entered:
+                raise UsageError(
+                    "handle_sync cannot start the app.",
+                    "its lifespan needs an event loop",
+                    "use `await app.handle(...)`, or call handle_sync inside `async with app`",
+                )
+            dispatcher = self._serving()
+        reply = dispatcher.handle(data, caller, True, replayed)
+        assert reply is None or type(reply) is bytes  # without a loop, a dispatcher does not return a coroutine
+        return reply
 
     def asgi(self) -> "HttpServer":
         """Return an ASGI application: `/rpc` for JSON-RPC, `/mcp` for MCP, `/healthz` and `/readyz` for supervisors."""

@@ -61,6 +61,18 @@ def test_a_result_that_cannot_be_sent_does_not_affect_its_neighbours(
     assert any(getattr(record, "correlation_id", None) == "b" for record in caplog.records)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_number_that_json_does_not_have_is_logged_under_its_method(
+    number: float, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app()
+    app.query(name="odd")(lambda: number)
+    entries = [call("odd", id=id) for id in range(count)]
+    app.handle_sync(entries[0] if count == 1 else batch(*entries))
+    assert [getattr(record, "method", None) for record in caplog.records] == ["odd"] * count
+
+
 RAISED: list[BaseException] = [
     ValueError("secret"),
     StopIteration("secret"),

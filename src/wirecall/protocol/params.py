@@ -253,7 +253,7 @@ class Signature:
 
     def _binder(self) -> Binder:
         """Return the shortest way from raw params to the arguments of a simple function."""
-        values, spread = self._named_values, self._rest is not None
+        values = self._named_values if self._rest is None else attrgetter("f0")  # a list is the arguments as it is
         by_name, by_position = self._by_name.decode, self._by_position.decode
 
         if self._rest or (self._positional and all(p.required for p in self._positional)):
@@ -267,9 +267,7 @@ class Signature:
                     value: Sequence[object] = decode(_NO_PARAMS if raw is UNSET else raw)
                 except (msgspec.ValidationError, RecursionError) as error:
                     raise self._misfit(raw, error) from None
-                if type(value) is struct:
-                    value = values(value)[0] if spread else values(value)
-                return value
+                return values(value) if type(value) is struct else value
 
         else:
 
@@ -567,12 +565,8 @@ def _field(index: int, parameter: Parameter) -> tuple[str, Any, Any]:
 
 def _getter(count: int) -> Callable[[object], tuple[Any, ...]]:
     """Return a function that takes the first fields of a struct as a tuple."""
-    if count > 1:
-        return attrgetter(*(f"f{index}" for index in range(count)))
-    if count == 0:
-        return lambda _: ()
-    get = attrgetter("f0")
-    return lambda struct: (get(struct),)
+    few: list[Callable[[Any], tuple[Any, ...]]] = [lambda _: (), lambda s: (s.f0,), lambda s: (s.f0, s.f1)]
+    return few[count] if count < len(few) else attrgetter(*(f"f{index}" for index in range(count)))
 
 
 def name_of(function: object) -> str:

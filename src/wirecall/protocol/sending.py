@@ -3,23 +3,22 @@
 from collections.abc import Callable
 from typing import TypeAlias
 
+from msgspec import Struct
+
 Listener: TypeAlias = Callable[[bool], None]  # True: written; False: lost
 
 
-class Sending:
+class Sending(Struct, eq=False):
     """The way of one message's answers. A transport ends it, and commands without a key hear how it ended.
 
     An answer is written when the transport has taken its last byte without an error. It is lost when its caller has gone
     before that. A stream that is resumed may still write what was lost.
     """
 
-    __slots__ = ("_listeners", "_watch", "is_lost", "is_written")
-
-    def __init__(self, watch: Callable[[], None] | None = None) -> None:
-        self.is_written = False
-        self.is_lost = False
-        self._watch = watch  # begins to look whether the caller goes away, which costs something
-        self._listeners: list[Listener] = []
+    _watch: Callable[[], None] | None = None  # begins to look whether the caller goes away, which costs something
+    _listeners: list[Listener] = []
+    is_written: bool = False
+    is_lost: bool = False
 
     @property
     def is_heard(self) -> bool:

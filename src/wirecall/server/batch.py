@@ -11,10 +11,12 @@ put aside, and the worker of the waiting one takes them up.
 
 import asyncio
 import contextvars
-import types
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import CoroutineType
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, field
 
 from wirecall.stepping import beside, cancels, start
 
@@ -30,7 +32,9 @@ async def run_batch(
     concurrency: int,
 ) -> list[T]:
     """Return the outcome of every entry, in input order. `begin` returns the outcome, or a coroutine of it."""
-    batch = _Batch(entries, begin, in_lane, concurrency)
+    outcomes: list[Any] = [None] * len(entries)
+    context = contextvars.copy_context()
+    batch: _Batch[E, T] = _Batch(enumerate(entries), outcomes, begin, in_lane, concurrency, cancels(), context)
     workers = batch.workers
     try:
         await batch.work()
@@ -38,7 +42,7 @@ async def run_batch(
             await asyncio.wait(workers)
         for worker in batch.made:
             worker.result()  # an outcome is never an exception: one that is raised here ends the whole batch
-        return batch.outcomes
+        return outcomes
     except BaseException as error:
         # Begin no further entry, cancel those in flight, and leave no task and no coroutine behind.
         deque(batch.rest, maxlen=0)
@@ -52,57 +56,50 @@ async def run_batch(
         raise
 
 
-class _Batch(Generic[E, T]):
+class _Batch(Struct, Generic[E, T], eq=False):
     # A class and not closures: two functions that refer to each other would be a cycle for the garbage collector.
 
-    def __init__(
-        self,
-        entries: Sequence[E],
-        begin: Callable[[E, int], "T | Coroutine[Any, Any, T]"],
-        in_lane: Callable[[E], bool],
-        concurrency: int,
-    ) -> None:
-        self.outcomes: list[Any] = [None] * len(entries)
-        self.rest: Iterator[tuple[int, E]] = enumerate(entries)
-        self.aside: deque[tuple[int, Coroutine[Any, Any, T]]] = deque()
-        self.made: list[asyncio.Task[None]] = []  # every worker beside the first one
-        self.workers: set[asyncio.Task[None]] = set()  # those of them that have not ended
-        self._begin = begin
-        self._in_lane = in_lane
-        self._concurrency = concurrency
-        self._lane_taken = False
-        self._calm = cancels()  # the task of the sender may be cancelled already
-        self._context = contextvars.copy_context()  # of the sender, for every worker that joins
+    rest: Iterator[tuple[int, E]]
+    outcomes: list[Any]
+    begin: Callable[[E, int], "T | Coroutine[Any, Any, T]"]
+    in_lane: Callable[[E], bool]
+    concurrency: int
+    calm: int  # cancels of the sender's task that came before
+    context: contextvars.Context  # of the sender, for every worker that joins
+    aside: deque[tuple[int, Coroutine[Any, Any, T]]] = field(default_factory=deque)
+    made: list[asyncio.Task[None]] = []  # every worker beside the first one
+    workers: set[asyncio.Task[None]] = set()  # those of them that have not ended
+    lane_taken: bool = False
 
     async def work(self) -> None:
         """Take entries until none are left."""
-        outcomes, begin, aside = self.outcomes, self._begin, self.aside
+        outcomes, begin, aside = self.outcomes, self.begin, self.aside
         for position, entry in self.rest:
             outcome = begin(entry, position)
-            if type(outcome) is not types.CoroutineType:
+            if type(outcome) is not CoroutineType:
                 outcomes[position] = outcome
                 continue
-            in_lane = self._in_lane(entry)
-            if in_lane and self._lane_taken:
+            in_lane = self.in_lane(entry)
+            if in_lane and self.lane_taken:
                 aside.append((position, outcome))
                 continue
-            self._lane_taken |= in_lane
+            self.lane_taken |= in_lane
             outcomes[position] = await beside(outcome, self._join)
             while True:
                 # A handler may turn its cancellation into an answer: the entries behind it are cancelled all the same.
-                if cancels() > self._calm:
+                if cancels() > self.calm:
                     raise asyncio.CancelledError
                 if not in_lane or not aside:
                     break
                 position, outcome = aside.popleft()
                 outcomes[position] = await outcome
             if in_lane:
-                self._lane_taken = False
+                self.lane_taken = False
 
     def _join(self) -> None:
         """Let another worker go on with the rest, while the entry at hand waits."""
-        if len(self.workers) + 1 < self._concurrency:
-            worker = start(asyncio.get_running_loop(), self.work(), self._context.copy())
+        if len(self.workers) + 1 < self.concurrency:
+            worker = start(asyncio.get_running_loop(), self.work(), self.context.copy())
             self.made.append(worker)
             self.workers.add(worker)
             worker.add_done_callback(self.workers.discard)

@@ -202,14 +202,12 @@ class Method:
 
     def prepare(self, providers: "Providers") -> None:
         """Find out how the provided arguments are made, when the app starts."""
-        from wirecall.server.providers import Provided  # late: few apps have providers
-
         if self.signature.provided:
-            self.provided = Provided(self.signature, providers)
+            self.provided = providers.of(self.signature)
             self.bind = self.provided.bind or self.signature.bind
             self.plain = self._is_quick and self.provided.bind is not None
         if self._reconciler is not None and self._reconciler.provided:
-            self._reconciler_provided = Provided(self._reconciler, providers)
+            self._reconciler_provided = providers.of(self._reconciler)
 
     def written(self, value: object) -> object:
         """Return a value that stands for that of the function, such as that of `Done`, in the form of a result."""

@@ -84,6 +84,10 @@ class Providers:
         for type in self._providers:
             self.plan([type])
 
+    def of(self, signature: Signature) -> "Provided":
+        """Return the way to call a function that takes provided values."""
+        return Provided(signature, self)
+
     def plan(self, types: Sequence[object]) -> "list[Step]":
         """Return the steps that make values of these types, each after the values that it takes."""
         steps: list[Step] = []
@@ -151,8 +155,9 @@ class Provided:
             make, index = self._steps[0].provider.function, self._places[0][1]
 
             def bind_one(raw: Any) -> Sequence[object]:
-                args = bind(raw)
-                return (*args[:index], make(), *args[index:])
+                args = [*bind(raw)]
+                args.insert(index or 0, make())
+                return args
 
             return bind_one
 
