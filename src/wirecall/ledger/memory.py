@@ -52,7 +52,9 @@ class MemoryLedger:
             elif "wait" in found:
                 return found["wait"].view(now)
         if row is None:  # `decide` says "insert"
-            row = self._rows[claim.id] = _Row(self._running(claim, 1, self._wall()), now, claim)
+            until = now + claim.lease
+            row = _Row(self._running(claim, 1, self._wall()), claim.retention, until, until + claim.retention)
+            self._rows[claim.id] = row
             if keyless is not None and keyless.likeness is not None:
                 row.likeness = keyless.likeness
                 self._likes.setdefault(keyless.likeness, []).append(row)
@@ -247,18 +249,15 @@ class MemoryLedger:
         return row if row.record.state in states else None
 
 
-class _Row:
+class _Row(msgspec.Struct, eq=False, gc=False):
     """A record with the times that the store keeps about it."""
 
-    __slots__ = ("answer_at", "expires", "lease_until", "likeness", "record", "retention")
-
-    def __init__(self, record: Record, now: float, claim: Claim) -> None:
-        self.record = record
-        self.lease_until = now + claim.lease
-        self.retention = claim.retention
-        self.expires = self.lease_until + claim.retention  # when the sweep looks at it next
-        self.likeness: bytes | None = None  # of a call without a key whose answer is not written
-        self.answer_at = 0.0  # when that was lost or, while it is pending, since when its deliverer has it
+    record: Record
+    retention: float
+    lease_until: float
+    expires: float  # when the sweep looks at it next
+    likeness: bytes | None = None  # of a call without a key whose answer is not written
+    answer_at: float = 0.0  # when that was lost or, while it is pending, since when its deliverer has it
 
     def view(self, now: float) -> Record:
         return msgspec.structs.replace(self.record, lease_left=max(0.0, self.lease_until - now))
