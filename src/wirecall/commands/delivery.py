@@ -55,12 +55,15 @@ class Deliveries:
         self._written: list[tuple[Ledger, Keyless, Delivered]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, keyless: Keyless, key: str, sending: Sending | None) -> None:
-        """Hear that an answer is on its way, or its claim, from the record with this key."""
-        if keyless.likeness is not None:
-            self._not_lost.setdefault(keyless.likeness, {})[key] = sending
+    def begin(self, keyless: Keyless, key: str, sending: Sending | None) -> bool:
+        """Hear that an answer is on its way, or its claim, from the record with this key; return whether equal ones are."""
         if len(self._written) >= MARK_MANY:
             self.flush()
+        if keyless.likeness is None:
+            return False
+        keys = self._not_lost.setdefault(keyless.likeness, {})
+        keys[key] = sending
+        return len(keys) > 1
 
     def is_single(self, keyless: Keyless, key: str) -> bool:
         """Return whether no equal call is known here beside the one with this key. As a rule it is so."""

@@ -132,11 +132,11 @@ class Commands:
         id = run.claim.id
         run.keyless, run.sending = keyless, call.frame.sending
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
-        self._deliveries.begin(keyless, id.key, run.sending)
+        has_equals = self._deliveries.begin(keyless, id.key, run.sending)
         if run.sending is not None:
             run.sending.listen(partial(self._sent, run, call))
         try:
-            return await self._run(call, run, handler)
+            return await self._run(call, run, handler, has_equals)
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
             self._sent(run, call, False)
             run.is_left = True
@@ -169,13 +169,16 @@ class Commands:
         word: Literal["written", "undelivered"] = "undelivered" if run.is_lost else "written"
         self._deliveries.end(run.ledger, run.keyless, Delivered(run.answers, run.claim.nonce, word))
 
-    async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
-        """Run the command of a claim, or answer with the outcome of an earlier run."""
+    async def _run(self, call: Call, run: Run, handler: Handler, has_equals: bool = False) -> Raw:
+        """Run the command of a claim, or answer with the outcome of an earlier run.
+
+        `has_equals` says that answers to equal calls without a key are on their way.
+        """
         method, loop = run.method, run.loop
 
         # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
-            if run.keyless is not None and not self._deliveries.is_single(run.keyless, run.claim.id.key):
+            if has_equals and run.keyless is not None:
                 await self._deliveries.notice(run.keyless, run.sending)
             found = await self._claim(run)
             if run.claim.id.key != call.key:

@@ -95,11 +95,12 @@ class MemoryLedger:
         )
 
     async def deliver(self, ends: Sequence[Delivered]) -> None:
+        now = self._clock()
         for end in ends:
             row = self._rows.get(end.id)
-            if row and row.record.deliverer == end.deliverer and row.record.delivery in ("pending", "undelivered"):
+            if row and row.record.deliverer == end.deliverer and row.record.delivery != "written":
                 row.record = msgspec.structs.replace(row.record, delivery=end.delivery)
-                row.answer_at = self._clock()
+                row.answer_at = now
                 if end.delivery == "written":
                     self._match_no_more(row)
 
