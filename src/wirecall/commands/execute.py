@@ -162,7 +162,7 @@ class Commands:
 
     def _mark(self, run: Run) -> None:
         """Tell the ledger what became of an answer that is this run's to give."""
-        assert run.ledger and run.keyless and run.answers
+        assert run.ledger is not None and run.keyless is not None and run.answers is not None
         if run.is_open:  # `_lead` marks it, after the commit
             self._deliveries.forget(run.keyless, run.answers.key)
             return
