@@ -98,7 +98,7 @@ class MemoryLedger:
         now = self._clock()
         for end in ends:
             row = self._rows.get(end.id)
-            if row and row.record.deliverer == end.deliverer and row.record.delivery != "written":
+            if row and row.record.deliverer == end.deliverer and row.record.delivery in ("pending", "undelivered"):
                 row.record = msgspec.structs.replace(row.record, delivery=end.delivery)
                 row.answer_at = now
                 if end.delivery == "written":
