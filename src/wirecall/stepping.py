@@ -99,17 +99,17 @@ def in_thread(call: Callable[[], T]) -> Awaitable[T]:
 
 
 def start(
-    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], context: Context | None = None
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], context: Context | None = None, name: str | None = None
 ) -> "asyncio.Task[T]":
     """Make a task that begins in a later turn, also where a factory of the user makes the loop's tasks."""
     if loop.get_task_factory() is None:
-        return loop.create_task(work, context=context)
+        return loop.create_task(work, name=name, context=context)
 
     async def in_a_later_turn() -> T:
         await asyncio.sleep(0)
         return await work
 
-    task = loop.create_task(in_a_later_turn(), context=context)
+    task = loop.create_task(in_a_later_turn(), name=name, context=context)
     task.add_done_callback(lambda _: work.close())  # if the task was cancelled before that turn, `work` was never awaited
     return task
 

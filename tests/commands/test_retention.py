@@ -1,5 +1,6 @@
 """Results that are not kept: too large, too old, or not to be encoded (P9); every ledger."""
 
+import asyncio
 import hashlib
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from tests.calls import error, result
 from tests.commands.charges import ID, World, charge, stands
-from tests.servers import Store
+from tests.servers import PATIENCE, Store
 from wirecall import App, DomainError
 from wirecall.ledger.base import Ledger, Record, State
 
@@ -83,6 +84,24 @@ async def test_after_eight_retentions_the_key_is_forgotten(app: App, ledger: Led
     store.age(ID, 701)
     assert await ledger.sweep() == 1
     assert result(await app.handle(charge()))["number"] == 2
+
+
+async def test_an_app_that_has_run_a_command_sweeps_its_ledger_again_and_again(
+    app: App, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wirecall.commands.background.SWEEP_EVERY", 0.001)
+    app.command(name="charge")(world.charge)
+    ledger, swept = await app.ledger(), asyncio.Semaphore(0)
+
+    async def sweep(limit: int = 500) -> int:
+        swept.release()
+        return 0
+
+    monkeypatch.setattr(ledger, "sweep", sweep)
+    await app.handle(charge())
+    async with asyncio.timeout(PATIENCE):
+        await swept.acquire()
+        await swept.acquire()
 
 
 async def test_a_result_that_cannot_be_encoded_was_done_all_the_same(app: App, ledger: Ledger, world: World) -> None:

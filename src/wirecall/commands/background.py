@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from wirecall.commands.run import Run
+from wirecall.errors import UsageError
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, State, Token
 from wirecall.logs import logger
 
@@ -158,16 +159,17 @@ class Background:
 
     # --- sweeps ------------------------------------------------------------------------------------------------------
 
-    def plan_sweep(self, ledger: Ledger) -> None:
+    def plan_sweep(self, ledger: Callable[[], Awaitable[Ledger]]) -> None:
         """Sweep about once a minute, at a random moment, so that many processes do not sweep together."""
         if self._sweep is not None or self.closing:
             return
 
         async def sweep() -> None:
             try:
-                while not self.closing and await ledger.sweep(SWEEP_BATCH) == SWEEP_BATCH:
+                opened = await ledger()
+                while not self.closing and await opened.sweep(SWEEP_BATCH) == SWEEP_BATCH:
                     continue
-            except LedgerDown as error:
+            except (LedgerDown, UsageError) as error:
                 logger.warning("the ledger was not swept: %s", error)
             self._sweep = None
             self.plan_sweep(ledger)

@@ -6,7 +6,9 @@
    in this process are not lost: an equal call meanwhile is a new one. But a caller may have left a moment ago, and its
    transport not have noticed yet. So an equal call first waits a moment, unless it came in the same message.
 3. A loss is marked in the ledger at once; a repetition in this process sees to the mark itself. Written answers are marked
-   together, a moment later, so that they cost no commit of their own. Both are retried while the ledger is down.
+   together, a moment later, so that they cost no commit of their own. Both are retried while the ledger is down. A process
+   that dies in that moment has not said that its last answers were written, so they count as undelivered: an equal call
+   within the loss window gets such an answer again, and does not run.
 4. A caller may leave before the ledger has answered its claim. Its repetition waits for that answer: if the ledger saw the
    repetition first, it would grant both.
 """
@@ -53,6 +55,23 @@ class Deliveries:
         self._written: list[tuple[Ledger, Keyless, Delivered]] = []
         self._timer: asyncio.TimerHandle | None = None
 
+    def begin(self, keyless: Keyless, key: str, sending: Sending | None) -> bool:
+        """Hear that an answer is on its way, or its claim, from the record with this key; return whether equal ones are."""
+        if len(self._written) >= MARK_MANY:
+            self.flush()
+        if keyless.likeness is None:
+            return False
+        keys = self._not_lost.setdefault(keyless.likeness, {})
+        keys[key] = sending
+        return len(keys) > 1
+
+    def is_single(self, keyless: Keyless, key: str) -> bool:
+        """Return whether no equal call is known here beside the one with this key. As a rule it is so."""
+        if keyless.likeness is None:
+            return True
+        keys = self._not_lost.get(keyless.likeness, ())
+        return len(keys) == 1 and key in keys and not (self._lost or self._doubtful or keyless.beside)
+
     async def notice(self, keyless: Keyless, sending: Sending | None) -> None:
         """Give the transports of equal calls a moment to notice that their callers have left.
 
@@ -80,8 +99,6 @@ class Deliveries:
         `is_lost` says whether the caller has left, perhaps in the meantime: such a call waits no longer, least of all for
         itself, so no two wait for each other.
         """
-        if len(self._written) >= MARK_MANY:
-            self.flush()
         keyless = claim.keyless
         if keyless is None or keyless.likeness is None:
             return claim
@@ -89,15 +106,8 @@ class Deliveries:
             await asyncio.wait(doubtful.values())
         if lost := self._lost.get(keyless.likeness):
             await ledger.deliver(list(lost))  # the background does that too, perhaps too late for this call
-        beside = self._not_lost.get(keyless.likeness, {})
-        if len(beside) == 1 and claim.id.key in beside and not keyless.beside:
-            return claim  # as a rule: a copy of both would take a twentieth of the time of a command in memory
-        return msgspec.structs.replace(claim, keyless=msgspec.structs.replace(keyless, beside=frozenset(beside)))
-
-    def begin(self, keyless: Keyless, key: str, sending: Sending | None) -> None:
-        """Hear that an answer is on its way, or its claim, from the record with this key."""
-        if keyless.likeness is not None:
-            self._not_lost.setdefault(keyless.likeness, {})[key] = sending
+        beside = frozenset(self._not_lost.get(keyless.likeness, ()))
+        return msgspec.structs.replace(claim, keyless=msgspec.structs.replace(keyless, beside=beside))
 
     def doubt(self, keyless: Keyless, key: str) -> None:
         """Hear that a caller has left while its claim, with this key, is on its way."""
@@ -107,7 +117,9 @@ class Deliveries:
 
     def settle(self, keyless: Keyless, key: str) -> None:
         """Hear that the ledger has answered that claim."""
-        if keyless.likeness is not None and (doubtful := self._doubtful.get(keyless.likeness)) and key in doubtful:
+        if not self._doubtful or keyless.likeness is None:
+            return
+        if (doubtful := self._doubtful.get(keyless.likeness)) and key in doubtful:
             doubtful.pop(key).set_result(None)
             if not doubtful:
                 del self._doubtful[keyless.likeness]

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import Raw, Struct
@@ -40,7 +40,7 @@ from wirecall.commands.outcome import (
     unavailable,
     unknown,
 )
-from wirecall.commands.run import LostLease, Run, RunEvent, RunState
+from wirecall.commands.run import NOT_BEGUN, LostLease, Run, RunEvent, RunState
 from wirecall.errors import (
     FixedError,
     Gone,
@@ -96,19 +96,19 @@ class Commands:
         self._background = Background()
         self._deliveries = Deliveries(self._background)
 
-    async def execute(self, call: Call, handler: Handler) -> Raw:
+    def execute(self, call: Call, handler: Handler) -> Coroutine[Any, Any, Raw]:
         """Run the command, or answer with the outcome of an earlier run."""
-        method, terms = call.method, call.method.terms
+        method, frame, terms, peer = call.method, call.frame, call.method.terms, call.peer
         assert call.fingerprint is not None
-        loop = None if call.frame.alone else self._bind()
+        loop = None if frame.alone else self._bind()
         keyless: Keyless | None = None
         if call.key is None:
-            keyless = keyless_of(call.frame.whose, call.record, call.fingerprint, terms.loss_window)
+            keyless = keyless_of(frame.whose, call.record, call.fingerprint, terms.loss_window)
             call.key = keyless.make_key()
-            if call.peer is not None:
-                call.peer.named(call.key)
+            if peer is not None:
+                peer.named(call.key)
         claim = Claim(
-            id=RecordId(call.frame.caller, call.record, call.key),
+            id=RecordId(frame.caller, call.record, call.key),
             fingerprint=call.fingerprint,
             nonce=os.urandom(16),
             lease=terms.lease,
@@ -116,24 +116,27 @@ class Commands:
             on_crash=terms.on_crash,
             # A task counts as past its commit point when its handler starts: until then any process may take it over.
             committed=not terms.commit_point and not (call.task is not None and call.task.at_once),
-            continues=call.peer is not None and call.peer.continues is not None,
-            alone=call.frame.alone,
+            continues=peer is not None and peer.continues is not None,
+            alone=frame.alone,
             keyless=None if loop is None else keyless,  # without a loop there is no transport that could lose the answer
         )
-        run = call.run = Run(method, claim, loop, call.peer.continues if call.peer is not None else None, task=call.task)
-        if claim.keyless is None:
-            return await self._run(call, run, handler)
+        run = call.run = Run(method, claim, loop, peer.continues if peer is not None else None, task=call.task)
+        return self._run(call, run, handler) if claim.keyless is None else self._deliver(call, run, handler, claim.keyless)
 
-        # The answer to a call without a key is on its way from here on. Where no transport watches it, it has arrived when
-        # this coroutine returns. A caller that cancels, whose time is over, or that shall come again has not got the
-        # outcome, whatever is sent to it afterwards.
-        run.keyless, run.sending = claim.keyless, call.frame.sending
+    async def _deliver(self, call: Call, run: Run, handler: Handler, keyless: Keyless) -> Raw:
+        """Run a command without a key, and see what becomes of its answer, which is on its way from here on.
+
+        Where no transport watches the answer, it has arrived when this coroutine returns. A caller that cancels, whose time
+        is over, or that shall come again has not got the outcome, whatever is sent to it afterwards.
+        """
+        id = run.claim.id
+        run.keyless, run.sending = keyless, call.frame.sending
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
-        self._deliveries.begin(claim.keyless, claim.id.key, run.sending)
+        has_equals = self._deliveries.begin(keyless, id.key, run.sending)
         if run.sending is not None:
             run.sending.listen(partial(self._sent, run, call))
         try:
-            return await self._run(call, run, handler)
+            return await self._run(call, run, handler, has_equals)
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
             self._sent(run, call, False)
             run.is_left = True
@@ -141,9 +144,9 @@ class Commands:
         finally:
             if run.sending is None:
                 self._sent(run, call, True)
-            self._deliveries.settle(claim.keyless, claim.id.key)
-            if run.answers != claim.id:  # there is no record with this key
-                self._deliveries.forget(claim.keyless, claim.id.key)
+            self._deliveries.settle(keyless, id.key)
+            if run.answers != id:  # there is no record with this key
+                self._deliveries.forget(keyless, id.key)
 
     def _sent(self, run: Run, call: Call, written: bool) -> None:
         """Hear what became of the answer to a call without a key. A stream that is resumed may write what was lost."""
@@ -166,16 +169,20 @@ class Commands:
         word: Literal["written", "undelivered"] = "undelivered" if run.is_lost else "written"
         self._deliveries.end(run.ledger, run.keyless, Delivered(run.answers, run.claim.nonce, word))
 
-    async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
-        """Run the command of a claim, or answer with the outcome of an earlier run."""
+    async def _run(self, call: Call, run: Run, handler: Handler, has_equals: bool = False) -> Raw:
+        """Run the command of a claim, or answer with the outcome of an earlier run.
+
+        `has_equals` says that answers to equal calls without a key are on their way.
+        """
         method, loop = run.method, run.loop
 
         # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
-            if run.keyless is not None:
+            if has_equals and run.keyless is not None:
                 await self._deliveries.notice(run.keyless, run.sending)
             found = await self._claim(run)
-            _recognised(call, run)
+            if run.claim.id.key != call.key:
+                _recognised(call, run)
             call.replayed = found is not None
             result = None if found is None else answer(found, replayed=True)
         except BaseException as error:
@@ -217,7 +224,7 @@ class Commands:
         # Step 3: the handler gets a task of its own, which wakes this one: awaiting the task costs a turn of the
         # loop more. A cancel of this wait is a cancel of the command only if nothing is done yet.
         run.ended = loop.create_future()
-        task = self._tasks[run] = start(loop, self._lead(call, run, handler))
+        task = self._tasks[run] = start(loop, self._lead(call, run, handler), name=method.name)
         try:
             return await run.ended
         except asyncio.CancelledError:
@@ -245,38 +252,37 @@ class Commands:
                 self._background.closing = closing
                 self._deliveries = Deliveries(self._background)
             self._loop = loop
+            self._background.plan_sweep(self._ledger)
         return loop
 
     async def _lead(self, call: Call, run: Run, handler: Handler) -> Raw | BaseException:
         """Lead the run to its end, and wake all that wait for it: the duplicates, and its caller if it has its own task."""
         outcome: Outcome | None = None
-        error: BaseException | None = None
         try:
             # The record of a task is there before its transaction, so the transaction is one under a lease.
             lead = self._transact if run.claim.on_crash == "transactional" and call.task is None else self._hold
             outcome, call.replayed = await lead(call, run, handler)
             ending: Raw | BaseException = answer(outcome, replayed=call.replayed, recorded=call.recorded)
-        except BaseException as raised:
-            ending = error = raised
+        except BaseException as error:
+            ending = error
         if run.is_open:
             run.is_open = False
             if run.is_lost and run.answers is not None:
                 self._mark(run)
         self._land(run, outcome)
         if call.frame.reported:
-            self._report(call, error)
+            self._report(call, None if isinstance(ending, Raw) else ending)
         if run.ended is None:
             return ending
         self._tasks.pop(run, None)
-        if not run.ended.done() and not isinstance(error, GeneratorExit):  # else the caller has left, or the loop is closed
-            if isinstance(error, asyncio.CancelledError):
-                run.ended.set_exception(stopping(run))
-            elif error is not None:
-                run.ended.set_exception(error)
-            elif isinstance(ending, Raw):
+        if not run.ended.done():  # else the caller has left
+            if isinstance(ending, Raw):
                 run.ended.set_result(ending)
-        if isinstance(error, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)):
-            raise error
+                return ending
+            if not isinstance(ending, GeneratorExit):  # else the loop is closed
+                run.ended.set_exception(stopping(run) if isinstance(ending, asyncio.CancelledError) else ending)
+        if isinstance(ending, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)):
+            raise ending
         return ending
 
     # --- whose run it is ---------------------------------------------------------------------------------------------
@@ -284,16 +290,17 @@ class Commands:
     async def _claim(self, run: Run) -> Outcome | None:
         """Return the outcome of another run of this command; None if the ledger grants the command to this run."""
         # Step 1: duplicates in this process wait for the first.
-        mine = Flight(run.claim.fingerprint)
+        fingerprint = run.claim.fingerprint
+        mine = Flight(fingerprint)
         # `setdefault` is one step: threads without an event loop may come at the same moment.
         while (first := self._flights.setdefault(run.claim.id, mine)) is not mine:
             run.to(RunEvent.FOLLOW)
             if run.loop is None:
                 raise in_progress()
-            outcome = await first.join(run.claim.fingerprint, run.method.terms.wait)
+            outcome = await first.join(fingerprint, run.method.terms.wait)
             if outcome is not None:
                 return outcome
-        run.hear(RunEvent.LEAD)
+            run.hear(RunEvent.LEAD)
         run.flight = run.claim.id
         try:
             if self._background.closing:
@@ -302,8 +309,6 @@ class Commands:
                 ledger = run.ledger = await self._ledger()
             except (LedgerDown, UsageError) as error:
                 raise unavailable(error) from error
-            if run.loop is not None:  # without an event loop, records are swept by hand
-                self._background.plan_sweep(ledger)
             if run.claim.on_crash == "transactional" and run.task is None:
                 return None  # the transaction claims
 
@@ -321,7 +326,8 @@ class Commands:
             patience, delay = run.method.terms.wait, FIRST_POLL
             while True:
                 try:
-                    await self._look(run)
+                    if run.claim.keyless and not self._deliveries.is_single(run.claim.keyless, run.claim.id.key):
+                        run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
                     else:
@@ -336,17 +342,20 @@ class Commands:
                 except LedgerDown as error:
                     self._background.unclaim(ledger, run.claim)
                     raise unavailable(error) from error
-                if record.fingerprint != run.claim.fingerprint:
+                if record.fingerprint != fingerprint:
                     raise KeyConflict(ran="no")
-                if self._answers(run, record):
+                if run.keyless is None or self._answers(run, record):
                     if record.id != run.claim.id:
                         # The call repeats one whose answer was lost: from here on it has the key of that call.
                         self._land(run, None)
                         run.claim = msgspec.structs.replace(run.claim, id=record.id)
+                        run.hear(RunEvent.LEAD)
                         return await self._claim(run)
-                    if run.task is not None and not run.holds(record):
+                    if is_mine := run.holds(record):
+                        break
+                    if run.task is not None:
                         await run.task.found(record)
-                    if record.state is not State.RUNNING or run.holds(record):
+                    if record.state is not State.RUNNING:
                         break
                 run.to(RunEvent.FOLLOW)
                 # A caller that has left is not waited for: its repetition may come before the other run ends.
@@ -357,8 +366,8 @@ class Commands:
                 delay = min(2 * delay, LAST_POLL)
 
             # Step 3: the record has an outcome, or this run holds it. An app that stops gives it back.
-            found = None if run.holds(record) else recorded(record)
-            if found is None and self._background.closing:
+            found = None if is_mine else recorded(record)
+            if is_mine and self._background.closing:
                 with suppress(LedgerDown):
                     await give_back(ledger, record.token, is_evidence=record.is_evidence)
                 raise stopping(run)
@@ -387,24 +396,19 @@ class Commands:
         finally:
             self._land(run, None)
 
-    async def _look(self, run: Run) -> None:
-        """See which equal calls without a key are in flight in this process, before the ledger is asked for others."""
-        if run.claim.keyless is not None:
-            assert run.ledger is not None
-            run.claim = await self._deliveries.look(run.ledger, run.claim, lambda: run.is_lost)
-
     def _answers(self, run: Run, record: Record) -> bool:
-        """Return whether the answer of a record is this run's to give: with a key always, without one to its deliverer."""
-        if run.keyless is None:
-            return True
-        run.answers = record.id if record.deliverer == run.claim.nonce else None
-        if run.answers is not None:
-            if record.id != run.claim.id:
-                self._deliveries.begin(run.keyless, record.id.key, run.sending)
-            if run.is_lost:  # while the claim was on its way
-                self._mark(run)
-            self._deliveries.settle(run.keyless, run.claim.id.key)
-        return run.answers is not None
+        """Return whether this run, which has no key, is to give the answer of a record: only its deliverer does."""
+        assert run.keyless is not None
+        if record.deliverer != run.claim.nonce:
+            run.answers = None
+            return False
+        run.answers = record.id
+        if record.id != run.claim.id:
+            self._deliveries.begin(run.keyless, record.id.key, run.sending)
+        if run.is_lost:  # while the claim was on its way
+            self._mark(run)
+        self._deliveries.settle(run.keyless, run.claim.id.key)
+        return True
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
         """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
@@ -429,7 +433,7 @@ class Commands:
             if run.task is not None and not await run.task.begin(run):
                 raise _Queued
             outcome = await _reconciled(call, run) if run.attempt > 1 and terms.reconcile else None
-            if outcome is None and run.task is not None and run.task.at_once and not (terms.commit_point or is_transaction):
+            if run.task is not None and outcome is None and run.task.at_once and not (terms.commit_point or is_transaction):
                 if not await run.ledger.commit_point(run.token, terms.lease):
                     raise LostLease(f"{run.claim.id}: the lease was over before the handler started")
                 run.claim = msgspec.structs.replace(run.claim, committed=True)
@@ -537,12 +541,13 @@ class Commands:
             try:
                 _check_cancelled(run)  # while the store undid the last try
                 run.to(RunEvent.FOLLOW)  # another run may have to be waited for
-                await self._look(run)
+                if run.claim.keyless and not self._deliveries.is_single(run.claim.keyless, run.claim.id.key):
+                    run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                 async with ledger.transaction(run.claim, terms.wait) as transaction:
                     record, run.is_open = transaction.record, True
                     if record.fingerprint != run.claim.fingerprint:
                         raise KeyConflict(ran="no")
-                    if not self._answers(run, record):
+                    if run.keyless is not None and not self._answers(run, record):
                         raise in_progress()
                     if record.id != run.claim.id:
                         run.claim = msgspec.structs.replace(run.claim, id=record.id)
@@ -703,11 +708,10 @@ class _Orphaned(Exception):
 
 
 def _recognised(call: Call, run: Run) -> None:
-    """Give a call the key of the earlier call that it repeats, if the ledger has found one."""
-    if run.claim.id.key != call.key:
-        call.key, call.recognised = run.claim.id.key, True
-        if call.peer is not None:
-            call.peer.named(call.key)
+    """Give a call the key of the earlier call that it repeats."""
+    call.key, call.recognised = run.claim.id.key, True
+    if call.peer is not None:
+        call.peer.named(call.key)
 
 
 def _check_cancelled(run: Run) -> None:
@@ -718,12 +722,12 @@ def _check_cancelled(run: Run) -> None:
 
 async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
     """Run the handler and return its outcome: its result, or an error of its own. Other exceptions are not outcomes."""
-    if run.state in (RunState.GRANTED, RunState.CANCELLED, RunState.ASKING):  # else it was called before it got here
+    if run.state in NOT_BEGUN:  # else it was called before it got here
         run.begin()
     try:
         result = handler()
-        if hasattr(result, "__await__"):
-            result = await settled(result)
+        while hasattr(result, "__await__"):
+            result = await cast(Awaitable[object], result)
         outcome = outcome_of("result", result, run.claim.id, call.shape)
     except FixedError:
         raise

@@ -157,6 +157,9 @@ TABLE: dict[tuple[RunState, RunEvent], RunState] = {
     (_S.UNDONE, _E.FOLLOW): _S.FOLLOWING,
 }
 
+# In these states the handler has not started.
+NOT_BEGUN = frozenset({_S.GRANTED, _S.CANCELLED, _S.ASKING})
+
 # A cancel interrupts what waits in these states. CANCELLED is not among them: its task has not begun, and has to release the
 # record when it does. Nor are the last three: a write to the ledger that is cut leaves the record in doubt.
 INTERRUPTIBLE = frozenset({_S.FOLLOWING, _S.LEAVING, _S.FREE, _S.STOPPING, _S.OPEN})

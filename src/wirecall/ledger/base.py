@@ -154,7 +154,8 @@ class Keyless(Struct, frozen=True, gc=False):
 
     def make_key(self) -> str:
         """A new key. It begins with the likeness, so that a store can keep equal calls in one place."""
-        return "-".join(["auto", *([self.likeness.hex()] if self.likeness else []), os.urandom(12).hex()])
+        unique = os.urandom(12).hex()
+        return f"auto-{self.likeness.hex()}-{unique}" if self.likeness else f"auto-{unique}"
 
 
 class Task(Struct, frozen=True, gc=False):

@@ -38,35 +38,33 @@ class MemoryLedger:
         self._tasks: dict[str, tuple[Task, float, _Row]] = {}  # as begun: when it is forgotten, and its record
 
     async def claim(self, claim: Claim) -> Record:
-        row = self._rows.get(claim.id)
-        if claim.keyless is not None and claim.keyless.likeness is not None:
+        now, keyless, row = self._clock(), claim.keyless, self._rows.get(claim.id)
+        likes = None if keyless is None or keyless.likeness is None else self._likes.get(keyless.likeness)
+        if likes is not None:
             found: dict[str, _Row] = {}
-            for like in sorted(
-                self._likes.get(claim.keyless.likeness, ()), key=partial(_Row.turn_to_match, nonce=claim.nonce)
-            ):
-                found.setdefault(recognise(like.view(self._clock()), claim, like.since(self._clock())), like)
+            for like in sorted(likes, key=partial(_Row.turn_to_match, nonce=claim.nonce)):
+                found.setdefault(recognise(like.view(now), claim, like.since(now)), like)
             if "match" in found:
                 row = found["match"]
                 row.record = msgspec.structs.replace(row.record, delivery="pending", deliverer=claim.nonce)
-                row.answer_at = self._clock()
+                row.answer_at = now
                 claim = msgspec.structs.replace(claim, id=row.record.id)
             elif "wait" in found:
-                return found["wait"].view(self._clock())
-        record = row.view(self._clock()) if row else None
-        verdict = decide(record, claim, expired=row is not None and row.expires <= self._clock())
-        if verdict == "insert":
-            row = self._rows[claim.id] = _Row(self._running(claim, attempts=1, started_at=self._wall()), claim.retention)
-            row.hold(self._clock(), claim.lease)
-            if claim.keyless is not None:
-                row.likeness = claim.keyless.likeness
-                if row.likeness is not None:
-                    self._likes.setdefault(row.likeness, []).append(row)
-        assert row is not None
+                return found["wait"].view(now)
+        if row is None:  # `decide` says "insert"
+            until = now + claim.lease
+            row = _Row(self._running(claim, 1, self._wall()), claim.retention, until, until + claim.retention)
+            self._rows[claim.id] = row
+            if keyless is not None and keyless.likeness is not None:
+                row.likeness = keyless.likeness
+                self._likes.setdefault(keyless.likeness, []).append(row)
+            return row.record
+        verdict = decide(row.view(now), claim, expired=row.expires <= now)
         if verdict == "renew":
             row.record = msgspec.structs.replace(row.record, state=State.RUNNING)
-            row.hold(self._clock(), claim.lease)
+            row.hold(now, claim.lease)
         elif verdict == "take_over":
-            taken = self._running(claim, attempts=row.record.attempts + 1, started_at=row.record.started_at)
+            taken = self._running(claim, row.record.attempts + 1, row.record.started_at)
             row.record = msgspec.structs.replace(
                 taken,
                 committed=taken.committed or row.record.committed,
@@ -74,14 +72,14 @@ class MemoryLedger:
                 deliverer=row.record.deliverer,
             )
             row.retention = claim.retention
-            row.hold(self._clock(), claim.lease)
+            row.hold(now, claim.lease)
         elif verdict == "to_unknown":
             row.turn(State.UNKNOWN, expires=math.inf)
         elif verdict == "to_tombstone":
             self._bury(row)
-        return row.view(self._clock())
+        return row.view(now)
 
-    def _running(self, claim: Claim, *, attempts: int, started_at: float) -> Record:
+    def _running(self, claim: Claim, attempts: int, started_at: float) -> Record:
         return Record(
             id=claim.id,
             fingerprint=claim.fingerprint,
@@ -90,18 +88,19 @@ class MemoryLedger:
             nonce=claim.nonce,
             committed=claim.committed,
             attempts=attempts,
-            lease_left=0,
+            lease_left=claim.lease,
             started_at=started_at,
             delivery="pending" if claim.keyless is not None else None,
             deliverer=claim.nonce if claim.keyless is not None else b"",
         )
 
     async def deliver(self, ends: Sequence[Delivered]) -> None:
+        now = self._clock()
         for end in ends:
             row = self._rows.get(end.id)
             if row and row.record.deliverer == end.deliverer and row.record.delivery in ("pending", "undelivered"):
                 row.record = msgspec.structs.replace(row.record, delivery=end.delivery)
-                row.answer_at = self._clock()
+                row.answer_at = now
                 if end.delivery == "written":
                     self._match_no_more(row)
 
@@ -246,22 +245,20 @@ class MemoryLedger:
 
     def _held(self, token: Token, *states: State) -> "_Row | None":
         row = self._rows.get(token.id)
-        is_held = row and row.record.token == token and row.record.state in states
-        return row if is_held else None
+        if row is None or row.record.fence != token.fence or row.record.nonce != token.nonce:
+            return None
+        return row if row.record.state in states else None
 
 
-class _Row:
+class _Row(msgspec.Struct, eq=False, gc=False):
     """A record with the times that the store keeps about it."""
 
-    __slots__ = ("answer_at", "expires", "lease_until", "likeness", "record", "retention")
-
-    def __init__(self, record: Record, retention: float) -> None:
-        self.record = record
-        self.lease_until = 0.0
-        self.retention = retention
-        self.expires = 0.0  # when the sweep looks at it next
-        self.likeness: bytes | None = None  # of a call without a key whose answer is not written
-        self.answer_at = 0.0  # when that was lost or, while it is pending, since when its deliverer has it
+    record: Record
+    retention: float
+    lease_until: float
+    expires: float  # when the sweep looks at it next
+    likeness: bytes | None = None  # of a call without a key whose answer is not written
+    answer_at: float = 0.0  # when that was lost or, while it is pending, since when its deliverer has it
 
     def view(self, now: float) -> Record:
         return msgspec.structs.replace(self.record, lease_left=max(0.0, self.lease_until - now))
@@ -284,11 +281,10 @@ class _Row:
         return now - (self.lease_until if self.record.state is State.RUNNING else self.answer_at)
 
     def finish(self, outcome: Outcome, completed_at: float, retention: float, now: float) -> None:
-        self.turn(State.DONE, expires=now + retention)
+        self.record = msgspec.structs.replace(self.record, state=State.DONE, outcome=outcome, completed_at=completed_at)
+        self.lease_until, self.retention, self.expires = 0.0, retention, now + retention
         if self.record.delivery == "pending":
             self.answer_at = now
-        self.retention = retention
-        self.record = msgspec.structs.replace(self.record, outcome=outcome, completed_at=completed_at)
 
     def bury(self, now: float) -> None:
         self.turn(State.TOMBSTONE, expires=now + (TOMBSTONE_FACTOR - 1) * self.retention)

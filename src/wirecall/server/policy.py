@@ -73,14 +73,15 @@ def identify(params: Raw | UnsetType, *beside: object, position: int | None = No
     """
     text = b"{}" if params is UNSET else bytes(params)
     # A look at the bytes spares most params without a key the decode. An escape (\u) may hide the name.
-    may_hold_key = position is not None if text.startswith(b"[") else _QUOTED_KEY in text or b"\\u" in text
+    times_named, is_escaped = text.count(_QUOTED_KEY), b"\\u" in text
+    may_hold_key = position is not None if text.startswith(b"[") else times_named > 0 or is_escaped
     if not may_hold_key and beside.count(UNSET) == len(beside):
         return None, None
     value = _decode_exact(text)
     among: object = UNSET
     if type(value) is dict and KEY in value:
         among = value[KEY]
-        if text.count(_QUOTED_KEY) > 1 or b"\\u" in text:
+        if times_named > 1 or is_escaped:
             import json  # late: the one decoder that shows duplicate members
 
             # Integers stay texts: Python refuses to read long ones.
