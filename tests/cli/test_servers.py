@@ -96,7 +96,7 @@ def test_calls_on_stdio() -> None:
     assert json.loads(invoke("send", *STDIO, input=message).stdout)["result"] == 450
 
 
-@pytest.mark.parametrize("server", ["granian", "uvicorn"])
+@pytest.mark.parametrize("server", ["granian", "granian-asgi", "uvicorn"])
 def test_serve_stops_on_a_signal(server: str) -> None:
     with running("serve", SHOP, "--http", "127.0.0.1:0", "--server", server, "--grace", "5s") as run:
         address = run.wait_for("Listening on").split()[2]

@@ -157,6 +157,12 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         while True:
             await request.write(b"x" * 65536)
 
+    async def broken(request: HttpRequest) -> None:
+        await request.body()
+        await request.open_stream()
+        await request.write(b"data: hello\n\n")
+        raise ValueError("as planned")
+
     async def headers(request: HttpRequest) -> None:
         names = {name: request.headers.all(name) for name in request.headers}
         await request.respond(200, json.dumps(names).encode())
@@ -190,6 +196,7 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         "/polite": polite,
         "/stubborn": stubborn,
         "/flood": flood,
+        "/broken": broken,
         "/headers": headers,
         "/large": large,
         "/medium": medium,
@@ -213,8 +220,8 @@ def main() -> None:
     def told(address: str, how: str) -> None:
         print(json.dumps(["listening", [address, how]]), flush=True)
 
-    if options.pop("h11"):
-        sys.modules["httptools"] = None  # type: ignore[assignment]
+    if without := options.pop("without"):  # a package that is not installed, as far as the server can see
+        sys.modules[without] = None  # type: ignore[assignment]
     origins = options.pop("origins")
     request.LINGER_TIME = options.pop("linger")
     serve(lambda: make_server(limits, origins=origins), port=0, listening=told, **options)
@@ -227,6 +234,7 @@ class Served:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.port = 0
+        self.how = ""  # the names of server, interface and loop
 
     async def hear(self, word: str) -> Any:
         assert self.process.stdout is not None
@@ -276,8 +284,8 @@ async def serving(
     **limits: Any,
 ) -> AsyncIterator[Served]:
     """A server that is gone at the end of the block."""
-    kind, _, parser = server.partition("+")
-    options = {"server": kind, "workers": workers, "grace": grace, "limits": limits, "h11": parser == "h11"}
+    kind, _, without = server.partition(" without ")
+    options = {"server": kind, "workers": workers, "grace": grace, "limits": limits, "without": without}
     options |= {"origins": origins, "linger": linger}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-W", "error", "-c", "from tests.transports import main; main()", json.dumps(options)),
@@ -286,7 +294,8 @@ async def serving(
     )
     try:
         served = Served(process)
-        served.port = int((await served.hear("listening"))[0].rpartition(":")[2])
+        address, served.how = await served.hear("listening")
+        served.port = int(address.rpartition(":")[2])
         yield served
     finally:
         if process.returncode is None:

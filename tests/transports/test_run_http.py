@@ -22,7 +22,7 @@ from tests.transports import LONG, PATIENCE, Served, make_server, post, serving
 from wirecall import Limits, UsageError
 from wirecall.transports.serve import bind, serve, serve_until
 
-SERVERS = ["granian", "uvicorn", "granian-asgi", "uvicorn+h11"]
+SERVERS = ["granian", "uvicorn", "granian-asgi", "uvicorn without httptools"]
 every_server = pytest.mark.parametrize("server", SERVERS)
 both = pytest.mark.parametrize("server", SERVERS[:2])
 
@@ -49,6 +49,39 @@ async def test_a_call_is_answered(server: str) -> None:
         head, body = await served.post("/rpc", b'{"jsonrpc":"2.0","method":"unknown"}')
         assert head.startswith(b"http/1.1 204")
         assert body == b""
+
+
+@pytest.mark.parametrize(
+    ("server", "how"),
+    [
+        ("granian", "granian, RSGI, uvloop"),
+        ("granian without uvloop", "granian, RSGI, asyncio"),
+        ("granian-asgi", "granian, ASGI, uvloop"),
+        ("uvicorn", "uvicorn, ASGI, uvloop"),
+        ("uvicorn without uvloop", "uvicorn, ASGI, asyncio"),
+    ],
+)
+async def test_the_first_line_says_how_it_serves(server: str, how: str) -> None:
+    async with serving(server) as served:
+        assert served.how == how
+        assert b'"result":3' in (await served.post("/rpc", ADD))[1]
+        assert await ends(served) < PATIENCE
+
+
+@every_server
+async def test_a_value_that_is_not_ascii_is_not_lost(server: str) -> None:
+    async with serving(server) as served:
+        assert (await served.post("/rpc", ADD, b"X-Name: J\xf6rg"))[0].split(b" ")[1] == b"200"
+        head, body = await served.post("/rpc", ADD, b"Idempotency-Key: schl\xfcssel")
+        assert (head.split(b" ")[1], b"expected ASCII" in body) == (b"400", True)
+
+
+@every_server
+async def test_a_stream_whose_endpoint_fails_does_not_look_complete(server: str) -> None:
+    async with serving(server) as served:
+        for _ in range(5):
+            assert not (await served.raw(post("/broken"))).endswith(b"0\r\n\r\n")
+        assert b'"result":3' in (await served.post("/rpc", ADD))[1]
 
 
 @every_server

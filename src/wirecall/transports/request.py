@@ -271,9 +271,11 @@ class HttpRequest:
                 if max(expected or 0, len(body)) > limit:
                     data = {"type": "limit_exceeded", "limit": "bytes_in", "max": limit}
                     raise HttpError(413, f"the body is longer than {limit} bytes", [CLOSE], data=data)
-                now = asyncio.get_running_loop().time()
-                until = until or now + patience
-                piece = await waits.within(self._exchange.read(expected), until - now)
+                done, piece = first_step(self._exchange.read(expected))
+                if not done:
+                    now = asyncio.get_running_loop().time()
+                    until = until or now + patience
+                    piece = await waits.within(piece, until - now)
                 if not piece:
                     is_whole = piece is not None
                     break
