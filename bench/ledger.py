@@ -261,8 +261,8 @@ def main() -> int:
     targets = [
         Target(f"SQLite, {many}", "commands/s", found["sqlite 64 in flight"], ">=", 4.0, bare=bare),
         Target("SQLite, one at a time, times bare", "commands/s", found["sqlite one at a time"], ">=", 0.45, bare=bare),
-        Target(f"Redis, {many}", "commands/s", found["redis 64 in flight"], ">=", 0.6, bare=found["redis bare"]),
-        Target(f"PostgreSQL, {many}", "commands/s", found["postgres 64 in flight"], ">=", 0.6, bare=found["postgres bare"]),
+        Target(f"Redis, {many}", "commands/s", found["redis 64 in flight"], ">=", 1.0, bare=found["redis bare"]),
+        Target(f"PostgreSQL, {many}", "commands/s", found["postgres 64 in flight"], ">=", 1.0, bare=found["postgres bare"]),
         Target(
             "bare reads, times replays from SQLite", "replays/s", found["sqlite replay"], "<=", 10.0, bare=read, inverse=True
         ),

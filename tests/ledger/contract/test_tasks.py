@@ -145,13 +145,15 @@ async def test_a_task_that_is_begun_again_is_one_task(ledger: Ledger, other: Led
 
 
 async def test_an_id_of_another_records_task_is_refused(ledger: Ledger) -> None:
-    """Also where that has the same id, but was removed since."""
+    """Also where that has the same id, but was removed since. The record that asked for it has no task."""
     first = await begun(ledger)
     second = await granted(ledger, structs.replace(ID, key="key-2"))
     assert not await ledger.begin_task(second.token, "task", b"another", TTL)
+    assert await ledger.task_of(second.id) is None
     assert await ledger.release(first.token)
     third = await granted(ledger)
     assert not await ledger.begin_task(third.token, "task", b"another", TTL)
+    assert await ledger.task_of(ID) is None
     task = await found(ledger)
     assert (task.record, task.document, task.now) == (ID, DOCUMENT, None)
 

@@ -75,6 +75,27 @@ async def test_a_task_and_its_record_are_read_as_of_one_moment(
     await other.aclose()
 
 
+async def test_a_task_that_is_forgotten_before_the_look_at_its_record_is_not_found(
+    ledger: Ledger, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ttl is over between the two looks, and its record goes on: DONE with a task that works was never the case."""
+    record = await granted(ledger)
+    assert await ledger.begin_task(record.token, "task", b"works", TTL)
+    other = await store.open()
+    ask = Connections.ask
+
+    async def ask_late(self: Connections, name: bytes, command: Any, *, writes: bool) -> Any:
+        if GET.sha in command:
+            store.age_task("task", TTL + 1)
+            assert await other.complete(record.token, outcome_of(), RETENTION)
+        return await ask(self, name, command, writes=writes)
+
+    monkeypatch.setattr(Connections, "ask", ask_late)
+    assert await ledger.task("task") is None
+    monkeypatch.undo()
+    await other.aclose()
+
+
 async def test_a_record_that_names_a_task_which_was_never_written_has_none(ledger: Ledger, store: Store) -> None:
     """Its holder has ended in the middle of the beginning, and no caller has heard of that task."""
     record = await granted(ledger)

@@ -2,6 +2,9 @@
 
 An event loop never waits for the disk: it hands its jobs over and hears when they are committed. While a handler has the
 write lock of the file, the thread does what that handler asks; all other jobs wait for it, but not for ever.
+
+One group is in flight at a time. With two, the commit of one overlaps with the loop's work on the other, but the thread
+needs the GIL again after each statement, while the loop holds it: 64 commands in flight took a sixth longer.
 """
 
 import asyncio
