@@ -119,6 +119,6 @@ def test_the_model_notices_a_missing_guard(name: str, monkeypatch: pytest.Monkey
             assert before in text
             text = text.replace(before, after)
         monkeypatch.setitem(SQL, statement, text)
-    model = type("Watched", (SqliteShop if name in OF_DELIVERY else SqliteWorld,), {})
+    model = SqliteShop if name in OF_DELIVERY else SqliteWorld
     with pytest.raises((AssertionError, apsw.ConstraintError)):  # the table has guards of its own
         searched(model, rare=name in RARE)
