@@ -1,4 +1,4 @@
-"""What mypy and pyright say of the README's examples and of generated clients: an editor sees types, not `Any`.
+"""Mypy and pyright on the README's examples and of generated clients: an editor sees types, not `Any`.
 
 Both checkers read one folder:
 
@@ -136,7 +136,7 @@ SyncPetsClient(["python", "server.py"]).forget()
 
 
 class Verdict(NamedTuple):
-    """What a checker says of a folder: the revealed types, in their order, and the file and line of each error."""
+    """The verdict of a checker on a folder: the revealed types, in their order, and the file and line of each error."""
 
     revealed: list[str]
     errors: set[tuple[str, int]]
