@@ -1,4 +1,4 @@
-"""Mypy and pyright on the README's examples and of generated clients: an editor sees types, not `Any`.
+"""Mypy and pyright on the README's examples and on generated clients: an editor sees types, not `Any`.
 
 Both checkers read one folder:
 
