@@ -1,6 +1,6 @@
 """Many messages, one per line: `wirecall batch` makes a call of each line, `wirecall send` sends the lines untouched.
 
-`batch` prints an outcome per line, in the same order:
+`batch` reads a call per line and prints an outcome per line, in the same order:
 
     {"method": "price", "params": {"sku": "tea"}}          a method, or a tool of MCP with its arguments
     {"method": "charge", "params": {...}, "key": "k-7"}    with an idempotency key
