@@ -1,12 +1,13 @@
 """Short words for tests: make a message, read an answer."""
 
 import json
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from wirecall import App, jsonrpc
 from wirecall.ledger.base import Ledger, LedgerDown
+
+if TYPE_CHECKING:
+    import pytest  # not for the processes that tests start: it takes longer to import than wirecall
 
 
 def call(method: str, params: Any = None, id: Any = 1, key: str | None = None) -> bytes:
@@ -40,7 +41,7 @@ def make_app(**options: Any) -> App:
     return App("test", **{"mode": "development", "ledger": "memory:", **options})
 
 
-def lose_completions(monkeypatch: pytest.MonkeyPatch, ledger: Ledger, times: int) -> list[LedgerDown]:
+def lose_completions(monkeypatch: "pytest.MonkeyPatch", ledger: Ledger, times: int) -> list[LedgerDown]:
     """The ledger is away when it should hear how a command ended, so often; then it is there again. Gives the times that are
     left."""
     complete, failures = ledger.complete, [LedgerDown("away") for _ in range(times)]

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from tests.servers import KINDS, MEMORIES, Postgres, Redis, RedisCluster, Store, make_store, open_memory
+from tests.size import sized
 from wirecall.ledger import memory
 from wirecall.ledger.base import Ledger
 
@@ -18,7 +19,12 @@ from wirecall.ledger.base import Ledger
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine makes an example slow, but not wrong.
-hypothesis.settings.register_profile("wirecall", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "wirecall",
+    deadline=None,
+    max_examples=sized(small=40, full=100),
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("wirecall")
 
 

@@ -6,8 +6,6 @@ The small ones meet the same code with the same checks; they take fewer examples
 import os
 from typing import TypeVar
 
-import pytest
-
 T = TypeVar("T")
 
 IS_FULL = os.environ.get("TEST_SIZE", "small") == "full"
@@ -15,6 +13,3 @@ IS_FULL = os.environ.get("TEST_SIZE", "small") == "full"
 
 def sized(*, small: T, full: T) -> T:
     return full if IS_FULL else small
-
-
-full_only = pytest.mark.skipif(not IS_FULL, reason="long: make test SIZE=full")

@@ -348,7 +348,10 @@ class Declarations:
 
         `prefix` comes before the router's own; `tags` and `scopes` are added to those of each declaration.
         """
-        for each in router.declarations(prefix, tags, scope_names("scopes of include", scopes)):
+        self._include(Inclusion(router, prefix, tags, scope_names("scopes of include", scopes)))
+
+    def _include(self, inclusion: "Inclusion") -> None:
+        for each in inclusion.declarations():
             getattr(self, each.verb)(*each.args, **each.options)(each.function)
 
     def catalog(self) -> "Catalog":
@@ -424,11 +427,10 @@ def _labels(what: str, declared: JsonObject) -> JsonObject:
     return {"icons": checked_icons(what, icons), "meta": whole, "tags": whole.get(TAGS_META, ())}
 
 
-# The decorators: those with a name that a prefix changes, those that take tags, those that take scopes, and all.
+# The decorators: those with a name that a prefix changes, those that take tags, and those that take scopes.
 NAMED = ("query", "command", "tool", "prompt")
 TAGGED = (*NAMED, "resource")
 GUARDED = (*TAGGED, "extension_method")
-VERBS = (*GUARDED, "completion", "provide")
 
 
 class Declaration(Struct, frozen=True):
@@ -445,76 +447,22 @@ class Declaration(Struct, frozen=True):
 
 
 class Inclusion(Struct, frozen=True):
-    """A router inside another."""
+    """A router inside an app or another router."""
 
     router: "Router"
     prefix: str
     tags: Sequence[str]
     scopes: Sequence[str]
 
-
-class Router(Declarations):
-    """Methods, tools, resources, prompts and providers of one part of an app: `app.include(router)` declares them.
-
-    `prefix` comes before the names of methods, tools and prompts: `Router(prefix="orders.")`. URIs stay as they are.
-    """
-
-    def __init__(self, *, prefix: str = "") -> None:
-        # Not `super().__init__`: a router has no registry. Its decorators are replaced below.
-        self.prefix = prefix
-        self._content: list[Declaration | Inclusion] = []
-        self._is_included = False
-
-    def include(
-        self,
-        router: "Router",
-        /,
-        *,
-        prefix: str = "",
-        tags: Sequence[str] = (),
-        scopes: str | Sequence[str] = (),
-    ) -> None:
-        """Put another router into this one."""
-        if router is self or router._contains(self):
-            raise UsageError(
-                "A router cannot include itself.", "directly or through another one", "drop one of the includes"
-            )
-        self._keep(Inclusion(router, prefix, tags, scope_names("scopes of include", scopes)))
-
     def declarations(self, prefix: str = "", tags: Sequence[str] = (), scopes: Sequence[str] = ()) -> Iterator[Declaration]:
-        """Yield every declaration, those of routers inside this one too, as an app takes it."""
-        self._is_included = True
-        prefix += self.prefix
-        prompts = {each.name for each in self._content if isinstance(each, Declaration) and each.verb == "prompt"}
-        for each in self._content:
-            if isinstance(each, Inclusion):
-                yield from each.router.declarations(prefix + each.prefix, (*tags, *each.tags), (*scopes, *each.scopes))
-                continue
-            args, options = each.args, dict(each.options)
-            if prefix and each.verb in NAMED:
-                options["name"] = prefix + each.name
-            if each.verb == "completion" and args[0] in prompts:
-                args = (prefix + args[0], *args[1:])
-            if tags and each.verb in TAGGED:
-                options["tags"] = [*tags, *options.get("tags", ())]
-            if scopes and each.verb in GUARDED:
-                options["scopes"] = with_scopes(options.get("scopes"), scopes)
-            yield Declaration(each.verb, args, options, each.function)
-
-    def _contains(self, router: "Router") -> bool:
-        inner = [each.router for each in self._content if isinstance(each, Inclusion)]
-        return any(each is router or each._contains(router) for each in inner)
-
-    def _keep(self, content: Declaration | Inclusion) -> None:
-        if self._is_included:
-            raise UsageError(
-                "The router is included already.", "the app would not hear of a later declaration", "include it afterwards"
-            )
-        self._content.append(content)
+        """Yield every declaration of the router; the arguments are those of the inclusions around this one."""
+        return self.router.declarations(prefix + self.prefix, (*tags, *self.tags), (*scopes, *self.scopes))
 
 
 def _kept(verb: str) -> Callable[..., Any]:
-    def decorate(self: Router, *args: Any, **options: Any) -> Any:
+    """Return a decorator of a router: it keeps a declaration with the verb."""
+
+    def decorate(self: "Router", *args: Any, **options: Any) -> Any:
         def keep(function: F) -> F:
             self._keep(Declaration(verb, args, options, function))
             return function
@@ -527,9 +475,65 @@ def _kept(verb: str) -> Callable[..., Any]:
     return decorate
 
 
-# A router's decorators have the signatures of the app's, so only their behaviour is replaced.
-for _verb in VERBS:
-    setattr(Router, _verb, _kept(_verb))
+class Router(Declarations):
+    """Methods, tools, resources, prompts and providers of one part of an app: `app.include(router)` declares them.
+
+    `prefix` comes before the names of methods, tools and prompts: `Router(prefix="orders.")`. URIs stay as they are.
+    """
+
+    def __init__(self, *, prefix: str = "") -> None:
+        # Not `super().__init__`: a router has no registry.
+        self.prefix = prefix
+        self._content: list[Declaration | Inclusion] = []
+        self._is_included = False
+
+    if not TYPE_CHECKING:  # the signatures are those of the app's decorators
+        query = _kept("query")
+        command = _kept("command")
+        tool = _kept("tool")
+        prompt = _kept("prompt")
+        resource = _kept("resource")
+        extension_method = _kept("extension_method")
+        completion = _kept("completion")
+        provide = _kept("provide")
+
+    def declarations(self, prefix: str = "", tags: Sequence[str] = (), scopes: Sequence[str] = ()) -> Iterator[Declaration]:
+        """Yield every declaration, those of routers inside this one too, as an app takes it."""
+        self._is_included = True
+        prefix += self.prefix
+        prompts = {each.name for each in self._content if isinstance(each, Declaration) and each.verb == "prompt"}
+        for each in self._content:
+            if isinstance(each, Inclusion):
+                yield from each.declarations(prefix, tags, scopes)
+                continue
+            args, options = each.args, dict(each.options)
+            if prefix and each.verb in NAMED:
+                options["name"] = prefix + each.name
+            if each.verb == "completion" and args[0] in prompts:
+                args = (prefix + args[0], *args[1:])
+            if tags and each.verb in TAGGED:
+                options["tags"] = [*tags, *options.get("tags", ())]
+            if scopes and each.verb in GUARDED:
+                options["scopes"] = with_scopes(options.get("scopes"), scopes)
+            yield Declaration(each.verb, args, options, each.function)
+
+    def _include(self, inclusion: Inclusion) -> None:
+        if inclusion.router is self or inclusion.router._contains(self):
+            raise UsageError(
+                "A router cannot include itself.", "directly or through another one", "drop one of the includes"
+            )
+        self._keep(inclusion)
+
+    def _contains(self, router: "Router") -> bool:
+        inner = [each.router for each in self._content if isinstance(each, Inclusion)]
+        return any(each is router or each._contains(router) for each in inner)
+
+    def _keep(self, content: Declaration | Inclusion) -> None:
+        if self._is_included:
+            raise UsageError(
+                "The router is included already.", "the app would not hear of a later declaration", "include it afterwards"
+            )
+        self._content.append(content)
 
 
 def milliseconds(option: str, seconds: object) -> int:

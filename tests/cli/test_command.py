@@ -135,7 +135,7 @@ def test_json_after_two_dashes_belongs_to_the_child_command() -> None:
 
 
 def test_a_fault_of_ours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.listing.listed", lambda *_: 1 / 0)
+    monkeypatch.setattr("wirecall.cli.offers.listed", lambda *_: 1 / 0)
     run = invoke("list", HELLO)
     assert run.exit_code == Exit.FAULT
     assert "went wrong inside wirecall" in run.stderr
@@ -144,7 +144,7 @@ def test_a_fault_of_ours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fault_of_ours_has_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.listing.listed", lambda *_: 1 / 0)
+    monkeypatch.setattr("wirecall.cli.offers.listed", lambda *_: 1 / 0)
     monkeypatch.setenv("WIRECALL_TRACEBACK", "1")
     assert "Traceback" in invoke("list", HELLO).stderr
 

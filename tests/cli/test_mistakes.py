@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import PATIENCE, SHOP, invoke, running, serving, wirecall
-from wirecall.cli import stores
+from wirecall.cli import ledger
 from wirecall.cli.failures import Exit
 
 APP = "from wirecall import App\napp = App('a')\n"
@@ -156,7 +156,7 @@ def test_a_ledger_that_is_a_folder(tmp_path: Path, verb: str) -> None:
     ("url", "package"), [("redis://127.0.0.1:1", "redis"), ("postgresql://127.0.0.1:1/shop", "psycopg")]
 )
 def test_a_ledger_whose_driver_is_not_installed(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "find_spec", lambda name: None)
+    monkeypatch.setattr(ledger, "find_spec", lambda name: None)
     for words in (["serve", SHOP], ["call", SHOP, "charge", "order=7", "cents=5"]):
         run = invoke(*words, "--ledger", url)
         assert run.exit_code == Exit.USAGE
@@ -259,7 +259,7 @@ SLOW = "import asyncio\n@app.command\nasync def slow() -> None:\n    await async
 
 
 def test_a_key_without_a_lasting_record_is_not_offered_for_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.connecting.GRACE", 0.1)
+    monkeypatch.setattr("wirecall.cli.targets.GRACE", 0.1)
     (tmp_path / "app.py").write_text(APP + SLOW)
     words = ("call", str(tmp_path / "app.py"), "slow", "--timeout", "300ms", "--json")
     error = json.loads(invoke(*words).stdout)["error"]

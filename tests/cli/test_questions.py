@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli import PATIENCE, SHOP, invoke, serving, wirecall
-from wirecall.cli.connecting import FirstContact
 from wirecall.cli.failures import Exit, NotReached
+from wirecall.cli.targets import FirstContact
 from wirecall.client.client import Client, JsonRpc
 from wirecall.client.delivery import Options
 from wirecall.client.exchange import Exchange

@@ -327,7 +327,7 @@ def test_https_to_an_http_server_has_a_clear_error(shop: str) -> None:
 def test_a_call_that_is_cut_at_the_end_does_not_print_a_traceback(
     slow: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("wirecall.cli.connecting.GRACE", 0.1)
+    monkeypatch.setattr("wirecall.cli.targets.GRACE", 0.1)
     result = invoke("call", f"{slow}:app", "nap", "seconds=60", "--timeout", "200ms", "--key", "k-7")
     assert result.exit_code == Exit.UNKNOWN
     assert "No answer came in time" in result.stderr

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.test_schemas import schemas
+from tests.size import sized
 from wirecall import App, DomainError, UsageError
 from wirecall.contract.generate import MARK, generated
 from wirecall.contract.lock import VERSION, Contract, LockedMethod, LockedTool, of_app, sealed
@@ -255,7 +256,7 @@ def test_a_servers_words_are_data(attack: str, protocol: str, tmp_path: Path) ->
 words = st.text(st.characters(codec="utf-8"), max_size=12) | st.sampled_from([*ATTACKS[:-1], *NAMES])
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sized(small=50, full=150), suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(words, schemas(), min_size=1, max_size=4), words, words, st.sampled_from(["jsonrpc", "mcp"]))
 def test_every_contract_gives_a_module_that_can_be_imported(
     names: dict[str, Any], text: str, name: str, protocol: str

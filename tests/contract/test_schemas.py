@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.size import sized
 from wirecall.contract.schemas import misfits
 from wirecall.protocol.messages import JsonObject
 
@@ -114,7 +115,7 @@ def test_equal_schemas_fit(schema: JsonObject) -> None:
     assert misfits(schema, {**schema, "description": "another text"}, is_result=True) == []
 
 
-@settings(max_examples=600)
+@settings(max_examples=sized(small=150, full=600))
 @given(edited() | st.tuples(schemas(), schemas()), st.lists(ANYTHING, min_size=5, max_size=15))
 def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
     old, new = both
@@ -124,7 +125,7 @@ def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, An
         assert misfits(argument(old), argument(new), is_result=False)
 
 
-@settings(max_examples=600)
+@settings(max_examples=sized(small=150, full=600))
 @given(edited(closed=False), st.lists(ANYTHING, min_size=5, max_size=15))
 def test_results_that_the_old_type_does_not_admit_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
     old, new = both

@@ -22,12 +22,12 @@ import time
 import traceback
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
+from importlib import import_module
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import msgspec
 from msgspec import Struct
 
-# What a process needs sooner or later, imported before the fork.
 from wirecall import App, Context, Done, NotDone, jsonrpc
 from wirecall.ledger.base import Claim, Ledger, Outcome, Record, Token, Transaction, open_ledger
 from wirecall.server.method import OnCrash
@@ -46,6 +46,16 @@ Step: TypeAlias = Literal[
     "anytime",
 ]
 T = TypeVar("T")
+
+# What wirecall imports late, and every process needs: imported before the fork.
+NEEDED = (
+    "wirecall.commands.execute",
+    "wirecall.protocol.models",
+    "wirecall.server.dispatch",
+    "wirecall.ledger.sqlite.ledger",
+    "wirecall.ledger.redis.ledger",
+    "wirecall.ledger.postgres.ledger",
+)
 
 METHOD = "pay"
 INSERT = "INSERT INTO crash_effects VALUES "
@@ -85,6 +95,8 @@ class Facts(Struct, frozen=True):
 
 def main() -> None:
     logging.getLogger("wirecall").setLevel(logging.ERROR)
+    for name in NEEDED:
+        import_module(name)
     gc.freeze()  # so that a process need not copy what it never touches
     decode = msgspec.json.Decoder(Order).decode
     for line in sys.stdin.buffer:

@@ -20,7 +20,7 @@ durable = pytest.mark.parametrize("store", DURABLE, indirect=True)
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    crew = Crew(tmp_path_factory.mktemp("crew"), 8)
+    crew = Crew(tmp_path_factory.mktemp("crew"), sized(small=3, full=8))
     yield crew
     crew.close()
 

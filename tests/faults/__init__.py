@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tests.calls import call, make_app
-from tests.transports import ask
 from wirecall import App, Context, Done, NotDone
 
 LEASE = 1.0
@@ -299,6 +298,8 @@ class Served:
         self._say("read", json.loads(await self._app.handle(call("read")) or b"null")["result"])
 
     async def ready(self) -> None:
+        from tests.transports import ask  # late: few children serve HTTP
+
         self._say("ready", (await ask(self._app.asgi(), "/readyz", method="GET")).status)
 
     async def go(self) -> None:

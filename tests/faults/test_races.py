@@ -13,7 +13,7 @@ from tests.servers import DURABLE, Postgres, Store
 from tests.size import sized
 from wirecall.ledger.base import State
 
-PROCESSES = sized(small=4, full=8)
+PROCESSES = sized(small=3, full=8)
 COPIES = sized(small=8, full=16)
 KEYS = sized(small=50, full=200)
 STORM = sized(small=100, full=500)

@@ -193,7 +193,11 @@ class Teller:
         trial, story, stand = self._trial, self.story, self._stand
         await stand.is_up.wait()
         kills = len(stand.kills)
-        flight = self._sender.begin(self._order, short_of=trial.short_of if trial.moment == "writing" else None)
+        if trial.moment == "writing":
+            assert isinstance(self._sender, Raw)
+            flight = self._sender.begin(self._order, short_of=trial.short_of)
+        else:
+            flight = self._sender.begin(self._order)
         if held is not None:
             reached = asyncio.create_task(held.reached.wait())
             await asyncio.wait([flight.task, reached], timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)

@@ -126,8 +126,8 @@ class Sender:
     async def open(self) -> None:
         """Get to where calls can be sent."""
 
-    def begin(self, order: Order, *, short_of: int | None = None) -> Flight:
-        """Send the call; `short_of` cuts the connection after so many bytes of the answer."""
+    def begin(self, order: Order) -> Flight:
+        """Send the call."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -159,6 +159,7 @@ class Raw(Sender):
             await self._post(notification("notifications/initialized"))
 
     def begin(self, order: Order, *, short_of: int | None = None) -> Flight:
+        """Send the call; `short_of` cuts the connection after so many bytes of the answer."""
         id = next(self.ids)
         # Every other answer of MCP becomes a stream.
         meta = {"sender": self.name, **({"progressToken": id} if id % 2 and self.way != "/rpc" else {})}
@@ -232,20 +233,15 @@ def _narrow() -> aiohttp.TCPConnector:
 
 
 class Proxy(Listening):
-    """Passes bytes both ways, until all its connections are cut at once, or after some bytes to the client."""
+    """Passes bytes both ways, until all its connections are cut at once."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
         self._port = port
-        self._left: int | None = None
 
     def cut(self) -> None:
         for task in list(self._tasks):
             task.cancel()
-
-    def cut_after(self, count: int | None) -> None:
-        """Let so many further bytes pass to the client; None: all."""
-        self._left = count
 
     async def _serve(self, reader: Reader, writer: Writer) -> None:
         # A connection that takes little in advance: the server notices when its client reads no more.
@@ -260,7 +256,7 @@ class Proxy(Listening):
             if isinstance(error, OSError):
                 return
             raise
-        pumps = [asyncio.create_task(self._up(reader, out)), asyncio.create_task(self._down(upstream, writer))]
+        pumps = [asyncio.create_task(self._pass(reader, out)), asyncio.create_task(self._pass(upstream, writer))]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -269,21 +265,9 @@ class Proxy(Listening):
             out.transport.abort()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _up(self, reader: Reader, writer: Writer) -> None:
+    async def _pass(self, reader: Reader, writer: Writer) -> None:
         with suppress(OSError):
             while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-
-    async def _down(self, reader: Reader, writer: Writer) -> None:
-        with suppress(OSError):
-            while data := await reader.read(1 << 16):
-                if self._left is not None and len(data) > self._left:
-                    writer.write(data[: self._left])
-                    self._left = None
-                    return
-                if self._left is not None:
-                    self._left -= len(data)
                 writer.write(data)
                 await writer.drain()
 
@@ -314,12 +298,11 @@ class PythonSdk(Sdk):
         self._life: asyncio.Task[None] | None = None
         self._call: asyncio.Task[Any] | None = None
 
-    def begin(self, order: Order, *, short_of: int | None = None) -> Flight:
+    def begin(self, order: Order) -> Flight:
         if self._life is None or self._life.done():
             self._life = asyncio.create_task(self._live())
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._orders.put_nowait((order, answered))
-        self.proxy.cut_after(short_of)
 
         async def cut(how: How) -> None:
             if how == "cut":
@@ -398,11 +381,10 @@ class TypeScriptSdk(Sdk):
         )
         self._listening = asyncio.create_task(self._listen())
 
-    def begin(self, order: Order, *, short_of: int | None = None) -> Flight:
+    def begin(self, order: Order) -> Flight:
         id = next(self.ids)
         answered = self._waiting[id] = asyncio.get_running_loop().create_future()
         self._write({"id": id, "call": {"name": order.method, "arguments": order.params, "_meta": {"sender": self.name}}})
-        self.proxy.cut_after(short_of)
 
         async def cut(how: How) -> None:
             if how == "cut":

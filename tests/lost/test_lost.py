@@ -54,7 +54,7 @@ async def test_no_effect_is_doubled_and_no_repeat_is_swallowed(
     store: Store, plan: Plan, tmp_path: Path, log: IO[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(make_stand(plan, store, tmp_path, log), f"{SEED} {plan}")
-    cuts, repeats = sized(small=(25, 75), full=(200, 400))
+    cuts, repeats = sized(small=(12, 36), full=(200, 400))
     await run.live(cuts, repeats, kills=0)  # those come below, each in its moment, and at random in `make lost`
     with capsys.disabled():
         print(f"\nLOST_SEED={SEED}\n{summary(run.stories, lambda _: str(plan))}")

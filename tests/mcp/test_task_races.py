@@ -16,7 +16,7 @@ from wirecall import App, Context
 from wirecall.ledger.base import RecordId
 from wirecall.server.policy import ANONYMOUS
 
-ROUNDS = sized(small=12, full=200)
+ROUNDS = sized(small=6, full=200)
 SECONDS = 3600.0
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import inspect
 import json
 import subprocess
@@ -294,14 +295,19 @@ def by_pydantic(function: Any) -> Any:
     return pydantic.create_model("Params", **fields)
 
 
+@functools.cache
+def signature_of(function: Any) -> Signature:
+    return Signature(function, inject=Context)
+
+
 def taken(function: Any, raw: str) -> Any:
-    [value] = Signature(function, inject=Context).bind(Raw(raw))
+    [value] = signature_of(function).bind(Raw(raw))
     return value
 
 
 def reason(function: Any, params: Any) -> str:
     with pytest.raises(InvalidParams) as caught:
-        Signature(function, inject=Context).bind_all(Raw(json.dumps(params)), "the context")
+        signature_of(function).bind_all(Raw(json.dumps(params)), "the context")
     return str(caught.value.data["reason"])
 
 

@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.calls import batch, call, make_app, read
@@ -127,7 +127,6 @@ async def test_context_variables_of_one_entry_do_not_leak_into_another() -> None
     assert [answer["result"] for answer in answers] == [f"{i} {i}" for i in range(5)]
 
 
-@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from(["now", "later", "put", "fail", "crash", "nobody", "notify", "junk"]), min_size=1, max_size=12)
 )

@@ -228,22 +228,11 @@ def main() -> None:
     print(json.dumps(["returned", os.getpid()]), flush=True)
 
 
-class Served:
-    """A server in another process."""
+class Listening:
+    """The address of a server, and requests to it."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.port = 0
-        self.how = ""  # the names of server, interface and loop
-
-    async def hear(self, word: str) -> Any:
-        assert self.process.stdout is not None
-        async with asyncio.timeout(PATIENCE):
-            line = await self.process.stdout.readline()
-        assert line, f"the server ended before it said {word!r}"
-        said, value = json.loads(line)
-        assert said == word, line
-        return value
+    def __init__(self, port: int) -> None:
+        self.port = port
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         async with asyncio.timeout(PATIENCE):
@@ -266,6 +255,24 @@ class Served:
         return head.lower(), rest
 
 
+class Served(Listening):
+    """A server in another process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        super().__init__(0)
+        self.process = process
+        self.how = ""  # the names of server, interface and loop
+
+    async def hear(self, word: str) -> Any:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            line = await self.process.stdout.readline()
+        assert line, f"the server ended before it said {word!r}"
+        said, value = json.loads(line)
+        assert said == word, line
+        return value
+
+
 def post(path: str, body: bytes = b"", *lines: bytes, method: bytes = b"POST") -> bytes:
     head = [method + b" " + path.encode() + b" HTTP/1.1", b"Host: localhost", b"Content-Type: application/json", *lines]
     if not any(line.lower().startswith((b"content-length", b"transfer-encoding")) for line in lines):
@@ -273,8 +280,7 @@ def post(path: str, body: bytes = b"", *lines: bytes, method: bytes = b"POST") -
     return b"\r\n".join(head) + b"\r\n\r\n" + body
 
 
-@asynccontextmanager
-async def serving(
+def command(
     server: str,
     *,
     workers: int = 1,
@@ -282,15 +288,19 @@ async def serving(
     origins: Sequence[str] = (),
     linger: float = request.LINGER_TIME,
     **limits: Any,
-) -> AsyncIterator[Served]:
-    """A server that is gone at the end of the block."""
+) -> list[str]:
+    """The command line of a server; `uvicorn without httptools` is one that does not see that package."""
     kind, _, without = server.partition(" without ")
     options = {"server": kind, "workers": workers, "grace": grace, "limits": limits, "without": without}
     options |= {"origins": origins, "linger": linger}
+    return [sys.executable, "-W", "error", "-c", "from tests.transports import main; main()", json.dumps(options)]
+
+
+@asynccontextmanager
+async def serving(server: str, **options: Any) -> AsyncIterator[Served]:
+    """A server that is gone at the end of the block, with the options of `command`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-W", "error", "-c", "from tests.transports import main; main()", json.dumps(options)),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
+        *command(server, **options), stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
     )
     try:
         served = Served(process)

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ import pytest
 
 from tests.calls import call
 from tests.faults import eventually
-from tests.transports import LONG, PATIENCE, Served, make_server, post, serving
+from tests.size import sized
+from tests.transports import LONG, PATIENCE, Listening, Served, command, make_server, post, serving
 from wirecall import Limits, UsageError
 from wirecall.transports.serve import bind, serve, serve_until
 
@@ -27,6 +29,19 @@ every_server = pytest.mark.parametrize("server", SERVERS)
 both = pytest.mark.parametrize("server", SERVERS[:2])
 
 ADD = call("add", {"a": 1, "b": 2})
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def shared(request: pytest.FixtureRequest) -> Iterator[Listening]:
+    """A server of each kind for all tests that leave it as it is."""
+    line = command(request.param, origins=["https://app.example"], bytes_in=1000, header_bytes=8192)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+        assert process.stdout is not None
+        try:
+            _, (address, _) = json.loads(process.stdout.readline())
+            yield Listening(int(address.rpartition(":")[2]))
+        finally:
+            process.kill()
 
 
 async def ends(served: Served, number: signal.Signals = signal.SIGTERM) -> float:
@@ -40,15 +55,13 @@ async def ends(served: Served, number: signal.Signals = signal.SIGTERM) -> float
     return time.monotonic() - began
 
 
-@every_server
-async def test_a_call_is_answered(server: str) -> None:
-    async with serving(server) as served:
-        head, body = await served.post("/rpc", ADD)
-        assert head.startswith(b"http/1.1 200")
-        assert json.loads(body)["result"] == 3
-        head, body = await served.post("/rpc", b'{"jsonrpc":"2.0","method":"unknown"}')
-        assert head.startswith(b"http/1.1 204")
-        assert body == b""
+async def test_a_call_is_answered(shared: Listening) -> None:
+    head, body = await shared.post("/rpc", ADD)
+    assert head.startswith(b"http/1.1 200")
+    assert json.loads(body)["result"] == 3
+    head, body = await shared.post("/rpc", b'{"jsonrpc":"2.0","method":"unknown"}')
+    assert head.startswith(b"http/1.1 204")
+    assert body == b""
 
 
 @pytest.mark.parametrize(
@@ -68,126 +81,108 @@ async def test_the_first_line_says_how_it_serves(server: str, how: str) -> None:
         assert await ends(served) < PATIENCE
 
 
-@every_server
-async def test_a_value_that_is_not_ascii_is_not_lost(server: str) -> None:
-    async with serving(server) as served:
-        assert (await served.post("/rpc", ADD, b"X-Name: J\xf6rg"))[0].split(b" ")[1] == b"200"
-        head, body = await served.post("/rpc", ADD, b"Idempotency-Key: schl\xfcssel")
-        assert (head.split(b" ")[1], b"expected ASCII" in body) == (b"400", True)
+async def test_a_value_that_is_not_ascii_is_not_lost(shared: Listening) -> None:
+    assert (await shared.post("/rpc", ADD, b"X-Name: J\xf6rg"))[0].split(b" ")[1] == b"200"
+    head, body = await shared.post("/rpc", ADD, b"Idempotency-Key: schl\xfcssel")
+    assert (head.split(b" ")[1], b"expected ASCII" in body) == (b"400", True)
 
 
-@every_server
-async def test_a_stream_whose_endpoint_fails_does_not_look_complete(server: str) -> None:
-    async with serving(server) as served:
-        for _ in range(5):
-            assert not (await served.raw(post("/broken"))).endswith(b"0\r\n\r\n")
-        assert b'"result":3' in (await served.post("/rpc", ADD))[1]
+async def test_a_stream_whose_endpoint_fails_does_not_look_complete(shared: Listening) -> None:
+    for _ in range(5):
+        assert not (await shared.raw(post("/broken"))).endswith(b"0\r\n\r\n")
+    assert b'"result":3' in (await shared.post("/rpc", ADD))[1]
 
 
-@every_server
-async def test_many_calls_on_one_connection(server: str) -> None:
-    async with serving(server) as served:
-        reader, writer = await served.connect()
-        async with asyncio.timeout(PATIENCE):
-            for _ in range(50):
-                writer.write(post("/rpc", ADD))
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-                assert json.loads(await reader.readexactly(size))["result"] == 3
-        writer.close()
+async def test_many_calls_on_one_connection(shared: Listening) -> None:
+    reader, writer = await shared.connect()
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(50):
+            writer.write(post("/rpc", ADD))
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            assert json.loads(await reader.readexactly(size))["result"] == 3
+    writer.close()
 
 
-@every_server
-async def test_a_body_in_drops_is_put_together(server: str) -> None:
-    async with serving(server) as served:
-        reader, writer = await served.connect()
-        head = post("/rpc", b"", b"Transfer-Encoding: chunked", b"Connection: close")
-        writer.write(head)
-        for byte in ADD:
-            writer.write(b"1\r\n" + bytes([byte]) + b"\r\n")
-            await writer.drain()
-        writer.write(b"0\r\n\r\n")
-        async with asyncio.timeout(PATIENCE):
-            assert b'"result":3' in await reader.read()
-        writer.close()
+async def test_a_body_in_drops_is_put_together(shared: Listening) -> None:
+    reader, writer = await shared.connect()
+    head = post("/rpc", b"", b"Transfer-Encoding: chunked", b"Connection: close")
+    writer.write(head)
+    for byte in ADD:
+        writer.write(b"1\r\n" + bytes([byte]) + b"\r\n")
+        await writer.drain()
+    writer.write(b"0\r\n\r\n")
+    async with asyncio.timeout(PATIENCE):
+        assert b'"result":3' in await reader.read()
+    writer.close()
 
 
-@every_server
 @pytest.mark.parametrize("path", ["/rpc", "/mcp"])
-async def test_malformed_chunks_are_400(server: str, path: str) -> None:
-    async with serving(server) as served:
-        for chunks in (
-            b"zz\r\nhello\r\n",
-            b"3\r\nhello\r\n",
-            b"-1\r\n{\r\n",
-            b"1\r\n{\r\nzz\r\n",
-            b"1\r\n{\r\n0\r\nno field\r\n\r\n",
-        ):
-            head = await served.raw(post(path, chunks, b"Transfer-Encoding: chunked", b"Connection: close"))
-            assert head.split(b" ")[1] == b"400", (chunks, head)
-        assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+async def test_malformed_chunks_are_400(shared: Listening, path: str) -> None:
+    for chunks in (
+        b"zz\r\nhello\r\n",
+        b"3\r\nhello\r\n",
+        b"-1\r\n{\r\n",
+        b"1\r\n{\r\nzz\r\n",
+        b"1\r\n{\r\n0\r\nno field\r\n\r\n",
+    ):
+        head = await shared.raw(post(path, chunks, b"Transfer-Encoding: chunked", b"Connection: close"))
+        assert head.split(b" ")[1] == b"400", (chunks, head)
+    assert (await shared.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
 
 
-@pytest.mark.parametrize("server", [each for each in SERVERS if each != "granian-asgi"])  # which does not show that host
-async def test_an_absolute_target_names_a_host_of_ours(server: str) -> None:
-    async with serving(server) as served:
-        for target, status in {
-            "http://evil.example/rpc": b"403",
-            "http://localhost@evil.example/rpc?x": b"403",
-            "http://localhost:1/rpc?x=http://evil.example": b"200",
-        }.items():
-            assert (await served.post(target, ADD))[0].split(b" ")[1] == status, target
+# Over ASGI, granian does not show the host of a target to an application.
+@pytest.mark.parametrize("shared", [each for each in SERVERS if each != "granian-asgi"], indirect=True)
+async def test_an_absolute_target_names_a_host_of_ours(shared: Listening) -> None:
+    for target, status in {
+        "http://evil.example/rpc": b"403",
+        "http://localhost@evil.example/rpc?x": b"403",
+        "http://localhost:1/rpc?x=http://evil.example": b"200",
+    }.items():
+        assert (await shared.post(target, ADD))[0].split(b" ")[1] == status, target
 
 
-@every_server
-async def test_values_come_without_the_blanks_around_them_and_doubles_are_seen(server: str) -> None:
-    async with serving(server) as served:
-        _, body = await served.post("/headers", b"", b"X-A:  one  ", b"X-A: two\t", b"X-Empty:")
-        seen = json.loads(body)
-        assert seen["x-a"] == ["one", "two"]
-        assert seen["x-empty"] == [""]
+async def test_values_come_without_the_blanks_around_them_and_doubles_are_seen(shared: Listening) -> None:
+    _, body = await shared.post("/headers", b"", b"X-A:  one  ", b"X-A: two\t", b"X-Empty:")
+    seen = json.loads(body)
+    assert seen["x-a"] == ["one", "two"]
+    assert seen["x-empty"] == [""]
 
 
-@every_server
-async def test_host_and_origin_are_checked(server: str) -> None:
-    async with serving(server) as served:
-        for head, status in {
-            b"": b"400",
-            b"Host: localhost\r\nHost: localhost\r\n": b"400",
-            b"Host: evil.example\r\n": b"403",
-            b"Host: localhost\r\nOrigin: http://evil.example\r\n": b"403",
-            b"Host: 127.0.0.1:1\r\nOrigin: http://localhost:5173\r\n": b"200",
-        }.items():
-            data = b"GET /headers HTTP/1.1\r\n" + head + b"Connection: close\r\n\r\n"
-            assert (await served.raw(data)).split(b" ")[1] == status, head
+async def test_host_and_origin_are_checked(shared: Listening) -> None:
+    for head, status in {
+        b"": b"400",
+        b"Host: localhost\r\nHost: localhost\r\n": b"400",
+        b"Host: evil.example\r\n": b"403",
+        b"Host: localhost\r\nOrigin: http://evil.example\r\n": b"403",
+        b"Host: 127.0.0.1:1\r\nOrigin: http://localhost:5173\r\n": b"200",
+    }.items():
+        data = b"GET /headers HTTP/1.1\r\n" + head + b"Connection: close\r\n\r\n"
+        assert (await shared.raw(data)).split(b" ")[1] == status, head
 
 
-@every_server
-async def test_a_browser_asks_and_reads(server: str) -> None:
-    async with serving(server, origins=["https://app.example"]) as served:
-        page = b"Origin: https://app.example"
-        for path in ("/rpc", "/mcp"):
-            asked = post(
-                *(path, b"", page, b"Access-Control-Request-Method: POST", b"Connection: close"),
-                b"Access-Control-Request-Headers: content-type, mcp-method",
-                method=b"OPTIONS",
-            )
-            head = (await served.raw(asked)).lower()
-            assert head.startswith(b"http/1.1 204")
-            assert b"access-control-allow-headers: content-type, mcp-method\r\n" in head
-            head, body = await served.post(path, b"{", page)
-            assert b"access-control-allow-origin: https://app.example\r\n" in head
-            assert json.loads(body)["error"]["code"] == -32700
+async def test_a_browser_asks_and_reads(shared: Listening) -> None:
+    page = b"Origin: https://app.example"
+    for path in ("/rpc", "/mcp"):
+        asked = post(
+            *(path, b"", page, b"Access-Control-Request-Method: POST", b"Connection: close"),
+            b"Access-Control-Request-Headers: content-type, mcp-method",
+            method=b"OPTIONS",
+        )
+        head = (await shared.raw(asked)).lower()
+        assert head.startswith(b"http/1.1 204")
+        assert b"access-control-allow-headers: content-type, mcp-method\r\n" in head
+        head, body = await shared.post(path, b"{", page)
+        assert b"access-control-allow-origin: https://app.example\r\n" in head
+        assert json.loads(body)["error"]["code"] == -32700
 
 
-@every_server
-async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: str) -> None:
-    async with serving(server, bytes_in=1000) as served:
-        head = await served.raw(post("/rpc", b"", b"Content-Length: 1001"))
-        assert b" 413 " in head
-        assert b'"limit":"bytes_in"' in head
-        chunked = post("/rpc", b"400\r\n" + b" " * 0x400 + b"\r\n", b"Transfer-Encoding: chunked")
-        assert b" 413 " in await served.raw(chunked)
+async def test_a_body_over_the_limit_is_refused_before_it_is_sent(shared: Listening) -> None:
+    head = await shared.raw(post("/rpc", b"", b"Content-Length: 1001"))
+    assert b" 413 " in head
+    assert b'"limit":"bytes_in"' in head
+    chunked = post("/rpc", b"400\r\n" + b" " * 0x400 + b"\r\n", b"Transfer-Encoding: chunked")
+    assert b" 413 " in await shared.raw(chunked)
 
 
 @every_server
@@ -202,29 +197,25 @@ async def test_a_client_that_sends_everything_before_it_reads_gets_the_reason(se
         assert await asyncio.to_thread(upload) == 413
 
 
-@every_server
-async def test_a_header_over_the_limit_is_refused(server: str) -> None:
-    async with serving(server, header_bytes=8192) as served:
-        assert b" 431 " in (await served.raw(post("/rpc", ADD, b"X-Long: " + b"x" * 9000)))[:20]
+async def test_a_header_over_the_limit_is_refused(shared: Listening) -> None:
+    assert b" 431 " in (await shared.raw(post("/rpc", ADD, b"X-Long: " + b"x" * 9000)))[:20]
 
 
-@every_server
-async def test_a_header_without_an_end_is_refused(server: str) -> None:
-    async with serving(server, header_bytes=8192) as served:
-        reader, writer = await served.connect()
-        writer.write(b"POST /rpc HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
-        async with asyncio.timeout(PATIENCE):
-            reading = asyncio.create_task(reader.read())
-            try:
-                while not reading.done():
-                    writer.write(b"x" * 4096)
-                    await writer.drain()
-            except ConnectionError:
-                pass
-            await asyncio.wait({reading})
-        _ = reading.exception()
-        writer.close()
-        assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+async def test_a_header_without_an_end_is_refused(shared: Listening) -> None:
+    reader, writer = await shared.connect()
+    writer.write(b"POST /rpc HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
+    async with asyncio.timeout(PATIENCE):
+        reading = asyncio.create_task(reader.read())
+        try:
+            while not reading.done():
+                writer.write(b"x" * 4096)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        await asyncio.wait({reading})
+    _ = reading.exception()
+    writer.close()
+    assert (await shared.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
 
 
 @every_server
@@ -239,7 +230,7 @@ async def test_a_request_that_does_not_come_is_given_up(server: str) -> None:
 # --- stopping ----------------------------------------------------------------------------------------------------------
 
 
-@every_server
+@both
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_it_with_0_after_cleanup(server: str, number: signal.Signals) -> None:
     async with serving(server, grace=2 * PATIENCE) as served:
@@ -304,7 +295,7 @@ async def test_a_thread_that_does_not_end_delays_nothing(server: str) -> None:
 
 @both
 async def test_clients_that_leave_at_the_end_do_not_disturb_the_server(server: str) -> None:
-    for _ in range(3):
+    for _ in range(sized(small=1, full=3)):
         async with serving(server, grace=4.0) as served:
             streams = [await opened(served, "/polite") for _ in range(30)]
             served.process.send_signal(signal.SIGTERM)
@@ -407,21 +398,21 @@ def peers(served: Served, count: int, data: bytes, buffer: int = 4096) -> Iterat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the files of the server, and TCP_USER_TIMEOUT is Linux's")
 @every_server
-@pytest.mark.parametrize("path", ["/flood", "/large", "/medium"])
-async def test_a_client_that_does_not_read_is_cut(server: str, path: str) -> None:
+async def test_a_client_that_does_not_read_is_cut(server: str) -> None:
     async with serving(server, write_time=1.0) as served:
         files = Path(f"/proc/{served.process.pid}/fd")
         assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
         before = len(list(files.iterdir()))
-        with peers(served, 40, post(path)) as silent:
-            assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
 
-            async def are_cut() -> bool:
-                return len(list(files.iterdir())) <= before + 5
+        async def are_cut() -> bool:
+            return len(list(files.iterdir())) <= before + 5
 
-            await eventually(are_cut)
-            assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
-            assert all(peer.recv(12) == b"HTTP/1.1 200" for peer in silent), "a peer was not served"
+        for path in ("/flood", "/large", "/medium"):
+            with peers(served, 40, post(path)) as silent:
+                assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+                await eventually(are_cut)
+                assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+                assert all(peer.recv(12) == b"HTTP/1.1 200" for peer in silent), f"a peer was not served: {path}"
 
 
 @every_server
@@ -429,7 +420,7 @@ async def test_a_client_that_does_not_read_is_cut(server: str, path: str) -> Non
 async def test_an_answer_that_a_client_leaves_in_the_middle_is_lost(server: str, path: str) -> None:
     """Also if the server takes all pieces without waiting, because the client has left. One that is read is written."""
     async with serving(server) as served:
-        for nth in range(10):
+        for nth in range(sized(small=4, full=10)):
             with peers(served, 1, post(path)) as (peer,):
                 assert len(await asyncio.to_thread(peer.recv, 100)) == 100
                 for _ in range(nth % 2 * 5):  # every other time the server has a moment to write all that it can

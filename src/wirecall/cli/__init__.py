@@ -1,9 +1,8 @@
-"""The `wirecall` command: one module per verb, imported when it is used, so that `--help` answers at once.
+"""The `wirecall` command: verbs, whose modules are imported when they are used, so that `--help` answers at once.
 
-A verb is a row of `VERBS` and a module `wirecall.cli.<verb>` with a click command called `command`; verbs that share a
-module are in `_SHARED`, and their click commands are called `<verb>_command`. A verb prints through `Printer`, raises
-`CliError` (or lets errors of wirecall pass), and returns its exit code, or None for 0. All errors end in `Verbs.main`, which
-prints them in three lines or, with `--json`, as the one document.
+A verb is a row of `VERBS` and a click command `<verb>_command` in the module of the verb, or in that of its subject
+(`_MODULES`). It prints through `Printer`, raises `CliError` (or lets errors of wirecall pass), and returns its exit code, or
+None for 0. All errors end in `Verbs.main`, which prints them in three lines or, with `--json`, as the one document.
 """
 
 import io
@@ -45,17 +44,20 @@ VERBS = {
     "completion": "Print the completion script of a shell.",
 }
 
-# No module is called `list`: it would become a name in this file, where `list` must stay Python's own.
-_SHARED = {
-    "list": "listing",
-    "show": "listing",
+# The modules of the verbs that do not have one of their own name.
+_MODULES = {
+    "new": "project",
     "dev": "serve",
+    "list": "offers",
+    "show": "offers",
+    "task": "call",
+    "send": "batch",
+    "logout": "login",
+    "auth": "login",
     "lock": "contract",
     "diff": "contract",
     "client": "contract",
-    "login": "login",
-    "logout": "login",
-    "auth": "login",
+    "config": "project",
 }
 
 
@@ -68,8 +70,8 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS or cmd_name in self.commands:
             return self.commands.get(cmd_name)
-        module = import_module(f"wirecall.cli.{_SHARED.get(cmd_name, cmd_name)}")
-        command: click.Command = getattr(module, f"{cmd_name}_command" if cmd_name in _SHARED else "command")
+        module = import_module(f"wirecall.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:

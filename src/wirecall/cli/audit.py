@@ -22,14 +22,14 @@ _FILE = click.argument("file", required=False, metavar="[FILE]")
 
 
 @click.group("audit")
-def command() -> None:
+def audit_command() -> None:
     """Look at the audit trail, and verify it.
 
     FILE is the trail; by default, the one that wirecall.toml names.
     """
 
 
-@command.command("verify")
+@audit_command.command("verify")
 @_FILE
 @json_option
 def verify_file(file: str | None, out: Printer) -> Exit | None:
@@ -66,7 +66,7 @@ def verify_file(file: str | None, out: Printer) -> Exit | None:
     return Exit.FOUND if problems else None
 
 
-@command.command("tail")
+@audit_command.command("tail")
 @_FILE
 @click.option("-n", "count", type=click.IntRange(0), default=20, show_default=True, help="Lines from the end.")
 @click.option("-f", "--follow", is_flag=True, help="Continue with new lines as they are written, until Ctrl-C.")

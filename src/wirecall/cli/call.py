@@ -1,10 +1,13 @@
-"""`wirecall call`: one call, checked before it is sent, with a key that can be used again; or a resource, or a prompt."""
+"""`wirecall call`: one call, checked before it is sent, with a key that can be used again; or a resource, or a prompt.
+
+`wirecall task` goes on with the calls that `--background` has left to the server, by the ids that it prints.
+"""
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import click
@@ -12,16 +15,19 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.cli.arguments import arguments
-from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
 from wirecall.cli.input import reading, run
+from wirecall.cli.ledger import ledger_option, ready
 from wirecall.cli.offers import CALLABLE, Offer, asking, find, of_app, offers_of
 from wirecall.cli.output import Printer, ask, json_option, pretty, readable, result_of
 from wirecall.cli.questions import Dialogue, answer_option
-from wirecall.cli.stores import ledger_option, ready
-from wirecall.cli.targets import Target, TargetCommand, app_of, target_argument
+from wirecall.cli.targets import Target, TargetCommand, Way, app_of, opened, target_argument, way_options
 from wirecall.client.delivery import mint_key
 from wirecall.errors import CallFailed, OutcomeUnknown, RpcError, UsageError
+from wirecall.logs import escaped
+from wirecall.protocol.messages import JsonObject
+
+T = TypeVar("T")
 
 
 class Wanted(Struct, kw_only=True):
@@ -53,7 +59,7 @@ class Wanted(Struct, kw_only=True):
 @ledger_option
 @way_options
 @json_option
-def command(target: Target, way: Way, out: Printer, **given: Any) -> None:
+def call_command(target: Target, way: Way, out: Printer, **given: Any) -> None:
     """Call the method or tool NAME of TARGET, read the resource NAME, or get the prompt NAME.
 
     Arguments are name=text, name:=JSON, name=@file, name:=@file, a.b=1 for a member of a member, tag[]=x for a list.
@@ -258,3 +264,97 @@ def _resumable(failure: CliError, key: str, wanted: Wanted) -> CliError:
         if not wanted.is_kept:
             failure.next = "find out whether it took effect: the app's ledger is in memory, and has forgotten the key"
     return failure
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+_ID = click.argument("id")
+
+
+@click.group("task")
+def task_command() -> None:
+    """Look at a call that goes on in the background, wait for it, or cancel it.
+
+    `wirecall call TARGET TOOL --background` starts one and prints its id. Tasks are an extension of MCP 2026-07-28; a
+    server that keeps them in its ledger goes on with them after a restart.
+    """
+
+
+async def _with(target: Target, ledger: str | None, way: Way, id: str, work: Callable[[Any], Awaitable[T]]) -> T:
+    """Reach the server of a task, and return the result of the work on it."""
+    app = app_of(target, ledger)
+    async with opened(target, way.to_tasks(), app=app) as client:
+        if app is not None:
+            await ready(app)
+        return await work(client.task(id))
+
+
+@task_command.command("show", cls=TargetCommand)
+@target_argument
+@_ID
+@ledger_option
+@way_options
+@json_option
+def show_task(target: Target, id: str, ledger: str | None, way: Way, out: Printer) -> None:
+    """Show the state of the task ID of TARGET.
+
+    \b
+    wirecall task show http://127.0.0.1:8420 786512e2-9e0d-44bd-8f29-789f320fe840
+    """
+    state = run(_with(target, ledger, way, id, lambda task: task.refresh()))
+    times = [f"{word} {time}" for word, time in (("created", state.created), ("updated", state.updated)) if time]
+    lines = [f"{state.status}  {state.message or ''}".rstrip(), *(f"  {time}" for time in times)]
+    out.result(_document(state), "\n".join(map(escaped, lines)))
+
+
+@task_command.command("wait", cls=TargetCommand)
+@target_argument
+@_ID
+@ledger_option
+@way_options
+@json_option
+def wait_task(target: Target, id: str, ledger: str | None, way: Way, out: Printer) -> None:
+    """Wait until the task ID of TARGET is over, and print its result as `wirecall call` does.
+
+    It waits as long as the task takes; --timeout is the time of one request. Ctrl-C ends the wait, and the task goes on.
+    """
+
+    async def wait(task: Any) -> Any:
+        async for state in task:
+            if state.message:
+                out.note(f"  {state.message}")
+        return await task
+
+    try:
+        value = run(_with(target, ledger, way, id, wait))
+    except Interrupted as stopped:
+        stopped.why, stopped.next = "the task goes on", target.line("task wait", id)
+        raise
+    out.result(result_of(value), readable(value), task=id)
+
+
+@task_command.command("cancel", cls=TargetCommand)
+@target_argument
+@_ID
+@ledger_option
+@way_options
+@json_option
+def cancel_task(target: Target, id: str, ledger: str | None, way: Way, out: Printer) -> None:
+    """Ask TARGET to cancel the task ID, and show its state after that.
+
+    The server decides: a task that is past the point of no return finishes.
+    """
+
+    async def cancel(task: Any) -> Any:
+        await task.cancel()
+        return await task.refresh()
+
+    state = run(_with(target, ledger, way, id, cancel))
+    out.result(_document(state), str(state.status))
+    if state.status in ("working", "input_required"):
+        out.note("The server was asked to cancel it. It may still finish.")
+
+
+def _document(state: Any) -> JsonObject:
+    told = {"message": state.message, "created": state.created, "updated": state.updated, "ttlMs": state.ttl_ms}
+    return {"id": state.id, "status": state.status, **{name: value for name, value in told.items() if value is not None}}

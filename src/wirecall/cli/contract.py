@@ -8,12 +8,11 @@ from pathlib import Path
 import click
 import msgspec
 
-from wirecall.cli.connecting import Way, opened, way_options
 from wirecall.cli.failures import CliError, Exit
 from wirecall.cli.input import run
 from wirecall.cli.offers import asking, unlisted
 from wirecall.cli.output import Printer, count_of, json_option
-from wirecall.cli.targets import Target, TargetCommand, parse, target_argument
+from wirecall.cli.targets import Target, TargetCommand, Way, opened, parse, target_argument, way_options
 from wirecall.contract.changes import LEVELS, changes, shared
 from wirecall.contract.generate import MARK, OWN, generated
 from wirecall.contract.lock import SECTIONS, Contract, NotALock, of_app, of_client, read_lock

@@ -23,9 +23,9 @@ from msgspec import Struct
 from wirecall.app import App
 from wirecall.cli.failures import Exit, failure_of
 from wirecall.cli.input import run
+from wirecall.cli.ledger import DRIVERS, configured_ledger, opened_ledger, shown
 from wirecall.cli.output import Printer, count_of, json_option
-from wirecall.cli.stores import DRIVERS, opened_ledger, shown
-from wirecall.cli.targets import configured_ledger, parse
+from wirecall.cli.targets import parse
 from wirecall.config import Config, ConfigError, check_config
 from wirecall.errors import CallFailed
 from wirecall.ledger.base import State
@@ -59,7 +59,7 @@ class Finding(Struct, frozen=True):
 
 @click.command("doctor")
 @json_option
-def command(out: Printer) -> Exit | None:
+def doctor_command(out: Printer) -> Exit | None:
     """Check this installation: Python, packages, wirecall.toml, ledger, port, clock, file limits. Exit code 9 on a fail."""
     config, _ = check_config()
     findings: list[Finding] = []

@@ -117,7 +117,7 @@ CLIENTS = {
 @click.option("--undo", is_flag=True, help="Remove the server again, or restore the entry that it replaced.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
-def command(
+def install_command(
     target: Target | None,
     client: str,
     project: bool,

@@ -1,26 +1,165 @@
-"""`wirecall ledger`: the records of commands, for operators.
+"""The ledger, for operators: `wirecall ledger` looks at the records of commands, and settles unknown ones.
 
-A record is named by method and key, and by its caller where callers are known. Only two verbs change something: `sweep`
-does the housekeeping that servers do by themselves, and `resolve` records what an operator found out.
+1. The ledger that a verb uses: its option, its URL, and errors that say what is wrong with its store or its driver.
+2. A record is named by method and key, and by its caller where callers are known. Only two verbs change something: `sweep`
+   does the housekeeping that servers do by themselves, and `resolve` records what an operator found out.
 """
 
 import base64
 import binascii
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import click
 import msgspec
+from msgspec import Struct
 
-from wirecall.cli.failures import CliError, Interrupted, nearest
+from wirecall.app import App
+from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of, nearest
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, ask, count_of, json_option, progress
-from wirecall.cli.stores import opened_ledger
-from wirecall.cli.targets import Found, found
-from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State, Task
+from wirecall.cli.targets import app_of, parse
+from wirecall.config import Config, load_config
+from wirecall.errors import UsageError
+from wirecall.ledger.base import Ledger, LedgerDown, Outcome, Record, RecordId, State, Task, check_url, open_ledger
 from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
+from wirecall.server.method import Method
+
+RETENTION = 86_400.0
+# By scheme: the package of its driver, and the extra of wirecall that installs it.
+DRIVERS = {
+    "redis": ("redis", "redis"),
+    "rediss": ("redis", "redis"),
+    "valkey": ("redis", "redis"),
+    "postgresql": ("psycopg", "postgres"),
+    "postgres": ("psycopg", "postgres"),
+}
+
+# The option `--ledger`, as the parameter `ledger`.
+ledger_option = click.option(
+    "--ledger", metavar="URL", help="Ledger of an app in a file: sqlite:PATH, redis://..., postgresql://..., memory:"
+)
+
+
+class Found(Struct, frozen=True):
+    """A ledger's URL, the origin of that URL, and the app that uses it, if it is known: loaded, or as a target."""
+
+    url: str
+    origin: str
+    app: App | str | None = None
+
+    def method(self, name: str) -> Method | None:
+        """Return the method of a record. The record of a tool has the method `tools/call:NAME`."""
+        app = parse(self.app).app() if isinstance(self.app, str) else self.app
+        if app is None:
+            return None
+        tool = name.removeprefix("tools/call:")
+        return app.registry.methods.get(name) if tool == name else app.registry.tools.get(tool)
+
+    def retention(self, method: str) -> float:
+        declared = self.method(method)
+        return RETENTION if declared is None else declared.terms.retention
+
+
+def found(text: str | None) -> Found:
+    """Return the ledger that a text names; without a text, that of wirecall.toml."""
+    if text is None:
+        where = configured_ledger(load_config())
+        if where is None:
+            next_step = "wirecall ledger ... sqlite:ledger.db, or [ledger] url = ... in wirecall.toml"
+            raise CliError("Which ledger?", "the command line and wirecall.toml name none", next_step)
+        return where
+    if text.partition(":")[0].endswith(".py"):
+        return _of_app(text)
+    if Path(text).is_file():
+        raise CliError(f"{text!r} is not a ledger.", "it is the path of a file", f"sqlite:{text}")
+    try:
+        check_url(text)
+    except UsageError:
+        next_step = "sqlite:ledger.db, redis://..., postgresql://..., or a file: app.py"
+        raise CliError(f"{text!r} is not a ledger.", "expected the URL of a ledger or a Python file", next_step) from None
+    return Found(text, "the command line")
+
+
+def configured_ledger(config: Config) -> Found | None:
+    """Return the ledger of a configuration, or of the app that it names."""
+    app, url = config.get("server.app"), config.values["ledger.url"]
+    if url.value is not None:
+        return Found(url.value, url.origin, app)
+    return _of_app(app) if app else None
+
+
+def _of_app(text: str) -> Found:
+    app = app_of(parse(text))
+    assert app is not None  # it is a file
+    stated = load_config().values["ledger.url"]
+    return Found(app.ledger_url, text if stated.value is None else stated.origin, app)
+
+
+@asynccontextmanager
+async def opened_ledger(url: str, named_by: str) -> AsyncIterator[Ledger]:
+    """Open a ledger that exists. A store that cannot be reached is exit 4."""
+    check_ledger(url, named_by=named_by)
+    try:
+        ledger = await open_ledger(url)
+        try:
+            yield ledger
+        finally:
+            await ledger.aclose()
+    except LedgerDown as error:
+        raise _unreachable(url, error) from error
+
+
+async def ready(app: App) -> None:
+    """Open the ledger of an app in this process before a command needs it, so that an error can be explained here."""
+    check_ledger(app.ledger_url)
+    try:
+        await app.ledger()
+    except LedgerDown as error:
+        raise _unreachable(app.ledger_url, error) from error
+
+
+def check_ledger(url: str, *, named_by: str = "") -> None:
+    """Refuse a ledger whose driver is not installed, or whose file is a folder; with `named_by`, one that does not exist."""
+    scheme, _, path = url.partition(":")
+    driver, extra = DRIVERS.get(scheme, ("", ""))
+    # Found, not imported: a driver takes longer to import than most verbs take to run.
+    if driver and find_spec(driver) is None:
+        why = f"ledgers of {scheme}: are reached with the package {driver}"
+        raise CliError(f"{driver} is not installed.", why, f'pip install "wirecall[{extra}]"', type="ledger")
+    if scheme == "sqlite" and Path(path.removeprefix("//")).is_dir():
+        raise CliError(f"The ledger {path} is a folder.", "SQLite keeps it in a file", "name a file in it", type="ledger")
+    if named_by and scheme == "memory":
+        why = "it lives inside the server's process, and ends with it"
+        next_step = 'use a ledger that outlives it: ledger="sqlite:PATH", or --ledger of wirecall serve'
+        raise CliError("A ledger in memory cannot be looked at.", why, next_step)
+    if named_by and scheme == "sqlite" and not Path(path.removeprefix("//")).is_file():
+        why = f"named by {named_by}; looked in {Path.cwd()}"
+        next_step = "is this the server's folder? The first command with a key creates the ledger"
+        raise CliError(f"There is no ledger at {path}.", why, next_step, type="no_ledger")
+
+
+def _unreachable(url: str, error: Exception) -> CliError:
+    failure = failure_of(UsageError(str(error)))
+    if not failure.why and not failure.next:  # otherwise the error has a why and a fix of its own
+        failure = CliError(f"The ledger {shown(url)} cannot be used.", " ".join(failure.what.split()))
+    next_step = failure.next or "is it running, and is this its URL?"
+    return CliError(failure.what, failure.why, next_step, exit=Exit.UNREACHABLE, type="ledger_unavailable")
+
+
+def shown(url: str) -> str:
+    """Return a URL without its password."""
+    password = urlsplit(url).password if "://" in url else None
+    return url.replace(f":{password}@", ":***@") if password else url
+
+
+# --- the verbs ------------------------------------------------------------------------------------------------------
 
 PAGE = 500
 _WHERE = click.argument("target", required=False, metavar="[TARGET]")
@@ -30,7 +169,7 @@ T = TypeVar("T")
 
 
 @click.group("ledger")
-def command() -> None:
+def ledger_command() -> None:
     """Look at the records of commands, and settle unknown ones.
 
     TARGET is a ledger's URL (sqlite:PATH, redis://..., postgresql://...), a file with an app, or by default the ledger
@@ -52,7 +191,7 @@ def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
 # --- looking --------------------------------------------------------------------------------------------------------
 
 
-@command.command("list")
+@ledger_command.command("list")
 @_WHERE
 @click.option("--state", type=click.Choice([state.value for state in State]), help="Only records of this state.")
 @click.option("--tasks", is_flag=True, help="Only commands that are tasks, with their ids and states.")
@@ -99,7 +238,7 @@ def list_records(target: str | None, state: str | None, tasks: bool, limit: int,
         out.note(f"There are more: --after {cursor}")
 
 
-@command.command("show")
+@ledger_command.command("show")
 @_WORDS
 @_CALLER
 @json_option
@@ -132,7 +271,7 @@ def show_record(words: tuple[str, ...], caller: str, out: Printer) -> None:
     out.result(shown, "\n".join(lines))
 
 
-@command.command("stats")
+@ledger_command.command("stats")
 @_WHERE
 @json_option
 def count_records(target: str | None, out: Printer) -> None:
@@ -147,7 +286,7 @@ def count_records(target: str | None, out: Printer) -> None:
 # --- changing -------------------------------------------------------------------------------------------------------
 
 
-@command.command("sweep", short_help="Do the housekeeping that is due.")
+@ledger_command.command("sweep", short_help="Do the housekeeping that is due.")
 @_WHERE
 @json_option
 def sweep_records(target: str | None, out: Printer) -> None:
@@ -165,7 +304,7 @@ def sweep_records(target: str | None, out: Printer) -> None:
     out.result({"changed": changed}, f"{count_of(changed, 'record')} changed")
 
 
-@command.command("resolve", short_help="Settle a command of unknown outcome.")
+@ledger_command.command("resolve", short_help="Settle a command of unknown outcome.")
 @_WORDS
 @_CALLER
 @click.option("--done", is_flag=True, help="It took effect: retries get --result.")

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from wirecall.cli.connecting import Protocol, Way
 from wirecall.cli.failures import CliError
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option
-from wirecall.cli.targets import Target, target_argument
+from wirecall.cli.targets import Protocol, Target, Way, target_argument
 from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 

@@ -22,11 +22,10 @@ from msgspec import Struct, field
 from wirecall.app import App
 from wirecall.auth.access import WELL_KNOWN, check_address
 from wirecall.auth.documents import fetch, server_metadata
-from wirecall.cli.connecting import Way, http_client, way_options
 from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
 from wirecall.cli.input import run
 from wirecall.cli.output import Printer, count_of, json_option, progress
-from wirecall.cli.targets import Target, TargetCommand, target_argument
+from wirecall.cli.targets import Target, TargetCommand, Way, http_client, target_argument, way_options
 from wirecall.client.links import MemoryPipe
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, TimedOut, UsageError
 from wirecall.mcp.headers import VERSION, repeated
@@ -522,7 +521,7 @@ _WHICH = {
 @target_argument
 @way_options
 @json_option
-def command(target: Target, way: Way, out: Printer) -> Exit | None:
+def probe_command(target: Target, way: Way, out: Printer) -> Exit | None:
     """Find out which protocols TARGET speaks: revisions of MCP, arrays, plain JSON-RPC, features.
 
     Exit code 9 if it breaks a rule. No method is called and no resource is read. --as and --revision probe only one

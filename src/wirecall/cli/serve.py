@@ -20,10 +20,9 @@ import click
 import msgspec
 from msgspec import Struct
 
-from wirecall.cli.connecting import duration
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of, no_such
-from wirecall.cli.stores import check_ledger, ledger_option
-from wirecall.cli.targets import Target, configured, optional_target_argument, parse, serve_settings
+from wirecall.cli.ledger import check_ledger, ledger_option
+from wirecall.cli.targets import Target, configured, duration, optional_target_argument, parse, serve_settings
 from wirecall.config import SETTINGS
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import Limits
@@ -103,7 +102,7 @@ def read_limits(words: tuple[str, ...]) -> dict[str, float]:
 @limit_option
 @click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="Log calls on stderr. [default: off]")
 @click.option("--dev", is_flag=True, hidden=True)  # `wirecall dev` sets it
-def command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...], dev: bool, **given: Any) -> None:
+def serve_command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...], dev: bool, **given: Any) -> None:
     """Serve the app in TARGET, or the one that wirecall.toml names, until SIGTERM or Ctrl-C.
 
     Over HTTP: JSON-RPC at /rpc, MCP at /mcp, /healthz and /readyz for supervisors. On stdio: both on one pipe.

@@ -26,7 +26,6 @@ CHANGES: dict[str, Change] = {
     "begin_task": lambda ledger, token: ledger.begin_task(token, f"task of {token.nonce.hex()}", b"{}", TTL),
 }
 ALLOWED = {name: {State.RUNNING} for name in CHANGES} | {"complete": {State.RUNNING, State.UNKNOWN}}
-REFUSED = [(name, state) for name in CHANGES for state in State if state not in ALLOWED[name]]
 
 
 async def close_at_once(store: Store) -> None:

@@ -20,7 +20,7 @@ from tests.ledger import (
     present,
     same,
 )
-from tests.ledger.contract import CHANGES, REFUSED
+from tests.ledger.contract import ALLOWED, CHANGES
 from tests.servers import Store
 from wirecall.ledger.base import (
     MAX_ATTEMPTS,
@@ -57,15 +57,15 @@ async def test_the_first_claim_is_granted_with_everything_the_claim_said(ledger:
 
 
 @pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("on_crash", ["unknown", "rerun", "reconcile", "transactional"])
 async def test_a_claim_leaves_a_record_whose_lease_or_retention_is_not_over(
-    state: State, on_crash: str, ledger: Ledger, store: Store
+    state: State, ledger: Ledger, store: Store
 ) -> None:
     """P5: RUNNING is waited for, DONE is replayed, UNKNOWN and TOMBSTONE are reported; WAITING replays its last answer."""
     before = await in_state(state, ledger, store)
-    seen = await ledger.claim(claim_of(on_crash=on_crash))
-    assert same(seen, before)
-    assert same(await ledger.get(ID), before)
+    for on_crash in ("unknown", "rerun", "reconcile", "transactional"):
+        seen = await ledger.claim(claim_of(on_crash=on_crash))
+        assert same(seen, before), on_crash
+        assert same(await ledger.get(ID), before), on_crash
 
 
 @pytest.mark.parametrize("state", State)
@@ -231,12 +231,13 @@ async def test_a_token_with_one_wrong_part_changes_nothing(change: str, ledger: 
     assert await CHANGES[change](ledger, token) is True
 
 
-@pytest.mark.parametrize(("change", "state"), REFUSED)
-async def test_a_transition_is_refused_in_every_other_state(change: str, state: State, ledger: Ledger, store: Store) -> None:
+@pytest.mark.parametrize("state", [state for state in State if state is not State.RUNNING])
+async def test_a_transition_is_refused_in_every_other_state(state: State, ledger: Ledger, store: Store) -> None:
     """The token is the right one: what was DONE stays as it was recorded, and evidence is not removed."""
     record = await in_state(state, ledger, store)
-    assert await CHANGES[change](ledger, record.token) is False
-    assert same(await ledger.get(ID), record)
+    for change in (name for name in CHANGES if state not in ALLOWED[name]):
+        assert await CHANGES[change](ledger, record.token) is False, change
+        assert same(await ledger.get(ID), record), change
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -26,8 +26,8 @@ class Effects:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._ask("CREATE TABLE IF NOT EXISTS effects (cents integer)")
-        self._ask("DELETE FROM effects")
+        self.ask("CREATE TABLE IF NOT EXISTS effects (cents integer)")
+        self.ask("DELETE FROM effects")
 
     async def act(self, transaction: Transaction) -> None:
         inserted = transaction.db.execute("INSERT INTO effects VALUES (5)")
@@ -36,9 +36,9 @@ class Effects:
 
     @property
     def number(self) -> int:
-        return cast(int, self._ask("SELECT count(*) FROM effects")[0][0])
+        return cast(int, self.ask("SELECT count(*) FROM effects")[0][0])
 
-    def _ask(self, statement: str) -> Any:
+    def ask(self, statement: str) -> Any:
         if self._store.kind == "sqlite":
             with closing(apsw.Connection(self._store.url.removeprefix("sqlite:"))) as db:
                 return db.execute(statement).fetchall()

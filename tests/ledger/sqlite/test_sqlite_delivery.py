@@ -21,13 +21,14 @@ from tests.ledger.contract.test_delivery import (
     lose,
     write,
 )
+from tests.ledger.contract.test_keyless_transactions import Shop
 from tests.ledger.sqlite.test_sqlite import turn_of
 from tests.ledger.sqlite.test_sqlite_clocks import Clock, opened
-from wirecall.ledger.base import Claim, Delivered, LedgerDown, Locked, Record, State
+from tests.servers import Store
+from wirecall.ledger.base import LedgerDown, Record, State
 from wirecall.ledger.sqlite import file as sqlite_file
 from wirecall.ledger.sqlite import ledger as sqlite
 from wirecall.ledger.sqlite.ledger import SqliteLedger
-from wirecall.ledger.sqlite.transaction import HandlerTransaction
 
 Leave: TypeAlias = Callable[[SqliteLedger, Clock, Record], Awaitable[Any]]
 
@@ -299,116 +300,11 @@ WAIT = 20.0
 
 
 @pytest.fixture
-async def shop(path: Path) -> AsyncIterator["Shop"]:
-    shop = Shop(SqliteLedger(path), path)
-    await shop.ledger.open()
-    shop.ask("CREATE TABLE effects (cents integer)")
-    yield shop
-    await shop.ledger.aclose()
-
-
-class Shop:
-    """A ledger, and a table of effects in its file."""
-
-    def __init__(self, ledger: SqliteLedger, path: Path) -> None:
-        self.ledger = ledger
-        self._path = path
-
-    def ask(self, statement: str) -> Any:
-        with closing(apsw.Connection(str(self._path))) as db:
-            db.set_busy_timeout(5000)
-            return db.execute(statement).get
-
-    @property
-    def effects(self) -> Any:
-        return self.ask("SELECT count(*) FROM effects")
-
-    async def run(self, claim: Claim, wait: float = WAIT) -> Record:
-        """Run a command: one effect, if the record is its own."""
-        async with self.ledger.transaction(claim, wait) as transaction:
-            if transaction.record.nonce == claim.nonce:
-                await self.act(transaction)
-            return transaction.record
-
-    async def act(self, transaction: HandlerTransaction) -> None:
-        transaction.db.execute("INSERT INTO effects VALUES (5)")
-        await transaction.complete(outcome_of(), RETENTION, undo=False)
-
-
-@pytest.mark.parametrize("claim", [keyless(), keyless(None)])
-async def test_a_transaction_without_a_key_has_a_delivery(claim: Claim, shop: Shop) -> None:
-    """B1."""
-    async with shop.ledger.transaction(claim, WAIT) as transaction:
-        record = transaction.record
-        assert (record.id, record.state, record.nonce) == (claim.id, State.RUNNING, claim.nonce)
-        assert (record.delivery, record.deliverer) == ("pending", claim.nonce)
-        await shop.act(transaction)
-    done = await present(shop.ledger, claim.id)
-    assert (done.state, done.delivery, done.deliverer) == (State.DONE, "pending", claim.nonce)
-
-
-@pytest.mark.parametrize("end", ["undelivered", "written"])
-async def test_of_two_transactions_at_once_the_second_acts_if_the_first_was_answered(end: Any, shop: Shop) -> None:
-    first, second = keyless(), keyless()
-    async with shop.ledger.transaction(first, WAIT) as transaction:
-        repetition = asyncio.create_task(shop.run(second))
-        await asyncio.sleep(0)
-        await shop.act(transaction)
-    # Now it is done. But its answer is on its way, so the second still waits.
-    with pytest.raises(Locked):
-        await shop.run(keyless(), wait=0.0)
-    assert not repetition.done()
-    await shop.ledger.deliver([Delivered(first.id, first.nonce, end)])
-    record = await asyncio.wait_for(repetition, WAIT)
-    if end == "undelivered":
-        assert (record.id, record.state, record.outcome) == (first.id, State.DONE, outcome_of())
-        assert (record.deliverer, record.delivery) == (second.nonce, "pending")
-        assert (await present(shop.ledger, first.id)).deliverer == second.nonce
-        assert shop.effects == 1
-    else:
-        assert (record.id, record.nonce) == (second.id, second.nonce)
-        assert shop.effects == 2
-
-
-async def test_one_lost_answer_serves_one_of_many_transactions(shop: Shop) -> None:
-    first = keyless()
-    await lose(shop.ledger, await shop.run(first))
-    found = await asyncio.gather(*(shop.run(keyless(), wait=0.0) for _ in range(4)), return_exceptions=True)
-    assert sorted(type(each).__name__ for each in found) == ["Locked", "Locked", "Locked", "Record"]
-    assert [each.id for each in found if isinstance(each, Record)] == [first.id]
-    assert shop.effects == 1
-
-
-async def test_a_transaction_that_was_undone_leaves_the_effect_to_the_next(shop: Shop) -> None:
-    second = keyless()
-    async with shop.ledger.transaction(keyless(), WAIT) as transaction:
-        transaction.db.execute("INSERT INTO effects VALUES (5)")
-    assert (await shop.run(second)).id == second.id
-    assert shop.effects == 1
-
-
-async def test_an_equal_call_of_the_same_process_acts_in_its_own_transaction(shop: Shop) -> None:
-    """Two equal orders are two orders, though the answer to the first is on its way."""
-    first = await shop.run(keyless())
-    second = keyless(beside=frozenset({first.id.key}))
-    assert (await shop.run(second, wait=0)).id == second.id
-    assert shop.effects == 2
-
-
-async def test_a_lost_call_that_still_runs_under_a_lease_holds_a_transaction_up(shop: Shop) -> None:
-    """It was declared otherwise when it began. Its answer stays lost, so that a later repetition finds it."""
-    record = await claimed(shop.ledger)
-    await lose(shop.ledger, record)
-    with pytest.raises(Locked):
-        await shop.run(keyless(), wait=0.0)
-    assert (await present(shop.ledger, record.id)).delivery == "undelivered"
-    assert await shop.ledger.complete(record.token, outcome_of(), RETENTION)
-    second, third = keyless(), keyless()
-    found = await shop.run(second)
-    assert (found.id, found.deliverer) == (record.id, second.nonce)
-    await write(shop.ledger, found)
-    assert (await shop.run(third)).id == third.id
-    assert shop.effects == 1
+async def shop(path: Path) -> AsyncIterator[Shop]:
+    ledger = SqliteLedger(path)
+    await ledger.open()
+    yield Shop(ledger, Store("sqlite", f"sqlite:{path}"))
+    await ledger.aclose()
 
 
 async def test_an_answer_that_is_too_old_is_a_tombstone_for_a_transaction(path: Path, clock: Clock) -> None:

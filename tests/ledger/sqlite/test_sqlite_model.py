@@ -9,12 +9,12 @@ from typing import Any
 
 import apsw
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.ledger.test_delivery_model import Shop
-from tests.ledger.test_ledger_model import QUIET, Attempt, World
-from tests.size import full_only, sized
+from tests.ledger.test_ledger_model import QUIET, Attempt, World, searched
+from tests.size import sized
 from wirecall.ledger.base import Claim, Record
 from wirecall.ledger.sqlite.file import SCHEMA, SQL
 from wirecall.ledger.sqlite.ledger import SqliteLedger
@@ -106,10 +106,12 @@ def mutants_of_delivery() -> Iterator[tuple[str, Mutant]]:
 
 OF_DELIVERY = dict(mutants_of_delivery())
 MUTANTS = dict(mutants()) | OF_DELIVERY
-LONG = {f"commit_point without {LEASE[0]}"}  # many hundred examples until one of them shows it
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[full_only] * (name in LONG)) for name in MUTANTS])
+RARE = {f"commit_point without {LEASE[0]}"}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
 def test_the_model_notices_a_missing_guard(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for statement, changes in MUTANTS[name].items():
         text = SQL[statement]
@@ -119,4 +121,4 @@ def test_the_model_notices_a_missing_guard(name: str, monkeypatch: pytest.Monkey
         monkeypatch.setitem(SQL, statement, text)
     model = SqliteShop if name in OF_DELIVERY else SqliteWorld
     with pytest.raises((AssertionError, apsw.ConstraintError)):  # the table has guards of its own
-        run_state_machine_as_test(model, settings=settings(QUIET, max_examples=1000, phases=[Phase.generate]))
+        searched(model, rare=name in RARE)

@@ -1,7 +1,12 @@
-"""What mypy and pyright infer for the README's own examples, and for their twins: an editor sees types, not `Any`.
+"""Mypy and pyright on the README's examples and on generated clients: an editor sees types, not `Any`.
 
-The module that they read is made of the README's Python blocks, with a `reveal_type` for each row of the tables below. `Any`
-stands in them for JSON values alone: what a method gives whose type the caller did not name.
+Both checkers read one folder:
+
+1. `examples.py` is made of the README's Python blocks, with a `reveal_type` for each row of the tables below. `Any` stands
+   in them for JSON values alone: what a method gives whose type the caller did not name.
+2. Generated clients, which pass in mypy's strict mode, and `use.py`, which calls them.
+
+A line that ends in `# mistake` is one that a checker must refuse, and it refuses no other.
 """
 
 import json
@@ -10,10 +15,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.contract.test_generate import NAMES, contract_of, pets
 from tests.mcp.node import installed, node
+from wirecall.contract.generate import generated
+from wirecall.contract.lock import of_app
 
 ROOT = Path(__file__).parents[2]
 PYRIGHT = "pyright@1.1.414"
@@ -108,50 +117,81 @@ def plain(shown: str) -> str:
     return re.sub(r"'\] \| Literal\['", "', '", shown)
 
 
+USE = """
+from pets_client import Cat, Dog, PetsClient, SyncPetsClient
+
+
+async def use() -> None:
+    async with PetsClient("http://127.0.0.1:8420", check=True, timeout=5) as client:
+        found: list[Cat | Dog] = await client.pets_greet(pet=Cat(name="Tom", class_=7), size="small")
+        await client.buy(name="Tom", key="order-7")
+        await client.pets_greet(pet="Tom")  # mistake
+        await client.pets_greet(pet=Dog(name="Rex"), size="huge")  # mistake
+        await client.pets_greet(pet=Dog(name="Rex"), key="k")  # mistake
+        print(found[0].age)  # mistake
+
+
+SyncPetsClient(["python", "server.py"]).forget()
+"""
+
+
+class Verdict(NamedTuple):
+    """The verdict of a checker on a folder: the revealed types, in their order, and the file and line of each error."""
+
+    revealed: list[str]
+    errors: set[tuple[str, int]]
+
+
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
-def test_an_editor_infers(checker: str, tmp_path: Path) -> None:
-    file = tmp_path / "examples.py"
-    file.write_text(module())
-    found, faults = (mypy if checker == "mypy" else pyright)(file)
+def test_types_are_inferred_and_mistakes_are_found(checker: str, tmp_path: Path) -> None:
+    odd = contract_of({name: {"type": "integer"} for name in NAMES}, errors={"5": "Gone"})
+    sources = {
+        "examples.py": module(),
+        "pets_client.py": generated(of_app(pets()), "jsonrpc"),
+        "tools_client.py": generated(of_app(pets()), "mcp"),
+        "odd_client.py": generated(odd, "jsonrpc"),
+        "use.py": USE,
+    }
+    for name, source in sources.items():
+        (tmp_path / name).write_text(source)
+    verdict = (mypy if checker == "mypy" else pyright)(tmp_path)
     wanted = {**README, **TWINS}
-    assert dict(zip(wanted, found, strict=True)) == wanted
-    lines = file.read_text().splitlines()
-    assert [lines[line - 1] for line in sorted(set(faults))] == [f"{mistake}  # mistake" for mistake in MISTAKES]
+    assert dict(zip(wanted, verdict.revealed, strict=True)) == wanted
+    assert verdict.errors == {
+        (name, number)
+        for name, source in sources.items()
+        for number, line in enumerate(source.splitlines(), 1)
+        if line.endswith("# mistake")
+    }
 
 
-def mypy(file: Path) -> tuple[list[str], list[int]]:
-    """Return the types that mypy reveals, and the lines of what it refuses."""
-    options = ["--strict", "--allow-untyped-defs", "--allow-untyped-calls", "--allow-any-generics", "--check-untyped-defs"]
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        *options,
-        "--cache-dir",
-        str(ROOT / ".mypy_cache"),
-        "--output",
-        "json",
-        str(file),
-    ]
+def mypy(folder: Path) -> Verdict:
+    # The functions of the README's examples need no annotations.
+    loose = ("disallow_untyped_defs", "disallow_untyped_calls", "disallow_any_generics")
+    options = "".join(f"{option} = false\n" for option in loose)
+    (folder / "mypy.ini").write_text(f"[mypy]\nstrict = true\n[mypy-examples]\n{options}")
+    cache = ("--cache-dir", str(ROOT / ".mypy_cache"))
+    command = [sys.executable, "-m", "mypy", *cache, "--output", "json", *map(str, sorted(folder.glob("*.py")))]
     environment = {**os.environ, "MYPYPATH": str(ROOT / "src")}
-    ran = subprocess.run(
-        command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert told, ran.stdout + ran.stderr
-    revealed = [one["message"] for one in told if one["message"].startswith("Revealed type is")]
-    faults = [one["line"] for one in told if one["severity"] == "error"]
-    return [plain(re.sub(r'Revealed type is "(.*)"', r"\1", message)) for message in revealed], faults
+    revealed = [match[1] for one in told if (match := re.match(r'Revealed type is "(.*)"', one["message"]))]
+    return Verdict(
+        [plain(shown) for shown in revealed],
+        {(Path(one["file"]).name, one["line"]) for one in told if one["severity"] == "error"},
+    )
 
 
-def pyright(file: Path) -> tuple[list[str], list[int]]:
-    """Return the types that pyright reveals, and the lines of what it refuses."""
+def pyright(folder: Path) -> Verdict:
     settings = {"extraPaths": [str(ROOT / "src")], "typeCheckingMode": "standard"}
-    (file.parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     program = installed(PYRIGHT) / "pyright" / "index.js"
-    command = [str(node()), str(program), "--outputjson", "--pythonpath", sys.executable, str(file)]
-    ran = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    command = [str(node()), str(program), "--outputjson", "--pythonpath", sys.executable]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
     told = json.loads(ran.stdout)["generalDiagnostics"]
-    revealed = [one["message"] for one in told if one["message"].startswith("Type of ")]
-    faults = [one["range"]["start"]["line"] + 1 for one in told if one["severity"] == "error"]
-    return [plain(re.sub(r'Type of ".*" is "(.*)"', r"\1", message, flags=re.DOTALL)) for message in revealed], faults
+    revealed = [match[1] for one in told if (match := re.match(r'Type of ".*" is "(.*)"', one["message"], re.DOTALL))]
+    return Verdict(
+        [plain(shown) for shown in revealed],
+        {(Path(one["file"]).name, one["range"]["start"]["line"] + 1) for one in told if one["severity"] == "error"},
+    )
