@@ -39,12 +39,12 @@ def commands(port: int) -> dict[str, list[str]]:
     bare = [*python, "granian", "--loop", "uvloop", "--no-ws", "--log-level", "critical", "--host", "127.0.0.1"]
     served = [*python, "wirecall", "serve", "--http", f"127.0.0.1:{port}"]
     return {
-        "bare ASGI": [*bare, "--port", str(port), "--interface", "asginl", "bench.servers.shop:bare_asgi"],
-        "bare RSGI": [*bare, "--port", str(port), "--interface", "rsgi", "bench.servers.shop:bare_rsgi"],
-        "ours": [*served, "bench/servers/shop.py:ours"],
-        "guarded": [*served, "bench/servers/shop.py:guarded"],
-        "official": [*python, "bench.servers.shop", "official", str(port)],
-        "fastmcp": [*python, "bench.servers.shop", "fastmcp", str(port)],
+        "bare ASGI": [*bare, "--port", str(port), "--interface", "asginl", "bench.servers.prices:bare_asgi"],
+        "bare RSGI": [*bare, "--port", str(port), "--interface", "rsgi", "bench.servers.prices:bare_rsgi"],
+        "ours": [*served, "bench/servers/prices.py:ours"],
+        "guarded": [*served, "bench/servers/prices.py:guarded"],
+        "official": [*python, "bench.servers.prices", "official", str(port)],
+        "fastmcp": [*python, "bench.servers.prices", "fastmcp", str(port)],
     }
 
 
@@ -292,11 +292,11 @@ def wait_for(port: int, child: "subprocess.Popen[bytes]") -> None:
     """Return when the server answers connections."""
     for _ in range(600):
         if child.poll() is not None:
-            raise RuntimeError(f"{child.args} ended with {child.returncode}")
+            raise RuntimeError(f"{child.args!r} ended with {child.returncode}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.05)
-    raise RuntimeError(f"{child.args} does not listen")
+    raise RuntimeError(f"{child.args!r} does not listen")
 
 
 def started(extras: dict[str, float] | None = None) -> tuple[dict[str, float], dict[str, float]]:

@@ -2,7 +2,7 @@
 
 Ours by `wirecall serve`, the bare ones by granian's command with uvloop, the others by their own `run`:
 
-python -m bench.servers.shop official PORT
+python -m bench.servers.prices official PORT
 """
 
 import os
