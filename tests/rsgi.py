@@ -119,7 +119,7 @@ class Protocol:
         self._put(body, more=False)
 
     def response_stream(self, status: int, headers: list[tuple[str, str]]) -> "Protocol":
-        fields = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+        fields = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
         self._events.put_nowait({"type": "http.response.start", "status": status, "headers": fields})
         self._is_open = True
         return self

@@ -15,7 +15,7 @@ Send: TypeAlias = Callable[[Event], Awaitable[None]]
 
 
 class AsgiExchange:
-    """An `Exchange` over ASGI."""
+    """An `HttpExchange` over ASGI."""
 
     __slots__ = ("_coming", "_has_body", "_receive", "_send", "authority", "headers", "method", "path")
 
@@ -79,7 +79,7 @@ class AsgiExchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def begin(self, status: int, fields: Pairs) -> None:
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields]
+        headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in fields]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send(self, piece: bytes, *, is_last: bool = False) -> None:

@@ -20,7 +20,7 @@ from wirecall.errors import Gone, StartFailed, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
 from wirecall.transports.asgi import AsgiExchange, Receive, Scope, Send
-from wirecall.transports.request import CLOSE, Endpoint, Exchange, Headers, HttpError, HttpRequest, Pairs, Waits
+from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, HttpExchange, HttpRequest, Pairs, Waits
 from wirecall.transports.rsgi import RsgiExchange, RsgiProtocol, RsgiScope
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class HttpServer:
     async def __rsgi__(self, scope: RsgiScope, protocol: RsgiProtocol) -> None:
         await self._serve(RsgiExchange(scope, protocol))
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, exchange: HttpExchange) -> None:
         request = HttpRequest(self, exchange)
         path = request.path
         guard, headers = self._guard, request.headers

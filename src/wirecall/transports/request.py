@@ -139,7 +139,7 @@ class Waits:
         self._timer = loop.call_later(self.TICK, self._look) if self._until else None
 
 
-class Exchange(Protocol):
+class HttpExchange(Protocol):
     """One request and its answer, as the interface of a server carries them: `asgi` and `rsgi` are the two."""
 
     method: str
@@ -200,7 +200,7 @@ class HttpRequest:
         *("caller", "has_left", "headers", "holder", "identity", "method", "path", "sending", "started"),
     )
 
-    def __init__(self, server: Around, exchange: Exchange) -> None:
+    def __init__(self, server: Around, exchange: HttpExchange) -> None:
         self.method = exchange.method
         self.path = exchange.path
         self.headers = exchange.headers
@@ -357,7 +357,7 @@ class HttpRequest:
         fields = [] if status == 204 else [("content-length", str(len(body)))]  # RFC 9110, section 8.6
         if body:
             fields.append(("content-type", media))
-        fields += [(name.lower(), value) for name, value in headers]
+        fields += headers
         fields += self._more
         if len(body) > PIECE:
             self.started = True
@@ -399,7 +399,7 @@ class HttpRequest:
         """Begin a stream of server-sent events; HttpError 503 if too many are open."""
         self._server.enter_stream(self)
         self.started = True
-        fields = [*_STREAM_FIELDS, *((name.lower(), value) for name, value in headers), *self._more]
+        fields = [*_STREAM_FIELDS, *headers, *self._more]
         await self._tell(self._exchange.begin(200, fields))
 
     async def write(self, chunk: bytes) -> None:
