@@ -111,5 +111,5 @@ def running(*words: str, cwd: Path | str | None = None, env: Mapping[str, str] |
 def serving(target: str, *words: str) -> Iterator[str]:
     """The address of a server that `wirecall serve` runs."""
     with running("serve", target, "--http", "127.0.0.1:0", *words) as run:
-        yield run.wait_for("Listening on").split()[2]
+        yield run.wait_for("Listening on").split()[-1]
         run.end()

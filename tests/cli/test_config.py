@@ -113,7 +113,7 @@ def test_paths_in_the_file_are_relative_to_it(here: Path) -> None:
         (
             "[server]\nserver = 'apache'\n",
             2,
-            'server.server must be "granian" or "uvicorn", got \'apache\'',
+            'server.server must be "granian", "granian-asgi" or "uvicorn", got \'apache\'',
             'server = "granian"',
         ),
         ("[server]\nhosts = 3\n", 2, "server.hosts must be an array of names, got 3", "hosts = ['api.example.com']"),

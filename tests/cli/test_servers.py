@@ -99,7 +99,7 @@ def test_calls_on_stdio() -> None:
 @pytest.mark.parametrize("server", ["granian", "granian-asgi", "uvicorn"])
 def test_serve_stops_on_a_signal(server: str) -> None:
     with running("serve", SHOP, "--http", "127.0.0.1:0", "--server", server, "--grace", "5s") as run:
-        address = run.wait_for("Listening on").split()[2]
+        address = run.wait_for("Listening on").split()[-1]
         assert invoke("call", address, "price", "sku=tea").stdout == "450\n"
         assert run.end()[0] == 0
 
@@ -125,7 +125,7 @@ url = "sqlite:ledger.db"
 batch = 1
 ''')
     with running("serve", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
-        address = run.wait_for("Listening on").split()[2]
+        address = run.wait_for("Listening on").split()[-1]
         pair = b'[{"jsonrpc":"2.0","method":"price","params":["tea"],"id":1},{"jsonrpc":"2.0","method":"price","id":2}]\n'
         assert json.loads(invoke("send", address, input=pair).stdout)["error"]["data"]["limit"] == "batch"
         assert run.end()[0] == 0
@@ -163,7 +163,7 @@ def test_a_port_that_is_taken(shop: str) -> None:
 
 def test_the_log_of_calls() -> None:
     with running("serve", SHOP, "--http", "127.0.0.1:0", "--log", "text") as run:
-        address = run.wait_for("Listening on").split()[2]
+        address = run.wait_for("Listening on").split()[-1]
         invoke("call", address, "price", "sku=milk")
         assert "✗ price" in run.wait_for("error 4040")
 
@@ -172,13 +172,13 @@ def test_dev_restarts_when_a_file_changes(tmp_path: Path) -> None:
     source = "from wirecall import App\napp = App('a')\n@app.query\ndef one() -> int:\n    return 1\n"
     (tmp_path / "app.py").write_text(source)
     with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
-        address = run.wait_for("Listening on").split()[2]
+        address = run.wait_for("Listening on").split()[-1]
         assert invoke("call", address, "one").stdout == "1\n"
         run.wait_for("✓ one")
         (tmp_path / "app.py").write_text(source + "x = = 1\n")
         run.wait_for("cannot be loaded")
         (tmp_path / "app.py").write_text(source.replace("return 1", "return 2"))
-        address = run.wait_for("Listening on").split()[2]
+        address = run.wait_for("Listening on").split()[-1]
         assert invoke("call", address, "one").stdout == "2\n"
         assert run.end(signal.SIGINT)[0] == 0
 
@@ -187,7 +187,7 @@ def test_dev_tells_once_of_a_plain_function_that_blocks_the_loop(tmp_path: Path)
     source = "import time\nfrom wirecall import App\napp = App('a')\n@app.query\ndef nap() -> None:\n    time.sleep(0.2)\n"
     (tmp_path / "app.py").write_text(source)
     with running("dev", "app.py", "--http", "127.0.0.1:0", cwd=tmp_path) as run:
-        address = run.wait_for("Listening on").split()[2]
+        address = run.wait_for("Listening on").split()[-1]
         for _ in range(2):
             invoke("call", address, "nap")
         told = run.wait_for("blocked the event loop")

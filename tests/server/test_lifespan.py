@@ -443,7 +443,7 @@ def test_a_server_that_cannot_start_says_why_and_exits_with_1(tmp_path: Path, wo
 def test_served_over_http(tmp_path: Path, server: str) -> None:
     with running("serve", shop(tmp_path), "--http", "127.0.0.1:0", "--server", server) as run:
         run.wait_for("entering")
-        address = run.wait_for("Listening on").split()[2]
+        address = run.wait_for("Listening on").split()[-1]
         assert wirecall("call", address, "pool").stdout == b"7\n"
         assert run.end()[0] == 0
         assert "".join(run.said).count("entering") == 1

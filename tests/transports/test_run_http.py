@@ -67,11 +67,11 @@ async def test_a_call_is_answered(shared: Listening) -> None:
 @pytest.mark.parametrize(
     ("server", "how"),
     [
-        ("granian", "granian, RSGI, uvloop"),
-        ("granian without uvloop", "granian, RSGI, asyncio"),
-        ("granian-asgi", "granian, ASGI, uvloop"),
-        ("uvicorn", "uvicorn, ASGI, uvloop"),
-        ("uvicorn without uvloop", "uvicorn, ASGI, asyncio"),
+        ("granian", "granian (RSGI, uvloop)"),
+        ("granian without uvloop", "granian (RSGI, asyncio)"),
+        ("granian-asgi", "granian (ASGI, uvloop)"),
+        ("uvicorn", "uvicorn (ASGI, uvloop)"),
+        ("uvicorn without uvloop", "uvicorn (ASGI, asyncio)"),
     ],
 )
 async def test_the_first_line_says_how_it_serves(server: str, how: str) -> None:

@@ -50,7 +50,7 @@ LAST = 1.0
 
 
 def _print(address: str, how: str) -> None:
-    print(f"Listening on {address} ({how})", file=sys.stderr, flush=True)
+    print(f"Serving with {how}. Listening on {address}", file=sys.stderr, flush=True)
 
 
 def serve(
@@ -79,7 +79,7 @@ def serve(
         address, number = kept.getsockname()[:2]
         url = f"http://{f'[{address}]' if ':' in address else address}:{number}"
         interface = "RSGI" if server == "granian" and FILES else "ASGI"
-        how = f"{package}, {interface}, {loop_name()}"
+        how = f"{package} ({interface}, {loop_name()})"
         if workers == 1:
             _work(app, host, kept, server, grace, lambda: listening(url, how))
             return
