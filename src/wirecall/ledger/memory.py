@@ -61,9 +61,10 @@ class MemoryLedger:
             return row.record
         verdict = decide(row.view(now), claim, expired=row.expires <= now)
         if verdict == "renew":
-            row.record = msgspec.structs.replace(row.record, state=State.RUNNING)
+            row.record = msgspec.structs.replace(row.record, state=State.RUNNING, lease_left=claim.lease)
             row.hold(now, claim.lease)
-        elif verdict == "take_over":
+            return row.record
+        if verdict == "take_over":
             taken = self._running(claim, row.record.attempts + 1, row.record.started_at)
             row.record = msgspec.structs.replace(
                 taken,
@@ -73,7 +74,8 @@ class MemoryLedger:
             )
             row.retention = claim.retention
             row.hold(now, claim.lease)
-        elif verdict == "to_unknown":
+            return row.record
+        if verdict == "to_unknown":
             row.turn(State.UNKNOWN, expires=math.inf)
         elif verdict == "to_tombstone":
             self._bury(row)
