@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct
@@ -726,8 +726,8 @@ async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
         run.begin()
     try:
         result = handler()
-        while hasattr(result, "__await__"):
-            result = await cast(Awaitable[object], result)
+        if hasattr(result, "__await__"):
+            result = await settled(result)
         outcome = outcome_of("result", result, run.claim.id, call.shape)
     except FixedError:
         raise
