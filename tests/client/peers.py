@@ -23,7 +23,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @asynccontextmanager
 async def served(app: App | Callable[[str], App], server: Any = "uvicorn") -> AsyncIterator[str]:
-    """An app of ours over HTTP, at an address without a path; a function makes an app that knows its address."""
+    """Serve an app over HTTP, at an address without a path. A function gets that address and makes the app."""
     stop, listening = asyncio.Event(), asyncio.Event()
     with bind("127.0.0.1", 0) as bound:
         host, port = bound.getsockname()

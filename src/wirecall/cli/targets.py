@@ -331,7 +331,7 @@ HURRY = 1.0  # the same after Ctrl-C
 
 
 async def stored_auth(url: str, headers: Mapping[str, str]) -> "Stored | None":
-    """Return the login that is kept for an address; None if there is none, or if a header authorizes the requests."""
+    """Return the stored login of an address, or None if it is missing or a header authorizes the requests."""
     if not login_folder().is_dir() or any(name.lower() == "authorization" for name in headers):
         return None
     from wirecall.auth import Stored  # late: few targets need it
