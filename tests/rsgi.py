@@ -47,6 +47,7 @@ class Fields:
 
 class Scope:
     def __init__(self, scope: Any) -> None:
+        self.proto = "http"
         self.method: str = scope["method"]
         target: str = scope["path"]
         _, sign, rest = target.partition("://")

@@ -756,3 +756,48 @@ async def test_a_request_that_is_ended_by_the_stop_ends_quietly() -> None:
         asking.cancel()
         await asyncio.wait([asking], timeout=10)
         assert asking.cancelled() is not is_stopping
+
+
+# --- RSGI --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interface", ["rsgi"], indirect=True)
+async def test_a_websocket_is_closed_over_rsgi() -> None:
+    class Socket:
+        closed = False
+
+        def close(self, status: int | None, /) -> None:
+            self.closed = True
+
+    socket = Socket()
+    scope = rsgi.Scope(scope_of("GET", "/mcp", LOCAL))
+    scope.proto = "ws"
+    await server_of().__rsgi__(scope, socket)
+    assert socket.closed
+
+
+@pytest.mark.parametrize("interface", ["rsgi"], indirect=True)
+@pytest.mark.parametrize("address", ["", "/run/shop.socket", "127.0.0.1:1", "[fe80::1%2]:1"])
+async def test_a_long_answer_goes_out_where_no_socket_is_found(address: str) -> None:
+    """As over a socket of the file system: the process cannot wait for such a client, but it answers."""
+
+    async def stream(request: HttpRequest) -> None:
+        await request.body()
+        await request.open_stream()
+        for _ in range(8):
+            await request.write(b"x" * 65_536)
+        await request.close_stream()
+
+    async def broken(request: HttpRequest) -> None:
+        await request.open_stream()
+        raise ValueError("as planned")
+
+    server = HttpServer({"/": stream, "/broken": broken})
+    for path, length in (("/", 8 * 65_536), ("/broken", 0)):
+        client = Client(piece(b""))
+        scope = rsgi.Scope(scope_of("POST", path, LOCAL))
+        scope.client = address
+        protocol = rsgi.Protocol(client.receive, client.send, None)
+        await server.__rsgi__(scope, protocol)
+        await protocol.end()
+        assert len(client.reply.body) == length

@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from inspect import isawaitable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from wirecall.errors import Gone, StartFailed, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
 from wirecall.transports.asgi import AsgiExchange, Receive, Scope, Send
 from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, HttpExchange, HttpRequest, Pairs, Waits
-from wirecall.transports.rsgi import RsgiExchange, RsgiProtocol, RsgiScope
+from wirecall.transports.rsgi import RsgiExchange, RsgiProtocol, RsgiScope, RsgiSocket
 
 if TYPE_CHECKING:
     from wirecall.server.identity import Identity
@@ -101,8 +101,11 @@ class HttpServer:
             return
         await self._serve(AsgiExchange(scope, receive, send))
 
-    async def __rsgi__(self, scope: RsgiScope, protocol: RsgiProtocol) -> None:
-        await self._serve(RsgiExchange(scope, protocol))
+    async def __rsgi__(self, scope: RsgiScope, protocol: RsgiProtocol | RsgiSocket) -> None:
+        if scope.proto != "http":
+            cast(RsgiSocket, protocol).close(None)
+            return
+        await self._serve(RsgiExchange(scope, cast(RsgiProtocol, protocol)))
 
     async def _serve(self, exchange: HttpExchange) -> None:
         request = HttpRequest(self, exchange)
@@ -337,7 +340,7 @@ class Guard:
     def check_host(self, host: str) -> None:
         """Raise HttpError unless this is a name of the server."""
         text = host.strip(" \t").lower()
-        if not text:  # granian makes an empty one where there is none
+        if not text:  # granian adds an empty Host to a request without one
             raise HttpError(400, "the Host header is missing")
         if "*" not in self._hosts and not self._is_ours(text):
             raise HttpError(

@@ -37,6 +37,7 @@ class RsgiHeaders(Protocol):
 class RsgiScope(Protocol):
     """The request that RSGI gives."""
 
+    proto: str  # "http", or "ws"
     method: str
     path: str
     authority: str | None
@@ -55,6 +56,12 @@ class RsgiProtocol(Protocol):
     def response_empty(self, status: int, headers: list[tuple[str, str]]) -> None: ...
     def response_bytes(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None: ...
     def response_stream(self, status: int, headers: list[tuple[str, str]]) -> Any: ...
+
+
+class RsgiSocket(Protocol):
+    """A websocket, as RSGI gives it."""
+
+    def close(self, status: int | None, /) -> object: ...
 
 
 class RsgiExchange:
@@ -142,8 +149,8 @@ class RsgiExchange:
         """Wait until the kernel has nearly all bytes of the stream and takes more of them."""
         if self._socket is None:
             self._socket = self._connection()
-            if self._socket is None:
-                raise ConnectionError("the client has left")
+            if self._socket is None:  # closed, which the next piece reports, or not one that the process can find
+                return
             # The count begins here, in the middle of the stream: the bytes so far are the lead that granian may keep.
             self._due = _taken(self._socket) or 0
         ready, state = asyncio.Event(), select.poll()
@@ -165,14 +172,19 @@ class RsgiExchange:
             await asyncio.sleep(0.001)  # granian's own thread has still to write
 
     def _connection(self) -> socket.socket | None:
-        """Return a duplicate of the connection's socket, or None if it is closed."""
-        address, _, port = self._scope.client.rpartition(":")
-        client = ipaddress.ip_address(address.strip("[]")), int(port)
-        for each in open_sockets():
-            with contextlib.suppress(OSError, ValueError):  # it is not connected, or is not a socket of IP
-                host, number = each.getpeername()[:2]
-                if (ipaddress.ip_address(host), number) == client:
-                    return socket.socket(fileno=os.dup(each.fileno()))  # `each.dup()` would make it block
+        """Return a duplicate of the connection's socket, or None if it is closed or is not a socket of IP."""
+
+        def address(pair: Any) -> tuple[object, int]:
+            host, port = pair  # ValueError for the name of a socket that is not one of IP
+            # Rust and Python write the zone of an address in two ways, so it is left out.
+            return ipaddress.ip_address(host.strip("[]").partition("%")[0]), int(port)
+
+        with contextlib.suppress(ValueError):  # a path
+            client = address(self._scope.client.rpartition(":")[::2])
+            for each in open_sockets():
+                with contextlib.suppress(OSError, ValueError):  # it is not connected, or is not a socket of IP
+                    if address(each.getpeername()[:2]) == client:
+                        return socket.socket(fileno=os.dup(each.fileno()))  # `each.dup()` would make it block
         return None
 
     def release(self, *, cut: bool) -> None:
