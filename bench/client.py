@@ -184,10 +184,10 @@ def tell(speeds: dict[str, float]) -> int:
     bare, official, fast = speeds["bare aiohttp"], speeds["official SDK, MCP"], speeds["FastMCP in memory"]
     plain, modern, memory = speeds["wirecall, JSON-RPC"], speeds["wirecall, MCP"], speeds["wirecall in memory, MCP"]
     targets = [
-        Target("JSON-RPC over HTTP, of a bare aiohttp loop", "calls/s", plain, ">=", 0.6, bare=bare),
-        Target("MCP over HTTP, of a bare aiohttp loop", "calls/s", modern, ">=", 0.6, bare=bare),
+        Target("JSON-RPC over HTTP, of a bare aiohttp loop", "calls/s", plain, ">=", 0.8, bare=bare),
+        Target("MCP over HTTP, of a bare aiohttp loop", "calls/s", modern, ">=", 0.8, bare=bare),
         Target("MCP over HTTP, times the official SDK's client", "calls/s", modern, ">=", 5, peer=official),
-        Target("MCP in memory, times FastMCP's client", "calls/s", memory, ">=", 20, peer=fast),
+        Target("MCP in memory, times FastMCP's client", "calls/s", memory, ">=", 40, peer=fast),
     ]
     return report("client", targets, speeds)
 

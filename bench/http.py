@@ -1,6 +1,7 @@
 """Tool calls and batches over HTTP, beside bare applications and other libraries, in one run.
 
     make bench            or   python bench/http.py [--quick]
+    an hour of clients that come and go:   python bench/http.py --churn 60
 
 Every server runs as its users run it: ours by `wirecall serve`, the bare ones by granian's command with uvloop, the others
 by their own `run`. 16 connections each send one request after another, from this
@@ -11,10 +12,13 @@ are started anew several times: where a process happens to lie in memory makes a
 import asyncio
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ CONNECTIONS = 16
 BATCH = 50
 ROOT = Path(__file__).parent.parent
 STREAMS = 500  # that stay open while memory is measured
+NUMBER = b"0000000000000000"  # stands for another number in each request
+numbers = count(time.time_ns() // 1000)
 
 
 def commands(port: int) -> dict[str, list[str]]:
@@ -70,8 +76,8 @@ def request(path: str, body: Any, **headers: str) -> bytes:
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data
 
 
-def call(meta: Any, name: str = "price") -> dict[str, Any]:
-    params = {"name": name, "arguments": {"sku": "tea"}, **({"_meta": meta} if meta else {})}
+def call(meta: Any, name: str = "price", sku: str = "tea") -> dict[str, Any]:
+    params = {"name": name, "arguments": {"sku": sku}, **({"_meta": meta} if meta else {})}
     return {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
 
 
@@ -107,6 +113,17 @@ WITH_TOKEN = request(
 )
 MANY = request("/rpc", [plain(id) for id in range(BATCH)])
 
+
+def order(meta: dict[str, Any], sku: str) -> bytes:
+    """A command of a known caller."""
+    versioned = {"MCP_Protocol_Version": "2026-07-28", "Mcp_Method": "tools/call", "Mcp_Name": "buy"}
+    return request("/mcp", call({**MODERN, **meta}, "buy", sku), **versioned, Authorization=f"Bearer {TOKEN}")
+
+
+# Both have another number each time, so that neither repeats an earlier command.
+KEYED = order({"io.wirecall/idempotency-key": NUMBER.decode()}, "tea-and-biscuits")
+KEYLESS = order({}, NUMBER.decode())
+
 # What is measured: the server, the request, how many calls are in it, and what every answer must contain. The request of
 # `tasks/get` is made when the server has a task.
 ROWS = {
@@ -122,6 +139,8 @@ ROWS = {
     "FastMCP 2025-06-18": ("fastmcp", OLD, 1, b'"text":"3"'),
     "wirecall /rpc, one call": ("ours", SINGLE, 1, b'"result":3'),
     f"wirecall /rpc, batch of {BATCH}": ("ours", MANY, BATCH, b'"result":3'),
+    "wirecall command with a key": ("guarded", KEYED, 1, b'"structuredContent":16'),
+    "wirecall command without a key": ("guarded", KEYLESS, 1, b'"structuredContent":16'),
 }
 
 
@@ -136,19 +155,24 @@ async def task_request(port: int) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Sends the same request again and again, the next when the answer to the last is complete."""
+    """Sends a request again and again, with a new number if it has one, the next when the answer to the last is complete."""
 
     def __init__(self, request: bytes, wanted: bytes) -> None:
         self.done = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request, self._wanted = request, wanted
+        self._is_numbered = NUMBER in request
         self._buffer = b""
         self._length = 0
         self._stop = False
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        transport.write(self._request)
+        self._send()
+
+    def _send(self) -> None:
+        numbered = self._request.replace(NUMBER, b"%016d" % next(numbers)) if self._is_numbered else self._request
+        self._transport.write(numbered)
 
     def data_received(self, data: bytes) -> None:
         self._buffer = self._buffer + data if self._buffer else data
@@ -165,7 +189,7 @@ class Connection(asyncio.Protocol):
         if self._stop:
             self._transport.close()
         else:
-            self._transport.write(self._request)
+            self._send()
 
     def _whole(self) -> int:
         """The length of head and body, once it is known: a stream is long enough when its last chunk is here."""
@@ -237,33 +261,65 @@ async def delays(port: int, data: bytes, calls: float) -> tuple[float, float]:
     return 1e3 * found[len(found) // 2], 1e3 * found[len(found) * 99 // 100]
 
 
+def held(pid: int) -> int:
+    """The kilobytes of memory that a server alone has."""
+    text = "".join(Path(f"/proc/{one}/smaps_rollup").read_text() for one in family(pid))
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_Dirty:"))
+
+
+async def stream(port: int) -> asyncio.StreamWriter:
+    """A connection with the standing stream of a new session."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    hello = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "bench", "version": "1"}}
+    writer.write(request("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}))
+    head = await reader.readuntil(b"\r\n\r\n")
+    await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]))
+    start = head.lower().index(b"mcp-session-id: ") + 16
+    session = head[start:].split(b"\r\n", 1)[0].decode()
+    more = f"GET /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\nMcp-Session-Id: {session}\r\n\r\n"
+    writer.write(more.encode())
+    await reader.readuntil(b": keep-alive\n\n")
+    return writer
+
+
 async def memory(port: int, pid: int) -> float:
     """The kilobytes that a session with an open stream takes."""
-
-    def held() -> int:
-        text = "".join(Path(f"/proc/{one}/smaps_rollup").read_text() for one in family(pid))
-        return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_Dirty:"))
-
-    async def opened() -> asyncio.StreamWriter:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        hello = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "bench", "version": "1"}}
-        writer.write(request("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}))
-        head = await reader.readuntil(b"\r\n\r\n")
-        await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0]))
-        start = head.lower().index(b"mcp-session-id: ") + 16
-        session = head[start:].split(b"\r\n", 1)[0].decode()
-        more = f"GET /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\nMcp-Session-Id: {session}\r\n\r\n"
-        writer.write(more.encode())
-        await reader.readuntil(b": keep-alive\n\n")
-        return writer
-
-    early = [await opened() for _ in range(50)]
-    before = held()
-    late = [await opened() for _ in range(STREAMS)]
-    grown = held() - before
+    early = [await stream(port) for _ in range(50)]
+    before = held(pid)
+    late = [await stream(port) for _ in range(STREAMS)]
+    grown = held(pid) - before
     for writer in early + late:
         writer.close()
     return grown / STREAMS
+
+
+async def churn(port: int, pid: int, minutes: float) -> float:
+    """How many times the memory of its second quarter a server has in the last quarter, while clients come and go."""
+    found: list[int] = []
+
+    async def visit() -> None:
+        """One client: it opens a stream, or calls, and every third caller leaves before its answer."""
+        kind = random.randrange(4)
+        if kind == 0:
+            (await stream(port)).close()
+            return
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write((NEW, OLD, FOLLOW)[kind - 1])
+        if random.randrange(3):
+            await reader.readuntil(b"structuredContent")
+        writer.close()
+
+    began, visits = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < 60 * minutes:
+        await asyncio.gather(*(visit() for _ in range(8)))
+        visits += 8
+        await asyncio.sleep(0.05)  # the machine is not to be filled: this is about memory
+        if passed >= len(found) * 0.6 * minutes:  # a hundred times
+            found.append(held(pid))
+    quarter = len(found) // 4
+    early, late = (sum(part) / len(part) for part in (found[quarter : 2 * quarter], found[3 * quarter :]))
+    print(f"{visits:,} clients in {minutes:g} minutes: {early:,.0f} KB in the second quarter, {late:,.0f} KB in the last")
+    return late / early
 
 
 async def measure(servers: dict[str, tuple[int, int]]) -> tuple[dict[str, float], dict[str, float]]:
@@ -299,32 +355,22 @@ def wait_for(port: int, child: "subprocess.Popen[bytes]") -> None:
     raise RuntimeError(f"{child.args!r} does not listen")
 
 
-def started(extras: dict[str, float] | None = None) -> tuple[dict[str, float], dict[str, float]]:
-    """One life of all servers. `extras` gets the measures that are taken once."""
+@contextlib.contextmanager
+def serving(names: Iterable[str]) -> Iterator[dict[str, tuple[int, int]]]:
+    """Servers that run in the block: the port and the process id of each."""
     keys = {"BENCH_ISSUER": ISSUER.issuer, "BENCH_RESOURCE": RESOURCE, "BENCH_KEYS": KEYS}
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    nowhere = subprocess.DEVNULL
     children: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}
     try:
-        for name in dict.fromkeys(server for server, *_ in ROWS.values()):
+        for name in names:
             port = free_port()
-            child = subprocess.Popen(
-                commands(port)[name],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd=ROOT,
-                env={**os.environ, **keys, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))},
-            )
+            env = {**os.environ, **keys, "PYTHONPATH": path}
+            child = subprocess.Popen(commands(port)[name], stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd=ROOT, env=env)
             children[name] = port, child
         for port, child in children.values():
             wait_for(port, child)
-        servers = {name: (port, child.pid) for name, (port, child) in children.items()}
-        rates, costs = asyncio.run(measure(servers))
-        if extras is not None:
-            port, pid = servers["ours"]
-            half = rates["wirecall 2026-07-28"] / 2
-            extras["p50"], extras["p99"] = asyncio.run(delays(port, NEW, half))
-            extras["memory"] = asyncio.run(memory(port, pid))
-        return rates, costs
+        yield {name: (port, child.pid) for name, (port, child) in children.items()}
     finally:
         for _, child in children.values():
             child.terminate()
@@ -332,9 +378,26 @@ def started(extras: dict[str, float] | None = None) -> tuple[dict[str, float], d
             child.wait(20)
 
 
+def one_life(extras: dict[str, float] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+    """One life of all servers. `extras` gets the measures that are taken once."""
+    with serving(dict.fromkeys(server for server, *_ in ROWS.values())) as servers:
+        rates, costs = asyncio.run(measure(servers))
+        if extras is not None:
+            port, pid = servers["ours"]
+            half = rates["wirecall 2026-07-28"] / 2
+            extras["p50"], extras["p99"] = asyncio.run(delays(port, NEW, half))
+            extras["memory"] = asyncio.run(memory(port, pid))
+        return rates, costs
+
+
 def main() -> int:
+    if "--churn" in sys.argv:
+        with serving(["ours"]) as servers:
+            grown = asyncio.run(churn(*servers["ours"], float(sys.argv[sys.argv.index("--churn") + 1])))
+        target = Target("memory at the end of the churn, times that of its second quarter", "KB", grown, "<=", 1.02, own=1)
+        return report("churn", [target], {})
     extras: dict[str, float] = {}
-    lives = [started(extras if number == STARTS - 1 else None) for number in range(STARTS)]
+    lives = [one_life(extras if number == STARTS - 1 else None) for number in range(STARTS)]
     found = {name: max(rates[name] for rates, _ in lives) for name in ROWS}
     costs = {name: min(costs[name] for _, costs in lives) for name in ROWS}
     print("calls a second, 16 connections; microseconds of the server's processor time for one")
@@ -356,6 +419,15 @@ def main() -> int:
         Target("tools/call with a verified token, times the same without", "calls/s", token, ">=", 0.9, own=new),
         Target("tools/call with a progress event, times the same without", "calls/s", events, ">=", 0.5, own=new),
         Target("tasks/get, times tools/call of a query", "calls/s", found["wirecall tasks/get"], ">=", 0.5, own=new),
+        Target(
+            "a command without a key, times one with a key",
+            "calls/s",
+            found["wirecall command without a key"],
+            "<=",
+            1.1,
+            own=found["wirecall command with a key"],
+            inverse=True,
+        ),
         Target("one call on /rpc, times a bare ASGI application", "calls/s", one, ">=", 1.0, bare=asgi),
         Target(f"calls in batches of {BATCH} on /rpc, times single ones", "calls/s", batch, ">=", 10, own=one),
         Target("p99 at half load, times p50", "ms", extras["p99"], "<=", 3, own=extras["p50"]),

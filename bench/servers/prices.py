@@ -71,6 +71,11 @@ if "BENCH_KEYS" in os.environ:  # the same with a token that has a scope
     guarded = App("shop", version="1.0", mode="production", ledger="memory:", auth=auth)
     guarded.query(name="price", scopes="prices:read")(price)
 
+    @guarded.command(destructive=False)
+    async def buy(sku: str) -> int:
+        """Order an article."""
+        return len(sku)
+
 
 # --- others ----------------------------------------------------------------------------------------------------------
 
