@@ -442,7 +442,7 @@ def _age_task_in_sqlite(url: str, id: str, seconds: float) -> None:
 
 
 def _age_in_redis(url: str, id: RecordId, seconds: float) -> None:
-    key = re.sub(r"^(auto-[0-9a-f]{32})(?=-)", r"{\1}", quote(id.key))  # the hash tag of a likeness
+    key = re.sub(r"^(auto-[0-9a-f]+)(?=-[0-9a-f]{24}$)", r"{\1}", quote(id.key))  # the hash tag of a likeness
     with redis_key(url, ":".join([quote(id.caller), quote(id.method), key])) as (client, name):
         for field in ("lease_until", "expires", "started_at", "completed_at", "lost_at", "taken_at"):
             if client.hexists(name, field):

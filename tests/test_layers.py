@@ -31,10 +31,10 @@ FOREIGN = {
     "psycopg_pool": {"ledger.postgres"},
     "opentelemetry": {"tracing"},
     "click": {"cli"},
-    "rich": {"cli.output"},
+    "rich": {"cli.terminal"},
     "aiohttp": {"transports.http_client", "testing.auth"},
     "granian": {"transports.serve"},
-    "uvloop": {"transports.loop"},
+    "uvloop": {"transports.serve"},
     "uvicorn": {"transports.serve"},
     "pydantic": {"protocol.models"},
     "jwt": {"auth", "testing.auth"},
@@ -42,7 +42,7 @@ FOREIGN = {
     "keyring": {"auth.store"},
 }
 # Protocol code uses no event loop, no socket and no clock.
-PURE = {"errors", "jsonrpc", "ledger.base", "mcp.extensions", "mcp.headers", "mcp.revisions", "mcp.types", "protocol"}
+PURE = {"errors", "jsonrpc", "ledger.base", "mcp.headers", "mcp.revisions", "mcp.types", "protocol"}
 
 
 def modules(source: Path = SOURCE) -> dict[str, Path]:

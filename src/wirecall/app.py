@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 from wirecall.declarations import Declarations, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
-from wirecall.protocol.messages import Data, Id, JsonObject, Limits
-from wirecall.server.call import Context
+from wirecall.protocol.messages import Data, Id, JsonObject, Limits, Sending
+from wirecall.server.call import ANONYMOUS, Context, Middleware
 from wirecall.server.identity import Identity
-from wirecall.server.method import Done, Execution, Kind, Method, NotDone, Terms
-from wirecall.server.policy import ANONYMOUS, Mode, Policy
+from wirecall.server.method import Done, Execution, Kind, Method, Mode, NotDone, Terms
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Lock, Task
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.lines import StdioConnection
     from wirecall.mcp.server.server import Server
     from wirecall.mcp.types import Icon
-    from wirecall.protocol.sending import Sending
-    from wirecall.server.dispatch import Dispatcher, Middleware
+    from wirecall.server.dispatch import Dispatcher
     from wirecall.server.lifespan import Lifespan
     from wirecall.transports.http_server import HttpServer
     from wirecall.transports.serve import ServerName
@@ -86,7 +84,7 @@ class App(Declarations):
         ledger: str | None = None,
         audit: str | None = None,
         limits: Limits | None = None,
-        middleware: "Sequence[Middleware]" = (),
+        middleware: Sequence[Middleware] = (),
         execution: Execution | None = None,
         strict: bool = True,
         instructions: str | None = None,
@@ -131,9 +129,9 @@ class App(Declarations):
         self._list_ttl_ms = milliseconds("list_ttl", list_ttl)
         self._extensions: dict[str, JsonObject] = {}
         if extensions is not None:
-            from wirecall.mcp.extensions import checked  # late: `import wirecall` stays light
+            from wirecall.mcp.types import checked_extensions  # late: `import wirecall` stays light
 
-            self._extensions = checked(extensions)
+            self._extensions = checked_extensions(extensions)
         self._authenticate = authenticate
         self.access: Access | None = None  # the rules about tokens
         self._hosts: Sequence[str] = _names("hosts", hosts)
@@ -201,7 +199,7 @@ class App(Declarations):
         self._hosts = [*self._hosts, *_names("hosts", hosts)]
         self._origins = [*self._origins, *_names("origins", origins)]
 
-    def middleware(self, layer: "Middleware") -> "Middleware":
+    def middleware(self, layer: Middleware) -> Middleware:
         """Add a callable `(context, next)` around every call; the first one added is the outermost."""
         if self._dispatcher is not None:
             raise UsageError("The app is serving already.", "calls in flight would miss the new layer", "add it before")
@@ -272,7 +270,8 @@ class App(Declarations):
         the ids of the answers that came from the ledger. `key` is the idempotency key of a single call, if it came beside
         the message; with an array it raises `UsageError`, and nothing runs.
         """
-        return await self._answer(data, caller=caller, replayed=replayed, key=key)
+        reply = (self._ready or await self._start()).handle(data, caller, False, replayed, key)
+        return reply if reply is None or isinstance(reply, bytes) else await reply
 
     async def _answer(
         self,
@@ -281,16 +280,18 @@ class App(Declarations):
         caller: str,
         replayed: list[Id] | None,
         key: str | None,
-        sending: "Sending | None" = None,
-        identity: Identity | None = None,
+        sending: Sending,
+        identity: Identity | None,
     ) -> bytes | None:
-        dispatcher = self._ready
-        if dispatcher is None:
-            if self._lifespan is not None:
-                await self._lifespan.enter()
-            dispatcher = self._serving()
+        """Answer a message that came over HTTP."""
+        dispatcher = self._ready or await self._start()
         reply = dispatcher.handle(data, caller, False, replayed, key, sending, None, identity)
         return reply if reply is None or isinstance(reply, bytes) else await reply
+
+    async def _start(self) -> "Dispatcher":
+        if self._lifespan is not None:
+            await self._lifespan.enter()
+        return self._serving()
 
     def handle_sync(self, data: Data, *, caller: str = ANONYMOUS, replayed: list[Id] | None = None) -> bytes | None:
         """Answer one message without an event loop; raises `CannotWait` if a handler tries to wait."""
@@ -310,8 +311,7 @@ class App(Declarations):
     def asgi(self) -> "HttpServer":
         """Return an ASGI application: `/rpc` for JSON-RPC, `/mcp` for MCP, `/healthz` and `/readyz` for supervisors."""
         from wirecall.mcp.server.http import McpEndpoint
-        from wirecall.transports.http_server import HttpServer
-        from wirecall.transports.rpc import health_endpoints, rpc_endpoint
+        from wirecall.transports.http_server import HttpServer, health_endpoints, rpc_endpoint
 
         self._check_scopes()
         endpoint = McpEndpoint(self.mcp(), self.limits, shared=self._is_shared)
@@ -442,8 +442,8 @@ class App(Declarations):
         """Return the object that answers MCP's own methods."""
         if self._mcp is not None:
             return self._mcp
-        from wirecall.mcp.server.seals import Seals
         from wirecall.mcp.server.server import Server, ServerInfo
+        from wirecall.mcp.server.sessions import Seals
 
         catalog = self.catalog()
         with self._building:
@@ -483,6 +483,7 @@ class App(Declarations):
         from wirecall.commands.execute import Commands
         from wirecall.server.dispatch import Dispatcher
         from wirecall.server.events import Events
+        from wirecall.server.policy import Policy
 
         with self._building:
             if self._dispatcher is None:
@@ -547,7 +548,7 @@ class App(Declarations):
             await self._lifespan.hold()
 
     async def _leave(self) -> None:
-        """Hear that a client has closed. The last one leaves the lifespan, unless a server or `async with app` holds it."""
+        """Called when a client has closed. The last leaves the lifespan, unless a server or `async with app` holds it."""
         if self._lifespan is not None and self._lifespan.let_go():
             await self._left(self._dispatcher, time.monotonic() + GRACE)
 
@@ -596,7 +597,7 @@ class App(Declarations):
 
     async def resolve(self, method: str, key: str, verdict: Done | NotDone, *, caller: str = ANONYMOUS) -> bool:
         """Settle a command whose outcome is unknown, with the verdict of an operator; return False if it has no record."""
-        from wirecall.commands.outcome import outcome_of
+        from wirecall.commands.run import outcome_of
         from wirecall.ledger.base import RecordId
 
         if not isinstance(verdict, (Done, NotDone)):

@@ -77,10 +77,19 @@ class Config(Struct, frozen=True):
         """Return the values that the file or the environment states, without the defaults."""
         return {place: value.value for place, value in self.values.items() if value.origin != DEFAULT}
 
+    def section(self, name: str) -> dict[str, Any]:
+        """Return the stated values of one section by their keys."""
+        return {place.partition(".")[2]: value for place, value in self.stated().items() if place.startswith(f"{name}.")}
+
     def limits(self, base: Limits | None = None) -> Limits:
         """Return the limits of an app, changed by the stated ones."""
-        stated = {place[7:]: value for place, value in self.stated().items() if place.startswith("limits.")}
-        return msgspec.structs.replace(base or Limits(), **stated)
+        return msgspec.structs.replace(base or Limits(), **self.section("limits"))
+
+    @property
+    def audit(self) -> str | None:
+        """The audit trail, as `App` takes it."""
+        file = self.get("audit.file")
+        return f"file:{file}" if file else None
 
 
 # --- the settings ---------------------------------------------------------------------------------------------------
@@ -211,7 +220,7 @@ def check_config(
         section, _, key = place.partition(".")
         if place not in SETTINGS:
             known = [name for name in SETTINGS if name.startswith(f"{section}.")]
-            wrong(place, f"there is no key {place}", _suggestion(place, known))
+            wrong(place, f"there is no key {place}", _suggestion(place, known, f"{section}."))
             continue
         setting = SETTINGS[place]
         try:
@@ -233,7 +242,8 @@ def check_config(
     prefixes = tuple(f"WIRECALL_{section.upper()}_" for section in SECTIONS)
     for name in sorted(name for name, text in environment.items() if name.startswith(prefixes) and text):
         if name not in variables:
-            problems.append(Problem(name, "there is no such variable", _suggestion(name, variables)))
+            prefix = next(each for each in prefixes if name.startswith(each))
+            problems.append(Problem(name, "there is no such variable", _suggestion(name, variables, prefix)))
             continue
         setting = SETTINGS[variables[name]]
         try:
@@ -284,6 +294,7 @@ def _shown(value: object) -> str:
     return re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", repr(value))
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, known, 1, 0.6)
-    return f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+def _suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return the fix for an unknown name. The prefix is not compared: it would make all names look alike."""
+    near = get_close_matches(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known], 1, 0.6)
+    return f"did you mean {prefix}{near[0]}?" if near else f"use one of {', '.join(known)}"

@@ -80,12 +80,12 @@ logger.addFilter(Escaping())
 
 
 def called(**facts: Any) -> None:
-    """One call, served or refused."""
+    """Log one call, served or refused."""
     logger.info("%(method)s %(outcome)s in %(duration_ms).3f ms", facts, extra=facts)
 
 
 def failed(method: str, correlation_id: Any, error: BaseException, *, caller: str = "", key: str | None = None) -> None:
-    """A handler raised something that is not an answer, or returned something that cannot be sent."""
+    """Log that a handler raised something that is not an answer, or returned something that cannot be sent."""
     facts = {"method": method, "correlation_id": correlation_id, "caller": caller or None, "idempotency_key": key}
     named = [f"{name.removeprefix('idempotency_')} %({name})s" for name in _NAMING if facts[name] is not None]
     logger.error(", ".join(["%(method)s failed", *named]), facts, exc_info=error, extra=facts)
@@ -107,14 +107,14 @@ SEVERITIES = {
 
 
 def noted(level: str, data: object, name: str | None, **facts: Any) -> None:
-    """A handler's own message."""
+    """Log a message of a handler, unless its level is switched off."""
     if logger.isEnabledFor(SEVERITIES[level]):
         words = "%(method)s, %(name)s: %(data)s" if name else "%(method)s: %(data)s"
         logger.log(SEVERITIES[level], words, {**facts, "name": name, "data": data}, extra=facts)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record."""
+    """Formats a record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         document = {

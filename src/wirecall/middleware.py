@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from wirecall.errors import Busy, UsageError
 from wirecall.ledger.base import LedgerDown
 from wirecall.logs import logger
-from wirecall.server.call import Context
+from wirecall.server.call import Context, Next
 
 if TYPE_CHECKING:
     from wirecall.ledger.base import Ledger
-    from wirecall.server.dispatch import Next
 
 # The table forgets callers that have spent nothing when it has grown to twice its size after the last time.
 LEAST = 1024
@@ -75,7 +74,7 @@ class RateLimit:
         self._room = LEAST
         self._is_away = False
 
-    async def __call__(self, context: Context, call_next: "Next") -> Any:
+    async def __call__(self, context: Context, call_next: Next) -> Any:
         cost = self._cost
         count = 1.0 if cost is None else cost.get(context.method, 1.0) if isinstance(cost, Mapping) else cost(context)
         seconds = max(0.0, min(count * self._interval, self._burst))

@@ -1,16 +1,18 @@
-"""Coroutines driven by hand: the only place that does it.
+"""Coroutines driven by hand, and time limits of many tasks: the only place that does either.
 
 1. `run_now` runs a coroutine to its end without an event loop; `first_step` and `resume` begin one and go on with it in the
    running task, so that a coroutine that does not wait costs no task.
 2. `start` makes a task that begins in a later turn of the loop. With `asyncio.eager_task_factory` (Python 3.12) a task runs
    until its first wait before its maker knows it; a maker that keeps its tasks in a table relies on the common order.
+3. `Timeouts` are for blocks that nearly always end in time. A timer for each (`asyncio.timeout`) would be a third of the
+   client's work for a call, and 6 µs of every HTTP request.
 """
 
 import asyncio
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import Context
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from wirecall.errors import CannotWait
 
@@ -145,3 +147,81 @@ def cancels() -> int:
     except RuntimeError:  # no event loop
         return 0
     return task.cancelling() if task else 0
+
+
+class Timeouts:
+    """Time limits with one timer for all blocks: `with timeouts.within(30)` is like `async with asyncio.timeout(30)`."""
+
+    def __init__(self) -> None:
+        self._open: dict[Timeout, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None  # for the earliest moment, or an earlier one
+
+    def within(self, seconds: float) -> "Timeout":
+        """Return a block that raises TimeoutError if it takes longer."""
+        return Timeout(self, asyncio.get_running_loop().time() + seconds)
+
+    def watch(self, timeout: "Timeout", when: float) -> None:
+        """End the block of a timeout at a moment of the loop's time, unless `forget` comes first."""
+        self._open[timeout] = when
+        loop = asyncio.get_running_loop()
+        if self._timer is None or self._loop is not loop or when < self._timer.when():
+            self.aclose()
+            self._loop, self._timer = loop, loop.call_at(when, self._ring)
+
+    def forget(self, timeout: "Timeout") -> None:
+        """Stop watching. The timer stays: the next block is likely to need it, and letting it pass is cheap."""
+        self._open.pop(timeout, None)
+
+    def aclose(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        now, self._timer = asyncio.get_running_loop().time(), None
+        for timeout in [timeout for timeout, when in self._open.items() if when <= now]:
+            del self._open[timeout]
+            timeout.expire()
+        if self._open:
+            self.watch(*min(self._open.items(), key=lambda each: each[1]))
+
+
+class Timeout:
+    """The time limit of one block."""
+
+    __slots__ = ("_all", "_before", "_is_over", "_task", "when")
+
+    def __init__(self, all: Timeouts, when: float) -> None:
+        self.when: float | None = when  # in the loop's time; None: it stands still
+        self._all = all
+        self._is_over = False
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None and self.when is not None
+        self._task, self._before = task, task.cancelling()
+        self._all.watch(self, self.when)
+        return self
+
+    def move(self, when: float | None) -> None:
+        """Set another moment; None: the limit stands still."""
+        self.when = when
+        self._all.forget(self)
+        if when is not None:
+            self._all.watch(self, when)
+
+    def expire(self) -> None:
+        """End the block now."""
+        if not self._is_over:
+            self._is_over = True
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self._all.forget(self)
+        # A task that others have cancelled as well stays cancelled.
+        if self._is_over and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise TimeoutError from error

@@ -31,8 +31,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from wirecall.errors import InternalError, RpcError
 from wirecall.mcp.headers import named
 from wirecall.mcp.revisions import REVISIONS
-from wirecall.server.call import Context, InputRequired, call_of
-from wirecall.server.dispatch import Next
+from wirecall.server.call import Context, InputRequired, Next, call_of
 
 _trace_context = TraceContextTextMapPropagator()
 _baggage = W3CBaggagePropagator()
@@ -180,14 +179,11 @@ class ClientCall:
     """One call of an MCP client: its span, and the `_meta` members that tell the server of it."""
 
     def __init__(self, method: str, params: object, *, revision: str | None, url: str | None, baggage: bool) -> None:
-        name = named(method, params)
         self._began = time.perf_counter()
-        self._facts = _mcp_facts(method, name, revision, "pipe" if url is None else "tcp")
-        if url is not None:
-            self._facts |= _address(url)
+        title, self._facts = _client_facts(method, named(method, params), revision, url)
         uri = params.get("uri") if isinstance(params, Mapping) else None
         self._span = _tracer.start_span(
-            f"{method} {name}" if name is not None and method in ("tools/call", "prompts/get") else method,
+            title,
             kind=SpanKind.CLIENT,
             attributes={**self._facts, "mcp.resource.uri": uri} if isinstance(uri, str) else self._facts,
             record_exception=False,
@@ -211,15 +207,18 @@ class ClientCall:
             self._span.set_status(Status(StatusCode.ERROR, words))
         self._span.set_attributes({"jsonrpc.request.id": str(id), **failure})
         self._span.end()
-        _client_durations.record(time.perf_counter() - self._began, {**self._facts, **failure})
+        _client_durations.record(time.perf_counter() - self._began, {**self._facts, **failure} if failure else self._facts)
 
 
 @lru_cache
-def _address(url: str) -> Facts:
-    """Return the attributes that name the server."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return {"server.address": parts.hostname or "", "server.port": port}
+def _client_facts(method: str, name: str | None, revision: str | None, url: str | None) -> tuple[str, Facts]:
+    """Return the name of a call's span, and the attributes that its span and metric share. The same few come again."""
+    facts = _mcp_facts(method, name, revision, "pipe" if url is None else "tcp")
+    if url is not None:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        facts |= {"server.address": parts.hostname or "", "server.port": port}
+    return f"{method} {name}" if name is not None and method in ("tools/call", "prompts/get") else method, facts
 
 
 def trace_meta(*, baggage: bool = False) -> dict[str, str]:

@@ -13,8 +13,8 @@ from tests.auth.world import ISSUER, RESOURCE, Request, World, reply, visit
 from tests.client.peers import http
 from wirecall import connect
 from wirecall.auth import Browser, ClientCredentials, MemoryStore
-from wirecall.auth import browser as browsing
-from wirecall.auth.network import Network, check_address
+from wirecall.auth.discovery import Network, require_address
+from wirecall.auth.ways import listening
 from wirecall.errors import NotAuthorized, NotSent
 from wirecall.transports.http_client import HttpClient
 
@@ -59,14 +59,14 @@ async def refused(world: World, **options: Any) -> NotAuthorized:
 )
 def test_addresses_that_are_not_https_are_refused(url: str) -> None:
     with pytest.raises(NotAuthorized, match="cannot be used"):
-        check_address(url, "the page")
+        require_address(url, "the page")
 
 
 @pytest.mark.parametrize(
     "url", ["https://auth.example.com/a?b=c", "http://localhost:1/x", "http://127.0.0.1/", "http://[::1]/"]
 )
 def test_https_and_this_machine_are_allowed(url: str) -> None:
-    check_address(url, "the page")
+    require_address(url, "the page")
 
 
 @pytest.mark.parametrize("page", ["javascript:alert(1)", "file:///etc/passwd", "http://evil.example/x", "$(touch x)"])
@@ -141,6 +141,7 @@ async def test_metadata_about_another_server_is_refused(world: World) -> None:
         f"{world.base}/other",
         f"{world.url}2",
         "",
+        "https://[",
         world.url.replace("127", "128"),
     ):
         world.resource = {"resource": resource}
@@ -153,6 +154,17 @@ async def test_metadata_of_another_issuer_is_refused(world: World, named: str) -
     world.issuer = {"issuer": named.format(world.base)}
     assert "that of another one" in str(await refused(world))
     assert world.count("/register") == world.count("/authorize") == world.count("/token") == 0
+
+
+@pytest.mark.parametrize("issuer", ["https://[", "https://a\n/", "https://a:port/", "//a", "\0", "http://auth.example.com"])
+async def test_an_authorization_server_without_an_address_is_refused(world: World, issuer: str) -> None:
+    world.resource = {"authorization_servers": [issuer]}
+    assert "the authorization server cannot be used" in str(await refused(world))
+
+
+async def test_metadata_with_a_wrong_member_is_refused_with_the_reason(world: World) -> None:
+    world.issuer = {"scopes_supported": "read write"}
+    assert "Expected `array | null`, got `str` - at `$.scopes_supported`" in str(await refused(world))
 
 
 @pytest.mark.parametrize("document", [b"", b"[]", b"<html>", b"{}", b'{"resource": 1}', b"[" * 100_000])
@@ -218,7 +230,7 @@ async def test_a_code_that_is_used_twice_does_not_bring_a_second_token(world: Wo
 
 
 async def test_the_callback_repeats_nothing_and_takes_one_answer(world: World) -> None:
-    async with browsing.listening(0, may_change=False) as callback:
+    async with listening(0, may_change=False) as callback:
         callback.state = "s"
         port = urlsplit(callback.uri).port
         script = "<script>alert(1)</script>"

@@ -17,6 +17,7 @@ from wirecall.auth.client import authorization
 from wirecall.client.client import Client
 from wirecall.client.exchange import Entry, Exchange
 from wirecall.errors import MissingScopes, NotAuthorized, UsageError
+from wirecall.stepping import Timeouts
 from wirecall.transports.http_client import HttpClient
 
 
@@ -109,14 +110,14 @@ async def test_a_pause_moves_the_limit_of_an_attempt_and_the_deadlines_in_it() -
     entry: Entry[str] = Entry("price", None, lambda _entry: None, timeout=1.0, deadline=10.0)
     exchange = Exchange(b"", [entry], False)
     over, loop = asyncio.Event(), asyncio.get_running_loop()
-    async with asyncio.timeout(0.01) as exchange.limit:
-        begun = exchange.limit.when()
+    with Timeouts().within(0.01) as exchange.limit:
+        begun = exchange.limit.when
         with exchange.paused():
             loop.call_later(0.05, over.set)
             await over.wait()
         assert exchange.stood_still >= 0.05
         assert entry.deadline == pytest.approx(10.0 + exchange.stood_still)
-        assert exchange.limit.when() == pytest.approx((begun or 0.0) + exchange.stood_still)
+        assert exchange.limit.when == pytest.approx((begun or 0.0) + exchange.stood_still)
 
 
 async def test_a_login_that_is_kept_is_used_by_the_next_client(world: World) -> None:

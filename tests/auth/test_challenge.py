@@ -2,7 +2,7 @@
 
 import pytest
 
-from wirecall.auth.challenge import Challenge, asked, challenges
+from wirecall.auth.discovery import Challenge, asked, challenges
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,16 @@ async def test_a_function_that_returns_the_refused_token_is_not_asked_for_ever(w
     assert world.count("/rpc") == 1
 
 
+@pytest.mark.parametrize("given", [None, 5, "", "two\nlines"])
+async def test_a_function_must_return_a_token(world: World, given: Any) -> None:
+    async def token() -> Any:
+        return given
+
+    with pytest.raises(UsageError, match="is not a token"):
+        await call(world, token)
+    assert not world.requests
+
+
 @pytest.mark.parametrize("auth", ["", "two\nlines", 5])
 def test_other_things_are_refused(auth: Any) -> None:
     with pytest.raises(UsageError, match="auth="):

@@ -39,13 +39,19 @@ class Ring(KeyringBackend):
             raise PasswordDeleteError
 
 
-@pytest.fixture(params=["file", "memory", "keyring"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    before = keyring.get_keyring()
-    keyring.set_keyring(Ring())
-    yield {"file": FileStore, "memory": MemoryStore, "keyring": KeyringStore}[request.param]()
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    before, made = keyring.get_keyring(), Ring()
+    keyring.set_keyring(made)
+    yield made
     keyring.set_keyring(before)
+
+
+@pytest.fixture(params=["file", "memory", "keyring"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ring: Ring) -> Store:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    made: Store = {"file": FileStore, "memory": MemoryStore, "keyring": KeyringStore}[request.param]()
+    return made
 
 
 def login(server: str = "https://a.example/mcp", issuer: str = "https://auth.example", saved: float = 1.0) -> Login:
@@ -167,6 +173,20 @@ async def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read") as caught:
         await store.logins()
     assert str(path) in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("entry", ["logins", "a login"])
+async def test_a_damaged_entry_of_the_keyring_is_named(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ring: Ring
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    store = KeyringStore()
+    await store.save(login())
+    name = next(name for _, name in ring.entries if (name == "logins") == (entry == "logins"))
+    ring.entries["wirecall", name] = '{"access_token": "hush'
+    with pytest.raises(UsageError, match=f"The entry '{name}' of wirecall in the keyring cannot be read") as caught:
+        await store.logins()
     assert "hush" not in str(caught.value)
 
 

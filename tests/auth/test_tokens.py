@@ -83,6 +83,10 @@ BAD: dict[str, Callable[[Shop], str]] = {
     "expired": lambda shop: shop.token(exp=int(shop.clock.now) - 30),
     "no expiry": lambda shop: shop.token(exp=None),
     "an expiry that is a text": lambda shop: crafted(shop, {"alg": "ES256"}, exp="never"),
+    "an expiry that is not a time": lambda shop: shop.token(exp=10**400),
+    "an expiry that is not a number": lambda shop: shop.token(exp=float("nan")),
+    "an expiry without an end": lambda shop: shop.token(exp=float("inf")),
+    "a beginning that is not a time": lambda shop: shop.token(nbf=-(10**400)),
     "not valid yet": lambda shop: shop.token(nbf=int(shop.clock.now) + 31),
     "neither subject nor client": lambda shop: shop.token(subject=None),
     "alg none": lambda shop: crafted(shop, {"alg": "none", "typ": "at+jwt"}),
@@ -401,7 +405,7 @@ async def test_metadata_of_another_issuer_is_not_used(issuer: AuthorizationServe
     issuer.faults.metadata_issuer = "https://evil.example.com"
     server = make_server(Jwt(issuer.issuer, resource=RESOURCE, clock=Clock()))
     assert (await status(server, issuer.token("alice", resource=RESOURCE)))[0] == 503
-    assert paths(issuer) == ["/.well-known/oauth-authorization-server"]
+    assert paths(issuer) == ["/.well-known/oauth-authorization-server", "/.well-known/openid-configuration"]
 
 
 # --- introspection -----------------------------------------------------------------------------------------------------
@@ -435,6 +439,11 @@ async def test_a_revoked_token_is_good_for_a_minute_at_most(issuer: Authorizatio
     issuer.revoke(token)
     clock.now += 60
     assert (await status(server, token))[0] == 401
+
+
+async def test_introspection_refuses_an_expiry_that_is_not_a_time(issuer: AuthorizationServer) -> None:
+    issuer.faults.body = b'{"active":true,"sub":"a","aud":"%s","exp":1%s}' % (RESOURCE.encode(), b"0" * 400)
+    assert await status(make_server(introspection(issuer, Clock())), "one") == (401, "the token is not valid")
 
 
 class Endpoint(Listening):

@@ -45,6 +45,12 @@ def test_every_verb_has_help(verb: str) -> None:
     assert "Usage: wirecall" in run.stdout
 
 
+@pytest.mark.parametrize("words", [[], ["call"], ["ledger", "list"]])
+def test_h_is_short_for_help(words: list[str]) -> None:
+    run = invoke(*words, "-h")
+    assert (run.exit_code, run.stdout) == (0, invoke(*words, "--help").stdout)
+
+
 @pytest.mark.parametrize("verb", ["list", "show", "call", "batch", "send", "probe", "install"])
 def test_the_help_of_a_verb_explains_its_target(verb: str) -> None:
     shown = invoke(verb, "--help").stdout
@@ -93,6 +99,20 @@ def test_help_imports_neither_asyncio_nor_the_modules_of_verbs() -> None:
         (["serve", "http://127.0.0.1:1"], "is not a file", ""),
         (["call", "http://127.0.0.1:1", "x", "--ledger", "memory:"], "--ledger is for an app in a file", ""),
         (["dev", "nowhere.py"], "There is no file nowhere.py", ""),
+        (["serve", SHOP, "--audit", "x"], "'x' is not an audit trail", "next: --audit file:audit.jsonl"),
+        (["call", SHOP, "price", "--header", "A: b\nC: d"], "is not a header", "on one line"),
+        (["call", SHOP, "price", "--args", "5"], "--args is not an object", "got 5"),
+        (["call", SHOP, "price", "qqqqqq=1"], "There is no argument 'qqqqqq'", "the only one is sku"),
+        (["batch", SHOP, "nowhere"], "nowhere cannot be read", "next: give the path of a file, or -"),
+        (["ledger", "list", "sqlite:"], "The ledger sqlite: has no path", "next: sqlite:ledger.db"),
+        (["audit", "tail", "."], ". is a folder", "an audit trail is a file"),
+        (
+            ["diff", SHOP, "contract.json", "--accept"],
+            "--accept writes",
+            f"next: wirecall diff contract.json {SHOP} --accept",
+        ),
+        (["login", "http://127.0.0.1:1", "--client-secret-file", "x"], "x cannot be read", "why: No such file or directory"),
+        (["completion"], "Missing argument 'SHELL'", "bash, zsh, fish"),
     ],
 )
 def test_mistakes_are_reported_with_exit_code_2(words: list[str], what: str, why: str) -> None:
@@ -135,7 +155,7 @@ def test_json_after_two_dashes_belongs_to_the_child_command() -> None:
 
 
 def test_a_fault_of_ours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.offers.listed", lambda *_: 1 / 0)
+    monkeypatch.setattr("wirecall.cli.call.listed", lambda *_: 1 / 0)
     run = invoke("list", HELLO)
     assert run.exit_code == Exit.FAULT
     assert "went wrong inside wirecall" in run.stderr
@@ -144,7 +164,7 @@ def test_a_fault_of_ours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fault_of_ours_has_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.offers.listed", lambda *_: 1 / 0)
+    monkeypatch.setattr("wirecall.cli.call.listed", lambda *_: 1 / 0)
     monkeypatch.setenv("WIRECALL_TRACEBACK", "1")
     assert "Traceback" in invoke("list", HELLO).stderr
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.cli import invoke
 from wirecall import Limits
-from wirecall.cli.targets import serve_settings
 from wirecall.config import SETTINGS, ConfigError, check_config, load_config, variable
 from wirecall.errors import UsageError
 
@@ -57,17 +56,18 @@ def test_without_a_file_everything_is_default() -> None:
 
 def test_every_section_is_read() -> None:
     write(WHOLE)
-    assert serve_settings() == {
+    config = load_config()
+    assert config.section("server") == {
         "app": "app.py:shop",
         "http": "0.0.0.0:9000",
         "workers": 4,
         "server": "uvicorn",
         "grace": 2.5,
-        "ledger": "redis://localhost/0",
-        "audit": "file:audit.jsonl",
-        "limits": {"batch": 200, "body_time": 3.0},
     }
-    assert load_config().limits(Limits(depth=9)) == Limits(batch=200, body_time=3.0, depth=9)
+    assert config.get("ledger.url") == "redis://localhost/0"
+    assert config.audit == "file:audit.jsonl"
+    assert config.section("limits") == {"batch": 200, "body_time": 3.0}
+    assert config.limits(Limits(depth=9)) == Limits(batch=200, body_time=3.0, depth=9)
 
 
 def test_a_variable_wins_over_the_file_and_each_value_knows_its_origin() -> None:
@@ -95,6 +95,7 @@ def test_paths_in_the_file_are_relative_to_it(here: Path) -> None:
     ("text", "line", "what", "fix"),
     [
         ("[server]\n\nhtpp = 'x'\n", 3, "there is no key server.htpp", "did you mean server.http?"),
+        ("[server]\nbogus = 1\n", 2, "there is no key server.bogus", "use one of server.app, server.http, "),
         ("[serv]\n", 1, "there is no section serv", "did you mean server?"),
         ("[limits]\nbatch = '50'\n", 2, "limits.batch must be a whole number above 0, got '50'", "batch = 50"),
         ("[limits]\nbatch = 0\n", 2, "limits.batch must be a whole number above 0, got 0", "batch = 50"),

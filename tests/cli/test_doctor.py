@@ -48,11 +48,11 @@ def test_the_table_has_next_steps_for_each_problem(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_broken_configuration_is_one_finding_and_the_other_checks_go_on() -> None:
-    Path("wirecall.toml").write_text("[limits]\nbatch = 0\n")
+    Path("wirecall.toml").write_text("[limits]\nbatch = 0\ndepth = 0\n")
     code, found = diagnosis()
     assert code == 9
     assert found["config"][0][0] == "fail"
-    assert "wirecall.toml:2" in found["config"][0][1]
+    assert "wirecall.toml:2: limits.batch must be a whole number above 0, got 0; it is one of 2" in found["config"][0][1]
     assert found["port"][0][0] == "ok"
 
 
@@ -156,7 +156,7 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             raise PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr("wirecall.cli.doctor.version", missing)
+    monkeypatch.setattr("importlib.metadata.version", missing)
     Path("wirecall.toml").write_text('[server]\nserver = "uvicorn"\n[ledger]\nurl = "redis://127.0.0.1:1/0"\n')
     code, found = diagnosis()
     assert code == 9
@@ -165,12 +165,12 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_wirecall_the_version_that_runs_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout on the path hides the installed one, whose metadata may be older."""
-    monkeypatch.setattr("wirecall.cli.doctor.version", lambda _name: "0.0.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "0.0.0")
     assert diagnosis()[1]["packages"][0][1].startswith(f"wirecall {__version__}, msgspec 0.0.0")
 
 
 def test_a_clock_that_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.cli.doctor.time.time", lambda: 1_000_000.0)
+    monkeypatch.setattr("wirecall.cli.project.time.time", lambda: 1_000_000.0)
     assert diagnosis()[1]["clock"][0][0] == "warn"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import PATIENCE, SHOP, invoke, running, serving, wirecall
-from wirecall.cli import ledger
+from wirecall.cli import targets
 from wirecall.cli.failures import Exit
 
 APP = "from wirecall import App\napp = App('a')\n"
@@ -156,7 +156,7 @@ def test_a_ledger_that_is_a_folder(tmp_path: Path, verb: str) -> None:
     ("url", "package"), [("redis://127.0.0.1:1", "redis"), ("postgresql://127.0.0.1:1/shop", "psycopg")]
 )
 def test_a_ledger_whose_driver_is_not_installed(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets, "find_spec", lambda name: None)
     for words in (["serve", SHOP], ["call", SHOP, "charge", "order=7", "cents=5"]):
         run = invoke(*words, "--ledger", url)
         assert run.exit_code == Exit.USAGE
@@ -360,12 +360,18 @@ def test_closed_outputs_are_not_a_fault(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 @pytest.mark.parametrize(
-    "words", [f"list {SHOP}", f"call {SHOP} price sku=tea", f"call {SHOP} price sku=tea --json", f"batch {SHOP}"]
+    "words", ["--help", f"list {SHOP}", f"call {SHOP} price sku=tea", f"call {SHOP} price sku=tea --json", f"batch {SHOP}"]
 )
 def test_a_full_disk_is_reported(words: str, tmp_path: Path) -> None:
     run = shell(f'echo \'{{"method":"x"}}\' | wirecall {words} > /dev/full', tmp_path)
     assert run.returncode == Exit.FAULT
     assert "The output cannot be written.\n  why: No space left on device" in run.stderr
+
+
+def test_a_reader_that_leaves_before_a_process_ends_causes_no_error(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("{}\n")
+    run = shell("wirecall send lines -- yes | head -1", tmp_path)
+    assert (run.stdout, run.stderr) == ("y\n", "")
 
 
 def test_a_reader_that_leaves_early_causes_no_error(tmp_path: Path) -> None:
@@ -401,9 +407,9 @@ def test_an_unanswered_confirmation_counts_as_no() -> None:
 TELLING = """
 import sys
 from contextlib import contextmanager
-from wirecall.cli import input, main
+from wirecall.cli import main, terminal
 
-reading = input.reading
+reading = terminal.reading
 
 @contextmanager
 def telling(**how):
@@ -411,7 +417,7 @@ def telling(**how):
         print("reading", file=sys.stderr, flush=True)
         yield
 
-input.reading = telling
+terminal.reading = telling
 main(sys.argv[1:])
 """
 

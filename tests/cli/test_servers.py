@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
@@ -243,19 +244,64 @@ def test_noise_before_the_answers_is_forgiven(tmp_path: Path) -> None:
     assert run.stdout == b"450\n", run.stderr
 
 
+# An OpenRPC document, and the results of an MCP server, whose members have the wrong types.
+OPENRPC = {
+    "methods": [
+        5,
+        {"name": "a", "params": 5, "tags": 7, "result": "x", "summary": [1]},
+        {"name": "b", "params": [{"name": "p", "schema": {"properties": [1], "required": 3, "anyOf": 7, "enum": 3}}]},
+        {"name": "c", "params": [{"name": "p", "required": True, "schema": 7}], "result": {"schema": {"properties": 5}}},
+    ],
+    "components": 4,
+}
+MCP = {
+    "initialize": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}, "resources": {}}, "serverInfo": {}},
+    "tools/list": {"tools": [{"name": "t", "inputSchema": {"type": "object", "properties": [1], "required": 3}}]},
+    "resources/list": {"resources": [{"uri": "x://y", "name": "y"}]},
+    "tools/call": {"content": []},
+}
+
+
 class Strange(BaseHTTPRequestHandler):
     """A web server that is not ours: a page, a redirect, or a status, by its path."""
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length", 0)))
+        text = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path in ("/openrpc", "/mcp"):
+            self.answer(json.loads(text))
+            return
         status, body = {
+            "/moved": (302, b""),
             "/page": (200, b"<html>hello</html>"),
             "/missing": (404, b"<html>not here</html>"),
             "/closed": (403, b"go away"),
+            "/guarded/mcp": (401, b""),
             "/broken": (500, b""),
             "/garbage": (200, b'{"jsonrpc":"2.0","id":77,"result":1}'),
         }[self.path]
         self.send_response(status)
+        if status == 401:
+            address = f"http://{self.headers['host']}/metadata"
+            self.send_header("www-authenticate", f'Bearer resource_metadata="{address}"')
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        body = b'{"resource": "https://[", "authorization_servers": {"a": 1}, "scopes_supported": 5}'
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def answer(self, request: dict[str, Any]) -> None:
+        results = MCP if self.path == "/mcp" else {"rpc.discover": OPENRPC, "a": 1, "b": 1, "c": 1}
+        method = request["method"]
+        told = {"result": results[method]} if method in results else {"error": {"code": -32601, "message": "no"}}
+        body = json.dumps({"jsonrpc": "2.0", "id": request["id"], **told}).encode() if "id" in request else b""
+        self.send_response(200 if body else 202)
+        self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -271,6 +317,48 @@ def strange() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize(("path", "names"), [("/openrpc", ["a", "b", "c"]), ("/mcp", ["t", "x://y"])])
+def test_offers_of_the_wrong_types_are_listed_and_can_be_called(strange: str, path: str, names: list[str]) -> None:
+    """The server lists resources and does not have a method for templates, as many servers."""
+    listed = invoke("list", strange + path, "--json")
+    assert [each["name"] for each in json.loads(listed.stdout)["result"]] == names
+    assert invoke("show", strange + path, names[0]).exit_code == Exit.DONE
+    assert invoke("call", strange + path, names[0], "--timeout", "5s").exit_code == Exit.DONE
+
+
+def test_metadata_of_the_wrong_types_are_named(strange: str) -> None:
+    run = invoke("probe", f"{strange}/guarded/mcp")
+    assert run.exit_code == Exit.AUTH
+    assert "authorization_servers: expected a list, got dict" in run.stderr
+    assert "scopes_supported: expected a list, got int" in run.stderr
+    assert "its metadata are those of 'https://['" in run.stderr
+
+
+def test_a_server_without_templates_has_a_contract(strange: str, tmp_path: Path) -> None:
+    run = invoke("lock", f"{strange}/mcp", "-o", str(tmp_path / "lock.json"))
+    assert run.exit_code == Exit.DONE, run.stderr
+    assert "x://y" in (tmp_path / "lock.json").read_text()
+
+
+def test_a_redirect_is_not_followed_and_not_silent(strange: str) -> None:
+    run = invoke("send", f"{strange}/moved", input="{}")
+    assert (run.exit_code, run.stderr) == (Exit.REMOTE, "HTTP 302\n")
+
+
+def test_a_server_without_a_login_is_named(shop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    run = invoke("login", shop, "--no-browser")
+    assert run.exit_code == Exit.AUTH
+    assert run.stderr.startswith(f"✗ There is no way to log in at {shop}/rpc.")
+    assert "next: does this server ask for a login?" in run.stderr
+
+
+def test_a_server_without_tasks_is_named() -> None:
+    run = invoke("task", "show", SHOP, "786512e2")
+    assert run.exit_code == Exit.REMOTE
+    assert run.stderr.startswith("✗ The server does not have tasks.\n  why: tasks/get: this server does not offer")
 
 
 @pytest.mark.parametrize("protocol", ["rpc", "mcp"])

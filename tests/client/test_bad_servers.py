@@ -63,6 +63,7 @@ CASES: list[tuple[str, Behaviour, type[Exception], str]] = [
     ("twice", replies(lambda id: [ok(id), ok(id)]), BadAnswer, "answered with an array"),
     ("the id as a string", replies(lambda id: ok(str(id))), BadAnswer, "an answer to id '1', which was not asked"),
     ("another id", replies(lambda id: ok(id + 100)), BadAnswer, "an answer to id 101, which was not asked"),
+    ("true as the id", says(b'{"jsonrpc":"2.0","id":true,"result":1}'), BadAnswer, "it sent not a JSON-RPC message"),
     ("no id", says(b'{"jsonrpc":"2.0","result":1}'), BadAnswer, "an answer without an id"),
     ("another version", replies(lambda id: {**ok(id), "jsonrpc": "1.0"}), BadAnswer, "not a JSON-RPC message"),
     ("result and error", replies(lambda id: {**ok(id), "error": {"code": 1, "message": ""}}), BadAnswer, "either"),
@@ -179,6 +180,22 @@ async def test_an_answer_after_the_deadline_is_dropped() -> None:
         with pytest.raises(TimedOut):
             await client.call("first", timeout=0.1)
         assert await client.call("second") == "second"
+
+
+async def test_each_call_in_flight_has_its_own_deadline() -> None:
+    async with Peer(never) as peer, connect(peer.url, discover=False) as client:
+        patient = asyncio.create_task(client.call("x", timeout=PATIENCE))
+        await until(lambda: peer.bodies)
+        for timeout in (0.02, 0.01):  # each ends before the calls that began earlier
+            with pytest.raises(TimedOut):
+                await client.call("x", timeout=timeout)
+        assert not patient.done()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await client.call("x", timeout=PATIENCE)
+        patient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await patient
 
 
 async def test_an_answer_that_is_too_large_is_not_read() -> None:

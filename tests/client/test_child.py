@@ -13,8 +13,7 @@ import pytest
 from tests.client.peers import PATIENCE, until
 from wirecall import Retry, connect
 from wirecall.errors import BadAnswer, ConnectionLost, NotSent, TimedOut
-from wirecall.mcp.client.changes import QUESTIONS, Inbox
-from wirecall.mcp.client.host import Host
+from wirecall.mcp.client.inbox import QUESTIONS, Host, Inbox
 from wirecall.protocol.messages import Arrived
 from wirecall.transports.child import TURN, Child
 
@@ -197,7 +196,7 @@ async def test_a_server_that_asks_without_end_is_not_answered_without_end() -> N
 
     inbox = Inbox(Host(), send, None, lambda _change, _id: None)
     for n in range(20_000):
-        inbox.hear(Arrived("2.0", id=n // 2, method="ping"))
+        inbox.receive(Arrived("2.0", id=n // 2, method="ping"))
     await asyncio.sleep(0)
     assert len(sent) == QUESTIONS
     await inbox.aclose()

@@ -12,8 +12,7 @@ from tests.commands.wires import Told, Wire, Wires, authenticate
 from tests.mcp.asgi import KEY, PATIENCE, REVISIONS, over_http
 from wirecall import App, Context, UsageError, connect
 from wirecall.ledger.base import Ledger
-from wirecall.server.method import KeyRule
-from wirecall.server.policy import Mode
+from wirecall.server.method import KeyRule, Mode
 
 MODES: list[Mode] = ["development", "production"]
 

@@ -5,6 +5,7 @@ is in test_losses.
 """
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -334,7 +335,7 @@ async def test_a_repetition_that_runs_in_place_of_the_first_is_recognised_if_it_
 async def die(ledger: Ledger, store: Store, *, ago: float, done: bool, **fields: Any) -> Record:
     """A call of another process, which died when its handler ran, or before its answer was written."""
     keyless = keyless_of("caller alice", "charge", PRINT, 120)
-    id = RecordId("alice", "charge", keyless.make_key())
+    id = RecordId("alice", "charge", keyless.make_key(os.urandom(16)))
     record = await ledger.claim(claim_of(id, fingerprint=PRINT, keyless=keyless, **fields))
     if done:
         assert await ledger.complete(record.token, outcome_of(b'{"charged":5,"number":1}'), 1000)

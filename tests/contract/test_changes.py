@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from typing import Any, Literal
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -196,6 +197,28 @@ def test_a_client_reads_the_contract_that_the_app_states() -> None:
     assert (mcp.tools, mcp.prompts, mcp.templates) == (stated.tools, stated.prompts, stated.templates)
     assert (mcp.methods, rpc.tools) == (None, None)
     assert rpc.descriptions | mcp.descriptions == stated.descriptions
+
+
+async def test_an_odd_document_of_a_server_is_read() -> None:
+    schema = {"$ref": "#/components/schemas/a", "$defs": [1]}
+    odd = {
+        "name": "f",
+        "params": [7, {"name": 7}, {"name": "x", "schema": {}}],
+        "errors": 7,
+        "x-kind": [],
+        "paramStructure": {},
+    }
+    document = {
+        "info": 7,
+        "methods": [None, {**odd, "result": {"schema": schema}}],
+        "components": {"schemas": {"a": {"type": "null"}}},
+    }
+    client: Any = AsyncMock(call=AsyncMock(return_value=document))
+    read = await of_client(client)
+    assert read is not None
+    assert read.methods is not None
+    assert read.methods["f"].order == ["x"]
+    assert read.methods["f"].result == {"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}
 
 
 def test_the_digest_is_that_of_the_offers() -> None:

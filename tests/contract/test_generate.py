@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.contract.test_schemas import schemas
+from tests.contract.test_misfits import schemas
 from tests.size import sized
 from wirecall import App, DomainError, UsageError
 from wirecall.contract.generate import MARK, generated
@@ -281,3 +281,34 @@ def test_a_type_that_is_nested_too_deep() -> None:
     contract = Contract(version=VERSION, methods={"f": LockedMethod(params={"properties": {"a": schema}}, order=["a"])})
     with pytest.raises(UsageError, match="nested too deep"):
         generated(contract, "jsonrpc")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"enum": []}, {"anyOf": []}, {"type": []}, {"type": [[], {}]}, {"type": {}}, {"enum": [[], {}]}, {"$ref": []}],
+)
+@pytest.mark.parametrize("protocol", ["jsonrpc", "mcp"])
+def test_odd_schemas_are_any_value(schema: Any, protocol: str) -> None:
+    source = generated(contract_of({"a": schema}), protocol)
+    imported(source)
+    assert "a: Any" in source
+
+
+def contract_with(output: Any) -> Contract:
+    return sealed(Contract(version=VERSION, tools={"t": LockedTool(input={}, output=output)}))
+
+
+def test_references_that_multiply_are_not_followed_without_an_end() -> None:
+    parts = {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(50)}
+    with pytest.raises(UsageError, match="parts"):
+        generated(contract_with(output={"$ref": "#/$defs/0", "$defs": parts}), "mcp")
+
+
+def test_many_members_with_names_that_python_does_not_have() -> None:
+    names = [chr(0x2600 + number % 100) * (1 + number // 100) for number in range(20_000)]
+    source = generated(
+        contract_with(output={"type": "object", "properties": {name: {"type": "string"} for name in names}}), "mcp"
+    )
+    (made,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "TResult")
+    fields = {node.target.id for node in made.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    assert len(fields) == len(names)

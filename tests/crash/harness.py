@@ -32,8 +32,8 @@ from tests.crash import child
 from tests.crash.child import METHOD, Facts, Order, Step, read_effects
 from tests.servers import TRANSACTIONAL, Store
 from wirecall.ledger.base import RecordId
+from wirecall.server.call import ANONYMOUS
 from wirecall.server.method import OnCrash
-from wirecall.server.policy import ANONYMOUS
 
 # The answer to a retry after a process was killed at a step, and how many effects the key has then. The columns say what the
 # method declared; "point" means that its handler calls ctx.commit_point(). Where that changes nothing, one column holds for

@@ -30,8 +30,8 @@ from tests.mcp.asgi import KEY, PATIENCE, Json, enveloped
 from tests.servers import DURABLE, TRANSACTIONAL, Store, make_store
 from tests.size import sized
 from wirecall.ledger.base import RecordId
+from wirecall.server.call import ANONYMOUS
 from wirecall.server.method import OnCrash
-from wirecall.server.policy import ANONYMOUS
 
 # How a task ends after its server was killed at a step, and how many effects it has then. The columns say what the tool
 # declared; "point" means that its handler calls ctx.commit_point().

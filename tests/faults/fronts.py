@@ -12,7 +12,7 @@ from tests.faults.proxy import Proxy
 from tests.servers import DURABLE, Store
 from wirecall import App, Context
 from wirecall.ledger.base import Record, RecordId, State
-from wirecall.ledger.redis import scripts as redis_scripts
+from wirecall.ledger.redis.ledger import SCRIPTS
 
 Loss = Literal["request", "answer"]
 
@@ -26,13 +26,13 @@ losses = pytest.mark.parametrize("loss", ["request", "answer"])
 # What a transition looks like on its way to the server.
 TRANSITIONS = {
     "redis": {
-        "claim": redis_scripts.CLAIM.sha.encode(),
-        "commit_point": redis_scripts.COMMIT_POINT.sha.encode(),
-        "complete": redis_scripts.COMPLETE.sha.encode(),
-        "release": redis_scripts.RELEASE.sha.encode(),
-        "abandon": redis_scripts.ABANDON.sha.encode(),
-        "heartbeat": redis_scripts.HEARTBEAT.sha.encode(),
-        "get": redis_scripts.GET.sha.encode(),
+        "claim": SCRIPTS["claim"][1].encode(),
+        "commit_point": SCRIPTS["commit_point"][1].encode(),
+        "complete": SCRIPTS["complete"][1].encode(),
+        "release": SCRIPTS["release"][1].encode(),
+        "abandon": SCRIPTS["abandon"][1].encode(),
+        "heartbeat": SCRIPTS["heartbeat"][1].encode(),
+        "get": SCRIPTS["get"][1].encode(),
     },
     "postgres": {
         "claim": b"wirecall.claim(",

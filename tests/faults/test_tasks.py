@@ -8,17 +8,17 @@ import pytest
 from tests.faults.fronts import Front, Loss, losses
 from tests.ledger import ID, LEASE, RETENTION, claim_of, granted, outcome_of, present, same
 from wirecall.ledger.base import LedgerDown, State, Task, TryAgain, open_ledger
-from wirecall.ledger.redis import scripts
+from wirecall.ledger.redis.ledger import SCRIPTS
 
 TTL = 1000.0
 
 # What the steps look like on their way to the server.
 STEPS = {
     "redis": {
-        "name": scripts.BEGIN_TASK.sha.encode(),
-        "write": scripts.WRITE_TASK.sha.encode(),
+        "name": SCRIPTS["begin_task"][1].encode(),
+        "write": SCRIPTS["write_task"][1].encode(),
         "hint": b"ZADD",
-        "change": scripts.CHANGE_TASK.sha.encode(),
+        "change": SCRIPTS["change_task"][1].encode(),
     },
     "postgres": {"write": b"INSERT INTO wirecall.tasks", "change": b"UPDATE wirecall.tasks"},
 }

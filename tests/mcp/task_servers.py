@@ -9,7 +9,7 @@ from tests.mcp.scripted import Reply, Scripted, Seen, event, newest, refusal, re
 from tests.mcp.test_client import client_of
 from wirecall import Retry
 from wirecall.mcp.client.client import McpClient
-from wirecall.mcp.client.host import Form
+from wirecall.mcp.client.inbox import Form
 from wirecall.testing import FakeClock
 
 META = "io.modelcontextprotocol/"

@@ -31,7 +31,8 @@ from wirecall import App, Context, Limits
 from wirecall.errors import HeaderMismatch
 from wirecall.mcp.headers import check_marked
 from wirecall.mcp.server import changes, sessions, streams
-from wirecall.transports.request import Headers, HttpRequest
+from wirecall.transports.exchange import Headers
+from wirecall.transports.request import HttpRequest
 
 
 @asynccontextmanager

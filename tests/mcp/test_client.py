@@ -22,8 +22,8 @@ from tests.mcp.everything import PROGRAM, Everything
 from wirecall import App, Context, Limits, Retry, ToolAnnotations, ToolError, UsageError, connect, connect_sync
 from wirecall.errors import BadAnswer, Declined, InvalidParams, KeyConflict, NotCapable, NotSent, RpcError, TimedOut
 from wirecall.mcp import Audio, Elicited, Image, Text, ToolResult
-from wirecall.mcp.client.changes import Change
 from wirecall.mcp.client.client import McpClient
+from wirecall.mcp.client.inbox import Change
 from wirecall.mcp.client.results import Tool
 from wirecall.testing import Faults
 

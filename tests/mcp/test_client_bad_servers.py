@@ -252,3 +252,50 @@ async def test_a_list_may_name_any_time_to_live(ttl: bytes) -> None:
     told = b'{"resultType":"complete","tools":[],"ttlMs":' + ttl + b"}"
     async with McpPeer(result(told), is_newest=True) as peer, client_of(peer.url) as client:
         assert await client.list_tools() == []
+
+
+TEXT = {"type": "text", "text": "fine"}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "text", "text": 5},
+        {**TEXT, "annotations": 5},
+        {**TEXT, "_meta": []},
+        {"type": ["text"]},
+        "text",
+        {"type": "image", "data": 5, "mimeType": "image/png"},
+        {"type": "image", "data": "aGk=", "mimeType": []},
+        {"type": "resource_link", "uri": 5, "name": "a"},
+        {"type": "resource", "resource": 5},
+        {"type": "resource", "resource": {"uri": "a:b", "text": 5}},
+    ],
+)
+async def test_content_of_wrong_types_is_a_bad_answer_of_a_call_that_ran(item: Any) -> None:
+    async with (
+        McpPeer(result({"resultType": "complete", "content": [item]}), is_newest=True) as peer,
+        client_of(peer.url, "2026-07-28") as client,
+    ):
+        with pytest.raises(BadAnswer) as caught:
+            await client.call_tool("t", type=str)
+        assert caught.value.ran == "yes"
+
+
+async def test_content_that_lacks_a_member_is_given_as_it_came() -> None:
+    items = [{"type": "image", "data": "aGk="}, TEXT]
+    async with (
+        McpPeer(result({"resultType": "complete", "content": items}), is_newest=True) as peer,
+        client_of(peer.url, "2026-07-28") as client,
+    ):
+        called = await client.call_tool("t")
+    assert called.text == "fine"
+    assert [item.on_wire() for item in called.content] == items
+
+
+@pytest.mark.parametrize("revision", ["2025-11-25", "2026-07-28"])
+async def test_the_error_of_a_stream_without_an_answer_quotes_what_it_brought(revision: str) -> None:
+    is_newest = revision == "2026-07-28"
+    async with McpPeer(stream(b"data: <html>\n\n"), is_newest=is_newest) as peer, client_of(peer.url, revision) as client:
+        with pytest.raises(ConnectionLost, match="ended before the answer, and cannot be resumed; it sent not JSON"):
+            await client.call_tool("t")

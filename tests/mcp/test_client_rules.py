@@ -14,7 +14,7 @@ from tests.mcp.scripted import Reply, Scripted, Seen, event, newest, older, refu
 from tests.mcp.test_client import client_of
 from wirecall import Retry, RpcError
 from wirecall.errors import BadAnswer, ConnectionLost, HeaderMismatch, NotSent, Refused, TimedOut, UnknownVersion
-from wirecall.mcp.client.changes import Change
+from wirecall.mcp.client.inbox import Change
 from wirecall.mcp.headers import fault_of, rendered
 from wirecall.testing import FakeClock
 
@@ -595,7 +595,7 @@ async def test_questions_that_cannot_be_answered_are_refused() -> None:
 
 
 async def test_a_stream_of_changes_that_breaks_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wirecall.mcp.client.changes.FIRST", 0.01)
+    monkeypatch.setattr("wirecall.mcp.client.inbox.FIRST", 0.01)
 
     def answer(message: Any, seen: Seen) -> Reply:
         meta = {f"{META}subscriptionId": message["id"]}

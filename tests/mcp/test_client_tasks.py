@@ -52,7 +52,7 @@ from wirecall.errors import (
     WirecallError,
 )
 from wirecall.mcp.client.client import McpClient
-from wirecall.mcp.client.host import Form
+from wirecall.mcp.client.inbox import Form
 from wirecall.mcp.client.tasks import TaskState
 from wirecall.testing import FakeClock
 

@@ -1,5 +1,6 @@
 """Sessions over HTTP: their owners, and their end."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests import rsgi
+from tests.calls import make_app
 from tests.mcp.asgi import (
     BASIC,
     R2,
@@ -21,6 +23,11 @@ from tests.mcp.asgi import (
     response,
 )
 from tests.mcp.lab import Lab, every_revision, legacy, pairs
+from wirecall.errors import InvalidRequest
+from wirecall.mcp.revisions import REVISIONS
+from wirecall.mcp.server.peer import Session
+from wirecall.mcp.server.sessions import LIFETIME, Seals, Sessions
+from wirecall.transports.request import HttpError
 
 
 @pytest.fixture(autouse=True, params=rsgi.INTERFACES)
@@ -225,3 +232,37 @@ async def test_a_notification_is_202_without_a_body(revision: str) -> None:
         for message in (notification("notifications/initialized"), response("nobody asked")):
             answered = await client.post(message).started()
             assert (answered.status, await answered.read()) == (202, b"")
+
+
+async def test_a_token_that_was_accepted_before_is_refused_when_it_is_over() -> None:
+    now = [1000.0]
+    sessions = Sessions(Seals("secret", clock=lambda: now[0]), lambda _: False, ())
+    token = sessions.token("ann", Session(REVISIONS[R4]))
+    known = sessions.find("ann", token)
+    assert sessions.find("ann", token) is known
+    with pytest.raises(HttpError, match="404"):
+        sessions.find("bob", token)
+    now[0] += LIFETIME + 1
+    with pytest.raises(HttpError, match="404"):
+        sessions.find("ann", token)
+
+
+@legacy
+async def test_a_plain_function_that_returns_an_awaitable_is_answered(revision: str) -> None:
+    app = make_app()
+
+    async def later(fails: bool) -> str:
+        await asyncio.sleep(0)
+        if fails:
+            raise InvalidRequest("not now")
+        return "done"
+
+    @app.query
+    def begin(fails: bool = False) -> Any:
+        return later(fails)
+
+    async with over_http(app, revision) as client:
+        told = await client.post(request("tools/call", {"name": "begin"})).json()
+        assert told["result"]["content"] == [{"type": "text", "text": "done"}]
+        told = await client.post(request("tools/call", {"name": "begin", "arguments": {"fails": True}})).json()
+        assert told["error"]["code"] == -32600

@@ -24,7 +24,7 @@ from wirecall import UsageError
 from wirecall.mcp.server import sessions
 from wirecall.mcp.server import workers as others
 from wirecall.mcp.server.changes import Hub
-from wirecall.mcp.server.seals import Seals
+from wirecall.mcp.server.sessions import Seals
 from wirecall.mcp.server.workers import EndedSession, Relay
 
 
@@ -174,7 +174,7 @@ async def test_folders_of_workers_that_were_killed_are_removed(tmp_path: Path, m
     code = """
 import asyncio, os, signal, sys, time
 from wirecall.mcp.server.changes import Hub
-from wirecall.mcp.server.seals import Seals
+from wirecall.mcp.server.sessions import Seals
 from wirecall.mcp.server.workers import EndedSession, Relay
 
 async def main():

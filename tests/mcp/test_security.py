@@ -28,7 +28,7 @@ from tests.mcp.asgi import (
 from tests.mcp.lab import FORM, READS, every_revision, who
 from wirecall import Context, Limits, RpcError
 from wirecall.ledger.base import LedgerDown
-from wirecall.mcp.server.seals import Seals
+from wirecall.mcp.server.sessions import Seals
 
 # --- owners of an answer --------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ def test_a_sealed_text_is_for_one_use_one_caller_and_some_time() -> None:
     seals = Seals("secret", clock=lambda: now[0])
     sealed = seals.seal("session", "ann", {"a": 1}, 10)
     opened = seals.open("session", "ann", sealed)
-    assert opened is not None and opened[1] == b'{"a":1}'
+    assert opened is not None and bytes(opened.value) == b'{"a":1}'
     head, _, tail = sealed.partition(".")
     forged = [
         *("", ".", head, f"{head}.", f".{tail}", f"{sealed}.", f"{sealed}=", f"{head}={tail}", sealed.upper()),

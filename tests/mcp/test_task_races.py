@@ -14,7 +14,7 @@ from tests.servers import DURABLE, Store
 from tests.size import sized
 from wirecall import App, Context
 from wirecall.ledger.base import RecordId
-from wirecall.server.policy import ANONYMOUS
+from wirecall.server.call import ANONYMOUS
 
 ROUNDS = sized(small=6, full=200)
 SECONDS = 3600.0

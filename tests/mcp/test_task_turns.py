@@ -13,7 +13,7 @@ from tests.mcp.asgi import KEY, HttpClient
 from tests.mcp.test_task_rules import BOOL, OVER, Desk, get, start, talk, until
 from wirecall import App, Context, Limits, UsageError
 from wirecall.ledger.base import Ledger, RecordId
-from wirecall.server.policy import ANONYMOUS
+from wirecall.server.call import ANONYMOUS
 
 YES = {"input-1": {"action": "accept", "content": {"sure": True}}}
 

@@ -14,7 +14,7 @@ from wirecall import Context, connect
 from wirecall.errors import BadAnswer, RpcError, VisitRequired
 from wirecall.mcp import Elicited
 from wirecall.mcp.client.client import McpClient
-from wirecall.mcp.client.host import Visit
+from wirecall.mcp.client.inbox import Visit
 
 URL = "https://mcp.example.com/connect"
 

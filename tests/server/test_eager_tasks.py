@@ -13,8 +13,7 @@ import pytest
 from tests.calls import batch, call, error, make_app, read, result
 from tests.servers import Store
 from wirecall import App, Context
-from wirecall.protocol.messages import Limits
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Limits, Sending
 from wirecall.stepping import start
 from wirecall.transports.stdio import serve_streams
 

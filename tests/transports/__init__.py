@@ -15,13 +15,11 @@ from tests.calls import make_app
 from tests.rsgi import drive
 from wirecall import Limits
 from wirecall.mcp.server.http import McpEndpoint
-from wirecall.protocol.messages import Data, Id
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Data, Id, Sending
 from wirecall.server.identity import Identity
 from wirecall.transports import request
-from wirecall.transports.http_server import HttpServer
+from wirecall.transports.http_server import HttpServer, health_endpoints, rpc_endpoint
 from wirecall.transports.request import Endpoint, HttpRequest
-from wirecall.transports.rpc import health_endpoints, rpc_endpoint
 from wirecall.transports.serve import serve
 
 PATIENCE = 60.0

@@ -14,12 +14,11 @@ from tests.calls import batch, call
 from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scope_of
 from wirecall import Limits
 from wirecall.errors import Gone, Unauthorized
-from wirecall.protocol.messages import Data, Id
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Data, Id, Sending
 from wirecall.server.identity import Identity
-from wirecall.transports.http_server import HttpServer
-from wirecall.transports.request import Headers, HttpRequest
-from wirecall.transports.rpc import health_endpoints, rpc_endpoint
+from wirecall.transports.exchange import Headers
+from wirecall.transports.http_server import HttpServer, health_endpoints, rpc_endpoint
+from wirecall.transports.request import HttpRequest
 
 ADD = call("add", {"a": 1, "b": 2})
 HELLO = call(

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from wirecall.cli.input import InputLines
+from wirecall.cli.batch import InputLines
 from wirecall.errors import Gone
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Sending
 from wirecall.transports.lines import HIGH, Output, ThreadedOutput, open_input
 
 both_ways = pytest.mark.parametrize("portable", [False, True])

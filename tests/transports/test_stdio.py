@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from wirecall.errors import Gone
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Sending
 from wirecall.transports.lines import HIGH, Output, Splitter
 from wirecall.transports.stdio import serve_streams
 

@@ -4,10 +4,8 @@ docs/authorization.md is about servers, docs/authorization-client.md about clien
 """
 
 from wirecall.auth.access import Access, Verifier
-from wirecall.auth.introspection import Introspection
-from wirecall.auth.jwt import Jwt
 from wirecall.auth.store import FileStore, KeyringStore, Login, MemoryStore, Store
-from wirecall.auth.tokens import Tokens, digest
+from wirecall.auth.verifiers import Introspection, Jwt, Tokens, digest
 from wirecall.auth.ways import Browser, ClientCredentials, IdJag, Stored, Workload
 from wirecall.server.identity import Identity
 

@@ -20,19 +20,18 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from inspect import isawaitable
-from ipaddress import ip_address
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 
+from wirecall.auth.discovery import WELL_KNOWN, address_fault
 from wirecall.errors import CallFailed, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import encode
 from wirecall.server.identity import SCOPE, Identity, scope_names
-from wirecall.transports.request import Endpoint, Headers, HttpError, HttpRequest
-
-WELL_KNOWN = "/.well-known/oauth-protected-resource"  # RFC 9728, section 3
+from wirecall.transports.exchange import Headers
+from wirecall.transports.request import Endpoint, HttpError, HttpRequest
 
 LONGEST = 16 << 10  # bytes of a token
 KEPT = 10_000  # tokens
@@ -57,7 +56,7 @@ class Verifier:
         raise NotImplementedError
 
     async def open(self) -> None:
-        """Hear that a server starts, and open what all tokens share."""
+        """Open what all tokens share. Called when a server starts."""
 
     async def aclose(self) -> None:
         """Close what `open` has opened. `verify` works before and after, too."""
@@ -327,23 +326,10 @@ def check_resource(resource: str) -> str:
 
 def check_address(option: str, url: object) -> str:
     """Return an address; `UsageError` unless it is https, or http on the loopback."""
-    try:
-        parts = urlsplit(url if isinstance(url, str) else "")
-        host, _ = parts.hostname or "", parts.port
-    except ValueError:
-        parts, host = urlsplit(""), ""
-    is_local = parts.scheme == "http" and (host == "localhost" or _is_loopback(host))
-    if not host or not (parts.scheme == "https" or is_local) or not isinstance(url, str) or not url.isascii():
+    if address_fault(url):
         raise UsageError(
             f"{option}={url!r} is not an address that can be trusted.",
             "expected https://HOST/PATH; http only on the loopback, since keys and tokens travel there",
             f'use {option}="https://auth.example.com"',
         )
-    return url
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return str(url)

@@ -21,11 +21,8 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from wirecall.auth.challenge import Challenge, asked
-from wirecall.auth.discovery import TRIED, Issuer, ProtectedResource, assume_issuer, find_issuer, find_resource, origin
-from wirecall.auth.grants import Denied, Flow, Registration, TokenEndpoint
-from wirecall.auth.network import SHOWN, Network, check_address
-from wirecall.auth.proof import DpopKey
+from wirecall.auth.discovery import SHOWN, Challenge, Network, ProtectedResource, asked, choose_issuer, find_resource, origin
+from wirecall.auth.grants import Denied, DpopKey, Flow, TokenEndpoint
 from wirecall.auth.store import Login, Store
 from wirecall.auth.ways import TokenWay
 from wirecall.errors import MissingScopes, NotAuthorized, NotSent, UsageError
@@ -47,30 +44,23 @@ def authorization(credentials: Credentials, url: str) -> Auth:
     if isinstance(credentials, TokenWay):
         return Authorization(credentials, url)
     if isinstance(credentials, str):
-        if not credentials.isascii() or not credentials.isprintable() or not credentials.strip():
-            raise UsageError(
-                "auth= is not a token.", "expected ASCII characters without line breaks", "check where it is from"
-            )
-        return Bearer(credentials)
+        _bearer(credentials)  # a mistake shows at once
+
+        async def same() -> str:
+            return credentials
+
+        return Function(same)
     if callable(credentials):
         return Function(credentials)
     known = "a way of wirecall.auth, a token, or an async function that returns one"
     raise UsageError(f"auth= cannot be of type {type(credentials).__name__}.", fix=f"use {known}")
 
 
-class Bearer:
-    """A token as it is (RFC 6750)."""
-
-    is_interactive = False
-
-    def __init__(self, token: str) -> None:
-        self._headers = {"Authorization": f"Bearer {token}"}
-
-    async def headers(self, method: str, url: str) -> Mapping[str, str]:
-        return self._headers
-
-    async def answered(self, answer: HttpAnswer, sent: Mapping[str, str]) -> bool:
-        return False
+def _bearer(token: object) -> dict[str, str]:
+    """Return the header with a token as it is (RFC 6750)."""
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token.strip():
+        raise UsageError("auth= is not a token.", "expected ASCII characters without line breaks", "check where it is from")
+    return {"Authorization": f"Bearer {token}"}
 
 
 class Function:
@@ -80,22 +70,22 @@ class Function:
 
     def __init__(self, function: Callable[[], Awaitable[str]]) -> None:
         self._function = function
-        self._token: str | None = None
+        self._headers: Mapping[str, str] | None = None
         self._lock = asyncio.Lock()
 
     async def headers(self, method: str, url: str) -> Mapping[str, str]:
         async with self._lock:
-            if self._token is None:
-                self._token = await self._function()
-        return {"Authorization": f"Bearer {self._token}"}
+            if self._headers is None:
+                self._headers = _bearer(await self._function())
+        return self._headers
 
     async def answered(self, answer: HttpAnswer, sent: Mapping[str, str]) -> bool:
         if answer.status != 401:
             return False
         async with self._lock:
-            if sent["Authorization"] == f"Bearer {self._token}":
-                self._token = await self._function()
-        return sent["Authorization"] != f"Bearer {self._token}"
+            if sent == self._headers:
+                self._headers = _bearer(await self._function())
+        return sent != self._headers
 
 
 class Authorization:
@@ -124,9 +114,14 @@ class Authorization:
                 await self._read()
         login = self._login
         if login is not None and login.refresh_token and login.expires is not None and login.expires - EARLY < time.time():
-            async with self._lock:
-                with suppress(NotAuthorized):  # the server's own refusal says more, and leads to a new login
-                    await self._refresh_once(login)
+            # One refresh, unless another call or process has done so meanwhile. If it fails, the server's own refusal says
+            # more, and leads to a new login.
+            async with self._lock, self._store.lock(self._url):
+                await self._read()
+                if self._login is None or self._login.access_token == login.access_token:
+                    self._login = login
+                    with suppress(NotAuthorized):
+                        await self._refresh(login)
             login = self._login
         if login is None or not login.access_token:
             return {}
@@ -204,11 +199,11 @@ class Authorization:
             raise NotAuthorized(f"{login.issuer} does not revoke tokens; they end by themselves")
         network = Network(private=login.private, timeout=self._way.timeout)
         tokens = {"refresh_token": login.refresh_token, "access_token": login.access_token}
-        endpoint = TokenEndpoint(network, login.revocation_endpoint, login.issuer, None, {})
+        endpoint = TokenEndpoint(network, login.revocation_endpoint, login.issuer)
         for kind, token in tokens.items():
             if token:
                 try:
-                    await endpoint.send(_client_of(login), {"token": token, "token_type_hint": kind})
+                    await endpoint.send(login, {"token": token, "token_type_hint": kind})
                 except Denied as refusal:
                     if kind != "access_token" or refusal.code != "unsupported_token_type":
                         raise
@@ -257,8 +252,7 @@ class Authorization:
     async def _obtain(self, network: Network, resource: ProtectedResource | None, challenge: Challenge | None) -> None:
         """Get a token by the way."""
         way, url = self._way, self._url
-        check_address(url, "the address of the server")
-        issuer = await self._issuer(network, resource)
+        issuer = await choose_issuer(network, url, resource, way.issuer)
         earlier = self._login if self._login is not None and self._login.issuer == issuer.issuer else None
         # The challenge says what this operation needs, else the server what it has; earlier scopes stay (SEP-2350).
         wanted = (challenge.scopes if challenge else None) or (resource.scopes_supported if resource else None) or ()
@@ -282,39 +276,13 @@ class Authorization:
         login = await way.obtain(flow)
         await self._keep(login, "login")
 
-    async def _issuer(self, network: Network, resource: ProtectedResource | None) -> Issuer:
-        """Return the authorization server to ask."""
-        named, own = resource.authorization_servers[:TRIED] if resource else [], self._way.issuer
-        if own is not None:
-            if resource is not None and own not in resource.authorization_servers:
-                others = ", ".join(each[:SHOWN] for each in named)
-                raise NotAuthorized(f"the credentials are those of {own}, and the server names {ascii(others)[1:-1]}")
-            return await find_issuer(network, own)
-        if resource is None:
-            return await assume_issuer(network, self._url)
-        faults = []
-        for name in named:
-            try:
-                return await find_issuer(network, name)
-            except NotAuthorized as error:
-                faults.append(str(error))
-        raise NotAuthorized("; ".join(faults))
-
-    async def _refresh_once(self, login: Login) -> None:
-        """Refresh a login, unless another call or process has done so meanwhile."""
-        async with self._store.lock(self._url):
-            await self._read()
-            if self._login is None or self._login.access_token == login.access_token:
-                self._login = login
-                await self._refresh(login)
-
     async def _refresh(self, login: Login) -> None:
         network = Network(private=login.private, timeout=self._way.timeout)
         key = DpopKey(login.dpop_key) if login.dpop_key else None
         form = {"grant_type": "refresh_token", "refresh_token": login.refresh_token or ""}
         resource = {} if login.resource is None else {"resource": login.resource}
         endpoint = TokenEndpoint(network, login.token_endpoint, login.issuer, key, self._nonces)
-        token = await endpoint.ask(_client_of(login), {**form, **resource})
+        token = await endpoint.ask(login, {**form, **resource})
         # A refresh token that the answer leaves out stays valid, and so do the scopes (RFC 6749, section 6).
         renewed = replace(
             login,
@@ -329,7 +297,3 @@ class Authorization:
         login.saved = time.time()
         self._login, self._new = login, (login.access_token, how)
         await self._store.save(login)
-
-
-def _client_of(login: Login) -> Registration:
-    return Registration(client_id=login.client_id, secret=login.client_secret, method=login.client_method)

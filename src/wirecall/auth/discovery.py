@@ -1,26 +1,184 @@
-"""How a client finds the authorization server of an MCP server (2026-07-28, authorization server discovery).
+"""Discovery: what servers publish about authorization, and the rules by which it is fetched.
 
-    protected resource metadata (RFC 9728)         names the resource and its authorization servers
+    challenge of a 401 or 403 (RFC 6750)        names the scopes, and the address of the next document
+    protected resource metadata (RFC 9728)      names the resource and its authorization servers
         the address in the challenge, else the two well-known ones, that of the path first
-    authorization server metadata (RFC 8414)       names the endpoints
+    authorization server metadata (RFC 8414)    names the endpoints and the keys
         three well-known addresses for an issuer with a path, two for one without
 
-A server without the first document is one of 2025-03-26: its own origin is the issuer, and if there is no metadata either,
+A server without the second document is one of 2025-03-26: its own origin is the issuer, and if there is no metadata either,
 the endpoints have fixed paths.
+
+A server that is not trusted chooses these addresses, so each request follows the same rules:
+
+1. HTTPS, except to this machine. The address has a host and consists of the characters of addresses (RFC 3986).
+2. If the MCP server is public, so is each address. The check is made where the connection is made.
+3. No redirect is followed. An answer has at most 256 KiB, and comes within 10 seconds.
 """
 
-from urllib.parse import urlsplit
+import asyncio
+import re
+from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
+from typing import TypeVar
+from urllib.parse import urlencode, urlsplit
 
+import msgspec
 from msgspec import Struct
 
-from wirecall.auth.challenge import Challenge
-from wirecall.auth.network import SHOWN, Network
-from wirecall.errors import NotAuthorized
+from wirecall.errors import BadAnswer, CallFailed, NotAuthorized, TimedOut
+from wirecall.protocol.messages import UNREADABLE, JsonObject
+from wirecall.transports.http_client import HttpClient
 
+T = TypeVar("T")
+
+MAX_BYTES = 256 << 10
+TIMEOUT = 10.0  # seconds
+SHOWN = 200  # characters of an address or an error that are quoted
 TRIED = 3  # authorization servers of one resource
+FORM = "application/x-www-form-urlencoded"
+WELL_KNOWN = "/.well-known/oauth-protected-resource"  # RFC 9728, section 3
 
-_PROTECTED = "/.well-known/oauth-protected-resource"
 _OAUTH, _OPENID = "/.well-known/oauth-authorization-server", "/.well-known/openid-configuration"
+_ADDRESS = re.compile(r"https?://[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]+")
+
+
+# --- addresses and requests -----------------------------------------------------------------------------------------
+
+
+def address_fault(url: object) -> str:
+    """Return why keys and tokens must not travel to an address, or "" for one that is HTTPS or on this machine."""
+    try:
+        parts = urlsplit(url if isinstance(url, str) and _ADDRESS.fullmatch(url) else "")
+        host, _ = parts.hostname, parts.port  # both may raise
+    except ValueError as error:
+        return str(error)
+    if not host or parts.username is not None:
+        return "it is not https://host/path"
+    try:
+        is_local = ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost" or host.endswith(".localhost")
+    return "" if parts.scheme == "https" or is_local else "plain HTTP is for this machine alone"
+
+
+def require_address(url: str, what: str) -> None:
+    """Refuse an address that a server has named, unless it is HTTPS or on this machine."""
+    if fault := address_fault(url):
+        raise NotAuthorized(f"{what} cannot be used: {url[:SHOWN]!a}: {fault}")
+
+
+def origin(url: str) -> str:
+    """Return the scheme, host and port of an address."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+class Answer(Struct, frozen=True):
+    """An answer as a whole."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def document(self, kind: type[T]) -> T | None:
+        """Return the body as a JSON object of this kind; None if it is something else."""
+        try:
+            return msgspec.json.decode(self.body, type=kind)
+        except UNREADABLE:
+            return None
+
+
+async def ask(http: HttpClient, method: str, body: bytes, headers: Mapping[str, str], timeout: float = TIMEOUT) -> Answer:
+    """Send a request over connections that are open, and return the answer; raises `CallFailed` without one."""
+    try:
+        async with asyncio.timeout(timeout), http.request(method, body, headers) as answer:
+            if 300 <= answer.status < 400:
+                raise BadAnswer("it is a redirect, which is not followed")
+            return Answer(answer.status, dict(answer.headers), await answer.read())
+    except TimeoutError:
+        raise TimedOut(f"{urlsplit(http.url).hostname} did not answer within {timeout:g} s") from None
+
+
+class Network:
+    """Requests on behalf of one MCP server; `private` allows addresses of this machine and of private networks."""
+
+    def __init__(self, *, private: bool, timeout: float = TIMEOUT) -> None:
+        self.private = private
+        self._timeout = timeout
+
+    async def get(self, url: str, what: str) -> Answer:
+        """Fetch a document."""
+        return await self._ask("GET", url, what, b"", {})
+
+    async def post(self, url: str, what: str, form: Mapping[str, str], headers: Mapping[str, str] | None = None) -> Answer:
+        """Send a form."""
+        return await self._ask("POST", url, what, urlencode(form).encode(), {"Content-Type": FORM, **(headers or {})})
+
+    async def post_json(self, url: str, what: str, document: object) -> Answer:
+        return await self._ask("POST", url, what, msgspec.json.encode(document), {"Content-Type": "application/json"})
+
+    async def _ask(self, method: str, url: str, what: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        require_address(url, what)
+        http = HttpClient(url, max_bytes=MAX_BYTES, public=not self.private)
+        try:
+            await http.open()
+            return await ask(http, method, body, {"Accept": "application/json", **headers}, self._timeout)
+        except CallFailed as error:
+            raise NotAuthorized(f"{what} ({url[:SHOWN]}): {error}") from None
+        finally:
+            await http.aclose()
+
+
+# --- the challenge --------------------------------------------------------------------------------------------------
+
+_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_GAP = re.compile(r"[ \t,]*")
+_PARAM = re.compile(rf'({_TOKEN})[ \t]*=[ \t]*(?:({_TOKEN})|"((?:[^"\\]|\\.)*)")')
+_SCHEME = re.compile(rf"({_TOKEN})(?:[ \t]+[A-Za-z0-9._~+/-]+=*(?=[ \t]*(?:,|$)))?")  # with credentials as one word, or not
+
+
+class Challenge(Struct, frozen=True):
+    """Why a server refuses a request: a scheme in lower case, and its parameters by their names in lower case."""
+
+    scheme: str
+    params: dict[str, str]
+
+    @property
+    def scopes(self) -> frozenset[str]:
+        return frozenset(self.params.get("scope", "").split())
+
+
+def challenges(headers: Iterable[str]) -> list[Challenge]:
+    """Return the challenges of all `WWW-Authenticate` headers (RFC 9110, section 11.6.1).
+
+    A header may hold several, and is read up to its first mistake. Parameters are parsed and not searched for in the text:
+    `x-scope="…"`, or `scope=` inside of a quoted text, is not the scope.
+    """
+    found: list[Challenge] = []
+    for text in headers:
+        place, current = 0, None
+        while (gap := _GAP.match(text, place)) and (place := gap.end()) < len(text):
+            if current is not None and (param := _PARAM.match(text, place)):
+                name, plain, quoted = param.groups()
+                # Of a repeated parameter the first counts.
+                current.params.setdefault(name.lower(), plain or re.sub(r"\\(.)", r"\1", quoted or ""))
+                place = param.end()
+            elif scheme := _SCHEME.match(text, place):
+                current = Challenge(scheme[1].lower(), {})
+                found.append(current)
+                place = scheme.end()
+            else:
+                break
+    return found
+
+
+def asked(headers: Iterable[str]) -> Challenge | None:
+    """Return the challenge that asks for a token, if there is one."""
+    return next((each for each in challenges(headers) if each.scheme in ("bearer", "dpop")), None)
+
+
+# --- the documents --------------------------------------------------------------------------------------------------
 
 
 class ProtectedResource(Struct, frozen=True):
@@ -39,6 +197,7 @@ class Issuer(Struct, frozen=True):
     authorization_endpoint: str | None = None
     registration_endpoint: str | None = None
     revocation_endpoint: str | None = None
+    jwks_uri: str | None = None
     scopes_supported: list[str] | None = None
     token_endpoint_auth_methods_supported: list[str] | None = None
     code_challenge_methods_supported: list[str] | None = None
@@ -46,18 +205,12 @@ class Issuer(Struct, frozen=True):
     authorization_response_iss_parameter_supported: bool = False
 
 
-def origin(url: str) -> str:
-    """Return the scheme, host and port of an address."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}"
-
-
 async def find_resource(network: Network, url: str, challenge: Challenge | None) -> ProtectedResource | None:
     """Return the metadata of the server at `url`; None if it has none."""
     path = urlsplit(url).path.rstrip("/")
     named = challenge.params.get("resource_metadata") if challenge else None
-    inserted = [f"{origin(url)}{_PROTECTED}{path}"] if path else []
-    for place in [named] if named else [*inserted, origin(url) + _PROTECTED]:
+    places = [named] if named else list(dict.fromkeys((f"{origin(url)}{WELL_KNOWN}{path}", origin(url) + WELL_KNOWN)))
+    for place in places:
         answer = await network.get(place, "the metadata of the server")
         if answer.status >= 500 or answer.status == 429:  # it may have some, so 2025-03-26 is not assumed
             raise NotAuthorized(f"the metadata of the server ({place[:SHOWN]}): HTTP {answer.status}")
@@ -67,7 +220,7 @@ async def find_resource(network: Network, url: str, challenge: Challenge | None)
         if found is None or not found.authorization_servers:
             raise NotAuthorized(f"the metadata of the server ({place[:SHOWN]}) does not name an authorization server")
         # The document must be about this server (RFC 9728, section 3.3), or about a part of its origin that holds it.
-        theirs, ours = urlsplit(found.resource), urlsplit(url)
+        theirs, ours = urlsplit("" if address_fault(found.resource) else found.resource), urlsplit(url)
         is_inside = f"{ours.path.rstrip('/')}/".startswith(f"{theirs.path.rstrip('/')}/")
         if theirs[:2] != ours[:2] or not is_inside or theirs.query not in ("", ours.query):
             raise NotAuthorized(f"the metadata of {url} is about another server, {found.resource[:SHOWN]!a}")
@@ -79,35 +232,68 @@ async def find_resource(network: Network, url: str, challenge: Challenge | None)
 
 async def find_issuer(network: Network, issuer: str) -> Issuer:
     """Return the metadata of an authorization server."""
-    parts = urlsplit(issuer)
-    base, path = origin(issuer), parts.path.rstrip("/")
-    places = [base + _OAUTH, base + _OPENID]
-    if path:
-        places = [f"{base}{_OAUTH}{path}", f"{base}{_OPENID}{path}", f"{base}{path}{_OPENID}"]
-    fault = "it has no metadata"
-    for place in places:
+    require_address(issuer, "the authorization server")
+    base, path = origin(issuer), urlsplit(issuer).path.rstrip("/")
+    faults = []
+    for place in dict.fromkeys((f"{base}{_OAUTH}{path}", f"{base}{_OPENID}{path}", f"{base}{path}{_OPENID}")):
         answer = await network.get(place, "the metadata of the authorization server")
-        found = answer.document(Issuer) if answer.status == 200 else None
-        if found is None:
+        if answer.status != 200:
+            faults.append(f"{place[:SHOWN]}: HTTP {answer.status}")
             continue
-        # As texts, without any normalisation (RFC 8414, section 3.3).
-        if found.issuer != issuer:
-            fault = f"its metadata is that of another one, {found.issuer[:SHOWN]!a}"
+        try:
+            found = msgspec.json.decode(answer.body, type=Issuer)
+        except UNREADABLE as error:
+            faults.append(f"{place[:SHOWN]} cannot be read: {error}")
             continue
-        return found
-    raise NotAuthorized(f"the authorization server {issuer[:SHOWN]!a} cannot be used: {fault}")
+        if found.issuer == issuer:  # as texts, without any normalisation (RFC 8414, section 3.3)
+            return found
+        faults.append(f"{place[:SHOWN]} is that of another one, {found.issuer[:SHOWN]!a}")
+    raise NotAuthorized(f"there is no metadata of the authorization server {issuer[:SHOWN]!a} ({'; '.join(faults)})")
 
 
-async def assume_issuer(network: Network, url: str) -> Issuer:
-    """Return the authorization server that a server of 2025-03-26 is itself."""
-    here = origin(url)
-    answer = await network.get(here + _OAUTH, "the metadata of the authorization server")
+async def choose_issuer(network: Network, url: str, resource: ProtectedResource | None, own: str | None) -> Issuer:
+    """Return the authorization server to ask for a token: the client's own, one that the server names, or the server."""
+    require_address(url, "the address of the server")
+    if own is not None:
+        if resource is not None and own not in resource.authorization_servers:
+            others = ", ".join(each[:SHOWN] for each in resource.authorization_servers[:TRIED])
+            raise NotAuthorized(f"the credentials are those of {own}, and the server names {ascii(others)[1:-1]}")
+        return await find_issuer(network, own)
+    if resource is not None:
+        faults = []
+        for name in resource.authorization_servers[:TRIED]:
+            try:
+                return await find_issuer(network, name)
+            except NotAuthorized as error:
+                faults.append(str(error))
+        raise NotAuthorized("; ".join(faults))
+    # A server of 2025-03-26 is its own authorization server.
+    here, what = origin(url), "the metadata of the authorization server"
+    answer = await network.get(here + _OAUTH, what)
     if answer.status >= 500 or answer.status == 429:
-        raise NotAuthorized(f"the metadata of the authorization server: HTTP {answer.status}")
+        raise NotAuthorized(f"{what}: HTTP {answer.status}")
     found = answer.document(Issuer) if answer.status == 200 else None
     if found is None:
         endpoints = (f"{here}/token", f"{here}/authorize", f"{here}/register")
         return Issuer(here, *endpoints, code_challenge_methods_supported=["S256"])
     if found.issuer not in (here, f"{here}/"):  # both are found at this address
         raise NotAuthorized(f"the authorization server {here} names itself {found.issuer[:SHOWN]!a}")
+    return found
+
+
+# --- for `wirecall probe` -------------------------------------------------------------------------------------------
+
+
+async def fetch(url: str) -> tuple[int, JsonObject]:
+    """Return the status and the JSON object at an address; `{}` where the status is not 200."""
+    answer = await Network(private=True).get(url, "the document")
+    found = answer.document(dict) if answer.status == 200 else {}
+    if found is None:
+        raise BadAnswer(f"{url}: expected a JSON object")
+    return answer.status, found
+
+
+async def server_metadata(issuer: str) -> JsonObject:
+    """Return the metadata of an authorization server as plain values."""
+    found: JsonObject = msgspec.to_builtins(await find_issuer(Network(private=True), issuer))
     return found

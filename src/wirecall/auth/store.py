@@ -13,14 +13,16 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from wirecall.errors import UsageError
-from wirecall.files import login_folder, real_path
+from wirecall.files import DescriptorLock, login_folder, real_path
 from wirecall.protocol.messages import UNREADABLE
+
+T = TypeVar("T")
 
 AGAIN = 0.05  # seconds until a lock that another process holds is tried again
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -28,17 +30,25 @@ SERVICE = "wirecall"  # in the keyring
 INDEX = "logins"
 
 
-class Login(Struct, kw_only=True):
-    """The tokens of one client at one server, and what their renewal needs."""
+class Registration(Struct, kw_only=True):
+    """The client, as one authorization server knows it."""
 
-    server: str  # the address that the client connects to
-    issuer: str
     client_id: str
     client_secret: str | None = None
     client_method: str = "none"  # how the client authenticates at the token endpoint (RFC 7591, section 2)
     client_scopes: list[str] | None = None  # those that the client is registered for; None: any
     client_expires: float | None = None  # Unix time at which the registration ends
     redirect_uri: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Registration(client_id={self.client_id!r}, client_method={self.client_method!r})"  # and no secret
+
+
+class Login(Registration, kw_only=True):
+    """The tokens of one client at one server, and what their renewal needs."""
+
+    server: str  # the address that the client connects to
+    issuer: str
     resource: str | None = None
     token_endpoint: str
     revocation_endpoint: str | None = None
@@ -75,8 +85,20 @@ def _newest_first(logins: list[Login], server: str | None) -> list[Login]:
     return sorted((each for each in logins if server in (None, each.server)), key=lambda each: each.saved, reverse=True)
 
 
+def _key(login: Login) -> tuple[str, str, str]:
+    """Return the parts by which a store tells logins apart."""
+    return login.server, login.issuer, login.client_id
+
+
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
+
+
+def _decoded(text: str | bytes, kind: type[T], what: str) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except UNREADABLE as error:
+        raise UsageError(f"{what} cannot be read.", str(error), "remove it, and log in again") from None
 
 
 class MemoryStore:
@@ -90,10 +112,10 @@ class MemoryStore:
         return _newest_first(list(self._logins.values()), server)
 
     async def save(self, login: Login) -> None:
-        self._logins[login.server, login.issuer, login.client_id] = login
+        self._logins[_key(login)] = login
 
     async def remove(self, login: Login) -> None:
-        self._logins.pop((login.server, login.issuer, login.client_id), None)
+        self._logins.pop(_key(login), None)
 
     def lock(self, server: str) -> AbstractAsyncContextManager[None]:
         return self._locks.setdefault(server, asyncio.Lock())
@@ -122,7 +144,7 @@ class FileStore:
         return _file_lock(self._folder() / f"{_digest(server)}.lock")
 
     def _path(self, login: Login) -> Path:
-        return self.folder / f"{_digest(login.server, login.issuer, login.client_id)}.json"
+        return self.folder / f"{_digest(*_key(login))}.json"
 
     def _folder(self) -> Path:
         try:
@@ -144,11 +166,7 @@ class FileStore:
             with open(descriptor, "rb") as file:
                 _refuse_others(os.fstat(descriptor), path)
                 text = file.read()
-            try:
-                found.append(msgspec.json.decode(text, type=Login))
-            except UNREADABLE as error:
-                fix = "remove the file, and log in again"
-                raise UsageError(f"The login in {path} cannot be read.", str(error), fix) from None
+            found.append(_decoded(text, Login, f"The login in {path}"))
         return found
 
     def _write(self, login: Login) -> None:
@@ -177,16 +195,10 @@ def _refuse_others(status: os.stat_result, path: Path) -> None:
 @asynccontextmanager
 async def _file_lock(path: Path) -> AsyncIterator[None]:
     """Hold a lock between processes. It ends with the process that holds it, so a dead process does not keep it."""
-    import fcntl  # late: Windows does not have it
-
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(AGAIN)  # not a blocking wait in a thread, which could not be cancelled
+        while not DescriptorLock().take(descriptor):  # noqa: ASYNC110  # another process has it
+            await asyncio.sleep(AGAIN)  # not a blocking wait in a thread, which could not be cancelled
         yield
     finally:
         os.close(descriptor)
@@ -222,14 +234,16 @@ class KeyringStore:
         return self._files.lock(server)
 
     def _names(self) -> list[str]:
-        return msgspec.json.decode(self._get(SERVICE, INDEX) or "[]", type=list[str])
+        return _decoded(self._get(SERVICE, INDEX) or "[]", list[str], f"The entry {INDEX!r} of {SERVICE} in the keyring")
 
     def _read(self) -> list[Login]:
-        texts = [self._get(SERVICE, name) for name in self._names()]
-        return [msgspec.json.decode(text, type=Login) for text in texts if text]
+        texts = {name: self._get(SERVICE, name) for name in self._names()}
+        return [
+            _decoded(text, Login, f"The entry {name!r} of {SERVICE} in the keyring") for name, text in texts.items() if text
+        ]
 
     def _write(self, login: Login, is_kept: bool) -> None:
-        name = _digest(login.server, login.issuer, login.client_id)
+        name = _digest(*_key(login))
         names = [each for each in self._names() if each != name]
         if is_kept:
             self._set(SERVICE, name, msgspec.json.encode(login).decode())

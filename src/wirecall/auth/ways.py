@@ -9,30 +9,47 @@
 | `Stored` | the login that `wirecall login` has kept; never a new one |
 """
 
-import base64
-import hashlib
+import asyncio
 import inspect
 import secrets
 import sys
 import time
+import webbrowser
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import ClassVar, TypeAlias
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from wirecall.auth.browser import PATIENCE, Callback, listening, open_page, within
-from wirecall.auth.discovery import Issuer
-from wirecall.auth.grants import JWT_BEARER, Flow, Registration, TokenEndpoint, denied, method_for
-from wirecall.auth.network import SHOWN, TIMEOUT, check_address
-from wirecall.auth.store import FileStore, Login, MemoryStore, Store
+from wirecall.auth.discovery import SHOWN, TIMEOUT, Issuer, require_address
+from wirecall.auth.grants import JWT_BEARER, Flow, TokenEndpoint, client_assertion, denied, method_for, sha256_text
+from wirecall.auth.store import FileStore, Login, MemoryStore, Registration, Store
 from wirecall.errors import NotAuthorized, UsageError
+
+PATH = "/callback"
+PATIENCE = 300.0  # seconds for a person to log in
+READING = 10.0  # seconds for the browser to send its request
+MAX_BYTES = 16 << 10
 
 _ID_JAG = "urn:ietf:params:oauth:token-type:id-jag"
 _ID_TOKEN = "urn:ietf:params:oauth:token-type:id_token"
 _EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
+_WHY_ISSUER = "without an issuer, the server would choose where the credentials go"
+
+# The page that the browser shows at the end: the same each time, it repeats nothing of the request.
+_PAGE = (
+    b"<!doctype html><html lang=en><meta charset=utf-8><title>wirecall</title>"
+    b"<p>You can close this page and go back to your program."
+)
+_HEAD = (
+    b"HTTP/1.1 %s\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: %d\r\nConnection: close\r\n"
+    b"Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n"
+    b"Content-Security-Policy: default-src 'none'; frame-ancestors 'none'\r\n\r\n"
+)
 
 Text: TypeAlias = str | Callable[[], str | Awaitable[str]]
 
@@ -49,6 +66,7 @@ class TokenWay(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
     is_interactive: ClassVar[bool] = False
     can_refresh: ClassVar[bool] = False
     can_obtain: ClassVar[bool] = True
+    needs_issuer: ClassVar[bool] = True
 
     scopes: Iterable[str] = ()
     resource: str | UnsetType | None = UNSET
@@ -61,14 +79,13 @@ class TokenWay(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
     def __post_init__(self) -> None:
         scopes = self.scopes.split() if isinstance(self.scopes, str) else list(self.scopes)
         msgspec.structs.force_setattr(self, "scopes", tuple(dict.fromkeys(scopes)))
-        if self.store is None:
-            msgspec.structs.force_setattr(self, "store", self._store())
+        if self.store is None:  # a login that can be refreshed outlives the process
+            msgspec.structs.force_setattr(self, "store", FileStore() if self.can_refresh else MemoryStore())
+        if self.needs_issuer and self.issuer is None:
+            raise UsageError(f"{type(self).__name__} needs issuer=.", _WHY_ISSUER, 'issuer="https://auth.example.com"')
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"  # and no secret
-
-    def _store(self) -> Store:
-        return MemoryStore()
 
     def fits(self, login: Login) -> bool:
         """Return whether a login that is kept can be one of this way."""
@@ -85,23 +102,7 @@ async def _text(source: Text) -> str:
     return await found if inspect.isawaitable(found) else found
 
 
-def _issuer_required(issuer: str | None, what: str) -> None:
-    if issuer is None:
-        why = "without it the server would choose where the credentials go"
-        raise UsageError(f"{what} needs issuer=.", why, 'issuer="https://auth.example.com"')
-
-
 # --- a person -------------------------------------------------------------------------------------------------------
-
-
-class _Registered(Struct):
-    """The answer of a registration endpoint (RFC 7591, section 3.2.1)."""
-
-    client_id: str
-    client_secret: str | None = None
-    client_secret_expires_at: float | None = None
-    token_endpoint_auth_method: str | None = None
-    scope: str | None = None
 
 
 class Browser(TokenWay, kw_only=True, frozen=True):
@@ -115,6 +116,7 @@ class Browser(TokenWay, kw_only=True, frozen=True):
 
     is_interactive: ClassVar[bool] = True
     can_refresh: ClassVar[bool] = True
+    needs_issuer: ClassVar[bool] = False
 
     client_id: str | None = None
     client_secret: str | None = None
@@ -126,10 +128,9 @@ class Browser(TokenWay, kw_only=True, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.client_secret is not None:
-            _issuer_required(self.issuer, "client_secret=")
-            if self.client_id is None:
-                raise UsageError("client_secret= needs client_id=.", fix='client_id="..."')
+        if self.client_secret is not None and (self.client_id is None or self.issuer is None):
+            fix = 'client_id="...", issuer="https://auth.example.com"'
+            raise UsageError("client_secret= needs client_id= and issuer=.", _WHY_ISSUER, fix)
         if self.metadata_url is not None:
             parts = urlsplit(self.metadata_url)
             if parts.scheme != "https" or parts.path in ("", "/"):
@@ -138,29 +139,25 @@ class Browser(TokenWay, kw_only=True, frozen=True):
                     f"metadata_url={self.metadata_url!r} cannot be used.", why, "https://example.com/client.json"
                 )
 
-    def _store(self) -> Store:
-        return FileStore()
-
     async def obtain(self, flow: Flow) -> Login:
-        issuer = flow.issuer
+        issuer, earlier = flow.issuer, flow.earlier
         if issuer.authorization_endpoint is None:
             raise NotAuthorized(f"the authorization server {issuer.issuer[:SHOWN]} does not have an authorization endpoint")
-        check_address(issuer.authorization_endpoint, "the authorization endpoint")
+        require_address(issuer.authorization_endpoint, "the authorization endpoint")
         # Without PKCE, a stolen code is a stolen login (2025-11-25, authorization code protection).
         if "S256" not in (issuer.code_challenge_methods_supported or ()):
             raise NotAuthorized(f"the authorization server {issuer.issuer[:SHOWN]} does not support PKCE with S256")
         # The port that the client is registered with, if it is free: some servers do not let it change (RFC 8252, 7.3).
-        registered = urlsplit(flow.earlier.redirect_uri).port if flow.earlier and flow.earlier.redirect_uri else None
+        registered = urlsplit(earlier.redirect_uri).port if earlier and earlier.redirect_uri else None
         async with listening(self.port or registered or 0, may_change=not self.port) as callback:
             client = await self._client(flow, callback.uri)
             verifier, callback.state = secrets.token_urlsafe(48), secrets.token_urlsafe(32)
-            digest = hashlib.sha256(verifier.encode()).digest()
             asked = {
                 "response_type": "code",
                 "client_id": client.client_id,
                 "redirect_uri": callback.uri,
                 "state": callback.state,
-                "code_challenge": base64.urlsafe_b64encode(digest).rstrip(b"=").decode(),
+                "code_challenge": sha256_text(verifier),
                 "code_challenge_method": "S256",
                 **flow.common,
                 # A refresh token needs the user's consent (OpenID Connect Core, section 11).
@@ -168,8 +165,18 @@ class Browser(TokenWay, kw_only=True, frozen=True):
             }
             parts = urlsplit(issuer.authorization_endpoint)
             query = "&".join(filter(None, (parts.query, urlencode(asked))))
-            brought = await self._visit(parts._replace(query=query, fragment="").geturl(), callback)
-            self._check(brought, issuer)
+            page = parts._replace(query=query, fragment="").geturl()
+            if self.visit is None:
+                if not await asyncio.to_thread(webbrowser.open, page):  # never a shell: a server has chosen the address
+                    print(f"Open this address to log in:\n{page}", file=sys.stderr)
+            elif (redirected := await self.visit(page)) is not None and not callback.take(redirected):
+                raise NotAuthorized("the browser came back with the answer to another login")
+            try:
+                async with asyncio.timeout(self.patience):
+                    brought = await callback.answer()
+            except TimeoutError:
+                raise NotAuthorized(f"the login was not completed within {self.patience:g} s") from None
+            _check_answer(brought, issuer)
             form = {
                 "grant_type": "authorization_code",
                 "code": brought["code"],
@@ -179,52 +186,21 @@ class Browser(TokenWay, kw_only=True, frozen=True):
             resource = {} if flow.resource is None else {"resource": flow.resource}
             return await flow.token(client, {**form, **resource})
 
-    async def _visit(self, url: str, callback: Callback) -> dict[str, str]:
-        """Lead the user to the page, and return what the browser brings back."""
-        if self.visit is None:
-            await open_page(url, lambda url: print(f"Open this address to log in:\n{url}", file=sys.stderr))
-        elif (redirected := await self.visit(url)) is not None and not callback.take(redirected):
-            raise NotAuthorized("the browser came back with the answer to another login")
-        return await within(self.patience, callback)
-
-    def _check(self, brought: dict[str, str], issuer: Issuer) -> None:
-        """Refuse an answer of another authorization server, before its code goes anywhere (RFC 9207, section 2.4)."""
-        named = brought.get("iss")
-        if named is None and issuer.authorization_response_iss_parameter_supported:
-            raise NotAuthorized(f"the answer to the login does not name its issuer, as {issuer.issuer[:SHOWN]} always does")
-        if named is not None and named != issuer.issuer:  # as texts; and nothing else of that answer is shown
-            raise NotAuthorized(f"the answer to the login must be from {issuer.issuer[:SHOWN]}, and names another issuer")
-        if "error" in brought:
-            told = ": ".join(filter(None, (brought["error"], brought.get("error_description"))))
-            raise NotAuthorized(f"the login was refused: {ascii(told[:SHOWN])[1:-1]}")
-        if not brought.get("code"):
-            raise NotAuthorized("the answer to the login does not have a code")
-
     async def _client(self, flow: Flow, redirect_uri: str) -> Registration:
         """Return the client as the authorization server knows it."""
-        issuer, earlier = flow.issuer, flow.earlier
+        issuer, earlier, known = flow.issuer, flow.earlier, partial(Registration, redirect_uri=redirect_uri)
         # 1. Credentials that were given to the program.
         if self.client_id is not None:
-            method = method_for(issuer, self.client_secret is not None)
-            return Registration(
-                client_id=self.client_id, secret=self.client_secret, method=method, redirect_uri=redirect_uri
-            )
+            method = method_for(issuer, self.client_secret)
+            return known(client_id=self.client_id, client_secret=self.client_secret, client_method=method)
         # 2. A document that describes the client.
         if self.metadata_url is not None and issuer.client_id_metadata_document_supported:
-            return Registration(client_id=self.metadata_url, redirect_uri=redirect_uri)
+            return known(client_id=self.metadata_url)
         # 3. An earlier registration at this issuer, which fits.
-        now = time.time()
-        if earlier is not None and earlier.redirect_uri == redirect_uri and (earlier.client_expires or now + 1) > now:
-            known = earlier.client_scopes
-            if known is None or set(flow.scopes) <= set(known):
-                return Registration(
-                    client_id=earlier.client_id,
-                    secret=earlier.client_secret,
-                    method=earlier.client_method,
-                    scopes=known,
-                    expires=earlier.client_expires,
-                    redirect_uri=redirect_uri,
-                )
+        if earlier is not None and earlier.redirect_uri == redirect_uri:
+            lasts = earlier.client_expires is None or earlier.client_expires > time.time()
+            if lasts and (earlier.client_scopes is None or set(flow.scopes) <= set(earlier.client_scopes)):
+                return earlier
         # 4. A new one.
         if issuer.registration_endpoint is None:
             why = f"the authorization server {issuer.issuer[:SHOWN]} does not register clients"
@@ -246,14 +222,110 @@ class Browser(TokenWay, kw_only=True, frozen=True):
         made = answer.document(_Registered)
         if made is None or not made.client_id:
             raise NotAuthorized(f"the registration at {issuer.issuer[:SHOWN]} did not bring a client_id")
-        return Registration(
+        return known(
             client_id=made.client_id,
-            secret=made.client_secret,
-            method=made.token_endpoint_auth_method or method_for(issuer, made.client_secret is not None),
-            scopes=None if made.scope is None else made.scope.split(),
-            expires=made.client_secret_expires_at or None,  # 0: never
-            redirect_uri=redirect_uri,
+            client_secret=made.client_secret,
+            client_method=made.token_endpoint_auth_method or method_for(issuer, made.client_secret),
+            client_scopes=None if made.scope is None else made.scope.split(),
+            client_expires=made.client_secret_expires_at or None,  # 0: never
         )
+
+
+class _Registered(Struct):
+    """The answer of a registration endpoint (RFC 7591, section 3.2.1)."""
+
+    client_id: str
+    client_secret: str | None = None
+    client_secret_expires_at: float | None = None
+    token_endpoint_auth_method: str | None = None
+    scope: str | None = None
+
+
+def _check_answer(brought: dict[str, str], issuer: Issuer) -> None:
+    """Refuse an answer of another authorization server, before its code goes anywhere (RFC 9207, section 2.4)."""
+    named = brought.get("iss")
+    if named is None and issuer.authorization_response_iss_parameter_supported:
+        raise NotAuthorized(f"the answer to the login does not name its issuer, as {issuer.issuer[:SHOWN]} always does")
+    if named is not None and named != issuer.issuer:  # as texts; and nothing else of that answer is shown
+        raise NotAuthorized(f"the answer to the login must be from {issuer.issuer[:SHOWN]}, and names another issuer")
+    if "error" in brought:
+        told = ": ".join(filter(None, (brought["error"], brought.get("error_description"))))
+        raise NotAuthorized(f"the login was refused: {ascii(told[:SHOWN])[1:-1]}")
+    if not brought.get("code"):
+        raise NotAuthorized("the answer to the login does not have a code")
+
+
+class Callback:
+    """The address that the browser comes back to, and the answer that it brings: a GET of `/callback` with its own Host."""
+
+    def __init__(self) -> None:
+        self.state = ""  # of the login that is waited for
+        self.host = ""
+        self.serving: set[asyncio.Task[None]] = set()
+        self.answering: asyncio.Task[None] | None = None  # shows its page to the browser that brought the answer
+        self._came: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+
+    @property
+    def uri(self) -> str:
+        return f"http://{self.host}{PATH}"
+
+    async def answer(self) -> dict[str, str]:
+        """Wait for the browser, and return the parameters that it brings."""
+        return await self._came
+
+    def take(self, redirected: str) -> bool:
+        """Take the address that the browser came back to; return whether it belongs to this login."""
+        found = parse_qs(urlsplit(redirected).query, keep_blank_values=True)
+        # Another login's answer, or one that a page has made up, has another state (RFC 6749, section 10.12). A parameter
+        # that is repeated is invalid (section 3.1).
+        if any(len(values) > 1 for values in found.values()) or found.get("state") != [self.state] or self._came.done():
+            return False
+        self._came.set_result({name: values[0] for name, values in found.items()})
+        return True
+
+    def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection of a browser in a task."""
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self.serving.add(task)
+        task.add_done_callback(self.serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        status = b"400 Bad Request"
+        with suppress(ValueError, TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(READING):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("ascii")
+            first, *lines = head.split("\r\n")
+            method, target, _ = first.split(" ")
+            hosts = [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.lower() == "host"]
+            if method == "GET" and hosts == [self.host] and urlsplit(target).path == PATH and self.take(target):
+                status, self.answering = b"200 OK", asyncio.current_task()
+        try:
+            writer.write(_HEAD % (status, len(_PAGE)) + _PAGE)
+            with suppress(TimeoutError, OSError):
+                async with asyncio.timeout(READING):
+                    await writer.drain()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def listening(port: int, *, may_change: bool) -> AsyncIterator[Callback]:
+    """Listen on a port of this machine in a block. 0 takes a free one, and so does a port in use that may change."""
+    callback = Callback()
+    try:
+        server = await asyncio.start_server(callback.connected, "127.0.0.1", port, limit=MAX_BYTES)
+    except OSError as error:
+        if not may_change:
+            raise NotAuthorized(f"the browser cannot come back to port {port}: {error.strerror}") from None
+        server = await asyncio.start_server(callback.connected, "127.0.0.1", 0, limit=MAX_BYTES)
+    callback.host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield callback
+    finally:
+        server.close()
+        for task in callback.serving - {callback.answering}:
+            task.cancel()
+        await asyncio.gather(*callback.serving, return_exceptions=True)
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
@@ -269,16 +341,16 @@ class ClientCredentials(TokenWay, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _issuer_required(self.issuer, "ClientCredentials")
         if (self.secret is None) == (self.key is None):
             raise UsageError("ClientCredentials needs a secret or a key.", fix="secret=..., or key=PEM")
 
     async def obtain(self, flow: Flow) -> Login:
-        method = method_for(flow.issuer, True) if self.key is None else "private_key_jwt"
-        client = Registration(
-            client_id=self.client_id, secret=self.secret, method=method, key=self.key, algorithm=self.algorithm
-        )
-        return await flow.token(client, {"grant_type": "client_credentials", **flow.common})
+        method, sign = method_for(flow.issuer, self.secret), None
+        if self.key is not None:
+            method = "private_key_jwt"
+            sign = partial(client_assertion, self.key, self.algorithm, self.client_id, flow.issuer.issuer)
+        client = Registration(client_id=self.client_id, client_secret=self.secret, client_method=method)
+        return await flow.token(client, {"grant_type": "client_credentials", **flow.common}, sign)
 
 
 class IdJag(TokenWay, kw_only=True, frozen=True):
@@ -294,15 +366,11 @@ class IdJag(TokenWay, kw_only=True, frozen=True):
     idp_client_id: str
     idp_client_secret: str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _issuer_required(self.issuer, "IdJag")
-
     async def obtain(self, flow: Flow) -> Login:
         provider = Registration(
             client_id=self.idp_client_id,
-            secret=self.idp_client_secret,
-            method="none" if self.idp_client_secret is None else "client_secret_post",
+            client_secret=self.idp_client_secret,
+            client_method="none" if self.idp_client_secret is None else "client_secret_post",
         )
         exchange = {
             "grant_type": _EXCHANGE,
@@ -312,12 +380,9 @@ class IdJag(TokenWay, kw_only=True, frozen=True):
             "subject_token_type": _ID_TOKEN,
             **flow.common,
         }
-        grant = await TokenEndpoint(flow.network, self.idp, self.idp, None, flow.nonces).ask(provider, exchange)
-        client = Registration(
-            client_id=self.client_id,
-            secret=self.client_secret,
-            method=method_for(flow.issuer, self.client_secret is not None),
-        )
+        grant = await TokenEndpoint(flow.network, self.idp, self.idp).ask(provider, exchange)
+        method = method_for(flow.issuer, self.client_secret)
+        client = Registration(client_id=self.client_id, client_secret=self.client_secret, client_method=method)
         return await flow.token(client, {"grant_type": JWT_BEARER, "assertion": grant.access_token, **flow.common})
 
 
@@ -326,10 +391,6 @@ class Workload(TokenWay, frozen=True):
 
     jwt: Text
     client_id: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _issuer_required(self.issuer, "Workload")
 
     async def obtain(self, flow: Flow) -> Login:
         form = {"grant_type": JWT_BEARER, "assertion": await _text(self.jwt), **flow.common}
@@ -341,9 +402,7 @@ class Stored(TokenWay, kw_only=True, frozen=True):
 
     can_refresh: ClassVar[bool] = True
     can_obtain: ClassVar[bool] = False
-
-    def _store(self) -> Store:
-        return FileStore()
+    needs_issuer: ClassVar[bool] = False
 
     async def obtain(self, flow: Flow) -> Login:
         raise UsageError("Stored() does not log in.", "a person has to", f"wirecall login {flow.server}")

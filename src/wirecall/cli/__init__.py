@@ -1,8 +1,8 @@
 """The `wirecall` command: verbs, whose modules are imported when they are used, so that `--help` answers at once.
 
-A verb is a row of `VERBS` and a click command `<verb>_command` in the module of the verb, or in that of its subject
-(`_MODULES`). It prints through `Printer`, raises `CliError` (or lets errors of wirecall pass), and returns its exit code, or
-None for 0. All errors end in `Verbs.main`, which prints them in three lines or, with `--json`, as the one document.
+A verb is a row of `VERBS`, and a click command `<verb>_command` in the module that the row names. It prints through
+`Printer`, raises `CliError` (or lets errors of wirecall pass), and returns its exit code, or None for 0. All errors end in
+`Verbs.main`, which prints them in three lines or, with `--json`, as the one document.
 """
 
 import io
@@ -19,45 +19,30 @@ from wirecall.version import __version__
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+# By name: the module that has the verb, and its line of help.
 VERBS = {
-    "new": "Write a first project: a server, a test, a wirecall.toml.",
-    "dev": "Serve with reload and a readable log.",
-    "serve": "Serve an app over HTTP or on stdio.",
-    "list": "List the methods, tools, resources and prompts of a server.",
-    "show": "Show one method, tool, resource or prompt, and its arguments.",
-    "call": "Make one call.",
-    "batch": "Make many calls, one JSON object per line.",
-    "task": "Look at a call that goes on in the background, wait for it, or cancel it.",
-    "send": "Send raw messages, untouched, and print the answers.",
-    "login": "Log in at a server, and keep the login for the other commands.",
-    "logout": "Forget the logins at a server, and revoke their tokens.",
-    "auth": "List the logins that are kept.",
-    "ledger": "Look at the records of commands, and settle unknown ones.",
-    "audit": "Look at the audit trail, and verify it.",
-    "probe": "Find out which revisions and features a server supports.",
-    "lock": "Write the contract of a server into a file.",
-    "diff": "Compare two contracts, and report the changes that break callers.",
-    "client": "Write a typed Python client of a server.",
-    "install": "Write a server into an MCP client's configuration.",
-    "config": "Check or show wirecall.toml.",
-    "doctor": "Check this installation.",
-    "completion": "Print the completion script of a shell.",
-}
-
-# The modules of the verbs that do not have one of their own name.
-_MODULES = {
-    "new": "project",
-    "dev": "serve",
-    "list": "offers",
-    "show": "offers",
-    "task": "call",
-    "send": "batch",
-    "logout": "login",
-    "auth": "login",
-    "lock": "contract",
-    "diff": "contract",
-    "client": "contract",
-    "config": "project",
+    "new": ("project", "Write a first project: a server, a test, a wirecall.toml."),
+    "dev": ("serve", "Serve with reload and a readable log."),
+    "serve": ("serve", "Serve an app over HTTP or on stdio."),
+    "list": ("call", "List the methods, tools, resources and prompts of a server."),
+    "show": ("call", "Show one method, tool, resource or prompt, and its arguments."),
+    "call": ("call", "Make one call."),
+    "batch": ("batch", "Make many calls, one JSON object per line."),
+    "task": ("call", "Look at a call that goes on in the background, wait for it, or cancel it."),
+    "send": ("batch", "Send raw messages, untouched, and print the answers."),
+    "login": ("login", "Log in at a server, and keep the login for the other commands."),
+    "logout": ("login", "Forget the logins at a server, and revoke their tokens."),
+    "auth": ("login", "List the logins that are kept."),
+    "ledger": ("ledger", "Look at the records of commands, and settle unknown ones."),
+    "audit": ("ledger", "Look at the audit trail, and verify it."),
+    "probe": ("probe", "Find out which revisions and features a server supports."),
+    "lock": ("contract", "Write the contract of a server into a file."),
+    "diff": ("contract", "Compare two contracts, and report the changes that break callers."),
+    "client": ("contract", "Write a typed Python client of a server."),
+    "install": ("install", "Write a server into an MCP client's configuration."),
+    "config": ("project", "Check or show wirecall.toml."),
+    "doctor": ("project", "Check this installation."),
+    "completion": ("", "Print the completion script of a shell."),
 }
 
 
@@ -70,7 +55,7 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS or cmd_name in self.commands:
             return self.commands.get(cmd_name)
-        module = import_module(f"wirecall.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        module = import_module(f"wirecall.cli.{VERBS[cmd_name][0]}")
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
@@ -83,12 +68,12 @@ class Verbs(click.Group):
         """Complete verbs by their names alone: click's own way would load all of them for each press of the tab key."""
         from click.shell_completion import CompletionItem
 
-        verbs = [CompletionItem(name, help=text) for name, text in VERBS.items() if name.startswith(incomplete)]
+        verbs = [CompletionItem(name, help=text) for name, (_, text) in VERBS.items() if name.startswith(incomplete)]
         return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
@@ -109,7 +94,7 @@ class Verbs(click.Group):
         except (click.Abort, KeyboardInterrupt):
             code = Exit.INTERRUPTED
         except Exception as error:
-            from wirecall.cli.output import print_failure
+            from wirecall.cli.terminal import print_failure
 
             failure = failure_of(error)
             own = words[: words.index("--")] if "--" in words else words  # the rest is the command line of a server
@@ -118,16 +103,16 @@ class Verbs(click.Group):
         sys.exit(code if isinstance(code, int) else Exit.DONE)
 
 
-@click.group("wirecall", cls=Verbs, help="JSON-RPC 2.0 and MCP: many calls in one message, every command takes effect once.")
+@click.group("wirecall", cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="wirecall %(version)s")
 def main() -> None:
-    """Entry point of the console script."""
+    """JSON-RPC 2.0 and MCP: many calls in one message, every command takes effect once."""
 
 
 @main.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 def completion_command(shell: str) -> None:
-    """Print the completion script of a shell, to be evaluated in its start file.
+    """Print the completion script of SHELL (bash, zsh or fish), to be evaluated in its start file.
 
     \b
     eval "$(wirecall completion bash)"     in ~/.bashrc

@@ -1,4 +1,4 @@
-"""The arguments of a call, as they are typed:
+"""The values that a user types, checked against a schema before anything is sent: the arguments of a call,
 
     name=text       a text; a number, a list, ... where the method's schema says so
     name:=JSON      a value as JSON
@@ -6,18 +6,28 @@
     a.b=1           a member of a member          tag[]=x         an entry of a list
     --args JSON     the whole object; also @file, and - for standard input; single arguments go on top of it
 
-A value that does not fit the method's schema is refused here, before anything is sent.
+and the answers to what a server asks while a call runs: `--answer` in a script, and the terminal, field by field.
 """
 
 import re
+import sys
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from wirecall.cli.failures import CliError, Exit, no_such
-from wirecall.cli.input import stdin
+from wirecall.cli.terminal import ask, is_terminal, reading, stdin
+from wirecall.contract.lock import members, required
+from wirecall.contract.lock import resolved as followed
+from wirecall.logs import escaped
+from wirecall.mcp.types import Elicited
 from wirecall.protocol.messages import JsonObject, decode_value, encode
+
+if TYPE_CHECKING:
+    from wirecall.mcp.client.inbox import Form, Visit
 
 Schema = JsonObject
 DEPTH = 40  # references that lead to references
@@ -46,12 +56,9 @@ class Misfit(Exception):
 def resolved(schema: object, root: Schema) -> Schema:
     """Follow references inside the same document. A reference to another document admits anything."""
     for _ in range(DEPTH):
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str):
+        if not isinstance(schema, dict) or "$ref" not in schema:
             break
-        schema = root if reference.startswith("#/") else {}
-        for step in reference[2:].split("/") if schema else ():
-            schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+        schema = followed(schema, root)
     return schema if isinstance(schema, dict) and "$ref" not in schema else {}
 
 
@@ -93,8 +100,7 @@ def words(schema: object, root: Schema, depth: int = 0) -> str:
 
 def example(schema: Schema) -> str:
     """Return the required arguments as words to be filled in."""
-    properties = schema.get("properties") or {}
-    return " ".join(f"{name}=..." for name in schema.get("required") or () if name in properties)
+    return " ".join(f"{name}=..." for name in members(schema) if name in required(schema))
 
 
 def described(schema: Any, whole: Schema | None = None, depth: int = 0) -> list[tuple[str, str, str]]:
@@ -109,20 +115,18 @@ def described(schema: Any, whole: Schema | None = None, depth: int = 0) -> list[
         return rows
     if kinds(found) == ["array"] and depth < SHOWN:
         return described(found.get("items"), root, depth)
-    required = found.get("required") or ()
-    properties = found.get("properties")
-    members = dict(properties) if isinstance(properties, dict) and depth < SHOWN else {}
-    for name, member in members.items():
+    stated = members(found) if depth < SHOWN else {}
+    for name, member in stated.items():
         inner = resolved(member, root)
         default = inner.get("default")
-        remark = "required" if name in required else f"default {default!r}" if default is not None else "optional"
+        remark = "required" if name in required(found) else f"default {default!r}" if default is not None else "optional"
         text = inner.get("description") or (member.get("description") if isinstance(member, dict) else "") or ""
         rows.append(
             ("  " * depth + name, words(member, root), f"{remark}{'  ' if text else ''}{' '.join(str(text).split())}")
         )
         rows += described(member, root, depth + 1)
     rest = found.get("additionalProperties")
-    if isinstance(rest, dict) and depth < SHOWN and (rest or not members):
+    if isinstance(rest, dict) and depth < SHOWN and (rest or not stated):
         rows += [("  " * depth + "*", words(rest, root), "any name"), *described(rest, root, depth + 1)]
     return rows
 
@@ -174,21 +178,25 @@ def check(value: object, schema: object, root: Schema, where: str) -> None:
         or (parts and not any(fits(part) for part in parts))
         or (names and not any(_is(value, kind) for kind in names))
     ):
-        text = encode(value).decode()
-        raise Misfit(where, words(found, root), text if len(text) <= QUOTED else f"{text[: QUOTED - 3]}...")
+        raise Misfit(where, words(found, root), _quoted(encode(value).decode()))
     if isinstance(value, dict):
-        properties: Schema = found["properties"] if isinstance(found.get("properties"), dict) else {}
+        properties = members(found)
         prefix = f"{where}." if where else ""
         for name, item in value.items():
             expected = properties.get(name, found.get("additionalProperties"))
             if isinstance(expected, dict):
                 check(item, expected, root, prefix + name)
-        for name in found.get("required") or ():
-            if name not in value:
+        missing = required(found) - value.keys()
+        for name in (*properties, *sorted(missing)):
+            if name in missing:
                 raise Misfit(prefix + name, words(properties.get(name, {}), root), "nothing")
     elif isinstance(value, list) and isinstance(found.get("items"), dict):
         for at, item in enumerate(value):
             check(item, found["items"], root, f"{where}[{at}]")
+
+
+def _quoted(text: str) -> str:
+    return text if len(text) <= QUOTED else f"{text[: QUOTED - 3]}..."
 
 
 def _is(value: object, kind: str) -> bool:
@@ -217,7 +225,7 @@ def arguments(given: tuple[str, ...], whole: str | None, schema: Schema | None, 
             raise CliError("Params by position and by name.", "--args is a list", "give all of them in --args")
         return params
     if not isinstance(params, dict):
-        raise CliError("--args is not an object.", f"it is {type(params).__name__}", _OBJECT, type="params")
+        raise CliError("--args is not an object.", f"got {_quoted(encode(params).decode())}", _OBJECT, type="params")
 
     # 2. Single arguments, each at most once.
     paths = [match["path"] for word in given if (match := _WORD.fullmatch(word)) and not match["path"].endswith("[]")]
@@ -241,7 +249,8 @@ def arguments(given: tuple[str, ...], whole: str | None, schema: Schema | None, 
         if got != "nothing":
             what = f"{where or 'the value'} must be {expected}."
             raise CliError(what, f"got {got}", help, type="params", field=where) from None
-        why, next_step = f"it must be {expected}", f"add {where}=..., see: {help}"
+        why = "it is required" if expected == "anything" else f"it must be {expected}"
+        next_step = f"add {where}=..., see: {help}"
         raise CliError(f"{where} is missing.", why, next_step, type="params", field=where) from None
     except RecursionError:
         why = "it refers to itself without an end"
@@ -297,11 +306,13 @@ def _json(data: bytes, name: str) -> Any:
         return decode_value(data)
     except (ValueError, RecursionError) as error:
         text = data.decode("utf-8", "replace")
-        shown = text if len(text) <= QUOTED else f"{text[:QUOTED]}..."
+        shown = _quoted(text)
         if not data.strip():
             why = "it is empty"
         elif text.encode() != data:
             why = "it is not UTF-8"
+        elif isinstance(error, RecursionError):
+            why = f"{shown} is nested too deeply"
         elif shown[0].isalpha():
             why = f'a text in JSON has quotes: "{shown}"'
         else:
@@ -324,3 +335,106 @@ def _file(path: str) -> bytes:
     except OSError as error:
         why, next_step = error.strerror or str(error), "give the path of a file after @"
         raise CliError(f"{path} cannot be read.", why, next_step, type="params") from None
+
+
+# --- questions of a server ------------------------------------------------------------------------------------------
+
+answer_option = click.option(
+    "--answer",
+    "answers",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="MCP: the answer to a field of a form that the server asks for; may be repeated.",
+)
+
+
+class Dialogue:
+    """The questions of one call, and the answers that the command line gives.
+
+    A handler of MCP's client must return an answer, and an error in it would reach the server. So a question that cannot be
+    answered is declined, and `failure` keeps the reason, which the verb raises when the call is over.
+    """
+
+    def __init__(self, answers: tuple[str, ...]) -> None:
+        self.failure: CliError | None = None
+        self.asked = False  # the server has sent a form
+        self._answers = {word.partition("=")[0].removesuffix(":").split(".")[0].removesuffix("[]"): word for word in answers}
+        if wrong := next((word for word in answers if "=" not in word or word.startswith(("=", ":="))), None):
+            raise CliError(f"{wrong!r} is not an answer.", "expected a field and a value", "--answer size=large")
+        self.unused = set(self._answers)
+
+    def elicit(self, form: "Form") -> JsonObject | Elicited:
+        """Fill in a form: from the command line, then on the terminal."""
+        self.asked = True
+        schema = form.requested_schema
+        fields = members(schema)
+        needed = required(schema) & fields.keys()
+        try:
+            # 1. Answers of the command line, each converted by the schema of its field.
+            given = tuple(word for name, word in self._answers.items() if name in fields)
+            free = {**schema, "required": [], "additionalProperties": True}
+            content: Any = arguments(given, None, free, help="correct the value of --answer")
+            self.unused -= fields.keys()
+
+            # 2. The other fields, on the terminal.
+            open = [name for name in fields if name not in content]
+            if not (is_terminal(sys.stdin) and is_terminal(sys.stderr)):
+                missing = [name for name in open if name in needed and "default" not in fields[name]]
+                if missing and self.unused:
+                    raise no_such("field", min(self.unused), list(fields), f"--answer {missing[0]}=...")
+                if missing or not (content or not fields):
+                    raise CliError(
+                        "The server asks a question, and there is no terminal.",
+                        escaped(form.message),
+                        " ".join(f"--answer {name}=..." for name in missing or fields),
+                    )
+                return dict(content)
+            with reading():
+                if open or not fields:
+                    click.echo(f"? {escaped(form.message)}", err=True)
+                for name in open:
+                    value = self._field(name, fields[name], schema, name in needed)
+                    content |= {} if value is None else {name: value}
+                if not fields and not click.confirm("Agree?", err=True):
+                    return Elicited("decline")
+            return dict(content)
+        except click.Abort:
+            click.echo(err=True)
+            self.failure = _declined("The question was not answered.", "you ended the input")
+        except CliError as error:
+            self.failure = _declined(error.what, error.why, error.next)
+        return Elicited("decline")
+
+    def visit(self, visit: "Visit") -> bool:
+        """Ask the user to open a page. It is shown, and not opened."""
+        question = f"{visit.message} The server asks you to visit {visit.url} on the host {visit.host}. Have you done so?"
+        with reading():
+            agreed = ask(question)
+        if agreed is None:
+            why = f"{escaped(visit.message)} {visit.url}".strip()
+            self.failure = _declined("The server asks for a visit to a page, and there is no terminal.", why)
+        return bool(agreed)
+
+    @staticmethod
+    def _field(name: str, field: Any, root: JsonObject, is_needed: bool) -> Any:
+        """Ask for one field, until its value fits. None leaves it out: it is optional, or has a default."""
+        found = resolved(field, root)
+        about = [words(field, root), *([str(found["description"])] if found.get("description") else [])]
+        may_skip = not is_needed or "default" in found
+        about += [f"default {found['default']!r}" if "default" in found else "optional"] if may_skip else []
+        while True:
+            text = click.prompt(f"  {escaped(name)} ({escaped(', '.join(about))})", default="", show_default=False, err=True)
+            if not text and may_skip:
+                return None
+            try:
+                value = read(text, field, root, name)
+                check(value, field, root, name)
+                if text:
+                    return value
+                raise Misfit(name, words(field, root), "nothing")
+            except Misfit as misfit:
+                click.echo(f"  {escaped(name)} must be {escaped(misfit.args[1])}, got {escaped(misfit.args[2])}", err=True)
+
+
+def _declined(what: str, why: str = "", next: str = "") -> CliError:
+    return CliError(what, why, next, exit=Exit.INTERRUPTED, type="unanswered")

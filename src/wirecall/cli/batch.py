@@ -8,16 +8,20 @@
     {"line": 2, "ok": false, "error": {...}}
 
 A line that cannot be read fails alone. Lines are sent in arrays, or side by side where the protocol has no arrays, one
-window at a time, so that a file of any length takes the memory of one window. From a pipe, a window is sent before it is
-full.
+window at a time, so that a file of any length takes the memory of one window. The writer of a pipe may pause, as `tail -f`
+does, and wants the answers meanwhile: a window ends when it is full, `LINGER` after its first line, or with the input. The
+event loop runs on while no line comes, because servers ask their clients things, too.
 """
 
 import asyncio
+import os
+import stat
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import redirect_stdout, suppress
-from itertools import takewhile
-from typing import Any, BinaryIO
+from itertools import islice, takewhile
+from typing import Any, BinaryIO, TypeAlias
 
 import click
 import msgspec
@@ -25,15 +29,41 @@ from msgspec import UNSET, Struct, UnsetType
 
 from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, Interrupted, Unreachable, failure_of
-from wirecall.cli.input import CHUNK, Input, InputLines, Numbered, run
-from wirecall.cli.ledger import check_ledger, ledger_option, ready
-from wirecall.cli.output import Printer, count_of, json_option, print_lines, print_raw, progress, result_of
-from wirecall.cli.targets import Target, TargetCommand, Way, app_of, http_client, opened, target_argument, way_options
+from wirecall.cli.targets import (
+    Target,
+    TargetCommand,
+    Way,
+    app_of,
+    check_ledger,
+    http_client,
+    ledger_option,
+    opened,
+    ready,
+    target_argument,
+    way_options,
+)
+from wirecall.cli.terminal import (
+    Printer,
+    count_of,
+    input_file,
+    json_option,
+    print_json,
+    print_raw,
+    progress,
+    reading,
+    result_of,
+    run,
+)
 from wirecall.errors import ConnectionLost, UsageError
+from wirecall.files import IS_PORTABLE
 from wirecall.protocol.messages import JsonObject
 
 WINDOW = 1000  # lines in flight together
 TICK = 0.2  # seconds after which finished calls are printed while others are in flight
+LINGER = 0.2  # seconds from the first line of a window to its end
+CHUNK = 1 << 16
+
+Numbered: TypeAlias = tuple[int, bytes]
 
 
 class Line(Struct, frozen=True):
@@ -77,7 +107,7 @@ class Totals:
 
 @click.command("batch", cls=TargetCommand)
 @target_argument
-@click.argument("lines", type=Input(), default="-", metavar="[FILE|-]")
+@click.argument("lines", type=input_file, default="-", metavar="[FILE|-]")
 @ledger_option
 @way_options
 @json_option
@@ -118,7 +148,8 @@ async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way,
 
         def report(documents: list[JsonObject]) -> None:
             totals.count(documents)
-            print_lines(documents, stdout)
+            if stdout is not None:  # the parent process may have closed it
+                print_json(*documents, stdout=stdout)
             advance(len(documents))
 
         async with opened(target, way, app=app) as client:
@@ -187,7 +218,7 @@ LEAVE = 1.0  # seconds for a process to end by itself after it closed its stdout
 
 @click.command("send", cls=TargetCommand)
 @target_argument
-@click.argument("messages", type=Input(), default="-", metavar="[MESSAGES|-]")
+@click.argument("messages", type=input_file, default="-", metavar="[MESSAGES|-]")
 @way_options
 def send_command(target: Target, messages: BinaryIO, way: Way) -> int:
     """Send messages to TARGET unchanged, one per line of MESSAGES (standard input by default), and print the answers.
@@ -213,8 +244,9 @@ def send_command(target: Target, messages: BinaryIO, way: Way) -> int:
             return run(to_app(app))
         return run((_to_address if target.kind == "url" else _to_process)(target, messages, way))
     except TimeoutError:
-        what, why = "The server has not answered every message.", f"within {way.timeout:g} s"
-        raise CliError(what, why, "--timeout", exit=Exit.UNKNOWN, type="timed_out") from None
+        what, why = "The server has not answered every message.", f"no answer within {way.timeout:g} s"
+        next_step = f"give it more time: --timeout {way.timeout * 10:g}s"
+        raise CliError(what, why, next_step, exit=Exit.UNKNOWN, type="timed_out") from None
 
 
 async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:
@@ -228,7 +260,7 @@ async def _to_address(target: Target, messages: BinaryIO, way: Way) -> int:
                 body = await answer.read()
             if body.strip():
                 print_raw(body.rstrip(b"\n") + b"\n")
-            if answer.status >= 400:
+            if answer.status >= 300:
                 click.echo(f"HTTP {answer.status}", err=True)
                 worst = Exit.AUTH if answer.status in (401, 403) else Exit.REMOTE
     except ConnectionLost as error:
@@ -280,9 +312,86 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
                 end()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), LEAVE)
-        with suppress(TimeoutError):  # a grandchild may keep stderr open
-            await asyncio.wait_for(errors, LEAVE)
+        # A pipe that is not read to its end outlives the event loop. A grandchild may keep one open.
+        unread = asyncio.create_task(_drained(process.stdout))
+        await asyncio.wait([unread, errors], timeout=LEAVE)
     if code and not said:
         why, next_step = f"it ended with {code}, and printed nothing on stdout", "run the command by itself to see more"
         raise Unreachable("The server ended without an answer.", why, next_step)
     return Exit.DONE
+
+
+async def _drained(source: asyncio.StreamReader) -> None:
+    while await source.read(CHUNK):
+        pass
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+class InputLines:
+    """The lines of an input that are not blank, with their numbers from 1."""
+
+    def __init__(self, source: BinaryIO, *, portable: bool = IS_PORTABLE) -> None:
+        self._source = source
+        self._number = 0
+        self._numbered = self._of(source)
+        self._come: deque[Numbered] = deque()
+        self._begun: list[bytes] = []  # the parts of a line whose end has not come
+        self._is_over = False
+        try:
+            mode = os.fstat(source.fileno()).st_mode
+            is_pipe = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or source.isatty()
+        except (OSError, ValueError):  # bytes that only look like a file
+            is_pipe = False
+        # Whether the next line may not be written yet, and the event loop can wait for it.
+        self._may_wait = is_pipe and not portable
+
+    async def block(self, most: int) -> list[Numbered]:
+        """Return the next lines, at most `most`; an empty list at the end of the input."""
+        if not self._may_wait:
+            with reading():
+                return list(islice(self._numbered, most))
+        loop = asyncio.get_running_loop()
+        due = loop.time() + LINGER if self._come else None
+        while len(self._come) < most and not self._is_over:
+            try:
+                async with asyncio.timeout_at(due):
+                    await self._read()
+            except TimeoutError:
+                break
+            due = due or (loop.time() + LINGER if self._come else None)
+        return [self._come.popleft() for _ in range(min(most, len(self._come)))]
+
+    async def each(self) -> AsyncIterator[bytes]:
+        """Yield one line after the other, without numbers."""
+        while block := await self.block(1):
+            yield block[0][1]
+
+    async def _read(self) -> None:
+        """Wait for data and take the whole lines in it."""
+        loop, handle = asyncio.get_running_loop(), self._source.fileno()
+        ready = asyncio.Event()
+        # The descriptor is shared with the parent process, so it must stay blocking: it is read only when data is there.
+        loop.add_reader(handle, ready.set)
+        try:
+            with reading(blocks=False):
+                await ready.wait()
+        finally:
+            loop.remove_reader(handle)
+        data = os.read(handle, CHUNK)
+        *whole, rest = data.split(b"\n")
+        if whole:
+            whole[0] = b"".join([*self._begun, whole[0]])
+            self._begun = []
+        self._begun.append(rest)
+        if not data:
+            self._is_over = True
+            whole.append(b"".join(self._begun))
+        self._come.extend(self._of(whole))
+
+    def _of(self, lines: "BinaryIO | list[bytes]") -> Iterator[Numbered]:
+        for line in lines:
+            self._number += 1
+            if line.strip():
+                yield self._number, line.rstrip(b"\r\n")

@@ -1,33 +1,317 @@
-"""`wirecall call`: one call, checked before it is sent, with a key that can be used again; or a resource, or a prompt.
+"""What a server offers, and calls of it: `wirecall list` shows all offers, `wirecall show` one, `wirecall call` makes a call
+(or reads a resource, or gets a prompt), and `wirecall task` goes on with a call that runs in the background.
 
-`wirecall task` goes on with the calls that `--background` has left to the server, by the ids that it prints.
+1. Methods, tools, resources and prompts have one form for all protocols, with their stated effects (T5). An app in this
+   process is asked directly, a JSON-RPC server by `rpc.discover`, which wirecall servers answer with an OpenRPC document and
+   most others refuse, an MCP server by its lists. A server states effects itself; the rest is `unstated`.
+2. A call is checked before it is sent, and has a key with which it can be repeated.
 """
 
 import re
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 from urllib.parse import quote, urlsplit
 
 import click
 import msgspec
 from msgspec import Struct
 
-from wirecall.cli.arguments import arguments
-from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of
-from wirecall.cli.input import reading, run
-from wirecall.cli.ledger import ledger_option, ready
-from wirecall.cli.offers import CALLABLE, Offer, asking, find, of_app, offers_of
-from wirecall.cli.output import Printer, ask, json_option, pretty, readable, result_of
-from wirecall.cli.questions import Dialogue, answer_option
-from wirecall.cli.targets import Target, TargetCommand, Way, app_of, opened, target_argument, way_options
+from wirecall.app import App
+from wirecall.cli.arguments import Dialogue, answer_option, arguments, described, example, words
+from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of, nearest
+from wirecall.cli.targets import (
+    Target,
+    TargetCommand,
+    Way,
+    app_of,
+    asking,
+    ledger_option,
+    opened,
+    ready,
+    target_argument,
+    unlisted,
+    way_options,
+)
+from wirecall.cli.terminal import Printer, aligned, ask, json_option, pretty, readable, reading, result_of, run
 from wirecall.client.delivery import mint_key
-from wirecall.errors import CallFailed, OutcomeUnknown, RpcError, UsageError
+from wirecall.contract.lock import members, required
+from wirecall.errors import CallFailed, MethodNotFound, OutcomeUnknown, RpcError, UsageError
 from wirecall.logs import escaped
+from wirecall.mcp.types import TAGS_META
 from wirecall.protocol.messages import JsonObject
+from wirecall.protocol.params import KEY
 
 T = TypeVar("T")
+
+
+# --- offers ---------------------------------------------------------------------------------------------------------
+
+Kind = Literal["query", "command", "method", "tool", "resource", "template", "prompt"]
+CALLABLE = ("query", "command", "method", "tool")
+
+
+class Effects(Struct, frozen=True, omit_defaults=True, rename="camel"):
+    """The effects that a server states for a call; None if it does not state one."""
+
+    read_only: bool | None = None
+    destructive: bool | None = None
+    open_world: bool | None = None
+    keyed: bool = False
+
+
+class Offer(Struct, frozen=True, omit_defaults=True):
+    """One method, tool, resource or prompt."""
+
+    kind: Kind
+    name: str
+    title: str = ""
+    description: str = ""
+    hints: Effects | None = None
+    schema: JsonObject | None = None  # of the arguments; None if the server does not state it
+    output: JsonObject | None = None
+    tags: list[str] = []
+
+    @property
+    def summary(self) -> str:
+        return self.title or next(iter(self.description.strip().splitlines()), "")
+
+    @property
+    def marks(self) -> str:
+        """The effects in words; a dangerous one begins with a sign."""
+        if (has := self.hints) is None:
+            return ""
+        rows = (
+            (has.read_only is True, "read-only"),
+            (has.destructive is True, "! destructive"),
+            (has.keyed, "keyed"),
+            (has.open_world is True, "! open-world"),
+            (not has.read_only and has.destructive is None, "? unstated"),
+        )
+        return " · ".join(word for holds, word in rows if holds)
+
+
+def find(offers: list[Offer], name: str, nouns: str, help: str) -> Offer:
+    """Return the offer of a name. An error suggests the nearest name; `help` is the command that lists all of them."""
+    for offer in offers:
+        if offer.name == name:
+            return offer
+    near = nearest(name, [offer.name for offer in offers])
+    why = f"did you mean {near}?" if near else "the server offers nothing like it"
+    raise CliError(f"There is no {nouns} {name!r}.", why, help, type="method_unknown")
+
+
+async def offers_of(client: Any, app: App | None, protocol: str, *, callable_only: bool = False) -> list[Offer] | None:
+    """Return all offers; None if the server does not list them."""
+    if app is not None:
+        return of_app(app, protocol)
+    with asking():
+        return await (_of_mcp(client, callable_only) if protocol == "mcp" else _of_rpc(client))
+
+
+def of_app(app: App, protocol: str | None = None) -> list[Offer]:
+    """Return the offers of an app, for one protocol or for both."""
+    from wirecall.mcp.revisions import REVISIONS
+    from wirecall.mcp.server.catalog import annotations, input_schema, output_schema
+
+    methods = {
+        name: method for name, method in app.registry.methods.items() if protocol != "mcp" and not name.startswith("rpc.")
+    }
+    methods |= app.registry.tools if protocol != "jsonrpc" else {}
+    offers = []
+    for method in methods.values():
+        stated = annotations(method)
+        effects = Effects(stated["readOnlyHint"], stated["destructiveHint"], stated["openWorldHint"], method.is_command)
+        kind: Kind = method.kind.value if "rpc" in method.expose else "tool"
+        texts = method.title or "", method.description or ""
+        schemas = _without_key(input_schema(method)), output_schema(method)
+        offers.append(Offer(kind, method.name, *texts, effects, *schemas, method.tags))
+    if protocol == "jsonrpc":
+        return offers
+    # The newest revision describes the most.
+    catalog, newest = app.catalog(), list(REVISIONS.values())[-1]
+    resources = [*catalog.resources.values(), *catalog.templates.values()]
+    offers += [_resource(entry.described(newest)) for entry in resources]
+    return offers + [_prompt(entry.described(newest)) for entry in catalog.prompts.values()]
+
+
+async def _of_rpc(client: Any) -> list[Offer] | None:
+    try:
+        document = await client.call("rpc.discover", query=True)
+    except MethodNotFound:
+        return None
+    if not isinstance(document, dict) or not isinstance(document.get("methods"), list):
+        return None
+    offers = []
+    for method in _named(document["methods"]):
+        params = _named(method.get("params"))
+        schema = {
+            "type": "object",
+            "properties": {param["name"]: param.get("schema", {}) for param in params},
+            "required": [param["name"] for param in params if param.get("required") is True],
+            "additionalProperties": False,
+            "components": document.get("components", {}),
+        }
+        kind: Kind = method["x-kind"] if method.get("x-kind") in ("query", "command") else "method"
+        destructive, open_world = method.get("x-destructive"), method.get("x-open-world")
+        effects = Effects(None, destructive, open_world)
+        if kind != "method":
+            # A wirecall server. It sends only stated effects; the others default to the worst, as in MCP.
+            is_command = kind == "command"
+            is_destructive = is_command and destructive is not False
+            effects = Effects(not is_command, is_destructive, open_world is not False, is_command)
+            schema = _without_key(schema)
+        output = method["result"].get("schema") if isinstance(method.get("result"), dict) else None
+        output = output if isinstance(output, dict) else None
+        texts = str(method.get("summary") or ""), str(method.get("description") or "")
+        tags = [tag["name"] for tag in _named(method.get("tags"))]
+        offers.append(Offer(kind, method["name"], *texts, effects, schema, output, tags))
+    return offers
+
+
+def _named(entries: object) -> list[JsonObject]:
+    """Return the objects with a name among the entries of a list. Any server may have written it."""
+    listed = entries if isinstance(entries, list) else []
+    return [entry for entry in listed if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+
+
+async def _of_mcp(client: Any, callable_only: bool) -> list[Offer]:
+    has, honours_keys, offers = client.capabilities, client.honours_keys, []
+    for tool in await client.list_tools() if "tools" in has else ():
+        stated = tool.annotations
+        # A wirecall server takes a key for every tool that changes something; others only if they declare it.
+        keyed = KEY in members(tool.input_schema) or (honours_keys and not tool.read_only)
+        effects = Effects(tool.read_only, tool.destructive, tool.open_world, keyed) if stated else Effects(keyed=keyed)
+        schema = _without_key(tool.input_schema) if honours_keys else tool.input_schema
+        title = tool.title or (stated.title if stated else "") or ""
+        texts = title, tool.description or ""
+        offers.append(Offer("tool", tool.name, *texts, effects, schema, tool.output_schema, _tags(tool.meta)))
+    if callable_only:
+        return offers
+    if "resources" in has:
+        listed = await client.list_resources()
+        with suppress(MethodNotFound):  # many servers have resources, and no templates of them
+            listed += await client.list_resource_templates()
+        offers += [_resource(msgspec.to_builtins(entry)) for entry in listed]
+    if "prompts" in has:
+        offers += [_prompt(msgspec.to_builtins(entry)) for entry in await client.list_prompts()]
+    return offers
+
+
+def _without_key(schema: JsonObject) -> JsonObject:
+    """Return the schema without the key, which `--key` gives."""
+    properties = {name: member for name, member in members(schema).items() if name != KEY}
+    needed = [name for name in schema.get("required", ()) if name != KEY] if required(schema) else []
+    return {**schema, "properties": properties, "required": needed}
+
+
+def _resource(entry: JsonObject) -> Offer:
+    kind: Kind = "template" if "uriTemplate" in entry else "resource"
+    name = entry.get("uriTemplate") or entry["uri"]
+    output = {"contentMediaType": entry["mimeType"]} if entry.get("mimeType") else None
+    texts = entry.get("title") or "", entry.get("description") or ""
+    return Offer(kind, name, *texts, None, None, output, _tags(entry.get("_meta")))
+
+
+def _prompt(entry: JsonObject) -> Offer:
+    arguments = entry.get("arguments") or []
+    schema = {
+        "type": "object",
+        "properties": {a["name"]: {"type": "string", "description": a.get("description") or ""} for a in arguments},
+        "required": [a["name"] for a in arguments if a.get("required")],
+    }
+    texts = entry.get("title") or "", entry.get("description") or ""
+    return Offer("prompt", entry["name"], *texts, None, schema, None, _tags(entry.get("_meta")))
+
+
+def _tags(meta: JsonObject | None) -> list[str]:
+    """Return the tags in the `_meta` of a definition: wirecall's, or those that FastMCP's servers send."""
+    found = (meta or {}).get(TAGS_META)
+    for key in ("fastmcp", "_fastmcp"):
+        other = (meta or {}).get(key)
+        found = found or (other.get("tags") if isinstance(other, dict) else None)
+    return [tag for tag in found if isinstance(tag, str)] if isinstance(found, list) else []
+
+
+# --- list and show ------------------------------------------------------------------------------------------------------
+
+
+@click.command("list", cls=TargetCommand)
+@target_argument
+@click.option("--kind", type=click.Choice(get_args(Kind)), help="Only this kind.")
+@click.option("--tag", help="Only entries with this tag.")
+@click.option("--filter", "text", help="Only entries with this text in their name or description.")
+@way_options
+@json_option
+def list_command(target: Target, kind: str | None, tag: str | None, text: str | None, way: Way, out: Printer) -> None:
+    """List the methods and tools, resources and prompts of TARGET.
+
+    The server states the marks itself: read-only, destructive, keyed (takes an idempotency key), open-world (reaches
+    beyond the server); unstated if it states nothing.
+
+    \b
+    wirecall list shop.py
+    wirecall list http://127.0.0.1:8420/mcp
+    wirecall list -- python server.py
+    """
+    everything = run(listed(target, way))
+    offers = [
+        each
+        for each in everything
+        if kind in (None, each.kind)
+        and (tag is None or tag in each.tags)
+        and (text is None or text.lower() in f"{each.name} {each.title} {each.description}".lower())
+    ]
+    rows = [(each.kind, each.name, each.marks, each.summary) for each in offers]
+    out.result(offers, lambda: out.table(["KIND", "NAME", "HINTS", "SUMMARY"], rows))
+    if not offers and not out.as_json:
+        out.note(f"None of {len(everything)} entries matches." if everything else "The server offers nothing.")
+
+
+@click.command("show", cls=TargetCommand)
+@target_argument
+@click.argument("name")
+@way_options
+@json_option
+def show_command(target: Target, name: str, way: Way, out: Printer) -> None:
+    """Show the arguments and the result of NAME of TARGET, and how to call it.
+
+    \b
+    wirecall show shop.py charge
+    """
+    offer = find(run(listed(target, way)), name, "method, tool, resource or prompt", target.line("list"))
+    lines = [f"{offer.name}  ({', '.join(filter(None, (offer.kind, offer.marks)))})"]
+    lines += [f"  {line}" for text in (offer.title, offer.description) for line in text.strip().splitlines()]
+    lines += [f"  Tags: {', '.join(offer.tags)}"] if offer.tags else []
+    if offer.schema is not None:
+        rows = described(offer.schema)
+        lines += ["", "Takes" if rows else "Takes nothing", *(f"  {line}" for line in aligned(rows))]
+    if offer.output is not None:
+        lines += ["", f"Gives {offer.output.get('contentMediaType') or words(offer.output, offer.output)}"]
+        rows = [(name, kind, remark.removeprefix("required").strip()) for name, kind, remark in described(offer.output)]
+        lines += [f"  {line}" for line in aligned(rows)]
+    if offer.kind in CALLABLE:
+        key = "--key auto" if offer.hints and offer.hints.keyed else ""
+        lines += ["", target.line("call", offer.name, example(offer.schema or {}), key)]
+    out.result(offer, "\n".join(map(escaped, lines)))
+
+
+async def listed(target: Target, way: Way) -> list[Offer]:
+    """Return all offers of a target; for an app, those of both protocols unless one is chosen."""
+    # No protocol lists everything: methods may be exposed by one of them alone.
+    if target.kind == "file" and way.protocol is None and way.revision is None:
+        return of_app(target.app())
+    protocol = way.protocol_to(target)
+    async with opened(target, way) as client:
+        offers = await offers_of(client, None, protocol)
+    if offers is None:
+        raise unlisted(target)
+    return offers
+
+
+# --- the call -------------------------------------------------------------------------------------------------------
 
 
 class Wanted(Struct, kw_only=True):
@@ -286,7 +570,12 @@ async def _with(target: Target, ledger: str | None, way: Way, id: str, work: Cal
     async with opened(target, way.to_tasks(), app=app) as client:
         if app is not None:
             await ready(app)
-        return await work(client.task(id))
+        try:
+            return await work(client.task(id))
+        except MethodNotFound as error:
+            failure = failure_of(error)
+            failure.what, failure.next = "The server does not have tasks.", "call the tool without --background"
+            raise failure from None
 
 
 @task_command.command("show", cls=TargetCommand)

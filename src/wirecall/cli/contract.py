@@ -9,10 +9,8 @@ import click
 import msgspec
 
 from wirecall.cli.failures import CliError, Exit
-from wirecall.cli.input import run
-from wirecall.cli.offers import asking, unlisted
-from wirecall.cli.output import Printer, count_of, json_option
-from wirecall.cli.targets import Target, TargetCommand, Way, opened, parse, target_argument, way_options
+from wirecall.cli.targets import Target, TargetCommand, Way, asking, opened, parse, target_argument, unlisted, way_options
+from wirecall.cli.terminal import Printer, count_of, json_option, run
 from wirecall.contract.changes import LEVELS, changes, shared
 from wirecall.contract.generate import MARK, OWN, generated
 from wirecall.contract.lock import SECTIONS, Contract, NotALock, of_app, of_client, read_lock
@@ -39,8 +37,14 @@ def lock_command(target: Target, path: str, way: Way, out: Printer) -> None:
     if path == "-":
         out.result(msgspec.to_builtins(contract), contract.canonical().decode().rstrip("\n"))
         return
-    if Path(path).exists():
-        read_any_lock(path)
+    try:
+        if Path(path).exists():
+            read_lock(path)
+    except NotALock as error:
+        # A lock file of another version, or a damaged one, is replaced; any other file is not.
+        if error.is_foreign:
+            why, next_step = str(error).partition("\n  why: ")[2].partition("\n")[0], f"choose another path: -o {FILE}"
+            raise CliError(f"{path} exists, and is not a lock file.", why, next_step) from None
     write(path, contract.canonical())
     counts = {section: len(getattr(contract, section)) for section in SECTIONS if getattr(contract, section) is not None}
     out.result({"file": path, "digest": contract.digest, **counts}, path)
@@ -73,8 +77,9 @@ def diff_command(old: Target, new: Target, accept: bool, way: Way, out: Printer)
     wirecall diff files.json -- npx -y some-server
     """
     if accept and not _is_lock(old):
-        why = f"{old.text} is not a lock file"
-        raise CliError("--accept writes a lock file.", why, f"wirecall lock {new.text} -o {FILE}")
+        swapped = f"wirecall diff {new.text} {old.text} --accept"
+        next_step = swapped if _is_lock(new) else f"wirecall lock {new.text} -o {FILE}"
+        raise CliError("--accept writes a lock file.", f"{old.text} is not a lock file", next_step)
     before, after = run(_read(old, way)), run(_read(new, way))
     both = shared(before, after)
     if not both:
@@ -84,7 +89,7 @@ def diff_command(old: Target, new: Target, accept: bool, way: Way, out: Printer)
     left = [each for each in SECTIONS if each not in both and None in (getattr(before, each), getattr(after, each))]
     left = [each for each in left if getattr(before, each) or getattr(after, each)]
     if left:
-        out.note(f"Not compared: {', '.join(left)}. Only one of both has them.", "warning")
+        out.note(f"Not compared: {', '.join(left)}. Only one of the two has them.", "warning")
     if before.revision and after.revision and before.revision != after.revision:
         out.note(f"The revisions of MCP differ: {before.revision} and {after.revision}. --revision selects one.", "warning")
     counts = Counter(change.level for change in found)
@@ -120,9 +125,8 @@ def client_command(target: Target, path: str, name: str | None, way: Way, out: P
     wirecall client -o files_client.py -- npx -y some-server
     """
     if name is not None and (not name.isidentifier() or keyword.iskeyword(name) or name in OWN):
-        raise CliError(
-            f"{name!r} cannot be the name of a class.", "expected a name of Python's that is free", "--class Shop"
-        )
+        why = "expected a Python name that is not taken"
+        raise CliError(f"{name!r} cannot be the name of a class.", why, "--class Shop")
     contract = run(_read(target, way))
     protocol = "mcp" if way.protocol == "mcp" or contract.methods is None else "jsonrpc"
     if protocol == "jsonrpc" and not contract.methods and contract.tools and way.protocol is None:
@@ -167,16 +171,6 @@ async def _read(target: Target, way: Way) -> Contract:
     if contract is None:
         raise unlisted(target)
     return contract
-
-
-def read_any_lock(path: str) -> None:
-    """Refuse a file that is not a lock file, of whatever version: it must not be overwritten."""
-    try:
-        read_lock(path)
-    except NotALock as error:
-        if error.is_foreign:
-            why, next_step = str(error).partition("\n  why: ")[2].partition("\n")[0], f"choose another path: -o {FILE}"
-            raise CliError(f"{path} exists, and is not a lock file.", why, next_step) from None
 
 
 def write(path: str, data: bytes) -> None:

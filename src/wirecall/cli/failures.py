@@ -4,6 +4,7 @@ A verb raises a `CliError`, or lets an error of wirecall pass: `failure_of` tran
 about exit codes. A traceback is printed only for errors inside wirecall, and only if WIRECALL_TRACEBACK is set.
 """
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -46,7 +47,6 @@ TEXTS = {
     Exit.PROTOCOL: "the server does not follow the protocol",
     Exit.INTERRUPTED: "interrupted by Ctrl-C, or a question was answered with no",
 }
-
 
 TRACEBACK_VARIABLE = "WIRECALL_TRACEBACK"
 
@@ -107,8 +107,8 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def no_such(noun: str, name: str, names: Sequence[str], next: str, **facts: Any) -> CliError:
     """Return the error about a name that does not exist, which names the one that was probably meant, or all of them."""
     near = nearest(name, names)
-    why = f"did you mean {near}?" if near else f"there are {', '.join(names)}" if names else "there are none"
-    return CliError(f"There is no {noun} {name!r}.", why, next, **facts)
+    why = f"there are {', '.join(names)}" if len(names) > 1 else f"the only one is {names[0]}" if names else "there are none"
+    return CliError(f"There is no {noun} {name!r}.", f"did you mean {near}?" if near else why, next, **facts)
 
 
 # --- errors of wirecall ---------------------------------------------------------------------------------------------
@@ -180,6 +180,10 @@ _REMOTE: tuple[tuple[type[RpcError], Exit, str], ...] = (
 )
 
 
+# A disk is full, a quota is used up, a file is too large, or a device fails. Other files have errors of their own.
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
 def failure_of(error: BaseException) -> CliError:
     """Return any error as one for people."""
     if isinstance(error, CliError):
@@ -192,14 +196,6 @@ def failure_of(error: BaseException) -> CliError:
         text, _, fix = str(error).partition("\n  fix: ")
         what, _, why = text.partition("\n  why: ")
         return CliError(what, why, fix)
-    if isinstance(error, StartFailed):
-        next_step = f"remove the cause, and start again; {TRACEBACK_VARIABLE}=1 shows the traceback"
-        if os.environ.get(TRACEBACK_VARIABLE):
-            import traceback
-
-            traceback.print_exception(error)
-        what, _, why = str(error).partition(": ")
-        return CliError(f"{what}.", why, next_step, exit=Exit.FAULT, type="start")
     if isinstance(error, CallFailed):
         by_kind = next(row[1:] for row in _FAILED if isinstance(error, row[0]))
         exit, kind, what, next_step = _STATUSES.get(error.status or 0, by_kind)
@@ -214,7 +210,7 @@ def failure_of(error: BaseException) -> CliError:
         exit, next_step = next(row[1:] for row in _REMOTE if isinstance(error, row[0]))
         data = error.data if isinstance(error.data, dict) else {}
         named, reason = data.get("type"), data.get("reason")
-        what = error.message.strip() or "The server answered with an error."
+        what = error.message.removesuffix(f": {reason}").strip() or "The server answered with an error."
         why = f"code {error.code}" + (f", {encode(error.data).decode()}" if error.data is not None else "")
         return CliError(
             what if what[-1] in ".!?" else f"{what}.",
@@ -226,10 +222,17 @@ def failure_of(error: BaseException) -> CliError:
             ran=error.ran,
             **({"data": error.data} if error.data is not None else {}),
         )
+    if isinstance(error, OSError) and error.errno in _UNWRITTEN:
+        why, next_step = error.strerror or str(error), "write it elsewhere"
+        return CliError("The output cannot be written.", why, next_step, exit=Exit.FAULT, type="output")
     if os.environ.get(TRACEBACK_VARIABLE):
         import traceback
 
         traceback.print_exception(error)
+    if isinstance(error, StartFailed):
+        what, _, why = str(error).partition(": ")
+        next_step = f"remove the cause, and start again; {TRACEBACK_VARIABLE}=1 shows the traceback"
+        return CliError(f"{what}.", why, next_step, exit=Exit.FAULT, type="start")
     why = f"{type(error).__name__}: {error}"
     next_step = f"set {TRACEBACK_VARIABLE}=1, repeat, and report the traceback"
     return CliError("Something went wrong inside wirecall.", why, next_step, exit=Exit.FAULT, type="fault")

@@ -23,8 +23,8 @@ import click
 from msgspec import Struct
 
 from wirecall.cli.failures import CliError, Interrupted
-from wirecall.cli.output import Printer, ask, json_option
 from wirecall.cli.targets import Target, TargetCommand, optional_target_argument
+from wirecall.cli.terminal import Printer, ask, json_option
 from wirecall.config import FILE, FILE_VARIABLE
 from wirecall.protocol.messages import JsonObject
 

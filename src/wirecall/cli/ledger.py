@@ -1,50 +1,39 @@
-"""The ledger, for operators: `wirecall ledger` looks at the records of commands, and settles unknown ones.
+"""The records of commands, for operators: `wirecall ledger` looks at them and settles unknown ones, and `wirecall audit`
+prints and verifies the audit trail.
 
-1. The ledger that a verb uses: its option, its URL, and errors that say what is wrong with its store or its driver.
-2. A record is named by method and key, and by its caller where callers are known. Only two verbs change something: `sweep`
-   does the housekeeping that servers do by themselves, and `resolve` records what an operator found out.
+A record is named by method and key, and by its caller where callers are known. Only two verbs change something: `ledger
+sweep` does the housekeeping that servers do by themselves, and `ledger resolve` records what an operator found out.
 """
 
 import base64
 import binascii
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
-from urllib.parse import urlsplit
+from typing import BinaryIO, TypeVar
 
 import click
 import msgspec
 from msgspec import Struct
 
 from wirecall.app import App
-from wirecall.cli.failures import CliError, Exit, Interrupted, failure_of, nearest
-from wirecall.cli.input import run
-from wirecall.cli.output import Printer, ask, count_of, json_option, progress
-from wirecall.cli.targets import app_of, parse
-from wirecall.config import Config, load_config
+from wirecall.audit import verify_lines
+from wirecall.cli.failures import CliError, Exit, Interrupted, nearest
+from wirecall.cli.targets import app_of, opened_ledger, parse
+from wirecall.cli.terminal import Printer, ask, count_of, json_option, print_json, progress, run
+from wirecall.config import load_config
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Ledger, LedgerDown, Outcome, Record, RecordId, State, Task, check_url, open_ledger
+from wirecall.ledger.base import Ledger, Outcome, Record, RecordId, State, Task, check_url
 from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 from wirecall.server.method import Method
 
-RETENTION = 86_400.0
-# By scheme: the package of its driver, and the extra of wirecall that installs it.
-DRIVERS = {
-    "redis": ("redis", "redis"),
-    "rediss": ("redis", "redis"),
-    "valkey": ("redis", "redis"),
-    "postgresql": ("psycopg", "postgres"),
-    "postgres": ("psycopg", "postgres"),
-}
+T = TypeVar("T")
 
-# The option `--ledger`, as the parameter `ledger`.
-ledger_option = click.option(
-    "--ledger", metavar="URL", help="Ledger of an app in a file: sqlite:PATH, redis://..., postgresql://..., memory:"
-)
+RETENTION = 86_400.0  # seconds, where the app that declares a method is not known
+PAGE = 500  # records that are read at once
 
 
 class Found(Struct, frozen=True):
@@ -68,104 +57,56 @@ class Found(Struct, frozen=True):
 
 
 def found(text: str | None) -> Found:
-    """Return the ledger that a text names; without a text, that of wirecall.toml."""
+    """Return the ledger that a text names; without a text, that of wirecall.toml, or of the app that it names."""
+    named = text
     if text is None:
-        where = configured_ledger(load_config())
-        if where is None:
-            next_step = "wirecall ledger ... sqlite:ledger.db, or [ledger] url = ... in wirecall.toml"
-            raise CliError("Which ledger?", "the command line and wirecall.toml name none", next_step)
-        return where
-    if text.partition(":")[0].endswith(".py"):
-        return _of_app(text)
-    if Path(text).is_file():
-        raise CliError(f"{text!r} is not a ledger.", "it is the path of a file", f"sqlite:{text}")
-    try:
-        check_url(text)
-    except UsageError:
-        next_step = "sqlite:ledger.db, redis://..., postgresql://..., or a file: app.py"
-        raise CliError(f"{text!r} is not a ledger.", "expected the URL of a ledger or a Python file", next_step) from None
-    return Found(text, "the command line")
-
-
-def configured_ledger(config: Config) -> Found | None:
-    """Return the ledger of a configuration, or of the app that it names."""
-    app, url = config.get("server.app"), config.values["ledger.url"]
-    if url.value is not None:
-        return Found(url.value, url.origin, app)
-    return _of_app(app) if app else None
-
-
-def _of_app(text: str) -> Found:
-    app = app_of(parse(text))
+        config = load_config()
+        url, named = config.values["ledger.url"], config.get("server.app")
+        if url.value is not None:
+            return Found(url.value, url.origin, named)
+    elif not text.partition(":")[0].endswith(".py"):
+        if Path(text).is_file():
+            raise CliError(f"{text!r} is not a ledger.", "it is the path of a file", f"sqlite:{text}")
+        try:
+            check_url(text)
+        except UsageError:
+            why = "expected the URL of a ledger or a Python file"
+            next_step = "sqlite:ledger.db, redis://..., postgresql://..., or a file: app.py"
+            raise CliError(f"{text!r} is not a ledger.", why, next_step) from None
+        return Found(text, "the command line")
+    if named is None:
+        next_step = "wirecall ledger ... sqlite:ledger.db, or [ledger] url = ... in wirecall.toml"
+        raise CliError("Which ledger?", "the command line and wirecall.toml name none", next_step)
+    app = app_of(parse(named))
     assert app is not None  # it is a file
     stated = load_config().values["ledger.url"]
-    return Found(app.ledger_url, text if stated.value is None else stated.origin, app)
+    return Found(app.ledger_url, named if stated.value is None else stated.origin, app)
 
 
-@asynccontextmanager
-async def opened_ledger(url: str, named_by: str) -> AsyncIterator[Ledger]:
-    """Open a ledger that exists. A store that cannot be reached is exit 4."""
-    check_ledger(url, named_by=named_by)
-    try:
-        ledger = await open_ledger(url)
-        try:
-            yield ledger
-        finally:
-            await ledger.aclose()
-    except LedgerDown as error:
-        raise _unreachable(url, error) from error
-
-
-async def ready(app: App) -> None:
-    """Open the ledger of an app in this process before a command needs it, so that an error can be explained here."""
-    check_ledger(app.ledger_url)
-    try:
-        await app.ledger()
-    except LedgerDown as error:
-        raise _unreachable(app.ledger_url, error) from error
-
-
-def check_ledger(url: str, *, named_by: str = "") -> None:
-    """Refuse a ledger whose driver is not installed, or whose file is a folder; with `named_by`, one that does not exist."""
-    scheme, _, path = url.partition(":")
-    driver, extra = DRIVERS.get(scheme, ("", ""))
-    # Found, not imported: a driver takes longer to import than most verbs take to run.
-    if driver and find_spec(driver) is None:
-        why = f"ledgers of {scheme}: are reached with the package {driver}"
-        raise CliError(f"{driver} is not installed.", why, f'pip install "wirecall[{extra}]"', type="ledger")
-    if scheme == "sqlite" and Path(path.removeprefix("//")).is_dir():
-        raise CliError(f"The ledger {path} is a folder.", "SQLite keeps it in a file", "name a file in it", type="ledger")
-    if named_by and scheme == "memory":
+def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
+    """Open a ledger that exists, and return the result of the work on it."""
+    scheme, _, path = where.url.partition(":")
+    if scheme == "memory":
         why = "it lives inside the server's process, and ends with it"
         next_step = 'use a ledger that outlives it: ledger="sqlite:PATH", or --ledger of wirecall serve'
         raise CliError("A ledger in memory cannot be looked at.", why, next_step)
-    if named_by and scheme == "sqlite" and not Path(path.removeprefix("//")).is_file():
-        why = f"named by {named_by}; looked in {Path.cwd()}"
+    if scheme == "sqlite" and not Path(path.removeprefix("//")).exists():
+        why = f"named by {where.origin}; looked in {Path.cwd()}"
         next_step = "is this the server's folder? The first command with a key creates the ledger"
         raise CliError(f"There is no ledger at {path}.", why, next_step, type="no_ledger")
 
+    async def session() -> T:
+        async with opened_ledger(where.url) as ledger:
+            return await work(ledger)
 
-def _unreachable(url: str, error: Exception) -> CliError:
-    failure = failure_of(UsageError(str(error)))
-    if not failure.why and not failure.next:  # otherwise the error has a why and a fix of its own
-        failure = CliError(f"The ledger {shown(url)} cannot be used.", " ".join(failure.what.split()))
-    next_step = failure.next or "is it running, and is this its URL?"
-    return CliError(failure.what, failure.why, next_step, exit=Exit.UNREACHABLE, type="ledger_unavailable")
+    return run(session())
 
 
-def shown(url: str) -> str:
-    """Return a URL without its password."""
-    password = urlsplit(url).password if "://" in url else None
-    return url.replace(f":{password}@", ":***@") if password else url
+# --- the ledger -----------------------------------------------------------------------------------------------------
 
-
-# --- the verbs ------------------------------------------------------------------------------------------------------
-
-PAGE = 500
 _WHERE = click.argument("target", required=False, metavar="[TARGET]")
 _WORDS = click.argument("words", nargs=-1, metavar="[TARGET] METHOD KEY")
 _CALLER = click.option("--caller", default="", help="Caller of the command. [default: anonymous]")
-T = TypeVar("T")
 
 
 @click.group("ledger")
@@ -176,19 +117,6 @@ def ledger_command() -> None:
     that wirecall.toml names. For an app in a file it is the ledger that `wirecall serve` would use here: that of
     wirecall.toml, or else the app's own.
     """
-
-
-def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
-    """Open the ledger, and return the result of the work on it."""
-
-    async def session() -> T:
-        async with opened_ledger(where.url, where.origin) as ledger:
-            return await work(ledger)
-
-    return run(session())
-
-
-# --- looking --------------------------------------------------------------------------------------------------------
 
 
 @ledger_command.command("list")
@@ -213,9 +141,20 @@ def list_records(target: str | None, state: str | None, tasks: bool, limit: int,
             place = RecordId(*msgspec.json.decode(data, type=tuple[str, str, str]))
         except (binascii.Error, msgspec.DecodeError, ValueError):
             raise CliError(f"{after!r} is not a cursor.", "", "give the cursor that the page before printed") from None
-    wanted = State(state) if state else None
-    # One record more than asked for: it shows whether a page follows.
-    page = _with(found(target), lambda ledger: _page_of(ledger, wanted, limit + 1, place, tasks=tasks))
+
+    async def look(ledger: Ledger) -> list[tuple[Record, JsonObject | None]]:
+        from wirecall.mcp.server.tasks import summary
+
+        page: list[tuple[Record, JsonObject | None]] = []
+        async for record in _records(ledger, State(state) if state else None, place):
+            task = await ledger.task_of(record.id) if tasks and record.id.method.startswith("tools/call:") else None
+            if task is not None or not tasks:
+                page.append((record, None if task is None else summary(task)))
+            if len(page) > limit:  # one record more than asked for: it shows whether a page follows
+                break
+        return page
+
+    page = _with(found(target), look)
     cursor = None
     if len(page) > limit:
         page = page[:limit]
@@ -281,9 +220,6 @@ def count_records(target: str | None, out: Printer) -> None:
     out.result(numbers, lambda: out.table(["STATE", "RECORDS"], [(name, str(count)) for name, count in numbers.items()]))
     if numbers["unknown"] and not out.as_json:
         out.note("Some outcomes are unknown: wirecall ledger list --state unknown, then wirecall ledger resolve", "unknown")
-
-
-# --- changing -------------------------------------------------------------------------------------------------------
 
 
 @ledger_command.command("sweep", short_help="Do the housekeeping that is due.")
@@ -353,7 +289,7 @@ def resolve_record(
 
 def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:
     """Return the outcome to record for a result in JSON."""
-    from wirecall.commands.outcome import outcome_of
+    from wirecall.commands.run import outcome_of
     from wirecall.mcp.server.calls import call_result
 
     try:
@@ -374,42 +310,23 @@ def _outcome(where: Found, id: RecordId, result: str | None) -> Outcome:
 # --- records --------------------------------------------------------------------------------------------------------
 
 
-async def _page(ledger: Ledger, state: State | None, limit: int, after: RecordId | None) -> list[Record]:
-    records: list[Record] = []
-    while len(records) < limit:
-        page = await ledger.list(state, limit=min(PAGE, limit - len(records)), after=after)
-        if not page:
-            break
-        records += page
+async def _records(ledger: Ledger, state: State | None = None, after: RecordId | None = None) -> AsyncIterator[Record]:
+    """Yield the records in their order. They are read page by page: a ledger may have millions of them."""
+    while page := await ledger.list(state, limit=PAGE, after=after):
+        for record in page:
+            yield record
         after = page[-1].id
-    return records
-
-
-async def _page_of(
-    ledger: Ledger, state: State | None, limit: int, after: RecordId | None, *, tasks: bool
-) -> list[tuple[Record, JsonObject | None]]:
-    """Return records; with `tasks` those alone that are tasks, and what their clients see of them."""
-    if not tasks:
-        return [(record, None) for record in await _page(ledger, state, limit, after)]
-    from wirecall.mcp.server.tasks import summary
-
-    found: list[tuple[Record, JsonObject | None]] = []
-    while records := await _page(ledger, state, PAGE, after):
-        for record in records:
-            if record.id.method.startswith("tools/call:") and (task := await ledger.task_of(record.id)) is not None:
-                found.append((record, summary(task)))
-                if len(found) == limit:
-                    return found
-        after = records[-1].id
-    return found
 
 
 async def _get(ledger: Ledger, id: RecordId) -> Record:
     record = await ledger.get(id)
     if record is not None:
         return record
-    # Two pages are enough to find a typing error; a ledger may have millions of records.
-    others = [each.id for each in await _page(ledger, None, 2 * PAGE, None)]
+    others: list[RecordId] = []
+    async for each in _records(ledger):
+        others.append(each.id)
+        if len(others) == 2 * PAGE:  # enough to find a typing error
+            break
     near = nearest(str(id), [str(each) for each in others])
     callers = sorted({each.caller for each in others if (each.method, each.key) == (id.method, id.key)})
     why = f"callers that have one: {', '.join(map(repr, callers))}" if callers else f"the nearest is {near}" if near else ""
@@ -440,3 +357,134 @@ def _document(record: Record) -> JsonObject:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
+
+
+# --- the audit trail ------------------------------------------------------------------------------------------------
+
+POLL = 0.2  # seconds between two looks at a file that is followed
+BLOCK = 65_536
+_TRAIL = click.argument("file", required=False, metavar="[FILE]")
+
+
+@click.group("audit")
+def audit_command() -> None:
+    """Look at the audit trail, and verify it.
+
+    FILE is the trail; by default, the one that wirecall.toml names.
+    """
+
+
+@audit_command.command("verify")
+@_TRAIL
+@json_option
+def verify_file(file: str | None, out: Printer) -> Exit | None:
+    """Check every link of the chain, and list the lines where it breaks. Exit code 9 if it does.
+
+    Keep the hash of the last line elsewhere too: with write access to the whole file the whole chain can be forged.
+    """
+    path = _trail(file)
+    with path.open("rb") as opened, progress(path.stat().st_size, "Verifying") as advance:
+
+        def lines() -> Iterator[bytes]:
+            seen = 0
+            for line in opened:
+                seen += len(line)
+                if seen > BLOCK:  # to move the bar for every line would take longer than to verify it
+                    advance(seen)
+                    seen = 0
+                yield line
+
+        report = verify_lines(lines())
+    problems = [{"line": line, "what": what} for line, what in report.problems]
+
+    def show() -> None:
+        for line, what in report.problems:
+            click.echo(f"{path}:{line}: {what}")
+        if report.problems:
+            counts = f"{count_of(len(problems), 'problem')} in {count_of(report.lines, 'line')}"
+            out.note(f"The chain breaks at line {report.problems[0][0]}: {counts}", "failed")
+        else:
+            click.echo(f"{path}: {count_of(report.lines, 'line')}, last hash {report.last}")
+            out.note("The chain is whole.", "ok")
+
+    out.result({"file": str(path), "lines": report.lines, "last": report.last, "problems": problems}, show)
+    return Exit.FOUND if problems else None
+
+
+@audit_command.command("tail")
+@_TRAIL
+@click.option("-n", "count", type=click.IntRange(0), default=20, show_default=True, help="Lines from the end.")
+@click.option("-f", "--follow", is_flag=True, help="Continue with new lines as they are written, until Ctrl-C.")
+@json_option
+def tail_file(file: str | None, count: int, follow: bool, out: Printer) -> None:
+    """Print the last entries. With --follow and --json, one document per line."""
+    path = _trail(file)
+    opened: BinaryIO
+    with path.open("rb") as opened:
+        # The last lines, read from the end in blocks.
+        position = end = opened.seek(0, os.SEEK_END)
+        data = b""
+        while position and data.count(b"\n") <= count:
+            step = min(BLOCK, position)
+            position -= step
+            opened.seek(position)
+            data = opened.read(step) + data
+        opened.seek(end)
+        lines = data.splitlines()[-count:] if count else []
+        if out.as_json and not follow:
+            out.result([_entry_of(line) for line in lines])
+            return
+        _print_entries(lines, out)
+        rest = b""
+        while follow:
+            rest += opened.read()
+            *lines, rest = rest.split(b"\n")
+            _print_entries(lines, out)
+            if not lines:
+                time.sleep(POLL)
+                # A trail that was rotated continues in a new file of the same name.
+                if path.exists() and path.stat().st_ino != os.fstat(opened.fileno()).st_ino:
+                    opened = path.open("rb")
+
+
+def _entry_of(line: bytes) -> JsonObject:
+    try:
+        entry = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        entry = None
+    is_entry = isinstance(entry, dict) and type(entry.get("time")) in (int, float) and isinstance(entry.get("method"), str)
+    return entry if is_entry else {"unreadable": line.decode("utf-8", "replace")}
+
+
+def _print_entries(lines: list[bytes], out: Printer) -> None:
+    for entry in (_entry_of(line) for line in lines if line.strip()):
+        if out.as_json:
+            print_json(entry)
+        elif "unreadable" in entry:
+            click.echo(f"? not a line of an audit trail: {escaped(entry['unreadable'])[:60]}")
+        else:
+            when = datetime.fromtimestamp(float(entry.get("time", 0)), UTC).isoformat(" ", "milliseconds")
+            outcome = str(entry.get("outcome"))
+            if entry.get("replayed") and outcome != "undelivered":
+                outcome = "recognised" if entry.get("recognised") else "replayed"
+            code = f" {entry['code']}" if entry.get("code") is not None else ""
+            names = "  ".join(escaped(str(entry.get(name) or "-")) for name in ("method", "key", "caller"))
+            click.echo(f"{when}  {escaped(outcome + code):<12} {names}  {escaped(str(entry.get('duration_ms')))} ms")
+
+
+def _trail(file: str | None) -> Path:
+    """Return the path of a trail that exists and can be read."""
+    if file is None:
+        file = load_config().get("audit.file")
+        if file is None:
+            why = "the command line and wirecall.toml name none"
+            raise CliError("Which audit trail?", why, "wirecall audit ... audit.jsonl")
+    path = Path(file.removeprefix("file:"))
+    if path.is_dir():
+        raise CliError(f"{path} is a folder.", "an audit trail is a file", "name the file: audit.jsonl", type="no_trail")
+    if not path.is_file():
+        next_step = "is this the server's folder? The first command creates the trail"
+        raise CliError(f"There is no audit trail {path}.", f"looked in {Path.cwd()}", next_step, type="no_trail")
+    if not os.access(path, os.R_OK):
+        raise CliError(f"{path} cannot be read.", "Permission denied", "ask its owner, or the server's", type="no_trail")
+    return path

@@ -2,34 +2,31 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from wirecall.cli.failures import CliError
-from wirecall.cli.input import run
-from wirecall.cli.output import Printer, count_of, json_option
-from wirecall.cli.targets import Protocol, Target, Way, target_argument
+from wirecall.cli.failures import CliError, Exit
+from wirecall.cli.targets import Protocol, Target, Way, as_option, target_argument
+from wirecall.cli.terminal import Printer, count_of, json_option, run
+from wirecall.errors import NotAuthorized
 from wirecall.logs import escaped
 from wirecall.protocol.messages import JsonObject
 
 if TYPE_CHECKING:
     from wirecall.auth import Login
 
-_AS = click.option("--as", "protocol", type=click.Choice(["rpc", "mcp"]), help="Protocol. [default: the target decides]")
 
-
-def _address(target: Target, protocol: str | None) -> str:
+def _address(target: Target, protocol: Protocol | None) -> str:
     """Return the address that the other verbs use for this target, because a login is kept for one address."""
     if target.kind != "url":
         raise CliError(f"{target.text} is not an address.", "a login is for a server on HTTP", "https://.../mcp")
-    kind: Protocol | None = "mcp" if protocol == "mcp" else "jsonrpc" if protocol else None
-    return Way(kind, None, 0.0, {}).address(target)
+    return Way(protocol).address(target)
 
 
 @click.command("login")
 @target_argument
-@_AS
+@as_option
 @click.option("--scope", "scopes", multiple=True, metavar="SCOPE", help="Ask for this scope as well; may be repeated.")
 @click.option("--client-id", metavar="ID", help="The id by which the authorization server knows this program.")
 @click.option("--client-secret-file", metavar="FILE", help="A file with the secret of --client-id; needs --issuer.")
@@ -42,17 +39,12 @@ def _address(target: Target, protocol: str | None) -> str:
 @json_option
 def login_command(
     target: Target,
-    protocol: str | None,
+    protocol: Protocol | None,
     scopes: tuple[str, ...],
-    client_id: str | None,
     client_secret_file: str | None,
-    issuer: str | None,
-    metadata_url: str | None,
-    port: int,
     no_browser: bool,
-    dpop: bool,
-    private: bool,
     out: Printer,
+    **given: Any,
 ) -> None:
     """Log in at TARGET with your browser, and keep the login for the other commands.
 
@@ -70,7 +62,8 @@ def login_command(
         try:
             secret = Path(client_secret_file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise CliError(f"{client_secret_file} cannot be read.", str(error), "name a text file with the secret") from None
+            why = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise CliError(f"{client_secret_file} cannot be read.", why, "name a text file with the secret") from None
 
     async def show(url: str) -> str | None:
         """Let the user open the page elsewhere, and paste the address at its end."""
@@ -80,26 +73,26 @@ def login_command(
     url = _address(target, protocol)
     way = Browser(
         scopes=[each for scope in scopes for each in scope.split()],
-        client_id=client_id,
         client_secret=secret,
-        issuer=issuer,
-        metadata_url=metadata_url,
-        port=port,
-        dpop=dpop,
-        private=private,
         visit=show if no_browser else None,
+        **given,
     )
     if not no_browser:
         out.note(f"Your browser opens a page to log in at {url}.")
-    kept = run(Authorization(way, url).login())
+    try:
+        kept = run(Authorization(way, url).login())
+    except NotAuthorized as error:
+        next_step = "does this server ask for a login? If it does not register clients itself: --client-id ID"
+        what = f"There is no way to log in at {url}."
+        raise CliError(what, error.reason, error.fix or next_step, exit=Exit.AUTH, type="unauthorized") from None
     out.result(_document(kept), f"Logged in at {escaped(kept.server)} by {escaped(kept.issuer)}.")
 
 
 @click.command("logout")
 @target_argument
-@_AS
+@as_option
 @json_option
-def logout_command(target: Target, protocol: str | None, out: Printer) -> None:
+def logout_command(target: Target, protocol: Protocol | None, out: Printer) -> None:
     """Forget the logins at TARGET, and tell their authorization server to revoke the tokens."""
     from wirecall.auth import Stored
     from wirecall.auth.client import Authorization

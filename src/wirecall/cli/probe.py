@@ -20,12 +20,11 @@ import msgspec
 from msgspec import Struct, field
 
 from wirecall.app import App
-from wirecall.auth.access import WELL_KNOWN, check_address
-from wirecall.auth.documents import fetch, server_metadata
+from wirecall.auth.access import check_address
+from wirecall.auth.discovery import WELL_KNOWN, fetch, server_metadata
 from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
-from wirecall.cli.input import run
-from wirecall.cli.output import Printer, count_of, json_option, progress
 from wirecall.cli.targets import Target, TargetCommand, Way, http_client, target_argument, way_options
+from wirecall.cli.terminal import Printer, count_of, json_option, progress, run
 from wirecall.client.links import MemoryPipe
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, TimedOut, UsageError
 from wirecall.mcp.headers import VERSION, repeated
@@ -48,7 +47,6 @@ NOISE = 5  # lines of noise that are kept
 ROOM = 16 << 20  # bytes of lines for one message; everything beyond them is dropped
 COST = 200  # bytes that a line takes besides its own
 _BARRED = (401, 403, 407)
-_MEMBERS = ("authorization_servers", "scopes_supported")
 _LISTS = {"tools": "tools/list", "prompts": "prompts/list", "resources": "resources/list"}
 
 
@@ -112,6 +110,8 @@ class Reply(Struct):
     media: str = ""
     headers: Mapping[str, str] = {}
     is_silent: bool = False  # an answer was due and did not come in time
+    result: Any = None  # of the answer to a request, or None
+    error: JsonObject | None = None
 
     def answers(self) -> list[JsonObject]:
         """Return the answers among the documents, which are answers themselves, or arrays of them."""
@@ -216,14 +216,6 @@ class LineWire:
 # --- one conversation ---------------------------------------------------------------------------------------------------
 
 
-class Answered(Struct):
-    """The answer to one request; result and error are None if none came."""
-
-    reply: Reply
-    result: Any = None
-    error: JsonObject | None = None
-
-
 class Talk:
     """Requests on one wire, and the rules for every answer."""
 
@@ -255,7 +247,7 @@ class Talk:
                 known.where.append(self._where)
         return fact
 
-    async def ask(self, method: str, params: JsonObject | None = None) -> Answered:
+    async def ask(self, method: str, params: JsonObject | None = None) -> Reply:
         """Send a request, check its answer against the rules, and return it."""
         message = self._request(method, params)
         reply, found = await self._send(message)
@@ -266,7 +258,8 @@ class Talk:
                 self.must(False, f"{method} is answered under the id {found[0].get('id')!r}, which is not the request's")
             elif self._wire.is_http and reply.status == 200 and reply.noise:
                 raise BadAnswer(f"{method}: HTTP 200 with a body that is not JSON: {reply.noise[0]!r}")
-            return Answered(reply, error=_dict(found[0].get("error")) or None if found else None)
+            reply.error = _dict(found[0].get("error")) or None if found else None
+            return reply
         entry, error = own[0], _dict(own[0].get("error"))
         self.must(len(own) == 1, f"{method} is answered {len(own)} times")
         self.must(entry.get("jsonrpc") == "2.0", f"the answer to {method} has no 'jsonrpc': '2.0'")
@@ -276,7 +269,8 @@ class Talk:
             self.must(sound, f"the error of {method} has no number 'code' and text 'message'")
         if self._wire.is_http and (reply.status or 0) < 400:
             self.must(reply.media in (JSON, EVENTS), f"an answer has the type {reply.media!r}, not {JSON}")
-        return Answered(reply, entry.get("result"), error if isinstance(entry.get("error"), dict) else None)
+        reply.result, reply.error = entry.get("result"), error if isinstance(entry.get("error"), dict) else None
+        return reply
 
     async def tell(self, method: str) -> None:
         """Send a notification. It has no answer; over HTTP, its status is 202."""
@@ -439,7 +433,7 @@ class Prober:
         self.seen.server = self.seen.server or _dict(result.get("serverInfo"))
         if result.get("protocolVersion") != revision.name:
             return None
-        session = {SESSION: answer.reply.headers[SESSION]} if SESSION in answer.reply.headers else {}
+        session = {SESSION: answer.headers[SESSION]} if SESSION in answer.headers else {}
         talk.headers = {**session, **({VERSION: revision.name} if revision.has("http version header") else {})}
         await talk.tell("notifications/initialized")
         return _dict(result.get("capabilities"))
@@ -560,9 +554,18 @@ async def _tokens(url: str) -> Protection | None:
         if status != 200:
             continue
         # Step 2: the rules that clients rely on.
-        servers, scopes = ([each for each in document.get(name) or () if isinstance(each, str)] for name in _MEMBERS)
-        found = Protection(place, str(document.get("resource", "")), servers, scopes)
-        at = urlsplit(found.resource)
+        found = Protection(place, str(document.get("resource", "")))
+        servers, scopes = found.servers, found.scopes
+        for name, texts in (("authorization_servers", servers), ("scopes_supported", scopes)):
+            listed = document.get(name) or []
+            if isinstance(listed, list):
+                texts.extend(each for each in listed if isinstance(each, str))
+            else:
+                found.problems.append(f"its metadata: {name}: expected a list, got {type(listed).__name__}")
+        try:
+            at = urlsplit(found.resource)
+        except ValueError:  # half an address of IPv6
+            at = urlsplit("")
         if (at.scheme, at.netloc) != (parts.scheme, parts.netloc) or not f"{parts.path}/".startswith(at.path):
             found.problems.append(f"its metadata are those of {found.resource!r}, and clients refuse them for {url}")
         if not servers:

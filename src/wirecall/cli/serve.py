@@ -11,63 +11,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 import msgspec
-from msgspec import Struct
 
 from wirecall.cli.failures import CliError, Exit, Unreachable, failure_of, no_such
-from wirecall.cli.ledger import check_ledger, ledger_option
-from wirecall.cli.targets import Target, configured, duration, optional_target_argument, parse, serve_settings
-from wirecall.config import SETTINGS
+from wirecall.cli.targets import Target, check_ledger, duration, ledger_option, optional_target_argument, parse
+from wirecall.config import SETTINGS, Config, load_config
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import Limits
 
-DEFAULTS = {place[7:]: setting.default for place, setting in SETTINGS.items() if place.startswith("server.")}
-ADDRESS = DEFAULTS["http"]
+ADDRESS, GRACE = SETTINGS["server.http"].default, SETTINGS["server.grace"].default
 Log = Literal["off", "text", "json"]
-
-
-class Serving(Struct, frozen=True, kw_only=True):
-    """How an app is served."""
-
-    app: str | None
-    http: str
-    workers: int
-    server: Literal["granian", "granian-asgi", "uvicorn"]
-    grace: float
-    hosts: Sequence[str] | None
-    origins: Sequence[str] | None
-    limits: dict[str, float]
-    single_user: bool = False
-    ledger: str | None = None
-    audit: str | None = None
-    auth: dict[str, Any] | None = None
-
 
 # Fixes in the words of Python, and the same as flags.
 _FLAGS = {
+    'use audit="file:audit.jsonl"': "--audit file:audit.jsonl",
     "another port=": "another port: --http HOST:PORT",
     'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."': "--ledger sqlite:PATH, redis://... or postgresql://...",
 }
 
 
-# The option `--limit NAME=NUMBER`, as the parameter `limits`, a tuple of texts.
-limit_option = click.option(
-    "--limit",
-    "limits",
-    multiple=True,
-    metavar="NAME=NUMBER",
-    help=f"One of: {', '.join(Limits.__struct_fields__)}. May be repeated.",
-)
-
-
-def read_limits(words: tuple[str, ...]) -> dict[str, float]:
-    """Return the limits that `--limit` states."""
+def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str, ...]) -> dict[str, float]:
     found: dict[str, float] = {}
     for word in words:
         name, _, number = word.partition("=")
@@ -87,7 +56,7 @@ def read_limits(words: tuple[str, ...]) -> dict[str, float]:
 @click.option("--stdio", is_flag=True, help="Serve on stdin and stdout instead.")
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes that share the address. [default: 1]")
 @click.option("--server", type=click.Choice(["granian", "granian-asgi", "uvicorn"]), help="HTTP server. [default: granian]")
-@click.option("--grace", type=duration, help=f"Time for calls in flight at the end. [default: {DEFAULTS['grace']:g}s]")
+@click.option("--grace", type=duration, help=f"Time for calls in flight at the end. [default: {GRACE:g}s]")
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A name of this server: api.example.com.")
@@ -99,10 +68,19 @@ def read_limits(words: tuple[str, ...]) -> dict[str, float]:
     help="A web page that may call: https://app.example.com.",
 )
 @click.option("--single-user", is_flag=True, default=None, help="All anonymous calls come from one user: recognise retries.")
-@limit_option
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    callback=_limits,
+    metavar="NAME=NUMBER",
+    help=f"One of: {', '.join(Limits.__struct_fields__)}. May be repeated.",
+)
 @click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="Log calls on stderr. [default: off]")
 @click.option("--dev", is_flag=True, hidden=True)  # `wirecall dev` sets it
-def serve_command(target: Target | None, stdio: bool, log: Log, limits: tuple[str, ...], dev: bool, **given: Any) -> None:
+def serve_command(
+    target: Target | None, stdio: bool, limits: dict[str, float], log: Log, dev: bool, audit: str | None, **given: Any
+) -> None:
     """Serve the app in TARGET, or the one that wirecall.toml names, until SIGTERM or Ctrl-C.
 
     Over HTTP: JSON-RPC at /rpc, MCP at /mcp, /healthz and /readyz for supervisors. On stdio: both on one pipe.
@@ -113,34 +91,42 @@ def serve_command(target: Target | None, stdio: bool, log: Log, limits: tuple[st
     """
     if stdio and (given["http"] or given["workers"]):
         raise CliError("--stdio serves one client.", "--http and --workers are for HTTP", "drop them, or --stdio")
-    how = serving({**given, "limits": read_limits(limits)})
-    app = configured((target or named(how)).app(), ledger=how.ledger, audit=how.audit, limits=how.limits)
-    app.configure(hosts=how.hosts or (), origins=how.origins or (), single_user=how.single_user or None, dev=dev)
-    if how.auth:
+    config = load_config()
+    places = {name: "ledger.url" if name == "ledger" else f"server.{name}" for name in given}
+    how = {name: value or config.get(places[name]) for name, value in given.items()}
+    audit = audit or config.audit
+    host, colon, port = how["http"].rpartition(":")
+    if not stdio and (not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535):
+        what, why = f"{how['http']!r} is not an address.", "expected HOST:PORT, the port up to 65535"
+        raise CliError(what, why, f"--http {ADDRESS}")
+    app = named(target, config).app()
+    auth = None
+    if stated := config.section("auth"):
         from wirecall.auth import Jwt
 
-        app.configure(auth=Jwt(**how.auth))
-
-    # Problems that would otherwise show only at the first command.
-    check_ledger(app.ledger_url)
-    if how.audit:
-        text = how.audit.removeprefix("file:")
-        path = Path(text).absolute()
-        place = next(each for each in (path, *path.parents) if each.exists())
-        if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
-            why = "it is a folder" if path.is_dir() else f"{place} cannot be written to"
-            raise CliError(f"The audit trail {text} cannot be written.", why, "--audit file:audit.jsonl", type="audit")
-
-    log_calls(log)
-    if stdio:
-        app.run("stdio", grace=how.grace)
-        return
-    host, colon, port = how.http.rpartition(":")
-    if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise CliError(f"{how.http!r} is not an address.", "expected HOST:PORT, the port up to 65535", f"--http {ADDRESS}")
-    host = host.strip("[]") or "127.0.0.1"
+        auth = Jwt(**stated)
     try:
-        app.run("http", host=host, port=int(port), server=how.server, workers=how.workers, grace=how.grace)
+        app.configure(
+            ledger=how["ledger"],
+            audit=audit,
+            limits=msgspec.structs.replace(config.limits(app.limits), **limits),
+            hosts=how["hosts"] or (),
+            origins=how["origins"] or (),
+            single_user=how["single_user"] or None,
+            auth=auth,
+            dev=dev,
+        )
+        # Problems that would otherwise show only at the first command.
+        check_ledger(app.ledger_url)
+        if audit:
+            check_trail(audit.removeprefix("file:"))
+        log_calls(log)
+        if stdio:
+            app.run("stdio", grace=how["grace"])
+        else:
+            host = host.strip("[]") or "127.0.0.1"
+            served = {name: how[name] for name in ("server", "workers", "grace")}
+            app.run("http", host=host, port=int(port), **served)
     except UsageError as error:
         failure = failure_of(error)
         for python, flag in _FLAGS.items():
@@ -148,20 +134,22 @@ def serve_command(target: Target | None, stdio: bool, log: Log, limits: tuple[st
         raise failure from None
 
 
-def serving(given: dict[str, Any]) -> Serving:
-    """Merge flags, wirecall.toml and defaults, in this order."""
-    settings = serve_settings()
-    limits = {**settings.get("limits", {}), **given.pop("limits", {})}
-    stated = {name: value for name, value in given.items() if value not in (None, ())}
-    return Serving(**{**DEFAULTS, **settings, **stated, "limits": limits})
+def check_trail(text: str) -> None:
+    """Refuse an audit trail that cannot be written."""
+    path = Path(text).absolute()
+    place = next(each for each in (path, *path.parents) if each.exists())
+    if path.is_dir() or (place != path and not place.is_dir()) or not os.access(place, os.W_OK):
+        why = "it is a folder" if path.is_dir() else f"{place} cannot be written to"
+        raise CliError(f"The audit trail {text} cannot be written.", why, "--audit file:audit.jsonl", type="audit")
 
 
-def named(how: Serving) -> Target:
-    """Return the target that wirecall.toml names."""
-    if how.app is None:
+def named(target: Target | None, config: Config) -> Target:
+    """Return the target of the command line, or the one that wirecall.toml names."""
+    app = config.get("server.app")
+    if target is None and app is None:
         next_step = "name its file: app.py; or write [server] app = ... into wirecall.toml"
         raise CliError("Which app?", "the command line and wirecall.toml name none", next_step)
-    return parse(how.app)
+    return target or parse(app)
 
 
 class _Readable(logging.Formatter):
@@ -211,25 +199,14 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
     \b
     wirecall dev shop.py
     """
-    how = serving({"http": http, "ledger": ledger})
-    target = target or named(how)
+    config = load_config()
+    target = named(target, config)
+    ledger = ledger or config.get("ledger.url")
     if target.kind != "file" or not Path(target.text).is_file():
         target.app()  # raises the error that explains the target
-    name = target.of(target.text)
-    words = [
-        sys.executable,
-        "-m",
-        "wirecall",
-        "serve",
-        name,
-        "--http",
-        how.http,
-        "--log",
-        "text",
-        f"--grace={RESTART:g}s",
-        "--dev",
-    ]
-    words += ["--ledger", how.ledger] if how.ledger else []
+    words = [sys.executable, "-m", "wirecall", "serve", target.of(target.text), "--dev", "--log", "text"]
+    words += ["--http", http or config.get("server.http"), f"--grace={RESTART:g}s"]
+    words += ["--ledger", ledger] if ledger else []
     folder = str(Path(target.text).resolve().parent)
     child: subprocess.Popen[bytes] | None = None
     is_stopping = False

@@ -1,25 +1,26 @@
-"""The server of a verb, and the way to it. One grammar for all verbs:
+"""The server of a verb, its ledger, and the way to it. One grammar for all verbs:
 
     shop.py, shop.py:app     an app in a Python file, in this process
     http://…, https://…      a server's address; without a path it is a wirecall server: /rpc, or /mcp with --as mcp
     -- command …             a server on the stdin and stdout of a process; all words after `--` are its command line
 
 1. Verbs are made with `cls=TargetCommand` and take the target first, by `target_argument`. Everything that the user's file
-   prints goes to stderr: stdout belongs to the verb.
-2. `way_options` are the options of all verbs that call a server, and `opened` is a client of it. Plain JSON-RPC is spoken to
+   prints goes to stderr: stdout belongs to the verb. `app_of` is the app as `wirecall serve` would serve it here.
+2. The ledger of an app: its option, its driver, and errors that say what is wrong with its store.
+3. `way_options` are the options of all verbs that call a server, and `opened` is a client of it. Plain JSON-RPC is spoken to
    files and addresses, MCP to addresses that end in /mcp and to commands, as nearly every server on stdio speaks it. `--as`
    chooses otherwise, and so does `--revision`, which only MCP has. An idempotency key belongs to one protocol: the ledger
    keeps `charge` and `tools/call:charge` apart.
 """
 
 import asyncio
-import importlib.util
 import logging
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, redirect_stdout
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, redirect_stdout
 from functools import wraps
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +35,7 @@ from wirecall.cli.failures import CliError, Exit, NotReached, Unreachable, failu
 from wirecall.config import load_config
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut, UsageError
 from wirecall.files import login_folder
+from wirecall.ledger.base import Ledger, LedgerDown, open_ledger
 from wirecall.logs import logger
 from wirecall.protocol.messages import Unreadable
 
@@ -55,10 +57,29 @@ class Target(Struct, frozen=True):
     command: tuple[str, ...] = ()
 
     def app(self) -> App:
-        """Load the app in the file, for verbs that need one."""
+        """Load the app that the file defines, for verbs that need one."""
         if self.kind != "file":
             raise CliError(f"{self.text} is not a file.", "this verb needs an app in a Python file", "name one: app.py")
-        return load_app(self)
+        path, name = self.text, self.name
+        if not Path(path).is_file():
+            raise _no_file(path, name)
+        module = _load(path)
+        apps = {key: value for key, value in vars(module).items() if isinstance(value, App)}
+        if name in apps:
+            return apps[name]
+        first = next(iter(apps), "")
+        if name:
+            found = getattr(module, name, None)
+            why = "there is no such name in the file" if found is None else f"it is of type {type(found).__name__}"
+            next_step = f"name {path}:{first}" if apps else "name a wirecall.App defined in that file"
+            raise CliError(f"{path}:{name} is not an app.", why, next_step, type="target")
+        if not apps:
+            why, next_step = "no wirecall.App is defined at its top level", 'add: app = App("name")'
+            raise CliError(f"{path} has no app.", why, next_step, type="target")
+        if len(apps) > 1:
+            why = f"{path} has {len(apps)} apps: {', '.join(apps)}"
+            raise CliError("Which app?", why, f"name one: {path}:{first}", type="target")
+        return apps[first]
 
     def address(self, path: str, *, keep_root: bool = True) -> str:
         """Return the URL of an endpoint. An address without a path is a wirecall server, which has its endpoint at `path`.
@@ -145,30 +166,6 @@ optional_target_argument = click.argument("target", type=parse, required=False, 
 _GIVE = "give the path of a Python file"
 
 
-def load_app(target: Target) -> App:
-    """Load the app that a file defines."""
-    path, name = target.text, target.name
-    if not Path(path).is_file():
-        raise _no_file(path, name)
-    module = _load(path)
-    apps = {key: value for key, value in vars(module).items() if isinstance(value, App)}
-    if name in apps:
-        return apps[name]
-    first = next(iter(apps), "")
-    if name:
-        found = getattr(module, name, None)
-        why = "there is no such name in the file" if found is None else f"it is of type {type(found).__name__}"
-        next_step = f"name {path}:{first}" if apps else "name a wirecall.App defined in that file"
-        raise CliError(f"{path}:{name} is not an app.", why, next_step, type="target")
-    if not apps:
-        why, next_step = "no wirecall.App is defined at its top level", 'add: app = App("name")'
-        raise CliError(f"{path} has no app.", why, next_step, type="target")
-    if len(apps) > 1:
-        why = f"{path} has {len(apps)} apps: {', '.join(apps)}"
-        raise CliError("Which app?", why, f"name one: {path}:{first}", type="target")
-    return apps[first]
-
-
 def _no_file(path: str, name: str) -> CliError:
     if Path(path).exists():
         what = f"{path} is a folder." if Path(path).is_dir() else f"{path} is not a file."
@@ -185,10 +182,10 @@ def _no_file(path: str, name: str) -> CliError:
 
 def _load(path: str) -> ModuleType:
     """Run the user's file as a module; an error in it names the line of that file."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise CliError(f"{path} is not a Python file.", "its name does not end in .py", _GIVE, type="target")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     # As `python FILE` would: the file's neighbours can be imported, and pickling finds the module by its name.
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -224,34 +221,80 @@ def _load(path: str) -> ModuleType:
 def app_of(target: Target, ledger: str | None = None) -> App | None:
     """Return the app in a file, as `wirecall serve` would serve it here; None for a server elsewhere."""
     if target.kind == "file":
-        stated = serve_settings()
-        chosen = ledger or stated.get("ledger")
-        return configured(target.app(), ledger=chosen, audit=stated.get("audit"), limits=stated.get("limits"))
+        app, config = target.app(), load_config()
+        app.configure(ledger=ledger or config.get("ledger.url"), audit=config.audit, limits=config.limits(app.limits))
+        return app
     if ledger is not None:
         raise CliError("--ledger is for an app in a file.", f"{target.text} has a ledger of its own", "drop --ledger")
     return None
 
 
-def configured(
-    app: App, *, ledger: str | None = None, audit: str | None = None, limits: Mapping[str, float] | None = None
-) -> App:
-    """Return the app with these settings in place of its own."""
-    changed: Any = dict(limits or {})
-    app.configure(ledger=ledger, audit=audit, limits=replace(app.limits, **changed) if changed else None)
-    return app
+# --- its ledger -----------------------------------------------------------------------------------------------------
+
+# By scheme: the package of its driver, and the extra of wirecall that installs it.
+DRIVERS = {
+    "redis": ("redis", "redis"),
+    "rediss": ("redis", "redis"),
+    "valkey": ("redis", "redis"),
+    "postgresql": ("psycopg", "postgres"),
+    "postgres": ("psycopg", "postgres"),
+}
+
+# The option `--ledger`, as the parameter `ledger`.
+ledger_option = click.option(
+    "--ledger", metavar="URL", help="Ledger of an app in a file: sqlite:PATH, redis://..., postgresql://..., memory:"
+)
 
 
-def serve_settings(path: str | None = None) -> dict[str, Any]:
-    """Return the settings that the file and the environment state; flags go on top. A mistake raises `ConfigError`."""
-    stated = load_config(path).stated()
-    settings: dict[str, Any] = {}
-    for place, value in stated.items():
-        section, _, name = place.partition(".")
-        if section in ("limits", "auth"):
-            settings.setdefault(section, {})[name] = value
-        else:  # the URL of the ledger and the file of the audit trail have options named after their sections
-            settings[name if section == "server" else section] = f"file:{value}" if section == "audit" else value
-    return settings
+def check_ledger(url: str) -> None:
+    """Refuse a ledger whose driver is not installed, or whose file is a folder."""
+    scheme, _, path = url.partition(":")
+    driver, extra = DRIVERS.get(scheme, ("", ""))
+    # Found, not imported: a driver takes longer to import than most verbs take to run.
+    if driver and find_spec(driver) is None:
+        why = f"ledgers of {scheme}: are reached with the package {driver}"
+        raise CliError(f"{driver} is not installed.", why, f'pip install "wirecall[{extra}]"', type="ledger")
+    if url.removesuffix("//") == "sqlite:":
+        raise CliError(f"The ledger {url} has no path.", "SQLite keeps it in a file", "sqlite:ledger.db", type="ledger")
+    if scheme == "sqlite" and Path(path.removeprefix("//")).is_dir():
+        raise CliError(f"The ledger {path} is a folder.", "SQLite keeps it in a file", "name a file in it", type="ledger")
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Explain why a ledger cannot be used. A store that cannot be reached is exit 4."""
+    check_ledger(url)
+    try:
+        yield
+    except LedgerDown as error:
+        failure = failure_of(UsageError(str(error)))
+        if not failure.why and not failure.next:  # otherwise the error has a why and a fix of its own
+            failure = CliError(f"The ledger {without_password(url)} cannot be used.", " ".join(failure.what.split()))
+        next_step = failure.next or "is it running, and is this its URL?"
+        what, why, kind = failure.what, failure.why, "ledger_unavailable"
+        raise CliError(what, why, next_step, exit=Exit.UNREACHABLE, type=kind) from error
+
+
+@asynccontextmanager
+async def opened_ledger(url: str) -> AsyncIterator[Ledger]:
+    """Open a ledger that exists."""
+    with reaching(url):
+        ledger = await open_ledger(url)
+        try:
+            yield ledger
+        finally:
+            await ledger.aclose()
+
+
+async def ready(app: App) -> None:
+    """Open the ledger of an app in this process before a command needs it, so that an error can be explained here."""
+    with reaching(app.ledger_url):
+        await app.ledger()
+
+
+def without_password(url: str) -> str:
+    password = urlsplit(url).password if "://" in url else None
+    return url.replace(f":{password}@", ":***@") if password else url
 
 
 # --- the way to it --------------------------------------------------------------------------------------------------
@@ -273,9 +316,9 @@ class Way(Struct, frozen=True):
     """The user's choices about the way to the server."""
 
     protocol: Protocol | None
-    revision: str | None
-    timeout: float
-    headers: dict[str, str]
+    revision: str | None = None
+    timeout: float = 30.0
+    headers: dict[str, str] = {}
 
     def protocol_to(self, target: Target) -> Protocol:
         if self.protocol or self.revision:
@@ -294,11 +337,37 @@ class Way(Struct, frozen=True):
         return target.address("/mcp" if self.protocol_to(target) == "mcp" else "/rpc")
 
 
+def _headers(_context: click.Context, _option: click.Parameter, lines: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip() or any(sign in line for sign in "\r\n\0"):
+            why, next_step = "expected a name, a colon and a value on one line", "--header 'Authorization: Bearer ...'"
+            raise CliError(f"{line!r} is not a header.", why, next_step)
+        found[name.strip()] = value.strip()
+    return found
+
+
+# The option `--as`, as the parameter `protocol`.
+as_option = click.option(
+    "--as",
+    "protocol",
+    type=click.Choice(["rpc", "mcp"]),
+    callback=lambda _context, _option, name: "jsonrpc" if name == "rpc" else name,
+    help="Protocol. [default: the target decides]",
+)
 _OPTIONS = (
-    click.option("--as", "protocol", type=click.Choice(["rpc", "mcp"]), help="Protocol. [default: the target decides]"),
+    as_option,
     click.option("--revision", metavar="DATE", help="MCP revision: 2025-03-26. [default: the newest that both speak]"),
     click.option("--timeout", type=duration, default=30.0, help="Time for a call, including its retries. [default: 30s]"),
-    click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="HTTP header; may be repeated."),
+    click.option(
+        "--header",
+        "headers",
+        multiple=True,
+        callback=_headers,
+        metavar="'NAME: VALUE'",
+        help="HTTP header; may be repeated.",
+    ),
 )
 
 
@@ -307,17 +376,9 @@ def way_options(function: Callable[..., object]) -> Callable[..., object]:
 
     @wraps(function)
     def verb(
-        *, protocol: str | None, revision: str | None, timeout: float, headers: tuple[str, ...], **rest: object
+        *, protocol: Protocol | None, revision: str | None, timeout: float, headers: dict[str, str], **rest: object
     ) -> object:
-        found = {}
-        for line in headers:
-            name, colon, value = line.partition(":")
-            if not colon or not name.strip():
-                next_step = "--header 'Authorization: Bearer ...'"
-                raise CliError(f"{line!r} is not a header.", "expected a name, a colon and a value", next_step)
-            found[name.strip()] = value.strip()
-        kind: Protocol | None = "mcp" if protocol == "mcp" else "jsonrpc" if protocol else None
-        return function(way=Way(kind, revision, timeout, found), **rest)
+        return function(way=Way(protocol, revision, timeout, headers), **rest)
 
     for option in reversed(_OPTIONS):
         verb = option(verb)
@@ -458,3 +519,24 @@ def _unopened(error: CallFailed, target: Target, noise: _Noise) -> CliError:
         failure = failure_of(BadAnswer(str(error)))
     failure.facts["ran"] = "no"
     return failure
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Ask a server only for what it offers. Nothing is called, so no outcome is unknown if it does not answer."""
+    try:
+        yield
+    except (ConnectionLost, TimedOut) as error:
+        what, next_step = "The server does not answer.", "does it speak this protocol? (--as rpc|mcp, --timeout)"
+        raise Unreachable(what, error, next_step, ran="no") from error
+
+
+def unlisted(target: Target) -> CliError:
+    """Return the error about a server of JSON-RPC that does not list its methods."""
+    return CliError(
+        "The server does not list its methods.",
+        "it has no rpc.discover, the method of OpenRPC for that",
+        f"{target.line('call', 'METHOD')} works all the same; for MCP: --as mcp",
+        exit=Exit.REMOTE,
+        type="no_discovery",
+    )

@@ -25,10 +25,9 @@ from wirecall.transports.http_client import Auth, HttpClient
 if TYPE_CHECKING:
     from wirecall.app import App
     from wirecall.auth.client import Credentials
-    from wirecall.mcp.client.changes import Change, Log
     from wirecall.mcp.client.client import McpClient, SyncMcpClient
     from wirecall.mcp.client.conversation import Confirm, Trust
-    from wirecall.mcp.client.host import Elicit, ElicitUrl, Roots, Sample
+    from wirecall.mcp.client.inbox import Change, Elicit, ElicitUrl, Log, Roots, Sample
 
 Target: TypeAlias = "str | Sequence[str] | App"
 Protocol: TypeAlias = Literal["jsonrpc", "mcp"]
@@ -89,7 +88,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
 
     MCP: `revision` pins one. `trust` says whether annotations of tools are believed, `confirm` is asked before destructive
     calls, with `confirm_unknown=True` also before calls of unknown tools. `sample`, `elicit`, `elicit_url` and `roots`
-    answer what the server asks (see `mcp.client.host`); `on_log` gets its log messages, `on_change` its changes.
+    answer what the server asks (see `mcp.client.inbox`); `on_log` gets its log messages, `on_change` its changes.
     `identity` describes this client to the server, and `extensions` declares those of MCP that your program supports:
     settings by id. `tasks=False` makes the server answer each call itself, without tasks that the client waits for.
     If the program traces with OpenTelemetry, every call tells the server of its span; `baggage=True` sends the current

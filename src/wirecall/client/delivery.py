@@ -40,6 +40,7 @@ from wirecall.errors import (
 )
 from wirecall.jsonrpc import make_batch
 from wirecall.protocol.messages import UNREADABLE, decode_value, encode
+from wirecall.stepping import Timeouts
 from wirecall.transports.sse import LONGEST_WAIT
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class Dialect:
         return False
 
     def ended(self, entry: AnyEntry) -> None:
-        """Take note of an entry that is settled, or whose caller stopped waiting."""
+        """Called when an entry is settled, or its caller has stopped waiting."""
 
     async def try_arrays(self) -> None:
         """Find out whether the server takes arrays, if it may be one that drops them."""
@@ -209,6 +210,7 @@ class Delivery:
         self.options = options
         self.clock = options.clock
         self.arrays = Arrays()
+        self.timeouts = Timeouts()
         self.state: Literal["new", "open", "closed"] = "new"
         self._dialect = dialect
         dialect.delivery = self
@@ -229,6 +231,7 @@ class Delivery:
             if self._coalescer is not None:
                 await self._coalescer.aclose()
             await self.link.aclose()
+            self.timeouts.aclose()
 
     def next_id(self) -> int:
         """Return the id of another request."""
@@ -352,7 +355,6 @@ class Delivery:
         if silence is not None and all(entry.safe for entry in sendable):
             left = min(left, silence)
         left = max(left, 0.0)
-        limit = exchange.limit = asyncio.timeout(left)
         timers: list[asyncio.TimerHandle] = []
         if len(entries) > 1:
             loop = asyncio.get_running_loop()
@@ -362,8 +364,8 @@ class Delivery:
                     timers.append(loop.call_later(stood - known, expire, entry, stood))
                     return
                 exchange.give_up(entry.id, timed_out(exchange, entry.timeout))
-                if exchange.is_done and not limit.expired():
-                    limit.reschedule(loop.time())
+                if exchange.is_done and exchange.limit is not None:
+                    exchange.limit.expire()
 
             timers = [
                 loop.call_later(entry.deadline - now, expire, entry)
@@ -372,8 +374,17 @@ class Delivery:
             ]
         # 3. There and back.
         try:
-            async with limit:
-                await self.link.exchange(exchange)
+            await self.carry(exchange, left, self.link.exchange)
+        finally:
+            for timer in timers:
+                timer.cancel()
+        return exchange
+
+    async def carry(self, exchange: Exchange, seconds: float, send: Callable[[Exchange], Awaitable[object]]) -> None:
+        """Send one message, and take its answers for so many seconds. Every entry in it is settled afterwards."""
+        try:
+            with self.timeouts.within(seconds) as exchange.limit:
+                await send(exchange)
             exchange.end_of_answers()
         except CallFailed as error:
             if isinstance(error, ConnectionLost):
@@ -381,11 +392,7 @@ class Delivery:
                     entry.deaths = (*entry.deaths, exchange.begun)
             exchange.end(error)
         except TimeoutError:
-            exchange.end(timed_out(exchange, left))
-        finally:
-            for timer in timers:
-                timer.cancel()
-        return exchange
+            exchange.end(timed_out(exchange, seconds))
 
     # --- again, or not -----------------------------------------------------------------------------------------------
 
@@ -445,8 +452,7 @@ def timed_out(exchange: Exchange, seconds: float) -> CallFailed:
     """Return the error of a message that was not answered within so many seconds."""
     if not exchange.sent:
         return NotSent(f"the server could not be reached within {round(seconds, 2):g} s")
-    instead = f"; it sent {exchange.strays[0]}" if exchange.strays else ""
-    return TimedOut(f"no answer within {round(seconds, 2):g} s{instead}")
+    return TimedOut(f"no answer within {round(seconds, 2):g} s{exchange.instead}")
 
 
 async def side_by_side(work: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:

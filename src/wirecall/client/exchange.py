@@ -19,6 +19,7 @@ from msgspec import UNSET, Raw, Struct
 
 from wirecall.errors import BadAnswer, CallFailed, LimitExceeded, Refused, RpcError, UsageError, WirecallError
 from wirecall.protocol.messages import MAX_BATCH, Arrived, Received, Unreadable, read_messages, remote_error
+from wirecall.stepping import Timeout
 
 T = TypeVar("T")
 Wire: TypeAlias = Literal["array", "singles"]
@@ -90,11 +91,6 @@ class Entry(Struct, Generic[T], eq=False, repr_omit_defaults=True):
 class Exchange:
     """One message in flight, and the entries in it that are still open."""
 
-    __slots__ = (
-        *("_pauses", "array", "begun", "data", "entries", "is_refused", "is_standing"),
-        *("known", "limit", "on_settled", "open", "sent", "strays"),
-    )
-
     def __init__(
         self,
         data: bytes,
@@ -105,20 +101,29 @@ class Exchange:
         self.data = data
         self.entries = entries
         self.array = array
-        self.known = {entry.id: entry for entry in entries if not entry.is_notification}
-        self.open = dict(self.known)
+        self.open = self.known
         self.sent = False  # the server may have it
         self.begun = False  # its answer has begun
         self.is_refused = False  # as a whole: nothing in it ran
         self.is_standing = False  # a stream without an end: a message that answers no entry is not meant for it
-        self.limit: asyncio.Timeout | None = None  # of the attempt
+        self.limit: Timeout | None = None  # of the attempt
         self._pauses: list[tuple[float, float | None]] = []  # begin and end, None if it has not ended
         self.strays: list[str] = []  # descriptions of messages that answer no entry
         self.on_settled = on_settled
 
     @property
+    def known(self) -> dict[int, AnyEntry]:
+        """All calls in the message, answered or not, by id."""
+        return {entry.id: entry for entry in self.entries if not entry.is_notification}
+
+    @property
     def is_done(self) -> bool:
         return not self.open
+
+    @property
+    def instead(self) -> str:
+        """The end of an error text: what the server sent in place of an answer."""
+        return f"; it sent {self.strays[0]}" if self.strays else ""
 
     @property
     def stood_still(self) -> float:
@@ -129,19 +134,20 @@ class Exchange:
     def paused(self) -> Iterator[None]:
         """Let the deadlines of the entries stand still in the block, because a person acts."""
         loop, limit = asyncio.get_running_loop(), self.limit
-        begun, until = loop.time(), limit.when() if limit else None
+        begun, until = loop.time(), limit.when if limit else None
         if limit is not None:
-            limit.reschedule(None)
+            limit.move(None)
         self._pauses.append((begun, None))
         try:
             yield
         finally:
-            self._pauses[-1] = (begun, loop.time())
-            passed = loop.time() - begun
+            ended = loop.time()
+            self._pauses[-1] = (begun, ended)
+            passed = ended - begun
             for entry in self.entries:
                 entry.deadline += passed
             if limit is not None and until is not None:
-                limit.reschedule(until + passed)
+                limit.move(until + passed)
 
     def read(self, text: bytes) -> None:
         """Take all messages of a text."""
@@ -176,7 +182,8 @@ class Exchange:
 
     def _take_stray(self, message: Received, in_array: bool) -> None:
         """Take a message that answers none of the open entries: a second answer, a refusal of all, or something else."""
-        known = self.known.get(message.id) if isinstance(message.id, int) else None
+        id: Any = message.id
+        known = self.known.get(id) if type(id) in (int, float) else None
         if known is not None:
             if not isinstance(known.error, CallFailed):  # else it was given up, or is known to be answered twice
                 known.fail(BadAnswer(f"{known.method}: the server answered this call twice"))
@@ -198,9 +205,10 @@ class Exchange:
 
     def replayed(self, ids: Collection[Any] | None = None) -> None:
         """Mark the answers that came from the server's ledger; None: all of them."""
-        for id in self.known if ids is None else ids:
-            if isinstance(id, int) and id in self.known:
-                self.known[id].replayed = True
+        known = self.known
+        for id in known if ids is None else ids:
+            if isinstance(id, int) and id in known:
+                known[id].replayed = True
 
     def refuse(self, error: RpcError | CallFailed) -> None:
         """Fail all open entries with an error that answers the whole message."""
@@ -230,9 +238,8 @@ class Exchange:
                 entry.succeed(_NULL)
                 self.on_settled(entry)
         if self.open:
-            instead = f"; it sent {self.strays[0]}" if self.strays else ""
             for entry in list(self.open.values()):
-                self.give_up(entry.id, BadAnswer(f"{entry.method}: the server gave no answer to this call{instead}"))
+                self.give_up(entry.id, BadAnswer(f"{entry.method}: the server gave no answer to this call{self.instead}"))
 
     def give_up(self, id: int, error: CallFailed) -> None:
         """Fail one entry that is still open."""

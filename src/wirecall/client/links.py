@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wirecall.client.exchange import Exchange
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
 from wirecall.logs import logger
-from wirecall.protocol.messages import Arrived, Received, decode_value, read_messages
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Arrived, Received, Sending, decode_value, read_messages
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 
 if TYPE_CHECKING:
@@ -118,7 +117,8 @@ class LineLink:
         pipe = self._pipe or await self._connected()
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ends[exchange] = end
-        self._open.update(dict.fromkeys(exchange.known, exchange))
+        for id in exchange.open:
+            self._open[id] = exchange
         try:
             exchange.sent = True
             await pipe.write(exchange.data)
@@ -131,11 +131,11 @@ class LineLink:
             if end.done() and not end.cancelled():
                 end.exception()  # retrieved, as the write may have failed first
             del self._ends[exchange]
-            for id in exchange.known:
-                self._open.pop(id, None)
+            for entry in exchange.entries:
+                self._open.pop(entry.id, None)
 
     def _abandoned(self, exchange: Exchange) -> None:
-        """Take note of a message whose caller stopped waiting. Plain JSON-RPC has no words for that."""
+        """Called when the caller of a message has stopped waiting. Plain JSON-RPC cannot report that to the server."""
 
     async def aclose(self) -> None:
         pipe, self._pipe = self._pipe, None

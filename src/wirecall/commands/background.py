@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from wirecall.commands.run import Run
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, Ledger, LedgerDown, State, Token
+from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State
 from wirecall.logs import logger
 
 # Seconds until a ledger that is down is asked again: soon at first, and often enough later.
@@ -81,7 +81,7 @@ class Background:
             if record.state is State.UNKNOWN and record.attempts == 1:  # a retry came first, after the lease
                 await ledger.resolve(claim.id, None)
             else:
-                await give_back(ledger, record.token, is_evidence=record.is_evidence)
+                await give_back(ledger, record)
 
         async def twice() -> None:
             await self.persist(take_back)
@@ -184,6 +184,6 @@ def wake(future: "asyncio.Future[T]", result: T) -> None:
         future.set_result(result)
 
 
-def give_back(ledger: Ledger, token: Token, *, is_evidence: bool) -> Awaitable[bool]:
+def give_back(ledger: Ledger, record: Record) -> Awaitable[bool]:
     """Release a record whose run did nothing. If an earlier run may have acted, the record stays as evidence."""
-    return ledger.lapse(token) if is_evidence else ledger.release(token)
+    return ledger.lapse(record.token) if record.is_evidence else ledger.release(record.token)

@@ -1,6 +1,6 @@
 """Calls without a key: how a repetition is recognised, and the way of their answers to their callers.
 
-1. Calls without a key are compared by their likeness: a digest of the caller, the method and the params. A call without a
+1. Calls without a key are compared by their likeness: digests of caller and method, and of the params. A call without a
    known caller has none, so it matches nothing.
 2. An answer is on its way until its transport has taken the last byte, or its caller is gone. Answers that are on their way
    in this process are not lost: an equal call meanwhile is a new one. But a caller may have left a moment ago, and its
@@ -15,19 +15,18 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 
 import msgspec
 
 from wirecall.commands.background import Background
+from wirecall.commands.run import Run
 from wirecall.ledger.base import Claim, Delivered, Keyless, Ledger
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Sending
 
-# When so many written answers wait, they are marked beside the next claim: SQLite commits both at once. Otherwise they are
-# marked after so many seconds: ten commands one after another share a commit. An equal call in another process waits for the
-# mark, and does not look again before 0.025 s (`execute.FIRST_POLL`).
-MARK_MANY = 32
+# Seconds after which written answers are marked: ten commands one after another share a commit. An equal call in another
+# process waits for the mark, and does not look again before 0.025 s (`execute.FIRST_POLL`).
 MARK_AFTER = 0.02
 
 # Seconds in which a transport notices that a client has left, also on a machine that is busy: an equal call of the same
@@ -37,10 +36,14 @@ NOTICED_AFTER = 0.25
 
 def keyless_of(whose: str | None, method: str, fingerprint: bytes, window: float) -> Keyless:
     """Return what a call without a key is compared by. `whose` is None where two callers could be mistaken for one."""
-    if whose is None:
-        return Keyless(None, window)
-    digest = sha256(b"\0".join([whose.encode(errors="surrogatepass"), method.encode(), fingerprint])).digest()
-    return Keyless(digest[:16], window)
+    # It is short, since the key holds it too. If 8 bytes do not tell two params apart, their fingerprints do: the call is
+    # refused with a conflict, and never gets the other answer.
+    return Keyless(None if whose is None else _origin(whose, method) + fingerprint[:8], window)
+
+
+@lru_cache(maxsize=1024)
+def _origin(whose: str, method: str) -> bytes:
+    return sha256(f"{whose}\0{method}".encode(errors="surrogatepass")).digest()[:10]
 
 
 class Deliveries:
@@ -56,12 +59,14 @@ class Deliveries:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, keyless: Keyless, key: str, sending: Sending | None) -> bool:
-        """Hear that an answer is on its way, or its claim, from the record with this key; return whether equal ones are."""
-        if len(self._written) >= MARK_MANY:
-            self.flush()
-        if keyless.likeness is None:
+        """Note that an answer is on its way, or its claim, from the record with this key; return whether equal ones are."""
+        likeness = keyless.likeness
+        if likeness is None:
             return False
-        keys = self._not_lost.setdefault(keyless.likeness, {})
+        keys = self._not_lost.get(likeness)
+        if keys is None:
+            self._not_lost[likeness] = {key: sending}
+            return False
         keys[key] = sending
         return len(keys) > 1
 
@@ -110,13 +115,13 @@ class Deliveries:
         return msgspec.structs.replace(claim, keyless=msgspec.structs.replace(keyless, beside=beside))
 
     def doubt(self, keyless: Keyless, key: str) -> None:
-        """Hear that a caller has left while its claim, with this key, is on its way."""
+        """Note that a caller has left while its claim, with this key, is on its way."""
         if keyless.likeness is not None:
             self.forget(keyless, key)
             self._doubtful.setdefault(keyless.likeness, {}).setdefault(key, asyncio.get_running_loop().create_future())
 
     def settle(self, keyless: Keyless, key: str) -> None:
-        """Hear that the ledger has answered that claim."""
+        """Note that the ledger has answered that claim."""
         if not self._doubtful or keyless.likeness is None:
             return
         if (doubtful := self._doubtful.get(keyless.likeness)) and key in doubtful:
@@ -124,16 +129,20 @@ class Deliveries:
             if not doubtful:
                 del self._doubtful[keyless.likeness]
 
-    def end(self, ledger: Ledger, keyless: Keyless, end: Delivered) -> None:
-        """Hear what became of it."""
-        likeness = keyless.likeness
-        if end.delivery == "written":
-            self._written.append((ledger, keyless, end))
+    def end(self, run: Run) -> None:
+        """Mark what became of the answer that is this run's to give."""
+        ledger, keyless, id, nonce = run.ledger, run.keyless, run.answers, run.claim.nonce
+        assert ledger is not None and keyless is not None and id is not None
+        if not run.is_lost and not run.is_open:
+            self._written.append((ledger, keyless, Delivered(id, nonce, "written")))
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
             return
+        self.forget(keyless, id.key)
+        if run.is_open:  # the ledger hears of a loss after the commit
+            return
+        likeness, end = keyless.likeness, Delivered(id, nonce, "undelivered")
         if likeness is not None:
-            self.forget(keyless, end.id.key)
             self._lost.setdefault(likeness, []).append(end)
 
         async def mark() -> None:
@@ -165,7 +174,7 @@ class Deliveries:
             self._background.start(mark())
 
     def forget(self, keyless: Keyless, key: str) -> None:
-        """Hear that an answer is not on its way any more, or not from the record with this key."""
+        """Note that an answer is not on its way any more, or not from the record with this key."""
         if keyless.likeness is not None and (keys := self._not_lost.get(keyless.likeness)):
             keys.pop(key, None)
             if not keys:

@@ -19,15 +19,20 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct
 
 from wirecall.commands.background import Background, give_back, wake
 from wirecall.commands.delivery import Deliveries, keyless_of
-from wirecall.commands.outcome import (
+from wirecall.commands.run import (
+    NOT_BEGUN,
     RETRY_AFTER_MS,
+    LostLease,
+    Run,
+    RunEvent,
+    RunState,
     answer,
     failure_in_transaction,
     failure_of,
@@ -40,7 +45,6 @@ from wirecall.commands.outcome import (
     unavailable,
     unknown,
 )
-from wirecall.commands.run import NOT_BEGUN, LostLease, Run, RunEvent, RunState
 from wirecall.errors import (
     FixedError,
     Gone,
@@ -80,6 +84,8 @@ LAST_POLL = 0.5
 # How often a transaction that the store undid is tried again; nothing of it has escaped.
 TRIES = 5
 
+_RETURN = RunEvent.RETURN  # found once, since every run needs it
+
 Report: TypeAlias = Callable[[Call, BaseException | None], None]
 
 
@@ -102,15 +108,16 @@ class Commands:
         assert call.fingerprint is not None
         loop = None if frame.alone else self._bind()
         keyless: Keyless | None = None
+        nonce = os.urandom(16)
         if call.key is None:
             keyless = keyless_of(frame.whose, call.record, call.fingerprint, terms.loss_window)
-            call.key = keyless.make_key()
+            call.key = keyless.make_key(nonce)
             if peer is not None:
                 peer.named(call.key)
         claim = Claim(
             id=RecordId(frame.caller, call.record, call.key),
             fingerprint=call.fingerprint,
-            nonce=os.urandom(16),
+            nonce=nonce,
             lease=terms.lease,
             retention=terms.retention,
             on_crash=terms.on_crash,
@@ -149,25 +156,16 @@ class Commands:
                 self._deliveries.forget(keyless, id.key)
 
     def _sent(self, run: Run, call: Call, written: bool) -> None:
-        """Hear what became of the answer to a call without a key. A stream that is resumed may write what was lost."""
+        """Called when the answer to a call without a key is written or lost. A resumed stream may write what was lost."""
         if run.is_left if written else run.is_lost:
             return
         if call.frame.reported and not written:
             self._report(call, Gone("the answer did not reach its caller"))
         run.is_lost = not written
         if run.answers is not None:
-            self._mark(run)
+            self._deliveries.end(run)
         elif run.is_lost and run.keyless is not None:
             self._deliveries.doubt(run.keyless, run.claim.id.key)
-
-    def _mark(self, run: Run) -> None:
-        """Tell the ledger what became of an answer that is this run's to give."""
-        assert run.ledger is not None and run.keyless is not None and run.answers is not None
-        if run.is_open:  # `_lead` marks it, after the commit
-            self._deliveries.forget(run.keyless, run.answers.key)
-            return
-        word: Literal["written", "undelivered"] = "undelivered" if run.is_lost else "written"
-        self._deliveries.end(run.ledger, run.keyless, Delivered(run.answers, run.claim.nonce, word))
 
     async def _run(self, call: Call, run: Run, handler: Handler, has_equals: bool = False) -> Raw:
         """Run the command of a claim, or answer with the outcome of an earlier run.
@@ -268,7 +266,7 @@ class Commands:
         if run.is_open:
             run.is_open = False
             if run.is_lost and run.answers is not None:
-                self._mark(run)
+                self._deliveries.end(run)
         self._land(run, outcome)
         if call.frame.reported:
             self._report(call, None if isinstance(ending, Raw) else ending)
@@ -369,7 +367,7 @@ class Commands:
             found = None if is_mine else recorded(record)
             if is_mine and self._background.closing:
                 with suppress(LedgerDown):
-                    await give_back(ledger, record.token, is_evidence=record.is_evidence)
+                    await give_back(ledger, record)
                 raise stopping(run)
         except BaseException as error:
             mine.is_refused = isinstance(error, LedgerUnavailable)
@@ -388,7 +386,7 @@ class Commands:
         try:
             record = await claiming
             if run.holds(record):
-                await give_back(ledger, record.token, is_evidence=record.is_evidence)
+                await give_back(ledger, record)
             if record.id != run.claim.id and record.deliverer == run.claim.nonce:
                 await ledger.deliver([Delivered(record.id, record.deliverer, "undelivered")])
         except LedgerDown:
@@ -406,7 +404,7 @@ class Commands:
         if record.id != run.claim.id:
             self._deliveries.begin(run.keyless, record.id.key, run.sending)
         if run.is_lost:  # while the claim was on its way
-            self._mark(run)
+            self._deliveries.end(run)
         self._deliveries.settle(run.keyless, run.claim.id.key)
         return True
 
@@ -454,8 +452,8 @@ class Commands:
                 raise await self._failed(call, run, late) from pause
             interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
             task = run.task if run.task is not None and run.task.is_handed_over else None
-            kept = terms.retention if task is None else max(terms.retention, run.method.task_ttl)
-            wait = partial(run.ledger.suspend, run.token, interim, kept)
+            retention = terms.retention if task is None else max(terms.retention, run.method.task_ttl)
+            wait = partial(run.ledger.suspend, run.token, interim, retention)
 
             async def suspend() -> None:
                 if task is not None:
@@ -476,29 +474,29 @@ class Commands:
             if run.ended is not None:
                 self._background.release(run)
 
-        write = partial(run.ledger.complete, run.token, stored(outcome, terms.max_stored_result), terms.retention)
+        kept = stored(outcome, terms.max_stored_result)
         try:
-            if await write():
+            if await run.ledger.complete(run.token, kept, terms.retention):
                 return outcome, False
             # Another holder has the record. Its outcome counts; where it has none, this one is the truth about this run.
             logger.warning("lost lease: %s was taken over while it ran", run.claim.id)
             record = await run.ledger.get(run.claim.id)
             if record is not None and record.state is State.DONE:
                 return recorded(record), True
-        except LedgerDown as error:
-            logger.error("%s is done but not recorded yet: %s", run.claim.id, error)
-            call.recorded = False
+        except (LedgerDown, asyncio.CancelledError) as error:
+            write = partial(run.ledger.complete, run.token, kept, terms.retention)
             self._background.start(self._background.persist(write))
-        except asyncio.CancelledError:
-            self._background.start(self._background.persist(write))
-            if run.ended is None or self._background.closing:
+            if isinstance(error, LedgerDown):
+                logger.error("%s is done but not recorded yet: %s", run.claim.id, error)
+                call.recorded = False
+            elif run.ended is None or self._background.closing:
                 raise
-            # In a task of its own, and not cancelled by us: the handler's own timeout came in its last moment.
+            # Else the task is the run's own, and we did not cancel it: the handler's own timeout came in its last moment.
         return outcome, False
 
     async def _failed(self, call: Call, run: Run, error: BaseException) -> BaseException:
         """Report to the ledger that the handler ended without an outcome, and return the error for the caller."""
-        assert run.ledger is not None and run.token is not None
+        assert run.ledger is not None and run.token is not None and run.record is not None
         stopped = run.state in (RunState.CANCELLED, RunState.STOPPING)
         if run.state is not RunState.UNDONE:  # else the store has undone its transaction
             run.to(RunEvent.REFUSE if is_refusal(error) else RunEvent.RAISE)
@@ -510,9 +508,9 @@ class Commands:
                     await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over
                 elif await run.ledger.heartbeat(run.token, run.claim.lease):  # else another process has adopted it
                     await run.task.end(failure)  # first, since nothing tells how it ended when the record is gone
-                    await give_back(run.ledger, run.token, is_evidence=run.is_evidence)
+                    await give_back(run.ledger, run.record)
             elif run.state is RunState.UNDONE:
-                await give_back(run.ledger, run.token, is_evidence=run.is_evidence)
+                await give_back(run.ledger, run.record)
             elif run.claim.on_crash == "unknown" or undecided:
                 await run.ledger.abandon(run.token)
             else:
@@ -725,9 +723,9 @@ async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
     if run.state in NOT_BEGUN:  # else it was called before it got here
         run.begin()
     try:
-        result = handler()
-        if hasattr(result, "__await__"):
-            result = await settled(result)
+        result: Any = handler()
+        while hasattr(result, "__await__"):
+            result = await result
         outcome = outcome_of("result", result, run.claim.id, call.shape)
     except FixedError:
         raise
@@ -735,7 +733,7 @@ async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
         if not call.reached:  # a provider raised it, so the handler did not start
             raise
         outcome = outcome_of("error", error, run.claim.id)
-    run.to(RunEvent.RETURN)
+    run.to(_RETURN)
     return outcome
 
 

@@ -1,29 +1,71 @@
-"""One run of a command in this process: its states and events as one table, and the part that its handler sees.
+"""One run of a command in this process: its states and events as one table, the part that its handler sees, and its end.
 
-All processes share the ledger's record of a command (`ledger.base`). A run is one process's attempt at it, from the claim to
-the last write. `TABLE` says where each event leads; an event that the table does not have for a state is a bug,
-and `Run.to` raises. Events from outside may come at any time: `Run.hear` stays where the table has nothing for them.
-docs/commands.md draws the table.
+1. All processes share the ledger's record of a command (`ledger.base`). A run is one process's attempt at it, from the claim
+   to the last write. `TABLE` says where each event leads; an event that the table does not have for a state is a bug,
+   and `Run.to` raises. Events from outside may come at any time: `Run.hear` stays where the table has nothing for them.
+   docs/commands.md draws the table.
+2. A run ends with an outcome: a value becomes bytes once (`outcome_of`), the ledger may keep less of them (`stored`), a
+   record returns them or raises the reason why it cannot (`recorded`), and an outcome becomes an answer (`answer`), marked
+   when it is a replay.
+3. Or it ends without one (`failure_of`): `ran` is "no" only if the command cannot have had an effect.
 """
 
 import asyncio
 import enum
-import hashlib
 import hmac
 from collections.abc import Awaitable
+from hashlib import sha256
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from msgspec import Raw, Struct
+import msgspec
+from msgspec import UNSET, Raw, Struct
 
-from wirecall.ledger.base import Claim, Keyless, Ledger, LedgerDown, Record, RecordId, State, Token
-from wirecall.protocol.sending import Sending
-from wirecall.server.call import Detachable, Passed
-from wirecall.stepping import run_now
+from wirecall.errors import (
+    Busy,
+    CannotWait,
+    EncodeError,
+    InternalError,
+    InvalidParams,
+    InvalidRequest,
+    KeyInProgress,
+    LedgerUnavailable,
+    MethodNotFound,
+    NotCapable,
+    OutcomeUnknown,
+    ProtocolError,
+    ResultNotRetained,
+    RpcError,
+    UsageError,
+)
+from wirecall.ledger.base import (
+    Claim,
+    CommitUnknown,
+    Keyless,
+    Ledger,
+    LedgerDown,
+    Locked,
+    NotCommitted,
+    Outcome,
+    Record,
+    RecordId,
+    State,
+    Token,
+)
+from wirecall.logs import failed, logger
+from wirecall.protocol.messages import ErrorObject, Sending, encode, failure
+from wirecall.server.call import Call, Detachable, InputRequired, Passed, Shape
+from wirecall.stepping import is_closing, needs_loop, run_now
 
 if TYPE_CHECKING:
     from wirecall.server.method import Method
 
 Ran: TypeAlias = Literal["no", "unknown"]
+
+# Milliseconds after which a caller may ask again for a command that is in progress.
+RETRY_AFTER_MS = 1000
+
+# wirecall's own errors with which a handler refuses a call. They are not outcomes: the handler has done nothing.
+REFUSALS = (Busy, InvalidParams, InvalidRequest, KeyInProgress, LedgerUnavailable, MethodNotFound, NotCapable)
 
 
 class RunState(enum.Enum):
@@ -74,6 +116,9 @@ class RunEvent(enum.Enum):
 
 
 _S, _E = RunState, RunEvent
+
+# Every run needs these, and Python 3.11 takes ten times as long to find a member of an enum as a name.
+_RUNNING, _CANCELLED, _GRANT, _BEGIN, _ENTER = State.RUNNING, _S.CANCELLED, _E.GRANT, _E.BEGIN, _E.ENTER
 
 TABLE: dict[tuple[RunState, RunEvent], RunState] = {
     # Whose run is it?
@@ -167,8 +212,11 @@ INTERRUPTIBLE = frozenset({_S.FOLLOWING, _S.LEAVING, _S.FREE, _S.STOPPING, _S.OP
 # A run in these states stops when it is cancelled. Any other finishes, although its caller has left.
 STOPS = INTERRUPTIBLE | {_S.CLAIMING, _S.GRANTED, _S.CANCELLED, _S.UNDONE}
 
-# In these states nothing was done, and a caller that leaves hears ran: "no".
+# In these states nothing was done, and a caller that leaves gets ran: "no".
 NOTHING_DONE = frozenset({_S.CLAIMING, _S.GRANTED, _S.CANCELLED, _S.FREE, _S.STOPPING, _S.OPEN, _S.UNDONE})
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 
 class LostLease(Exception):
@@ -184,16 +232,16 @@ class Run(Struct, eq=False):
     follows: str | None = None  # the state of the leg before, in a call of several rounds
     state: RunState = RunState.CLAIMING
     ledger: Ledger | None = None
+    record: Record | None = None  # as the ledger granted it
     token: Token | None = None
     attempt: int = 1
-    is_evidence: bool = False  # an earlier run of the record may have acted
     fence: int = 0
     db: object = None
     keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
     sending: Sending | None = None  # and the way of its answer; None: no transport watches it
     answers: RecordId | None = None  # and the record whose answer is this run's to give
     is_lost: bool = False  # and its caller has not got the answer
-    is_open: bool = False  # and the ledger cannot hear of it yet: the record is in an open transaction
+    is_open: bool = False  # and the ledger cannot mark it yet: the record is in an open transaction
     is_left: bool = False  # nor will get it: whatever its caller is sent now is not the outcome
     task: Detachable | None = None  # where the call can become a task
     flight: RecordId | None = None  # under which its duplicates in this process wait for it
@@ -221,36 +269,36 @@ class Run(Struct, eq=False):
 
     @property
     def ran(self) -> Ran:
-        """The word for a caller that does not hear the outcome."""
+        """The word for a caller that does not get the outcome."""
         return "no" if self.state in NOTHING_DONE else "unknown"
 
     @property
     def downstream_key(self) -> str:
         id = self.claim.id
         text = "\0".join((id.caller, id.method, id.key)).encode()
-        return hmac.new(b"wirecall downstream key", text, hashlib.sha256).hexdigest()[:32]
+        return hmac.new(b"wirecall downstream key", text, sha256).hexdigest()[:32]
 
     def holds(self, record: Record) -> bool:
         """Return whether the ledger granted the record to this run."""
-        return record.state is State.RUNNING and record.nonce == self.claim.nonce
+        return record.state is _RUNNING and record.nonce == self.claim.nonce
 
     def grant(self, record: Record) -> None:
         """Take the record that the ledger gave to this run."""
-        self.to(RunEvent.GRANT)
+        self.to(_GRANT)
+        self.record = record
         self.token = record.token
         self.attempt = record.attempts
-        self.is_evidence = record.is_evidence
         self.fence = record.fence
 
     def begin(self) -> None:
         """Begin the handler, unless the run was cancelled before."""
-        if self.state is RunState.CANCELLED:
+        if self.state is _CANCELLED:
             raise asyncio.CancelledError
         is_ready = self.method.provided is None  # else `enter` follows when the providers have made its arguments
-        self.to(RunEvent.ENTER if self.claim.committed and is_ready else RunEvent.BEGIN)
+        self.to(_ENTER if self.claim.committed and is_ready else _BEGIN)
 
     def enter(self) -> None:
-        """Hear that the arguments are made; raise `CancelledError` if the run was cancelled meanwhile."""
+        """Called when the arguments are made; raise `CancelledError` if the run was cancelled meanwhile."""
         if self.state is RunState.STOPPING:
             raise asyncio.CancelledError
         if self.state is RunState.FREE and self.claim.committed:
@@ -293,3 +341,139 @@ class Run(Struct, eq=False):
         self.hear(RunEvent.MARKED if marked else RunEvent.LOSE)
         if not marked:
             raise LostLease(f"{self.claim.id}: the lease was over before the commit point")
+
+
+# --- with an outcome -------------------------------------------------------------------------------------------------
+
+
+def outcome_of(kind: Literal["result", "error"], value: object, id: RecordId, shape: Shape | None = None) -> Outcome:
+    """Encode an outcome. If JSON cannot carry a result, only the fact is kept, since the effect has happened; if it cannot
+    carry an error, its code and message are kept, so that it stays an error, and a transaction is undone."""
+    try:
+        if isinstance(value, RpcError):
+            told = failure(None, value).error
+            is_protocol = isinstance(value, ProtocolError)
+            payload = encode(_RecordedError(told.code, told.message, told.data, is_protocol) if is_protocol else told)
+        else:
+            payload = encode(shape(value) if shape else value)
+    except EncodeError as error:
+        failed(id.method, None, error, caller=id.caller, key=id.key)
+        if not isinstance(value, RpcError):
+            return Outcome("result", None, b"")
+        payload = encode(ErrorObject(value.code, value.message.encode(errors="replace").decode()))
+    return Outcome(kind, payload, sha256(payload).digest())
+
+
+def stored(outcome: Outcome, limit: int) -> Outcome:
+    """Return the part that the ledger keeps: of a large result the digest, of a large error its code and a short message."""
+    if outcome.payload is None or len(outcome.payload) <= limit:
+        return outcome
+    if outcome.kind == "result":
+        return Outcome(outcome.kind, None, outcome.digest)
+    error = _decode_error(outcome.payload)
+    return Outcome(outcome.kind, encode(ErrorObject(error.code, error.message[:200])), outcome.digest)
+
+
+def recorded(record: Record) -> Outcome:
+    """Return the outcome that a record holds, or raise the error that says why it holds none."""
+    if record.state is State.UNKNOWN:
+        raise unknown(record.id, record)
+    assert record.outcome is not None
+    if record.outcome.payload is None:
+        raise ResultNotRetained(ran="yes", digest=record.outcome.digest.hex(), completed_at=record.completed_at)
+    return record.outcome
+
+
+def answer(outcome: Outcome, *, replayed: bool, recorded: bool = True) -> Raw:
+    """Return the result, or raise the recorded error, with its marks in `data`."""
+    if outcome.payload is None:
+        raise InternalError(ran="yes")
+    if outcome.kind == "result":
+        return Raw(outcome.payload)
+    error = _decode_error(outcome.payload)
+    data = None if error.data is UNSET else error.data
+    marks = {"replayed": True} if replayed else {} if recorded else {"recorded": False}
+    if marks:
+        data = {**data, **marks} if isinstance(data, dict) else {**marks, **({} if data is None else {"data": data})}
+    raise (ProtocolError if error.is_protocol else RpcError)(error.code, error.message, data)
+
+
+class _RecordedError(ErrorObject, frozen=True, gc=False):
+    """An error as the ledger keeps it."""
+
+    is_protocol: bool = False  # raised as a `ProtocolError`
+
+
+_decode_error = msgspec.json.Decoder(_RecordedError).decode
+
+
+# --- without an outcome ----------------------------------------------------------------------------------------------
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether a handler refuses the call. The error of a server that the handler called is not its own refusal."""
+    return isinstance(error, REFUSALS) and not error.is_remote
+
+
+def failure_of(call: Call, run: Run, error: BaseException, *, stopped: bool) -> BaseException:
+    """Return the error for the caller of a handler that ended without an outcome; `stopped` says that we cancelled it."""
+    undone = run.ran == "no"
+    # These end more than the call. A cancellation that we did not make is the handler's own failure.
+    if is_closing(error) or isinstance(error, KeyboardInterrupt) or (isinstance(error, asyncio.CancelledError) and stopped):
+        return error
+    # A handler's own refusal is passed on unchanged, unless the handler had passed its commit point.
+    if is_refusal(error) and undone:
+        return error
+    # The same for the answer of a provider: the handler has not started.
+    if isinstance(error, RpcError) and not call.reached:
+        return error
+    if run.loop is None and needs_loop(error):
+        return CannotWait()
+    if isinstance(error, LostLease):
+        return in_progress()
+    if isinstance(error, LedgerDown) and undone:  # at the commit point, so the handler went no further
+        return unavailable(error)
+    # The cause goes to the log, not to the caller (J15).
+    id = run.claim.id
+    failed(run.method.name, call.correlation_id, error, caller=id.caller, key=id.key)
+    return InternalError(ran=run.ran)
+
+
+def failure_in_transaction(call: Call, run: Run, error: BaseException) -> BaseException:
+    """Return the error for the caller of a transaction that was not committed, as far as is known."""
+    if isinstance(error, InputRequired):
+        return error
+    # The server's own answer: a conflict, a refusal, or an outcome of an earlier run.
+    if isinstance(error, RpcError) and not isinstance(error, InternalError) and not error.is_remote:
+        return error
+    if isinstance(error, Locked):
+        return in_progress()
+    if isinstance(error, CommitUnknown):
+        run.hear(RunEvent.DOUBT)  # a caller that has left must not get "no"
+        return OutcomeUnknown(str(error), ran="unknown", record=str(run.claim.id))
+    if isinstance(error, LedgerDown):
+        return unavailable(error)
+    stopped = run.state in (RunState.STOPPING, RunState.LEAVING)
+    run.hear(RunEvent.UNDO if isinstance(error, NotCommitted) else RunEvent.RAISE)
+    return failure_of(call, run, error, stopped=stopped)
+
+
+def in_progress() -> KeyInProgress:
+    """Return the error for a command whose other run is in flight, or was a moment ago."""
+    return KeyInProgress(ran="unknown", retry_after_ms=RETRY_AFTER_MS)
+
+
+def unknown(id: RecordId, record: Record | None) -> OutcomeUnknown:
+    """Return the error for an unknown outcome, with the facts of the record that help an operator to find it out."""
+    if record is None:
+        return OutcomeUnknown(ran="unknown", record=str(id))
+    return OutcomeUnknown(ran="unknown", record=str(id), started_at=record.started_at, attempts=record.attempts)
+
+
+def unavailable(error: LedgerDown | UsageError) -> LedgerUnavailable:
+    logger.error("the ledger is unavailable: %s", error)
+    return LedgerUnavailable(ran="no")
+
+
+def stopping(run: Run) -> LedgerUnavailable:
+    return LedgerUnavailable("the server is stopping", ran=run.ran)

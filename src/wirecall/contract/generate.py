@@ -1,6 +1,6 @@
 """A contract as a Python module: a typed client that an editor can read.
 
-Everything in a contract is a server's word, and reaches the module as a name that `Names` has made, as a string literal, or
+Everything in a contract is a server's word, and reaches the module as a name that `Scope` has made, as a string literal, or
 as the text of a docstring; nothing else of it becomes code. The rules of names:
 
 1. Characters that Python does not allow become `_`, and leading ones are dropped; a name that begins with a digit, or is
@@ -18,13 +18,12 @@ import keyword
 import re
 import textwrap
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from wirecall.contract.lock import Contract, LockedMethod, LockedTool, step_of
-from wirecall.contract.schemas import members, required, resolved
+from wirecall.contract.lock import Contract, LockedMethod, LockedTool, listed, members, required, resolved, step_of
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import Json, JsonObject
 from wirecall.protocol.params import KEY
@@ -32,6 +31,7 @@ from wirecall.protocol.params import KEY
 MARK = "# Made by `wirecall client`: make it again instead of editing it."
 WIDTH = 88  # ruff's own
 LONG = 40  # characters of a type; a longer one gets a name
+STEPS = 500_000  # parts of all types; references can multiply them without an end
 NAME = 64  # characters of a name
 
 # The names that the module uses itself. A member of this name would hide the type.
@@ -50,26 +50,35 @@ _ARGUMENTS = ("self", "key", "timeout", "params", "result")
 # --- names and texts ----------------------------------------------------------------------------------------------------
 
 
-def identifier(text: str, taken: Collection[str], own: Collection[str] = OWN) -> str:
-    """Return a name for Python that is not taken; `own` are names that have a meaning already."""
-    plain = "".join(sign if f"a{sign}".isidentifier() else "_" for sign in unicodedata.normalize("NFKC", text))
-    plain = plain.lstrip("_")[:NAME]
-    if not plain.isidentifier():
-        plain = f"x_{plain}"
-    if keyword.iskeyword(plain) or plain in own:
-        plain += "_"
-    name, count = plain, 1
-    while name in taken:
-        count += 1
-        name = f"{plain}_{count}"
-    return name
+class Scope:
+    """The names of one scope: each is given once, and is not one of an `outer` scope. `own` have a meaning already."""
 
+    def __init__(self, own: Collection[str], outer: Collection[str] = ()) -> None:
+        self.taken: set[str] = set()
+        self.own = own
+        self._outer = outer
+        self._counts: dict[str, int] = {}
 
-def class_name(text: str, taken: Collection[str]) -> str:
-    """Return a name for a class that is not taken: order.place becomes OrderPlace."""
-    words = "".join(sign if sign.isalnum() else " " for sign in text).split()
-    name = "".join(word[:1].upper() + word[1:] for word in words)
-    return identifier(name, taken, {*OWN, *dir(builtins)})
+    def make(self, text: str) -> str:
+        """Return a name for Python."""
+        plain = "".join(sign if f"a{sign}".isidentifier() else "_" for sign in unicodedata.normalize("NFKC", text))
+        plain = plain.lstrip("_")[:NAME]
+        if not plain.isidentifier():
+            plain = f"x_{plain}"
+        if keyword.iskeyword(plain) or plain in self.own:
+            plain += "_"
+        name, count = plain, self._counts.get(plain, 1)
+        while name in self.taken or name in self._outer:
+            count += 1
+            name = f"{plain}_{count}"
+        self._counts[plain] = count
+        self.taken.add(name)
+        return name
+
+    def make_class(self, text: str) -> str:
+        """Return a name for a class: order.place becomes OrderPlace."""
+        words = "".join(sign if sign.isalnum() else " " for sign in text).split()
+        return self.make("".join(word[:1].upper() + word[1:] for word in words))
 
 
 def literal(text: str) -> str:
@@ -105,15 +114,11 @@ def docstring(indent: str, *texts: str) -> list[str]:
     return [f'{indent}"""{lines[0]}', *(f"{indent}{line}".rstrip() for line in lines[1:]), f'{indent}"""']
 
 
-def width(line: str) -> int:
-    """Return the columns of a line: signs of East Asian scripts take two."""
-    return len(line) + sum(unicodedata.east_asian_width(sign) in "WF" for sign in line if not sign.isascii())
-
-
 def statement(indent: str, before: str, items: Sequence[str], after: str) -> list[str]:
     """Return a statement around items: on one line, or on a line for each item."""
     line = f"{indent}{before}{', '.join(items)}{after}"
-    if width(line) <= WIDTH or not items:
+    wide = sum(unicodedata.east_asian_width(sign) in "WF" for sign in line if not sign.isascii())  # they take two columns
+    if len(line) + wide <= WIDTH or not items:
         return [line]
     return [f"{indent}{before}", *(f"{indent}    {item}," for item in items), f"{indent}{after}"]
 
@@ -145,16 +150,21 @@ class Class(Struct):
 class Types:
     """The classes of a module, made as they are needed."""
 
-    def __init__(self, taken: Iterable[str], texts: dict[str, str]) -> None:
-        self.taken = {*OWN, *taken}
+    def __init__(self, names: Scope, texts: dict[str, str]) -> None:
+        self.names = names
         self.classes: dict[str, Class] = {}
         self.aliases: list[list[str]] = []
         self._texts = texts
+        self._steps = 0
         self._known: dict[bytes, str] = {}  # classes by what they mean
+        self._meant: dict[tuple[int, str], bytes] = {}  # what the schemas of a contract mean, by themselves and their hint
         self._named: dict[tuple[str, ...], str] = {}  # long types by what they mean
 
     def of(self, schema: Json, root: Json, hint: str, place: str, followed: tuple[str, ...] = ()) -> Type:
         """Return the type of a schema. `hint` names a class that it needs; `place` is that of its texts."""
+        self._steps += 1
+        if self._steps > STEPS:
+            raise UsageError("A type of the server cannot be generated.", f"it consists of more than {STEPS} parts")
         if not isinstance(schema, dict):
             return Type(plain={"Any"})
         if "$ref" in schema:
@@ -175,16 +185,15 @@ class Types:
         if isinstance(schema.get("allOf"), list):
             is_one = len(schema["allOf"]) == 1 and "type" not in schema and "properties" not in schema
             return self.of(schema["allOf"][0], root, hint, f"{place}/allOf/0", followed) if is_one else Type(plain={"Any"})
-        listed = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(listed, list):
-            return self._union([_constant(value) for value in listed])
+        if (values := listed(schema)) is not None:
+            return self._union([_constant(value) for value in values])
         named = schema.get("type")
         kinds = named if isinstance(named, list) else [named]
         return self._union([self._single(kind, schema, root, hint, place, followed) for kind in kinds])
 
     def _single(self, kind: Json, schema: JsonObject, root: Json, hint: str, place: str, followed: tuple[str, ...]) -> Type:
         plain = {"null": "None", "boolean": "bool", "integer": "int", "number": "float", "string": "str"}
-        if kind in plain:
+        if isinstance(kind, str) and kind in plain:
             return Type(plain={plain[kind]})
         if kind == "array":
             first, items = schema.get("prefixItems"), schema.get("items", True)
@@ -202,18 +211,18 @@ class Types:
         # A struct would lose further members, and msgspec does not rename a member to these signs.
         if not stated or rest not in (None, False) or any(_UNNAMEABLE.search(each) for each in stated):
             return Type(values=Type(plain={"Any"}))
-        known = _meaning(hint, schema, root)
+        if (id(schema), hint) not in self._meant:
+            self._meant[id(schema), hint] = _meaning(hint, schema, root)
+        known = self._meant[id(schema), hint]
         if known in self._known:
             return Type(classes={self._known[known]: None})
-        name = class_name(hint, self.taken)
-        self.taken.add(name)
-        self._known[known] = name
+        self._known[known] = name = self.names.make_class(hint)
         made = self.classes[name] = Class(name, self._texts.get(f"{place}/description", ""))
         needed = required(schema)
         for each, part in stated.items():
-            listed = ([part["const"]] if "const" in part else part.get("enum")) if isinstance(part, dict) else None
-            if each in needed and isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], str):
-                made.constants[each] = listed[0]
+            values = listed(part)
+            if each in needed and values is not None and len(values) == 1 and isinstance(values[0], str):
+                made.constants[each] = values[0]
         for each, part in sorted(stated.items()):
             found = self.of(part, root, f"{name} {each}", f"{place}/properties/{step_of(each)}")
             made.fields[each] = (found, each in needed)
@@ -279,14 +288,13 @@ class Types:
         if type.values is not None:
             parts.append(f"dict[str, {self.text(type.values, f'{hint} value')}]")
         parts += [*type.classes, *(name for name in ("Any", "None") if name in type.plain)]
-        shown = " | ".join(parts)
+        shown = " | ".join(parts) or "Any"  # without parts, an empty enum or anyOf admits nothing
         return shown if len(shown) <= LONG or len(parts) == 1 else self._alias(hint, "Union[", parts)
 
     def _alias(self, hint: str, before: str, items: Sequence[str]) -> str:
         meant = (before, *items)
         if meant not in self._named:
-            self._named[meant] = name = class_name(hint, self.taken)
-            self.taken.add(name)
+            self._named[meant] = name = self.names.make_class(hint)
             self.aliases.append(statement("", f"{name} = {before}", items, "]"))
         return self._named[meant]
 
@@ -321,9 +329,8 @@ def _meaning(hint: str, schema: JsonObject, root: Json) -> bytes:
     if len(set(names.values())) < len(names):
         names = {}
     text = msgspec.json.encode([hint, schema, {names.get(each, each): found[each] for each in found}], order="sorted")
-    for reference, name in names.items():
-        text = text.replace(msgspec.json.encode({"$ref": reference}), msgspec.json.encode({"$ref": name}))
-    return text
+    written = {msgspec.json.encode({"$ref": each}): msgspec.json.encode({"$ref": name}) for each, name in names.items()}
+    return re.sub(rb'\{"\$ref":"(?:[^"\\]|\\.)*"\}', lambda found: written.get(found[0], found[0]), text)
 
 
 # --- the module ---------------------------------------------------------------------------------------------------------
@@ -336,7 +343,6 @@ class Callable(Struct):
     text: str
     arguments: list[tuple[str, Type, bool, str]]  # name on the wire, type, required, text
     returns: Type
-    result: str  # the hint for a name of the result's type
     keyed: bool = False
     reads: bool = False
     is_content: bool = False  # a tool without a schema of its result answers with content
@@ -347,8 +353,7 @@ def generated(contract: Contract, protocol: str, name: str | None = None) -> str
     try:
         # The same bytes, whether the contract comes from a server or from a file, where it is sorted.
         contract = msgspec.json.decode(contract.spoken(protocol).canonical(), type=Contract)
-        title = name or f"{class_name(contract.name or 'server', ())}Client"
-        text = "\n".join(_module(contract, protocol, title, {title, f"Sync{title}"})) + "\n"
+        text = "\n".join(_module(contract, protocol, name)) + "\n"
         compile(text, "client", "exec")  # a type that this process can walk may be too deep for Python's own parser
         return text
     except (RecursionError, SyntaxError) as error:
@@ -357,14 +362,17 @@ def generated(contract: Contract, protocol: str, name: str | None = None) -> str
         raise UsageError("A type of the server cannot be generated.", why, "flatten the type") from error
 
 
-def _module(contract: Contract, protocol: str, title: str, taken: set[str]) -> Iterator[str]:
+def _module(contract: Contract, protocol: str, title: str | None) -> Iterator[str]:
     # 1. Everything that is called, and the types that it needs.
+    names = Scope({*OWN, *dir(builtins)})
+    title = title or f"{Scope(names.own).make_class(contract.name or 'server')}Client"
+    names.taken |= {title, f"Sync{title}"}
     errors = {code: text for method in (contract.methods or {}).values() for code, text in method.errors.items()}
-    raised: dict[str, str] = {}
-    for code, text in sorted(errors.items()):
-        raised[code] = class_name(text if any(map(str.isalpha, text)) else f"Error {code}", taken)
-        taken.add(raised[code])
-    types = Types(taken, contract.descriptions)
+    raised = {
+        code: names.make_class(text if any(map(str.isalpha, text)) else f"Error {code}")
+        for code, text in sorted(errors.items())
+    }
+    types = Types(names, contract.descriptions)
     calls = [
         *(_of_method(each, method, contract, types) for each, method in sorted((contract.methods or {}).items())),
         *(_of_tool(each, tool, contract, types) for each, tool in sorted((contract.tools or {}).items())),
@@ -374,21 +382,18 @@ def _module(contract: Contract, protocol: str, title: str, taken: set[str]) -> I
             "There is nothing to call.", "the contract has no methods and no tools", "check the target, or --as"
         )
 
-    # 2. Names for long types. They come first, because members must not have these names.
+    # 2. Scope for long types. They come first, because members must not have these names.
     for made in list(types.classes.values()):
         for each, (found, _) in made.fields.items():
             types.text(found, f"{made.name} {each}")
     for call in calls:
-        types.text(call.returns, call.result)
+        types.text(call.returns, f"{call.name} result")
         for argument, found, _, _ in call.arguments:
             types.text(found, f"{call.name} {argument}")
     fields = {each.name: list(_fields(each, types)) for each in types.classes.values()}
-    methods: dict[str, str] = {}
-    for call in calls:
-        methods[call.name] = identifier(call.name, {*methods.values(), *types.taken}, {*OWN, *_ATTRIBUTES})
-    bodies = [
-        [line for each in calls for line in _method(each, methods[each.name], types, is_async)] for is_async in (True, False)
-    ]
+    methods = Scope({*OWN, *_ATTRIBUTES}, names.taken)
+    named = [(each, methods.make(each.name)) for each in calls]
+    bodies = [[line for each, own in named for line in _method(each, own, types, is_async)] for is_async in (True, False)]
 
     # 3. The head: the imports that are used.
     body = "\n".join(line for lines in (*fields.values(), *types.aliases, bodies[0]) for line in lines)
@@ -397,14 +402,14 @@ def _module(contract: Contract, protocol: str, title: str, taken: set[str]) -> I
     yield ""
     yield "from __future__ import annotations"
     yield ""
-    typing = [each for each in ("Any", "Literal", "Union") if _uses(body, each)]
-    if typing:
-        yield f"from typing import {', '.join(typing)}"
-        yield ""
-    spec = [each for each in ("UNSET", "Struct", "UnsetType", "field") if _uses(body, each) or (each == "Struct" and fields)]
-    if spec:
-        yield f"from msgspec import {', '.join(spec)}"
-        yield ""
+    body += " Struct" if fields else ""
+    for package, offered in (
+        ("typing", ("Any", "Literal", "Union")),
+        ("msgspec", ("UNSET", "Struct", "UnsetType", "field")),
+    ):
+        if used := [each for each in offered if _uses(body, each)]:
+            yield f"from {package} import {', '.join(used)}"
+            yield ""
     if raised:
         yield "from wirecall import RpcError"
     yield "from wirecall.contract.client import Caller, SyncCaller"
@@ -460,31 +465,25 @@ def _uses(body: str, name: str) -> bool:
 
 
 def _of_method(name: str, method: LockedMethod, contract: Contract, types: Types) -> Callable:
-    place = f"methods/{step_of(name)}"
-    returns = types.of(True if method.result is None else method.result, method.result, f"{name} result", f"{place}/result")
+    place, texts = f"methods/{step_of(name)}", contract.descriptions
     return Callable(
         name,
-        contract.descriptions.get(f"{place}/description") or contract.descriptions.get(f"{place}/summary", ""),
+        texts.get(f"{place}/description") or texts.get(f"{place}/summary", ""),
         _arguments(name, method.params, method.order, f"{place}/params", contract, types),
-        returns,
-        f"{name} result",
+        types.of(method.result, method.result, f"{name} result", f"{place}/result"),
         keyed=method.key is not None,
         reads=method.kind == "query",
     )
 
 
 def _of_tool(name: str, tool: LockedTool, contract: Contract, types: Types) -> Callable:
-    place = f"tools/{step_of(name)}"
-    returns = types.of(tool.output, tool.output, f"{name} result", f"{place}/output")
-    schema = tool.input
-    if contract.honours_keys:
-        schema = {**schema, "properties": {each: part for each, part in members(schema).items() if each != KEY}}
+    place, texts = f"tools/{step_of(name)}", contract.descriptions
+    order = [each for each in sorted(members(tool.input)) if each != KEY or not contract.honours_keys]
     return Callable(
         name,
-        contract.descriptions.get(f"{place}/description") or contract.descriptions.get(f"{place}/title", ""),
-        _arguments(name, schema, sorted(members(schema)), f"{place}/input", contract, types),
-        returns,
-        f"{name} result",
+        texts.get(f"{place}/description") or texts.get(f"{place}/title", ""),
+        _arguments(name, tool.input, order, f"{place}/input", contract, types),
+        types.of(tool.output, tool.output, f"{name} result", f"{place}/output"),
         keyed=bool(contract.honours_keys) and tool.read_only is not True,
         reads=tool.read_only is True,
         is_content=tool.output is None,
@@ -494,21 +493,20 @@ def _of_tool(name: str, tool: LockedTool, contract: Contract, types: Types) -> C
 def _arguments(
     name: str, schema: JsonObject, order: Sequence[str], place: str, contract: Contract, types: Types
 ) -> list[tuple[str, Type, bool, str]]:
-    found = []
+    found, stated, needed = [], members(schema), required(schema)
     for each in order:
         inside = f"{place}/properties/{step_of(each)}"
-        made = types.of(members(schema).get(each), schema, f"{name} {each}", inside)
-        found.append((each, made, each in required(schema), contract.descriptions.get(f"{inside}/description", "")))
+        made = types.of(stated.get(each), schema, f"{name} {each}", inside)
+        found.append((each, made, each in needed, contract.descriptions.get(f"{inside}/description", "")))
     return found
 
 
 def _fields(of: Class, types: Types) -> Iterator[str]:
-    names: set[str] = set()
+    names = Scope(OWN, types.names.taken)
     for wire, (found, needed) in of.fields.items():
         if wire == of.tag:
             continue
-        name = identifier(wire, {*names, *types.taken})
-        names.add(name)
+        name = names.make(wire)
         shown = types.text(found, f"{of.name} {wire}")
         options = ([] if needed else ["default=UNSET"]) + ([] if name == wire else [f"name={literal(wire)}"])
         declared = f"{name}: {shown}{'' if needed or shown == 'Any' else ' | UnsetType'}"
@@ -521,18 +519,18 @@ def _fields(of: Class, types: Types) -> Iterator[str]:
 
 
 def _method(of: Callable, name: str, types: Types, is_async: bool) -> Iterator[str]:
-    names: dict[str, str] = {}
+    names, made = {}, Scope({*OWN, *_ARGUMENTS}, types.names.taken)
     needed: list[str] = []
     others: list[str] = []
     told: list[str] = []
     for wire, found, is_needed, text in of.arguments:
-        names[wire] = identifier(wire, {*names.values(), *types.taken}, {*OWN, *_ARGUMENTS})
+        names[wire] = made.make(wire)
         shown = types.text(found, f"{of.name} {wire}")
         unset = "" if shown == "Any" else " | UnsetType"
         (needed if is_needed else others).append(f"{names[wire]}: {shown}" + ("" if is_needed else f"{unset} = UNSET"))
         told += [f"{names[wire]}: {' '.join(text.split())}"] if text.strip() else []
     keyed = ["key: str | bool | None = None"] if of.keyed else []
-    returns = "Called" if of.is_content else types.text(of.returns, of.result)
+    returns = "Called" if of.is_content else types.text(of.returns, f"{of.name} result")
     yield ""
     prefix = "async def" if is_async else "def"
     given = ["self", "*", *needed, *others, *keyed, "timeout: float | None = None"]

@@ -7,6 +7,8 @@ of the offers, without the texts, the server's name and the revision of MCP.
 """
 
 import hashlib
+import re
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -14,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from wirecall.contract.schemas import LISTED, NAMED, SINGLE, TEXTS, resolved
 from wirecall.errors import BadAnswer, MethodNotFound, UsageError
 from wirecall.protocol.messages import UNREADABLE, Json, JsonObject, encode
 from wirecall.protocol.params import KEY
@@ -27,6 +28,15 @@ VERSION = 1
 SECTIONS = ("methods", "tools", "resources", "templates", "prompts")
 _COMPONENTS = "#/components/schemas/"
 
+# The keywords of JSON Schema whose values are schemas: by name, in a list, or one.
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLE = (
+    *("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+# Keywords for people and models. They do not change the values that a schema admits.
+TEXTS = ("title", "description", "summary", "$comment", "examples", "example", "markdownDescription")
 
 # A number. It becomes code in a generated client, so a lock file with anything else is refused.
 Code: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A-?(0|[1-9][0-9]*)\Z")]
@@ -147,9 +157,12 @@ async def of_client(client: "Client") -> Contract | None:
     lists: dict[str, list[Any]] = {
         "tools": await client.list_tools() if "tools" in has else [],
         "resources": await client.list_resources() if "resources" in has else [],
-        "resourceTemplates": await client.list_resource_templates() if "resources" in has else [],
+        "resourceTemplates": [],
         "prompts": await client.list_prompts() if "prompts" in has else [],
     }
+    if "resources" in has:
+        with suppress(MethodNotFound):  # many servers have resources, and no templates of them
+            lists["resourceTemplates"] = await client.list_resource_templates()
     offers = _offers(lists, texts, client.instructions)
     name, keys = client.server.get("name"), client.honours_keys
     return _contract(texts, name=name, revision=client.revision, honours_keys=keys, **offers)
@@ -172,11 +185,12 @@ def _methods(document: JsonObject, texts: dict[str, str]) -> dict[str, LockedMet
             continue
         place = f"methods/{step_of(name)}"
         _take(method, place, texts)
-        listed = method.get("params")
-        params = [each for each in map(followed, listed if isinstance(listed, list) else []) if _named(each)]
+        params = method.get("params")
+        params = [followed(each) for each in params] if isinstance(params, list) else []
+        params = [each for each in params if isinstance(each.get("name"), str)]
         kind = method["x-kind"] if method.get("x-kind") in ("query", "command") else None
         keys = [each for each in params if each["name"] == KEY and kind == "command"]
-        params = [each for each in params if each not in keys]
+        params = [each for each in params if each["name"] != KEY or kind != "command"]
         for param in params:
             _take(param, f"{place}/params/properties/{step_of(param['name'])}", texts)
         schema = {
@@ -240,8 +254,40 @@ def _offers(lists: dict[str, list[Any]], texts: dict[str, str], instructions: st
     return {"tools": tools, "prompts": prompts, **found}
 
 
-def _named(param: JsonObject) -> bool:
-    return isinstance(param.get("name"), str)
+# --- schemas ----------------------------------------------------------------------------------------------------------
+
+
+def resolved(schema: Json, root: Json) -> Json:
+    """Follow one reference inside the same document; None if it leads nowhere, or elsewhere."""
+    reference = schema["$ref"]
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    found = root
+    for step in reference[2:].split("/") if reference != "#" else ():
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", name) and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def members(schema: JsonObject) -> dict[str, Json]:
+    """The members that a schema of an object states."""
+    found = schema.get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def required(schema: JsonObject) -> set[str]:
+    """The members that a schema of an object requires."""
+    found = schema.get("required")
+    return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
+
+
+def listed(schema: Json) -> list[Json] | None:
+    """Return the values that a schema lists, or None."""
+    found = ([schema["const"]] if "const" in schema else schema.get("enum")) if isinstance(schema, dict) else None
+    return found if isinstance(found, list) else None
 
 
 def step_of(name: str) -> str:
@@ -294,7 +340,8 @@ def _gathered(schema: Json, document: JsonObject, place: str, texts: dict[str, s
     except RecursionError:
         raise UsageError(f"The schema at {place} cannot be kept.", "it is nested too deep", "flatten the type") from None
     if components:
-        whole["$defs"] = {**whole.get("$defs", {}), **components}
+        own = whole.get("$defs")
+        whole["$defs"] = {**(own if isinstance(own, dict) else {}), **components}
     return whole
 
 

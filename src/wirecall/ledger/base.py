@@ -40,7 +40,6 @@ The rules of the contract:
 """
 
 import enum
-import os
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, Protocol, TypeAlias
@@ -148,13 +147,14 @@ class Record(Struct, frozen=True, gc=False):
 class Keyless(Struct, frozen=True, gc=False):
     """How the claim of a call without a key is compared with earlier calls."""
 
-    likeness: bytes | None = None  # a digest of caller, method and params; None: the caller is not known, so nothing matches
+    likeness: bytes | None = None  # digests of caller, method and params; None: the caller is not known, so nothing matches
     window: float = 120  # seconds after the loss of an answer in which an equal call counts as its repetition
     beside: frozenset[str] = frozenset()  # keys whose answers are on their way in this process, so they are not lost
 
-    def make_key(self) -> str:
-        """A new key. It begins with the likeness, so that a store can keep equal calls in one place."""
-        unique = os.urandom(12).hex()
+    def make_key(self, nonce: bytes) -> str:
+        """A new key. It begins with the likeness, so that a store can keep equal calls in one place, and ends with a part of
+        the nonce of its first claim, which is random."""
+        unique = nonce[:12].hex()
         return f"auto-{self.likeness.hex()}-{unique}" if self.likeness else f"auto-{unique}"
 
 

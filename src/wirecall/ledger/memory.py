@@ -39,10 +39,10 @@ class MemoryLedger:
 
     async def claim(self, claim: Claim) -> Record:
         now, keyless, row = self._clock(), claim.keyless, self._rows.get(claim.id)
-        likes = None if keyless is None or keyless.likeness is None else self._likes.get(keyless.likeness)
-        if likes is not None:
+        likeness = None if keyless is None else keyless.likeness
+        if likeness is not None and likeness in self._likes:
             found: dict[str, _Row] = {}
-            for like in sorted(likes, key=partial(_Row.turn_to_match, nonce=claim.nonce)):
+            for like in sorted(self._likes[likeness], key=partial(_Row.turn_to_match, nonce=claim.nonce)):
                 found.setdefault(recognise(like.view(now), claim, like.since(now)), like)
             if "match" in found:
                 row = found["match"]
@@ -52,13 +52,11 @@ class MemoryLedger:
             elif "wait" in found:
                 return found["wait"].view(now)
         if row is None:  # `decide` says "insert"
-            until = now + claim.lease
-            row = _Row(self._running(claim, 1, self._wall()), claim.retention, until, until + claim.retention)
-            self._rows[claim.id] = row
-            if keyless is not None and keyless.likeness is not None:
-                row.likeness = keyless.likeness
-                self._likes.setdefault(keyless.likeness, []).append(row)
-            return row.record
+            until, record = now + claim.lease, self._running(claim, 1, self._wall())
+            row = self._rows[claim.id] = _Row(record, claim.retention, until, until + claim.retention, likeness)
+            if likeness is not None:
+                self._likes.setdefault(likeness, []).append(row)
+            return record
         verdict = decide(row.view(now), claim, expired=row.expires <= now)
         if verdict == "renew":
             row.record = msgspec.structs.replace(row.record, state=State.RUNNING, lease_left=claim.lease)
@@ -82,19 +80,9 @@ class MemoryLedger:
         return row.view(now)
 
     def _running(self, claim: Claim, attempts: int, started_at: float) -> Record:
-        return Record(
-            id=claim.id,
-            fingerprint=claim.fingerprint,
-            state=State.RUNNING,
-            fence=next(self._fences),
-            nonce=claim.nonce,
-            committed=claim.committed,
-            attempts=attempts,
-            lease_left=claim.lease,
-            started_at=started_at,
-            delivery="pending" if claim.keyless is not None else None,
-            deliverer=claim.nonce if claim.keyless is not None else b"",
-        )
+        id, print, nonce, fence = claim.id, claim.fingerprint, claim.nonce, next(self._fences)
+        facts = id, print, State.RUNNING, fence, nonce, claim.committed, attempts, claim.lease, started_at
+        return Record(*facts) if claim.keyless is None else Record(*facts, None, None, "pending", nonce)
 
     async def deliver(self, ends: Sequence[Delivered]) -> None:
         now = self._clock()

@@ -1,4 +1,4 @@
-"""The types of MCP's messages: kinds of content, results, and the params of its methods.
+"""The types of MCP's messages: kinds of content, results, the params of its methods, and declarations of extensions.
 
 The classes that users meet (`Text`, `Image`, `ToolResult`, `Message`, ...) are written as people write Python; `on_wire`
 gives the JSON members that the specification names. Params are decoded by msgspec straight into the structs below; members
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import EncodeError, UsageError
+from wirecall.mcp.revisions import Revision
 from wirecall.protocol.messages import JsonObject, Whole, encode
 
 Role: TypeAlias = Literal["user", "assistant"]
@@ -350,3 +351,49 @@ class Cancelled(Struct, frozen=True):
 # The levels of RFC 5424, the least severe first.
 Level: TypeAlias = Literal["debug", "info", "notice", "warning", "error", "critical", "alert", "emergency"]
 LEVELS: tuple[str, ...] = get_args(Level)
+
+
+# --- extensions (SEP-2133) -------------------------------------------------------------------------------------------
+#
+#     "capabilities": {"extensions": {"com.example/loyalty": {"tiers": ["gold"]}}}
+#
+# A key is the id of an extension, a value the settings of the side that declares it: `{}` if it has none. An extension is in
+# use only if both sides declare it. If one side lacks it, the other falls back to the core protocol, or refuses the request
+# (2026-07-28, basic/versioning, "Extension Negotiation").
+
+# The grammar of `_meta` keys (2026-07-28, basic, "`_meta`"), with a prefix, and with a name that is not empty.
+_LABEL = r"[A-Za-z](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_ID = re.compile(rf"{_LABEL}(?:\.{_LABEL})*/[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+def checked_extensions(extensions: Mapping[str, JsonObject]) -> dict[str, JsonObject]:
+    """Return a copy of the extensions that a user declares: settings by id. Raises `UsageError` if one is malformed."""
+    if not isinstance(extensions, Mapping):
+        got = type(extensions).__name__
+        raise UsageError(f"extensions must be a dict, got {got}.", fix='use extensions={"com.example/loyalty": {}}')
+    copies: dict[str, JsonObject] = {}
+    for id, settings in extensions.items():
+        if not _ID.fullmatch(str(id)):
+            raise UsageError(
+                f"{id!r} is not the id of an extension.",
+                "an id has a prefix of labels with dots between them, a slash, and a name",
+                "use a domain of yours in reverse order: com.example/loyalty",
+            )
+        if not isinstance(settings, Mapping):
+            got = type(settings).__name__
+            raise UsageError(f"The settings of {id} must be an object, got {got}.", fix="use {} if there are none")
+        try:
+            copies[id] = msgspec.json.decode(encode(dict(settings)))
+        except EncodeError as error:
+            raise UsageError(
+                f"The settings of {id} cannot be written as JSON.", str(error), "use strings, numbers, lists and dicts"
+            ) from None
+    return copies
+
+
+def declared_extensions(capabilities: JsonObject, revision: Revision) -> dict[str, JsonObject]:
+    """Return the extensions among the capabilities of the other side: settings by id. Malformed ones are left out."""
+    told = capabilities.get("extensions") if revision.has("capability extensions") else None
+    if not isinstance(told, dict):
+        return {}
+    return {id: settings for id, settings in told.items() if isinstance(settings, dict)}

@@ -1,7 +1,8 @@
 """Bytes to messages and back, for servers and clients.
 
 A server's `read` takes a message apart into envelopes whose params are still raw, a client's `read_messages` into answers
-whose results are. `write` puts answers together, and `encode` is the one way in which a value becomes JSON.
+whose results are. `write` puts answers together, and `encode` is the one way in which a value becomes JSON. With a `Sending`
+a transport reports that the answers to a message arrived, or were lost.
 
 The rules of the file:
 
@@ -332,7 +333,7 @@ def read_id(raw: Raw) -> Json:
 
 def check_params_shape(params: Raw | UnsetType) -> None:
     """Raise `InvalidRequest` for params that are neither array nor object (JSON-RPC 2.0, section 4.2)."""
-    if params is not UNSET and bytes(params)[:1] not in (b"[", b"{"):
+    if params is not UNSET and not bytes(params).startswith((b"[", b"{")):
         raise InvalidRequest(f"params: expected an array or an object, got {_kind_of(params)}")
 
 
@@ -525,3 +526,49 @@ def remote_error(error: ErrorObject) -> RpcError:
     kind = data.get("type") if isinstance(data, dict) else None
     found: type[RpcError] | None = _BY_TYPE.get((error.code, kind)) if isinstance(kind, str) else None
     return rebuilt(found or _BY_CODE.get(error.code) or RpcError, error.code, error.message, data)
+
+
+# --- the way of the answers -----------------------------------------------------------------------------------------
+
+Listener: TypeAlias = Callable[[bool], None]  # True: written; False: lost
+
+
+class Sending(Struct, eq=False):
+    """The way of one message's answers. A transport ends it, and tells commands without a key how it ended.
+
+    An answer is written when the transport has taken its last byte without an error. It is lost when its caller has gone
+    before that. A stream that is resumed may still write what was lost.
+    """
+
+    _watch: Callable[[], None] | None = None  # begins to look whether the caller goes away, which costs something
+    _listeners: list[Listener] = []
+    is_written: bool = False
+    is_lost: bool = False
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a call wants to know how its answer ends. For the others, no transport takes any trouble."""
+        return bool(self._listeners)
+
+    def listen(self, listener: Listener) -> None:
+        """Call the listener when the answers are written or lost, or now if they are lost already."""
+        self._listeners.append(listener)
+        if self.is_lost:
+            listener(False)
+        elif self._watch is not None:
+            watch, self._watch = self._watch, None
+            watch()
+
+    def written(self) -> None:
+        if not self.is_written:
+            self.is_written, self._watch = True, None
+            listeners, self._listeners = self._listeners, []  # they are not needed again, and may refer to this object
+            for listener in listeners:
+                listener(True)
+
+    def lost(self) -> None:
+        """Do nothing if the answers are written."""
+        if not self.is_written and not self.is_lost:
+            self.is_lost, self._watch = True, None  # a call that goes on does not keep the request of its caller
+            for listener in self._listeners:
+                listener(False)

@@ -7,20 +7,22 @@
 
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import NotCapable, UsageError
-from wirecall.protocol.messages import Id, Json, JsonObject
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Id, Json, JsonObject, Sending
 from wirecall.server.identity import Identity
 
 if TYPE_CHECKING:
     from wirecall.ledger.base import Record
     from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
     from wirecall.server.method import Method
+
+ANONYMOUS = ""  # the name of a caller that has none
 
 CorrelationId: TypeAlias = int | str | float | None
 Handler: TypeAlias = Callable[[], object]  # calls the function; returns its result, or an awaitable of it
@@ -38,9 +40,14 @@ class Frame(Struct, eq=False):
     key: str | None = None  # an idempotency key that came beside the message
     replayed: list[Id] | None = None  # collects the ids of replayed answers, if the sender asked for them
     room: int | None = None  # bytes that the results of a batch may still take; None for a single call
-    whose: str | None = None  # the one sender that can repeat its calls; None: there may be several
+    peer: str | None = None  # names an anonymous sender that is the only one of its kind, such as a session or a pipe
     sending: Sending | None = None  # the way of the answers, where a transport watches it
     identity: Identity | None = None  # of the sender, where a token named it
+
+    @property
+    def whose(self) -> str | None:
+        """The one sender that can repeat the calls of the message; None: there may be several."""
+        return self.peer if self.caller == ANONYMOUS else f"caller {self.caller}"
 
 
 class Running(Protocol):
@@ -117,7 +124,7 @@ class Detachable(Protocol):
         ...
 
     async def begin(self, run: "Running") -> bool:
-        """Hear that the run may start its handler; False if it has to wait for a place."""
+        """Called before the handler starts; return False if the run has to wait for a place."""
         ...
 
     async def pause(self) -> None:
@@ -161,7 +168,7 @@ class Call(Struct, eq=False):
     _correlation: CorrelationId = None
 
     def begin(self) -> None:
-        """Hear that the values of all providers are there, and that the handler starts now."""
+        """Called when the values of all providers are made, before the handler starts."""
         self.reached = True
         if self.run is not None:
             self.run.enter()
@@ -374,9 +381,10 @@ class Context:
         return self._call.peer
 
 
-def call_of(context: Context) -> Call:
-    """Return the call behind a context, for the steps of the server."""
-    return context._call
+call_of: Callable[[Context], Call] = attrgetter("_call")  # the call behind a context, for the steps of the server
+
+Next: TypeAlias = Callable[[Context], Awaitable[Any]]  # the rest of the steps, as a layer of middleware sees them
+Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
 
 
 class InputRequired(BaseException):

@@ -19,7 +19,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from logging import INFO
@@ -44,22 +44,44 @@ from wirecall.errors import (
 from wirecall.ledger.base import RecordId
 from wirecall.logs import failed, logger
 from wirecall.protocol import messages as frames
-from wirecall.protocol.messages import Answer, Data, Failure, Id, Invalid, Message, Success, failure, make_batch, make_reply
+from wirecall.protocol.messages import (
+    Answer,
+    Data,
+    Failure,
+    Id,
+    Invalid,
+    Message,
+    Sending,
+    Success,
+    failure,
+    make_batch,
+    make_reply,
+)
 from wirecall.protocol.params import place_of
-from wirecall.protocol.sending import Sending
 from wirecall.server.batch import run_batch
-from wirecall.server.call import Call, Context, CorrelationId, Frame, Handler, InputRequired, Shape, call_of, correlation_of
+from wirecall.server.call import (
+    ANONYMOUS,
+    Call,
+    Context,
+    CorrelationId,
+    Frame,
+    Handler,
+    InputRequired,
+    Middleware,
+    Next,
+    Shape,
+    call_of,
+    correlation_of,
+)
 from wirecall.server.events import CallEnded, Events, log
 from wirecall.server.identity import Identity, Permit
 from wirecall.server.lifespan import Lifespan
 from wirecall.server.method import Execution, Method, Registry
-from wirecall.server.policy import ANONYMOUS, Policy, fingerprint
+from wirecall.server.policy import Policy, fingerprint
 from wirecall.stepping import cancels, in_thread, is_closing, needs_loop, resume, run_now, settled
 
 Reply: TypeAlias = Answer | None  # None for a notification
 Pending: TypeAlias = Coroutine[Any, Any, Reply]
-Next: TypeAlias = Callable[[Context], Awaitable[Any]]
-Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
 
 # Results that cannot change between the end of their call and the writing of the reply, so that one encode serves all. A
 # float is not among them, since JSON has neither NaN nor the infinities.
@@ -111,7 +133,7 @@ class Dispatcher:
         self._in_full = bool(middleware) or execution == "sequential" or tells_blocking
         self._guarded: Next | None = None
         for layer in reversed(middleware):  # the first one is the outermost
-            self._guarded = _around(layer, self._guarded or self._invoke)
+            self._guarded = _around(layer, self._guarded or (lambda context: self._invoke(call_of(context), context)))
         self._execution = execution
         self._strict = strict
         self._permit = permit
@@ -123,8 +145,8 @@ class Dispatcher:
         self._held: Counter[str] | None = Counter() if is_shared else None
         self._idle: asyncio.Event | None = None  # set when no call is in flight
         # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
-        whose = policy.whose(ANONYMOUS, None)
-        self._quiet = [Frame(ANONYMOUS, alone, self._in_full, events.observed, whose=whose) for alone in (False, True)]
+        self._user = "user" if policy.single_user else None  # all anonymous calls are this one's
+        self._quiet = [Frame(ANONYMOUS, alone, self._in_full, events.observed, peer=self._user) for alone in (False, True)]
 
     def handle(
         self,
@@ -176,12 +198,12 @@ class Dispatcher:
         logged = logger.isEnabledFor(INFO)
         if is_batch or logged or sending is not None or replayed is not None or caller != ANONYMOUS or key is not None:
             in_full, reported = logged or self._in_full, logged or self._events.observed
-            room, whose = limits.bytes_out if is_batch else None, self._policy.whose(caller, peer)
-            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, whose, sending, identity)
+            room, peer = limits.bytes_out if is_batch else None, self._user or peer
+            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, peer, sending, identity)
         else:
             frame = self._quiet[alone]
         if is_batch:
-            later = self._reply_later(frame, read)
+            later = self._reply_all(frame, read)
             return run_now(later) if alone else later
         reply = self._begin(frame, read, None)
         if type(reply) is Success or type(reply) is Failure:
@@ -194,28 +216,33 @@ class Dispatcher:
             return None if finished.value is None else self._seal(finished.value)
         return run_now(later) if alone else later
 
-    async def _reply_later(self, frame: Frame, begun: "Pending | list[Message | Invalid]") -> bytes | None:
-        """Return the reply to a batch, or to a call that waits."""
-        count = len(begun) if isinstance(begun, list) else 1
-        unwatched: Sending | None = None
-        self._count(count, frame.caller)
+    async def _reply_later(self, frame: Frame, begun: Awaitable[Reply]) -> bytes | None:
+        """Return the reply to a single call that waits."""
+        self._count(1, frame.caller)
         try:
-            if not isinstance(begun, list):
-                reply = await begun
-                return None if reply is None else self._seal(reply)
+            reply = await begun
+            return None if reply is None else self._seal(reply)
+        finally:
+            self._count(-1, frame.caller)
 
-            def in_lane(message: Message | Invalid) -> bool:
-                assert not isinstance(message, Invalid)  # those are answered on the spot
-                method = self._methods.get(message.method)
-                if method is None:  # it was removed a moment ago
-                    return False
-                execution = method.execution or self._execution
-                return method.is_command if execution is None else execution == "sequential"
+    async def _reply_all(self, frame: Frame, messages: list[Message | Invalid]) -> bytes | None:
+        """Return the reply to a batch."""
 
+        def in_lane(message: Message | Invalid) -> bool:
+            assert not isinstance(message, Invalid)  # those are answered on the spot
+            method = self._methods.get(message.method)
+            if method is None:  # it was removed a moment ago
+                return False
+            execution = method.execution or self._execution
+            return method.is_command if execution is None else execution == "sequential"
+
+        unwatched: Sending | None = None
+        self._count(len(messages), frame.caller)
+        try:
             concurrency = 1 if frame.alone else self._policy.limits.concurrency
             if frame.sending is None:  # no transport watches it: its answers have arrived when this coroutine returns
                 frame.sending = unwatched = Sending()
-            replies = await run_batch(begun, partial(self._begin, frame), in_lane, concurrency=concurrency)
+            replies = await run_batch(messages, partial(self._begin, frame), in_lane, concurrency=concurrency)
             # A batch of notifications gets no answer at all, not even an empty array (JSON-RPC 2.0, section 6; J7).
             owed: list[Answer] = list(filter(None, replies))
             sealed = self._seal(owed) if owed else None
@@ -223,7 +250,7 @@ class Dispatcher:
                 unwatched.written()
             return sealed
         finally:
-            self._count(-count, frame.caller)
+            self._count(-len(messages), frame.caller)
             if unwatched is not None:
                 unwatched.lost()
 
@@ -354,7 +381,9 @@ class Dispatcher:
                 if not self._lifespan.is_entered:  # a client is still there after `App.aclose`
                     await self._lifespan.enter()
                 call.state = self._lifespan.state
-            result = await (self._guarded or self._invoke)(Context(call))
+            if self._guarded is None:
+                return await self._invoke(call, None)
+            result = await self._guarded(Context(call))
             if result is not call.result:  # the middleware has replaced it
                 result = Raw(frames.encode(call.shape(result) if call.shape else result))
             return result
@@ -377,42 +406,45 @@ class Dispatcher:
             if call.replayed and call.frame.replayed is not None:
                 call.frame.replayed.append(None if call.id is UNSET else call.id)
 
-    async def _invoke(self, context: Context) -> object:
+    async def _invoke(self, call: Call, context: Context | None) -> object:
         """Take steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
-        call = call_of(context)
         call.reached = True
         method, frame = call.method, call.frame
         # A command's params are decoded twice: here into the types of the function, by the decoder that is made for them,
         # and once without types, at admission, for the key and the fingerprint, which depend on the JSON alone.
-        args, keywords = method.signature.bind_all(call.params, context)
         threaded = method.blocking and not frame.alone
         handler: Handler
-        if method.provided is None:
-            handler = partial(method.function, *args, **keywords)
-            if threaded:
-                handler = partial(in_thread, handler)
+        if method.signature.simple:
+            handler = partial(method.function, *method.bind(call.params))
         else:
-            handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
+            context = context or Context(call)
+            args, keywords = method.signature.bind_all(call.params, context)
+            handler = partial(method.function, *args, **keywords)
+            if method.provided is not None:
+                handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
+        if threaded and method.provided is None:
+            handler = partial(in_thread, handler)
         if self._told is not None and not threaded and not method.is_async:
             handler = partial(self._watched, method, handler)
         is_recorded = call.key is not None or call.keyless
         if is_recorded or (method.is_command and self._events.observed):
             call.fingerprint = call.identity or fingerprint(call.params)
-        result = self.commands.execute(call, handler) if is_recorded else handler()
-        if not hasattr(result, "__await__"):
-            pass
-        elif method.timeout is None or frame.alone:
-            result = await settled(result)
-        else:
-            deadline = asyncio.timeout(method.timeout)
-            try:
-                async with deadline:
-                    result = await settled(result)
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                # A command without a key was cut somewhere in the middle; a query changes nothing wherever it is cut.
-                raise DeadlineExceeded(ran=call.run.ran if call.run else "unknown" if method.is_command else "no") from None
+        result: Any = self.commands.execute(call, handler) if is_recorded else handler()
+        if is_recorded or hasattr(result, "__await__"):
+            work = result if is_recorded else settled(result)
+            if method.timeout is None or frame.alone:
+                result = await work
+            else:
+                deadline = asyncio.timeout(method.timeout)
+                try:
+                    async with deadline:
+                        result = await work
+                except TimeoutError:
+                    if not deadline.expired():
+                        raise
+                    # A command without a record was cut somewhere in the middle; a query changes nothing wherever it is cut.
+                    ran = call.run.ran if call.run else "unknown" if method.is_command else "no"
+                    raise DeadlineExceeded(ran=ran) from None
         if call.key is None:  # else the command has shaped and encoded its result, for the ledger
             result = call.shape(result) if call.shape else result
             result = result if type(result) in _CONSTANT and not frame.in_full else Raw(frames.encode(result))
@@ -469,8 +501,8 @@ class Dispatcher:
     def frame(self, caller: str, peer: str | None, sending: Sending | None, identity: Identity | None) -> Frame:
         """Return the frame of a call that was parsed elsewhere."""
         logged = logger.isEnabledFor(INFO)
-        reported, whose = logged or self._events.observed, self._policy.whose(caller, peer)
-        return Frame(caller, reported=reported, logged=logged, whose=whose, sending=sending, identity=identity)
+        reported, peer = logged or self._events.observed, self._user or peer
+        return Frame(caller, reported=reported, logged=logged, peer=peer, sending=sending, identity=identity)
 
     @contextmanager
     def set_aside(self, caller: str) -> Iterator[None]:

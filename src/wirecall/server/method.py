@@ -7,7 +7,7 @@ and checked at registration, before the first call. A contradiction is an error 
 import enum
 import types
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -22,6 +22,7 @@ from wirecall.server.identity import ScopeRule, Scopes
 if TYPE_CHECKING:
     from wirecall.server.providers import Provided, Providers
 
+Mode: TypeAlias = Literal["development", "production"]
 Execution: TypeAlias = Literal["sequential", "parallel"]
 OnCrash: TypeAlias = Literal["unknown", "rerun", "reconcile", "transactional"]
 Exposed: TypeAlias = Literal["rpc", "mcp"]
@@ -193,7 +194,7 @@ class Method:
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
         self._write = self.signature.finisher(self.name, is_checked=False)
         finish = self.signature.finisher(self.name, is_checked=True) if check_result else self._write
-        self.function = function if finish is None else _finishing(function, finish)
+        self.function = function if finish is None else _finishing(function, finish, is_async=self.is_async)
         self.bind = self.signature.bind
         self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
@@ -230,18 +231,20 @@ class Method:
         return f"<{self.kind.value} {self.name}>"
 
 
-def _finishing(function: Callable[..., object], finish: Callable[[object], object]) -> Callable[..., object]:
+def _finishing(function: Callable[..., Any], finish: Callable[[object], object], *, is_async: bool) -> Callable[..., object]:
     """Return a function whose values are finished."""
-    from functools import update_wrapper  # late: few methods need it
+
+    async def run(*args: object, **keywords: object) -> object:
+        return finish(await function(*args, **keywords))
 
     async def later(value: Any) -> object:
         return finish(await value)
 
-    def run(*args: object, **keywords: object) -> object:
+    def run_plain(*args: object, **keywords: object) -> object:
         value = function(*args, **keywords)
         return later(value) if hasattr(value, "__await__") else finish(value)
 
-    return update_wrapper(run, function)
+    return update_wrapper(run if is_async else run_plain, function)
 
 
 class Registry:

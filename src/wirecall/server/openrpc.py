@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from wirecall.protocol.messages import Json, JsonObject
 from wirecall.protocol.params import KEY
-from wirecall.server.method import Method
-from wirecall.server.policy import Mode, needs_key
+from wirecall.server.method import Method, Mode
+from wirecall.server.policy import needs_key
 
 VERSION = "1.3.2"
 

@@ -181,7 +181,7 @@ class Provided:
     ) -> object:
         """Make the values and call the function: return its result, or an awaitable of it.
 
-        `args` and `keywords` have a place for each value. `call` hears when its handler starts.
+        `args` and `keywords` have a place for each value. `call.begin` is called when its handler starts.
         """
         args, keywords = list(args), dict(keywords)
         if call is not None:

@@ -61,7 +61,7 @@ class Auth(Protocol):
         """Return the headers that authorize a request."""
 
     async def answered(self, answer: "HttpAnswer", sent: Mapping[str, str]) -> bool:
-        """Take note of an answer to a request with these headers; return whether the request is to be sent again."""
+        """Take the answer to a request with these headers; return whether to send the request again."""
 
 
 class HttpClient:
@@ -135,7 +135,7 @@ class HttpClient:
         return _Request(asked, sent, bool(body), self)
 
     def _resolved(self, host: str, addresses: list[str]) -> None:
-        """Take note of the addresses of a name, or refuse them. One public address makes a server public."""
+        """Take the addresses of a name, or refuse them. One public address makes a server public."""
         public = [ip_address(address.partition("%")[0]).is_global for address in addresses]
         self.is_private = not any(public)
         if self._is_public and not all(public):

@@ -1,6 +1,7 @@
 """An application around a few endpoints, for servers of ASGI and of RSGI: the rules of HTTP before and after a message.
 
-`HttpServer._serve` has the steps of a request; `asgi` and `rsgi` say how the two interfaces carry it.
+`HttpServer._serve` has the steps of a request; `exchange` says how the two interfaces carry it. The endpoints of plain
+JSON-RPC and of supervisors are at the end.
 
 1. An endpoint ends with an answer or with an exception. `HttpError` is an answer. `Gone` means that the client has left: no
    answer. Any other exception is logged and becomes 500 without detail, or cuts the stream if one is open.
@@ -16,12 +17,25 @@ from inspect import isawaitable
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from wirecall.errors import Gone, StartFailed, Unauthorized, UsageError
+from wirecall.errors import Gone, InvalidParams, LimitExceeded, StartFailed, Unauthorized, UsageError
 from wirecall.logs import logger
-from wirecall.protocol.messages import Limits
-from wirecall.transports.asgi import AsgiExchange, Receive, Scope, Send
-from wirecall.transports.request import CLOSE, Endpoint, Headers, HttpError, HttpExchange, HttpRequest, Pairs, Waits
-from wirecall.transports.rsgi import RsgiExchange, RsgiProtocol, RsgiScope, RsgiSocket
+from wirecall.protocol import messages as frames
+from wirecall.protocol.messages import Data, Id, Limits, Sending
+from wirecall.stepping import Timeouts
+from wirecall.transports.exchange import (
+    AsgiExchange,
+    Headers,
+    HttpExchange,
+    Pairs,
+    Receive,
+    RsgiExchange,
+    RsgiProtocol,
+    RsgiScope,
+    RsgiSocket,
+    Scope,
+    Send,
+)
+from wirecall.transports.request import CLOSE, Endpoint, HttpError, HttpRequest
 
 if TYPE_CHECKING:
     from wirecall.server.identity import Identity
@@ -72,7 +86,7 @@ class HttpServer:
         self.routes = {**routes, **self._open}
         self.limits = limits or Limits()
         self.stopping = asyncio.Event()
-        self.waits = Waits()
+        self.timeouts = Timeouts()
         self._authenticate = authenticate
         self._access = access
         self._asks = access is not None or authenticate is not None
@@ -181,10 +195,13 @@ class HttpServer:
         caller: object = None
         try:
             if self._access is not None:
-                identity, caller = await self.waits.within(self._access.identify(headers), self.limits.body_time)
+                with self.timeouts.within(self.limits.body_time):
+                    identity, caller = await self._access.identify(headers)
             elif self._authenticate is not None:
-                answer = self._authenticate(headers)
-                caller = await self.waits.within(answer, self.limits.body_time) if isawaitable(answer) else answer
+                caller = self._authenticate(headers)
+                if isawaitable(caller):
+                    with self.timeouts.within(self.limits.body_time):
+                        caller = await caller
         except Unauthorized as error:
             raise HttpError(401, error.message, [("www-authenticate", error.www_authenticate)]) from None
         except TimeoutError:
@@ -383,3 +400,100 @@ def _remember(known: set[str], value: str) -> None:
     if len(known) >= KNOWN:
         known.clear()
     known.add(value)
+
+
+# --- endpoints -------------------------------------------------------------------------------------------------------
+
+KEY_HEADER = "idempotency-key"
+REPLAYED_HEADER = "idempotent-replayed"
+
+
+class Handle(Protocol):
+    """Answers a message: `App.handle` with the way of the answer."""
+
+    def __call__(
+        self,
+        data: Data,
+        *,
+        caller: str,
+        replayed: list[Id] | None,
+        key: str | None,
+        sending: Sending,
+        identity: "Identity | None",
+    ) -> Awaitable[bytes | None]: ...
+
+
+def rpc_endpoint(handle: Handle) -> Endpoint:
+    """Return `POST /rpc`, plain JSON-RPC: the endpoint that passes message by message to `handle`.
+
+        200   any JSON-RPC answer, errors included
+        204   notifications alone: no answer is due (J7)
+        405   another method; 415 another media type; 413 a body that is too long, with the JSON-RPC error that says so
+
+    `Idempotency-Key` is the key of a single call, for clients that keep it out of the params. It does not fit the entries of
+    an array, so it is refused there. `Idempotent-Replayed: true` marks an answer that came from the ledger; for an array it
+    is the JSON array of the ids of those answers.
+    """
+
+    async def rpc(request: HttpRequest) -> None:
+        if request.method != "POST":
+            raise HttpError(405, "send a JSON-RPC message with POST", [("allow", "POST")])
+        request.check_json()
+        try:
+            body = await request.body()
+        except HttpError as error:
+            if error.status != 413 or not error.data:
+                raise
+            # JSON-RPC 2.0, section 5: the answer to a message that was not read has the id null.
+            refusal = LimitExceeded(error.message, limit=error.data["limit"], maximum=error.data["max"])
+            await request.respond(413, frames.encode(frames.failure(None, refusal)), headers=error.headers)
+            return
+        keys = request.headers.all(KEY_HEADER)
+        if len(keys) > 1:
+            raise HttpError(400, "more than one Idempotency-Key header")
+        if keys and not keys[0].isascii():
+            raise HttpError(400, "Idempotency-Key: expected ASCII characters only")
+        if keys and frames.opens_array(body):
+            misplaced = InvalidParams("Idempotency-Key is for a single call: use params.idempotency_key")
+            await request.respond(200, frames.encode(frames.failure(None, misplaced)))
+            return
+        replayed: list[Id] = []
+        sending = request.sending = Sending(request.watch)
+        key = keys[0] if keys else None
+        caller, identity = request.caller, request.identity
+        answer = await handle(body, caller=caller, replayed=replayed, key=key, sending=sending, identity=identity)
+        if answer is None:
+            await request.respond(204)
+            return
+        headers: Pairs = ()
+        if replayed:
+            told = frames.encode(replayed).decode() if frames.opens_array(body) else "true"
+            # A header carries ASCII alone: other characters are escaped as JSON does it.
+            told = re.sub("[^ -~]", lambda sign: re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be").hex()), told)
+            headers = [(REPLAYED_HEADER, told)]
+        await request.respond(200, answer, headers=headers)
+
+    return rpc
+
+
+def health_endpoints(ready: Callable[[], Awaitable[str | None]] | None = None) -> dict[str, Endpoint]:
+    """Return `/healthz`, which answers while the process does, and `/readyz`: `ready` gives the reason why not, or None."""
+
+    async def healthz(request: HttpRequest) -> None:
+        _check_read(request)
+        await request.respond(200, b'{"status":"ok"}')
+
+    async def readyz(request: HttpRequest) -> None:
+        _check_read(request)
+        reason = "stopping" if request.stopping.is_set() else await ready() if ready else None
+        if reason is None:
+            await request.respond(200, b'{"status":"ready"}')
+        else:
+            await request.respond(503, frames.encode({"status": "not ready", "reason": reason}))
+
+    return {"/healthz": healthz, "/readyz": readyz}
+
+
+def _check_read(request: HttpRequest) -> None:
+    if request.method not in ("GET", "HEAD"):
+        raise HttpError(405, "ask with GET", [("allow", "GET, HEAD")])

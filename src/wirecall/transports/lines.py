@@ -18,7 +18,7 @@ from collections.abc import Callable
 from wirecall.errors import Gone
 from wirecall.files import IS_PORTABLE
 from wirecall.logs import logger
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Sending
 
 CHUNK = 1 << 16  # what a pipe holds
 HIGH = 1 << 16  # bytes that wait for the peer: beyond, no line is begun, and senders wait
@@ -330,7 +330,7 @@ class ThreadedOutput(Output):
                 self._loop.call_soon_threadsafe(self._ended, len(data), sending, is_written, error)
 
     def _ended(self, size: int, sending: Sending | None, is_written: bool, error: OSError | None) -> None:
-        """Hear in the loop what became of a line."""
+        """Called in the loop when a line is written, or cannot be."""
         self.size = max(0, self.size - size)
         if sending is not None:
             (sending.written if is_written else sending.lost)()

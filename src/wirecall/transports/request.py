@@ -10,19 +10,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
-from wirecall.protocol.messages import Limits
-from wirecall.protocol.sending import Sending
-from wirecall.stepping import first_step
+from wirecall.protocol.messages import Limits, Sending
+from wirecall.stepping import Timeouts, first_step
+from wirecall.transports.exchange import HttpExchange, Pairs
 
 if TYPE_CHECKING:
     from wirecall.server.identity import Identity
 
-Pairs: TypeAlias = Sequence[tuple[str, str]]
 Endpoint: TypeAlias = Callable[["HttpRequest"], Awaitable[None]]
 
 # A longer body is sent in pieces, so that the server notices a client that stops reading in the middle of it.
@@ -51,141 +50,11 @@ class HttpError(WirecallError):
         self.data = data
 
 
-class Headers(Mapping[str, str]):
-    """The header fields of a request. Names in any case; values without the blanks around them, as RFC 9110 demands.
-
-    As a mapping it has one value for each name; where there are several, all of them with commas between them (RFC 9110,
-    section 5.3). So a lookup never returns one value while a proxy in front has judged the other.
-    """
-
-    __slots__ = ("first", "has_doubles", "pairs")
-
-    def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
-        self.pairs = pairs  # names in lower case
-        self.first = dict(reversed(pairs))  # the first value of each name; made in C, faster than any loop here
-        self.has_doubles = len(self.first) != len(pairs)  # a name occurs twice
-
-    @overload
-    def get(self, name: str, /) -> str | None: ...
-    @overload
-    def get(self, name: str, /, default: Any) -> Any: ...
-    def get(self, name: str, /, default: Any = None) -> Any:
-        """Return the value, or `default`."""
-        if self.has_doubles:
-            return ", ".join(self.all(name)) if name in self else default
-        value = self.first.get(name.lower())
-        return default if value is None else value.strip(" \t")
-
-    def all(self, name: str) -> list[str]:
-        """Return every value, in order."""
-        wanted = name.lower()
-        if wanted not in self.first:
-            return []
-        return [value.strip(" \t") for key, value in self.pairs if key == wanted]
-
-    def __getitem__(self, name: str) -> str:
-        value = self.get(name)
-        if value is None:
-            raise KeyError(name)
-        return value
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.lower() in self.first
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(key for key, _ in self.pairs))
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-
-class Waits:
-    """Time limits with one timer for all tasks that wait. Under granian every request waits for its body, and a timer of its
-    own (asyncio.timeout) would cost each 6 µs more. A limit can be exceeded by `TICK` seconds."""
-
-    TICK = 0.25
-
-    def __init__(self) -> None:
-        self._until: dict[asyncio.Task[Any], float] = {}
-        self._late: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def within(self, awaitable: Awaitable[Any], seconds: float) -> Any:
-        """Await, or raise TimeoutError."""
-        task = asyncio.current_task()
-        assert task is not None
-        loop = task.get_loop()
-        self._until[task] = loop.time() + seconds
-        if self._timer is None or self._loop is not loop:
-            self._loop, self._timer = loop, loop.call_later(self.TICK, self._look)
-        try:
-            return await awaitable
-        except asyncio.CancelledError:
-            if task in self._late and task.uncancel() == 0:  # else the task was cancelled by others, too
-                raise TimeoutError from None
-            raise
-        finally:
-            del self._until[task]
-            self._late.discard(task)
-
-    def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        for task, until in self._until.items():
-            if until <= now and task not in self._late:
-                self._late.add(task)
-                task.cancel()
-        self._timer = loop.call_later(self.TICK, self._look) if self._until else None
-
-
-class HttpExchange(Protocol):
-    """One request and its answer, as the interface of a server carries them: `asgi` and `rsgi` are the two."""
-
-    method: str
-    path: str
-    authority: str | None  # of a target in absolute form
-    headers: Headers
-
-    def read(self, length: int | None) -> Coroutine[Any, Any, bytes | None]:
-        """Return the next piece of the body, b"" after the last one, or None if the client left or sends something else.
-
-        A server may return the whole body at once if the caller knows its length and is ready to take all of it.
-        """
-        ...
-
-    def left(self) -> Coroutine[Any, Any, None]:
-        """Return when the client has left. To be awaited after the body, once at a time; safe to cancel."""
-        ...
-
-    def has_left(self) -> bool:
-        """Return whether the client is known to have left. Not to be called while `left` is awaited."""
-        ...
-
-    # Each of these may wait while the client does not read, and raises OSError if the client is known to have left.
-
-    def respond(self, status: int, fields: Pairs, body: bytes) -> Coroutine[Any, Any, None]:
-        """Send a whole answer."""
-        ...
-
-    def begin(self, status: int, fields: Pairs) -> Coroutine[Any, Any, None]:
-        """Begin an answer that comes in pieces."""
-        ...
-
-    def send(self, piece: bytes, *, is_last: bool = False) -> Coroutine[Any, Any, None]:
-        """Send a piece of that answer."""
-        ...
-
-    def release(self, *, cut: bool) -> None:
-        """Let go of what this exchange holds. `cut`: the answer has begun and will not end, and must not look complete."""
-        ...
-
-
 class Around(Protocol):
     """The server around a request, as the request sees it."""
 
     limits: Limits
-    waits: Waits
+    timeouts: Timeouts
     stopping: asyncio.Event
 
     def enter_stream(self, request: "HttpRequest") -> None:
@@ -243,7 +112,7 @@ class HttpRequest:
         """Return the whole body; HttpError 413 if it is too long, 408 if it is late, 400 if it is cut or malformed."""
         if self._body is not None:
             return self._body
-        fields, waits, limit = self.headers.first, self._server.waits, self._server.limits.bytes_in
+        fields, timeouts, limit = self.headers.first, self._server.timeouts, self._server.limits.bytes_in
         patience, until = self._server.limits.body_time, 0.0
         body: bytes | bytearray = b""
         is_whole = True
@@ -275,7 +144,8 @@ class HttpRequest:
                 if not done:
                     now = asyncio.get_running_loop().time()
                     until = until or now + patience
-                    piece = await waits.within(piece, until - now)
+                    with timeouts.within(until - now):
+                        piece = await piece
                 if not piece:
                     is_whole = piece is not None
                     break
@@ -293,8 +163,8 @@ class HttpRequest:
             # bytes is reset: they would see an error and no answer. So the rest is taken, for a moment. A client that has
             # asked first ("Expect: 100-continue", RFC 9110, section 10.1.1) waits for the answer.
             if "expect" not in fields:
-                with contextlib.suppress(TimeoutError):
-                    await waits.within(self._skip(LINGER_BYTES), LINGER_TIME)
+                with contextlib.suppress(TimeoutError), timeouts.within(LINGER_TIME):
+                    await self._skip(LINGER_BYTES)
             raise
         if not is_whole:
             # The client left, or sends something else than chunks: granian reports both in the same way. A client that left
@@ -362,17 +232,13 @@ class HttpRequest:
         if len(body) > PIECE:
             self.started = True
             await self._tell(self._exchange.begin(status, fields))
-            # The last piece is kept back: a server that has all bytes says of every client that it has left.
-            last = (len(body) - 1) // PIECE * PIECE
-            await self.write(body[:last])
-            await self._check_reader()
-            await self._tell(self._exchange.send(body[last:], is_last=True))
+            await self.close_stream(body)
         else:
             if self.sending is not None:
                 await self._check_reader()
             self.started = True
             await self._tell(self._exchange.respond(status, fields, body))
-        self._has_ended = True
+            self._has_ended = True
         if self.sending is not None:
             self.sending.written()
 
@@ -414,10 +280,13 @@ class HttpRequest:
                 self._unbroken = 0
                 await asyncio.sleep(0)
 
-    async def close_stream(self) -> None:
-        """End the open stream."""
+    async def close_stream(self, last: bytes = b"") -> None:
+        """End the open answer with its last bytes; Gone if the client has left or does not read."""
+        # The last piece is kept back: a server that has all bytes says of every client that it has left.
+        kept = max(len(last) - 1, 0) // PIECE * PIECE
+        await self.write(last[:kept])
         await self._check_reader()
-        await self._tell(self._exchange.send(b"", is_last=True))
+        await self._tell(self._exchange.send(last[kept:], is_last=True))
         self._has_ended = True
 
     async def _tell(self, sending: Coroutine[Any, Any, None]) -> None:
@@ -425,7 +294,8 @@ class HttpRequest:
         try:
             done, rest = first_step(sending)
             if not done:
-                await self._server.waits.within(rest, self._server.limits.write_time)
+                with self._server.timeouts.within(self._server.limits.write_time):
+                    await rest
         except TimeoutError:
             raise Gone(f"the client did not read for {self._server.limits.write_time:g} s") from None
         except OSError as error:

@@ -32,10 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
-from wirecall.transports.asgi import Receive, Scope, Send
+from wirecall.transports.exchange import FILES, Receive, Scope, Send, open_sockets
 from wirecall.transports.http_server import GRACE, HttpServer
-from wirecall.transports.loop import loop_name, new_loop
-from wirecall.transports.rsgi import FILES, open_sockets
 from wirecall.transports.workers import SIGNALS, Workers
 
 if TYPE_CHECKING:
@@ -219,6 +217,22 @@ def bind(host: str, port: int, *, again: bool = False) -> socket.socket:
     return bound
 
 
+def loop_name() -> str:
+    """Return the name of the loops that `new_loop` makes."""
+    return "asyncio" if find_spec("uvloop") is None else "uvloop"
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop: uvloop's where it is installed, else asyncio's own."""
+    # A server on stdio stays with asyncio's: its handlers of signals (signal.signal) must run whatever the loop does, and
+    # uvloop takes Python's wake-up of signals for itself.
+    if loop_name() == "asyncio":
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
 def _tune(connection: socket.socket, seconds: float) -> None:
     """Set the options of a connection, or of a listening socket, from which connections inherit them."""
     with contextlib.suppress(OSError):  # a connection that has ended
@@ -258,7 +272,7 @@ class Granian:
             app,
             address,
             self._port,
-            # Without its files, RSGI has no way to wait for a slow client (`rsgi`).
+            # Without its files, RSGI has no way to wait for a slow client (`exchange`).
             interface=Interfaces.RSGI if native and FILES else Interfaces.ASGINL,
             http=HTTPModes.http1,
             websockets=False,

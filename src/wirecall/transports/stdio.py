@@ -34,8 +34,7 @@ from typing import Any, Protocol, TypeAlias
 from wirecall.errors import UsageError
 from wirecall.files import IS_PORTABLE
 from wirecall.logs import logger
-from wirecall.protocol.messages import Limits
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Limits, Sending
 from wirecall.stepping import beside, start
 from wirecall.transports.lines import HIGH, Output, Splitter, ThreadedOutput, open_input
 
@@ -54,7 +53,7 @@ class Connection(Protocol):
         """Return the answer, if there is one, or a coroutine that will return it. `sending` hears how it is sent."""
 
     def ending(self) -> None:
-        """Hear that no further line will come: calls that only wait for one can end."""
+        """Called when no further line will come: calls that only wait for one can end."""
 
     async def aclose(self) -> None:
         """Cancel the calls in flight: the connection is over."""

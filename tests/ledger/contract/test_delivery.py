@@ -1,6 +1,7 @@
 """Calls without a key: the delivery of their answers, and the repetitions that are recognised by a lost one."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +20,7 @@ WINDOW = 120.0
 def keyless(likeness: bytes | None = LIKENESS, *, beside: frozenset[str] = frozenset(), **fields: Any) -> Claim:
     """The claim of a call without a key."""
     terms = Keyless(likeness, WINDOW, beside)
-    return claim_of(RecordId("alice", "charge", terms.make_key()), keyless=terms, **fields)
+    return claim_of(RecordId("alice", "charge", terms.make_key(os.urandom(16))), keyless=terms, **fields)
 
 
 async def claimed(ledger: Ledger, **fields: Any) -> Record:

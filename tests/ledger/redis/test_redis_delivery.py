@@ -71,7 +71,7 @@ async def test_a_likeness_is_in_one_slot_whatever_the_names(prefix: str, cluster
     made: list[RecordId] = []
     for each in terms:
         for _ in range(3):
-            id = RecordId("a{b}:c", "{}:%7B", each.make_key())
+            id = RecordId("a{b}:c", "{}:%7B", each.make_key(os.urandom(16)))
             beside = frozenset(known.key for known in made)
             made.append((await ledger.claim(claim_of(id, keyless=structs.replace(each, beside=beside)))).id)
     assert made == [*dict.fromkeys(made)]
@@ -264,8 +264,8 @@ async def test_the_script_recognises_what_the_table_does(ledger: Ledger, store: 
             if age < 0 and (state is not State.RUNNING or delivery != "pending"):
                 continue  # only the end of a lease may lie ahead
             terms = Keyless(os.urandom(16), WINDOW)
-            made = await ledger.claim(claim_of(RecordId("alice", "charge", terms.make_key()), keyless=terms))
-            name = f"{prefix}alice:charge:{{auto-{terms.make_key()[5:37]}}}-{made.id.key[-24:]}"
+            made = await ledger.claim(claim_of(RecordId("alice", "charge", terms.make_key(os.urandom(16))), keyless=terms))
+            name = f"{prefix}alice:charge:{{{made.id.key[:-25]}}}-{made.id.key[-24:]}"
             if delivery == "undelivered":
                 await lose(ledger, made)
             moment = int(made.fence - age * 1e6)
@@ -273,7 +273,7 @@ async def test_the_script_recognises_what_the_table_does(ledger: Ledger, store: 
             client.hset(name, mapping={"state": state.value, "delivery": delivery, **fields})
             terms = structs.replace(terms, beside=frozenset({made.id.key} if is_beside else ()))
             own = {"nonce": made.deliverer} if is_mine else {}
-            claim = claim_of(RecordId("alice", "charge", terms.make_key()), keyless=terms, **own)
+            claim = claim_of(RecordId("alice", "charge", terms.make_key(os.urandom(16))), keyless=terms, **own)
             expected = recognise(await present(ledger, made.id), claim, age)
             found = await ledger.claim(claim)
             told = "pass" if found.id == claim.id else "match" if found.deliverer == claim.nonce else "wait"

@@ -12,7 +12,7 @@ from tests.servers import Store, redis_key
 from wirecall.ledger.base import Ledger, State
 from wirecall.ledger.redis import ledger as redis_ledger
 from wirecall.ledger.redis.connection import Connections
-from wirecall.ledger.redis.scripts import GET
+from wirecall.ledger.redis.ledger import SCRIPTS
 
 pytestmark = pytest.mark.parametrize("store", ["redis", "cluster"], indirect=True)
 
@@ -60,7 +60,7 @@ async def test_a_task_and_its_record_are_read_as_of_one_moment(
 
     async def ask_late(self: Connections, name: bytes, command: Any, *, writes: bool) -> Any:
         nonlocal looks
-        if GET.sha in command:
+        if SCRIPTS["get"][1] in command:
             looks += 1
             if looks == 1:
                 assert await other.change_task(structs.replace(task, document=b"done"))
@@ -85,7 +85,7 @@ async def test_a_task_that_is_forgotten_before_the_look_at_its_record_is_not_fou
     ask = Connections.ask
 
     async def ask_late(self: Connections, name: bytes, command: Any, *, writes: bool) -> Any:
-        if GET.sha in command:
+        if SCRIPTS["get"][1] in command:
             store.age_task("task", TTL + 1)
             assert await other.complete(record.token, outcome_of(), RETENTION)
         return await ask(self, name, command, writes=writes)

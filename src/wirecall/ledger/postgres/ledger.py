@@ -22,9 +22,9 @@ from wirecall.errors import UsageError
 from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Task, Token
 from wirecall.ledger.postgres.queue import (
     SQL,
-    Completion,
     Connection,
     Connections,
+    Ending,
     Params,
     Queue,
     Row,
@@ -147,7 +147,7 @@ class PostgresLedger:
 
     async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
         here = await self._here()
-        completion = Completion(token.id, token.fence, token.nonce, outcome, retention)
+        completion = Ending(token.id, token.fence, token.nonce, outcome, retention)
         return await here.completions.send(completion) is not None
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:

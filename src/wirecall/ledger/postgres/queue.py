@@ -71,7 +71,7 @@ _, *_PARTS = re.split(
 SQL = {name: part.strip() for name, part in zip(_PARTS[::2], _PARTS[1::2], strict=True)}
 
 
-class Completion(Struct, frozen=True):
+class Ending(Struct, frozen=True):
     """The end of a command, as `wirecall.complete` reads it."""
 
     id: RecordId
@@ -298,7 +298,7 @@ class Queue:
         self._waiting: deque[_Waiting] = deque()
         self._free = flights
 
-    async def send(self, item: Claim | Completion | RecordId) -> Row | None:
+    async def send(self, item: Claim | Ending | RecordId) -> Row | None:
         id = item if isinstance(item, RecordId) else item.id
         id_of(id)
         turn = (id.caller, id.method, id.key)

@@ -43,9 +43,9 @@ from wirecall.ledger.base import (
 from wirecall.ledger.postgres.queue import (
     SQL,
     UNDONE,
-    Completion,
     Connection,
     Connections,
+    Ending,
     Row,
     down,
     encode,
@@ -128,7 +128,7 @@ class PostgresTransaction:
         self.db._connection = None
         self._settled = True  # from here on, a cancellation has no say
         token = self.record.token
-        completion = Completion(token.id, token.fence, token.nonce, outcome, retention)
+        completion = Ending(token.id, token.fence, token.nonce, outcome, retention)
         self._work = self._connections.spawn(self._finish(completion, undo))
         await asyncio.shield(self._work)
 
@@ -174,7 +174,7 @@ class PostgresTransaction:
             return structs.replace(record, state=State.TOMBSTONE, outcome=bare)
         return record
 
-    async def _finish(self, completion: Completion, undo: bool) -> None:
+    async def _finish(self, completion: Ending, undo: bool) -> None:
         connection, id = self._connection, self._claim.id
         if not is_alive(connection):
             # COMMIT was not sent, so nothing was done. We ask all the same, once: a session that has not noticed its end

@@ -2,8 +2,9 @@
 
 The rules of the file:
 
-1. A transition is one script of the folder `lua`, which touches the keys of one slot and reads the server's clock. So a
-   cluster is as good as a server.
+1. A transition is one script of the folder `lua`, which reads the server's clock. It touches one record, and where that is
+   of a call without a key, the index of its likeness and the records there; or it touches one task. Its keys are in one
+   slot, so a cluster is as good as a server. Times and durations are whole microseconds.
 2. A record never goes because its lease is over: the lease is a field. Only a tombstone's key has an expiry of its own.
 3. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a script that the server does
    not know is sent again, in full, since then nothing has run. Should the driver send a script twice, the second finds what
@@ -16,18 +17,19 @@ The rules of the file:
    retry finds it. (In another order there could be tasks that their records refused, or a set that forgets one which is
    still to be written. One script for two of the steps could part their keys while the slot moves.)
 
-Beside it: `scripts` (what is said) and `connection` (the way to the server that holds a record). The promise is "at most
-once, unless Redis loses writes that it acknowledged": so no eviction, an append-only file, and where a replica may take
-over, `?replicas=`.
+Beside it is `connection`, the way to the server that holds a record. The promise is "at most once, unless Redis loses writes
+that it acknowledged": so no eviction, an append-only file, and where a replica may take over, `?replicas=`.
 """
 
 import asyncio
+import hashlib
 import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from importlib.resources import files
 from itertools import chain, compress, count
 from typing import Any, TypeAlias
 from urllib.parse import quote, unquote
@@ -36,35 +38,21 @@ from zlib import crc32
 from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Task, Token, is_orphan
-from wirecall.ledger.redis.connection import Connections, Node, check_server, options_of
-from wirecall.ledger.redis.scripts import (
-    ABANDON,
-    BEGIN_TASK,
-    CHANGE_TASK,
-    CLAIM,
-    COMMIT_POINT,
-    COMPLETE,
-    DELIVER,
-    DUE,
-    GET,
-    HEARTBEAT,
-    LAPSE,
-    PING,
-    RELEASE,
-    RESOLVE,
-    SPEND,
-    STATE,
-    SUSPEND,
-    SWEEP,
-    TASK,
-    WRITE_TASK,
-    Script,
-    cut,
-    fields_of,
-    micros,
-    record_of,
+from wirecall.ledger.base import (
+    MAX_ATTEMPTS,
+    TOMBSTONE_FACTOR,
+    Claim,
+    Delivered,
+    LedgerDown,
+    Outcome,
+    Record,
+    RecordId,
+    State,
+    Task,
+    Token,
+    is_orphan,
 )
+from wirecall.ledger.redis.connection import Connections, Node, check_server, options_of
 
 # Records looked at together, and how often one call of `sweep` does so: 10,000 records, or 50 ms of the server's time.
 PAGE = 100
@@ -76,6 +64,14 @@ SHARDS = 16
 # A generated key with a likeness, as `Keyless` makes it, and how long its random end is.
 KEY_END = 24
 GENERATED = re.compile(r"(auto-[0-9a-f]+)(-[0-9a-f]{24})")
+
+# How long the key outlives the record: a duplicate that waits elsewhere looks twice a second, however short the retention.
+GRACE = 60.0
+
+# A lease or retention of "forever" is 100 years, so that every time stays a number that Lua holds exactly.
+FOREVER = 100 * 365 * 86_400.0
+
+STATES = {state.value.encode(): state for state in State}
 
 Ids: TypeAlias = list[RecordId]  # inside the class, `list` is a method
 Tasks: TypeAlias = list[str]
@@ -121,20 +117,20 @@ class RedisLedger:
         flags = f"{claim.committed:d}{claim.continues:d}{self._replicas > 0:d}{window}"
         args = claim.fingerprint, claim.nonce, *times, claim.on_crash, flags
         if keyless is None or keyless.likeness is None:
-            return record_of(claim.id, await self._run(CLAIM, claim.id, *args))
+            return record_of(claim.id, await self._run("claim", claim.id, *args))
         # The script is sent to the index of the likeness. It knows the records there by the ends of their keys.
         like, own = claim.id.key[:-KEY_END], claim.id.key[-KEY_END:]
         index = self._name(claim.id)[: -KEY_END - 1]
         beside = [key[-KEY_END:] for key in keyless.beside if key.startswith(like)]
         while True:
-            seen = await self._run_on(CLAIM, [index], *args, own, *beside)
+            seen = await self._run_on("claim", [index], *args, own, *beside)
             if isinstance(seen, bytes):
                 end = seen[:KEY_END].decode()
                 id = claim.id if end == own else RecordId(claim.id.caller, claim.id.method, like + end)
                 return record_of(id, seen[KEY_END:])
             # There are members without a record, each the end of a key and a deliverer, and no other record to match.
             ids = [RecordId(claim.id.caller, claim.id.method, like + member[:KEY_END].decode()) for member in seen]
-            if any(await self._run_all(STATE, ids)):
+            if any(await self._run_all("state", ids)):
                 raise LedgerDown(
                     f"{index.decode()}: the cluster moves this slot, and the index has moved before its records"
                 )
@@ -146,15 +142,15 @@ class RedisLedger:
         for start in range(0, len(ends), size):
             page = ends[start : start + size]
             told = [end.delivery.encode() + b" " + end.deliverer for end in page]
-            scripts.append(self._run_on(DELIVER, [self._name(end.id) for end in page], *told))
+            scripts.append(self._run_on("deliver", [self._name(end.id) for end in page], *told))
         await asyncio.gather(*scripts)
 
     async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
-        started_at = await self._run(BEGIN_TASK, token.id, token.fence, token.nonce, os.urandom(16), id)
+        started_at = await self._run("begin_task", token.id, token.fence, token.nonce, os.urandom(16), id)
         if started_at is None:
             return False
         terms = self._name(token.id), started_at, document, micros(ttl)
-        begun_at = await self._run_on(WRITE_TASK, [self._task_name(id)], *terms)
+        begun_at = await self._run_on("write_task", [self._task_name(id)], *terms)
         if not begun_at:
             return False
         shard = crc32(id.encode()) % SHARDS
@@ -163,7 +159,7 @@ class RedisLedger:
 
     async def task(self, id: str) -> Task | None:
         name = self._task_name(id)
-        while seen := await self._run_on(TASK, [name]):
+        while seen := await self._run_on("task", [name]):
             record_name, started_at, version, document, is_ready, is_over, left = cut(seen)
             record = self._id(record_name)
             assert record is not None
@@ -183,7 +179,7 @@ class RedisLedger:
     async def change_task(self, task: Task) -> bool:
         flags = int(task.is_ready), int(task.is_over)
         change = task.version, os.urandom(16), task.document, *flags
-        return bool(await self._run_on(CHANGE_TASK, [self._task_name(task.id)], *change))
+        return bool(await self._run_on("change_task", [self._task_name(task.id)], *change))
 
     async def orphans(self, limit: int = 100) -> Sequence[str]:
         async def look(names: bytes) -> Tasks:
@@ -200,37 +196,37 @@ class RedisLedger:
         return [*chain(*await asyncio.gather(*map(look, self._open_tasks)))][:limit]
 
     async def heartbeat(self, token: Token, lease: float) -> bool:
-        return await self._change(HEARTBEAT, token, micros(lease))
+        return await self._change("heartbeat", token, micros(lease))
 
     async def commit_point(self, token: Token, lease: float) -> bool:
-        return await self._change(COMMIT_POINT, token, micros(lease))
+        return await self._change("commit_point", token, micros(lease))
 
     async def complete(self, token: Token, outcome: Outcome, retention: float) -> bool:
-        return await self._change(COMPLETE, token, micros(retention), *fields_of(outcome))
+        return await self._change("complete", token, micros(retention), *fields_of(outcome))
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
-        return await self._change(SUSPEND, token, micros(retention), *fields_of(interim))
+        return await self._change("suspend", token, micros(retention), *fields_of(interim))
 
     async def release(self, token: Token) -> bool:
-        return await self._change(RELEASE, token)
+        return await self._change("release", token)
 
     async def abandon(self, token: Token) -> bool:
-        return await self._change(ABANDON, token)
+        return await self._change("abandon", token)
 
     async def lapse(self, token: Token) -> bool:
-        return await self._change(LAPSE, token)
+        return await self._change("lapse", token)
 
     async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
         found = () if outcome is None else fields_of(outcome)
-        return bool(await self._run(RESOLVE, id, micros(retention), *found))
+        return bool(await self._run("resolve", id, micros(retention), *found))
 
-    async def _change(self, script: Script, token: Token, *args: Any) -> bool:
+    async def _change(self, script: str, token: Token, *args: Any) -> bool:
         return bool(await self._run(script, token.id, token.fence, token.nonce, os.urandom(16), *args))
 
     # --- reading and housekeeping ------------------------------------------------------------------------------------
 
     async def get(self, id: RecordId) -> Record | None:
-        seen = await self._run(GET, id)
+        seen = await self._run("get", id)
         return seen and record_of(id, seen)
 
     async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> list[Record]:
@@ -238,7 +234,7 @@ class RedisLedger:
         wanted = () if state is None else (state.value,)
         found: list[Record] = []
         for page in _pages(sorted(id for id in await self._ids() if after is None or id > after)):
-            views = await self._run_all(GET, page, *wanted)
+            views = await self._run_all("get", page, *wanted)
             found += [record_of(id, seen) for id, seen in zip(page, views, strict=True) if seen]
             if len(found) >= limit:
                 break
@@ -247,7 +243,7 @@ class RedisLedger:
     async def counts(self) -> dict[State, int]:
         found: Counter[bytes | None] = Counter()
         for page in _pages(list(await self._ids())):
-            found.update(await self._run_all(STATE, page))
+            found.update(await self._run_all("state", page))
         return {state: found[state.value.encode()] for state in State}
 
     async def sweep(self, limit: int = 500) -> int:
@@ -266,7 +262,7 @@ class RedisLedger:
         `cost` and `burst` are seconds of the limit's rate.
         """
         key = self._prefix + b"rate:" + quote(name, errors="surrogatepass").encode()
-        return float(await self._run_on(SPEND, [key], micros(cost), micros(burst))) / 1e6
+        return float(await self._run_on("spend", [key], micros(cost), micros(burst))) / 1e6
 
     async def ping(self) -> None:
         """As in every ledger. In a cluster, every primary is asked, and one that takes a write is enough: as long as
@@ -280,7 +276,7 @@ class RedisLedger:
             if (holder := await connections.holder(name)) in left:
                 left.remove(holder)
                 names.append(name)
-        answers = await asyncio.gather(*(self._run_on(PING, [name]) for name in names), return_exceptions=True)
+        answers = await asyncio.gather(*(self._run_on("ping", [name]) for name in names), return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if len(errors) == len(answers):
             raise errors[0]
@@ -295,9 +291,9 @@ class RedisLedger:
                 self._round = await self._walk()
             self._unswept = await self._scan(self._round)
         page, self._unswept = self._unswept[:PAGE], self._unswept[PAGE:]
-        due = list(compress(page, await self._run_all(DUE, page)))
+        due = list(compress(page, await self._run_all("due", page)))
         self._unswept = due[limit:] + self._unswept
-        return sum(await self._run_all(SWEEP, due[:limit]))
+        return sum(await self._run_all("sweep", due[:limit]))
 
     async def _ids(self) -> set[RecordId]:
         """All there are. One whose slot moves to another server meanwhile may be missed, or be met twice: hence a set."""
@@ -385,20 +381,79 @@ class RedisLedger:
     async def _ask(self, command: str, name: bytes, *args: Any, writes: bool = False) -> Any:
         return await (await self._here()).ask(name, (command, name, *args), writes=writes)
 
-    async def _run(self, script: Script, id: RecordId, *args: Any) -> Any:
+    async def _run(self, script: str, id: RecordId, *args: Any) -> Any:
         return await self._run_on(script, [self._name(id)], *args)
 
-    async def _run_on(self, script: Script, names: Sequence[bytes], *args: Any) -> Any:
+    async def _run_on(self, script: str, names: Sequence[bytes], *args: Any) -> Any:
         connections, given = await self._here(), (len(names), *names, *args)
+        source, digest = SCRIPTS[script]
+        writes = script not in READS
         try:
-            return await connections.ask(names[0], ("EVALSHA", script.sha, *given), writes=script.writes)
+            return await connections.ask(names[0], ("EVALSHA", digest, *given), writes=writes)
         except LedgerDown as error:
             if not isinstance(error.__cause__, NoScriptError):
                 raise
-        return await connections.ask(names[0], ("EVAL", script.source, *given), writes=script.writes)
+        return await connections.ask(names[0], ("EVAL", source, *given), writes=writes)
 
-    async def _run_all(self, script: Script, ids: Ids, *args: Any) -> Sequence[Any]:
+    async def _run_all(self, script: str, ids: Ids, *args: Any) -> Sequence[Any]:
         return await asyncio.gather(*(self._run(script, id, *args) for id in ids))
+
+
+# --- what is said to a server, and what it answers --------------------------------------------------------------------
+
+
+def micros(seconds: float) -> int:
+    return int(min(seconds, FOREVER) * 1e6)
+
+
+def _scripts() -> Iterator[tuple[str, tuple[bytes, str]]]:
+    """All scripts by their names: the text, and the digest under which a server knows it once it has seen it."""
+    parts = {path.name.removesuffix(".lua"): path.read_bytes() for path in files(__package__).joinpath("lua").iterdir()}
+    limits = f"local MAX_ATTEMPTS, TOMBSTONE_FACTOR, GRACE = {MAX_ATTEMPTS}, {TOMBSTONE_FACTOR}, {micros(GRACE)}\n"
+    common = limits.encode() + parts.pop("common")
+    for name, part in parts.items():
+        yield name, (common + part, hashlib.sha1(common + part, usedforsecurity=False).hexdigest())
+
+
+SCRIPTS = dict(_scripts())
+READS = {"due", "get", "state", "task"}  # those that write nothing
+
+
+def fields_of(outcome: Outcome) -> tuple[Any, ...]:
+    bare = outcome.kind, outcome.digest
+    return bare if outcome.payload is None else (*bare, outcome.payload)
+
+
+def record_of(id: RecordId, seen: bytes) -> Record:
+    """A record from what `view` in common.lua returns."""
+    state, fence, nonce, fingerprint, committed, attempts, left, started, completed, *rest = cut(seen)
+    kind, digest, payload, delivery, deliverer = rest
+    return Record(
+        id,
+        fingerprint,
+        STATES[state],
+        int(fence),
+        nonce,
+        committed == b"1",
+        int(attempts),
+        int(left) / 1e6,
+        int(started) / 1e6,
+        None if completed is None else int(completed) / 1e6,
+        None if kind is None else Outcome(kind.decode(), payload, digest),
+        None if delivery is None else delivery.decode(),
+        deliverer or b"",
+    )
+
+
+def cut(seen: bytes) -> Iterator[Any]:
+    """The fields that `joined` in common.lua puts together: first their lengths, -1 for none, then all of them."""
+    lengths, _, fields = seen.partition(b"\n")
+    start = 0
+    for length in map(int, lengths.split()):
+        if length < 0:
+            yield None
+        else:
+            yield fields[start : (start := start + length)]
 
 
 @contextmanager

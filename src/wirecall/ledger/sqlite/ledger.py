@@ -106,9 +106,14 @@ class SqliteLedger:
         await self._running().ask(Job(nothing, "nothing"))
 
     async def claim(self, claim: Claim) -> Record:
-        found = await self._read(self._unchanged, claim)
-        if found is not None:
-            return found
+        if claim.keyless is None:
+            found = await self._read(self._judged, claim)
+            if found is not None and found[2] == "leave":
+                return found[1]
+        else:
+            earlier = await self._read(self._earlier, claim)
+            if earlier is not None and earlier[0] == "wait":
+                return self._record(earlier[1])
         writer, job = self._running(), Job(partial(self._claim, claim), claims=True)
         try:
             granted: Record = await writer.ask(job)
@@ -265,14 +270,6 @@ class SqliteLedger:
                 found.append(id)
         return found[:limit]
 
-    def _unchanged(self, claim: Claim, db: apsw.Cursor) -> Record | None:
-        """Return the record that a claim is given as it stands; None if the claim changes something."""
-        if claim.keyless is None:
-            found = self._judged(claim, db)
-            return found[1] if found is not None and found[2] == "leave" else None
-        earlier = self._earlier(claim, db)
-        return self._record(earlier[1]) if earlier is not None and earlier[0] == "wait" else None
-
     async def _look(self, claim: Claim) -> Record | None:
         return await self._read(self._seen, claim)
 
@@ -303,8 +300,10 @@ class SqliteLedger:
         keyless = claim.keyless
         if keyless is None or keyless.likeness is None:
             return None
-        # In the order of the contract, but first the one that an earlier try of this claim took.
         alike = [Row(*found) for found in db.execute(SQL["alike"], (keyless.likeness,))]
+        if not alike:  # as a rule
+            return None
+        # In the order of the contract, but first the one that an earlier try of this claim took.
         alike.sort(key=lambda row: (row.deliverer != claim.nonce, row.delivery != "undelivered", row.fence))
         waited_for = None
         for row in alike:
@@ -460,21 +459,27 @@ class SqliteLedger:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def _record(self, row: Row) -> Record:
-        """Return the record of a row; values are in the order of `Record`."""
+        """Return the record of a row; values are in the order of `Row` and `Record`."""
+        # fmt: off
+        (
+            caller, method, key, print, state, fence, nonce, committed, attempts, lease, lease_until, boot, _, _,
+            started_at, completed_at, kind, payload, digest, delivery, deliverer, _, _, _,
+        ) = row
+        # fmt: on
         return Record(
-            RecordId(row.caller, row.method, row.key),
-            row.fingerprint,
-            _STATES[row.state],
-            row.fence,
-            row.nonce,
-            bool(row.committed),
-            row.attempts,
-            self._time_left(row.lease_until, row.lease, row.boot) if row.state == "running" else 0.0,
-            row.started_at,
-            row.completed_at,
-            None if row.outcome_kind is None or row.digest is None else Outcome(row.outcome_kind, row.payload, row.digest),
-            row.delivery,
-            row.deliverer or b"",
+            RecordId(caller, method, key),
+            print,
+            _STATES[state],
+            fence,
+            nonce,
+            bool(committed),
+            attempts,
+            self._time_left(lease_until, lease, boot) if state == "running" else 0.0,
+            started_at,
+            completed_at,
+            None if kind is None or digest is None else Outcome(kind, payload, digest),
+            delivery,
+            deliverer or b"",
         )
 
     def _time_left(self, until: float, whole: float, boot: bytes) -> float:

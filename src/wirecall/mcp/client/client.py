@@ -1,6 +1,6 @@
 """`McpClient`: a client with the methods of MCP, the same for all five revisions. `conversation` speaks with the server."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar, Unpack, overload
 
@@ -8,9 +8,9 @@ from wirecall.client.client import Batch, CallOptions, Client, Collected, Loop, 
 from wirecall.client.delivery import Options
 from wirecall.client.exchange import AnyEntry, Entry
 from wirecall.errors import NotSent, UsageError
-from wirecall.mcp.client import results as offers
-from wirecall.mcp.client.changes import Change, Changes, Follower, Kind, Progress
+from wirecall.mcp.client import results
 from wirecall.mcp.client.conversation import Conversation, Extra, Settings
+from wirecall.mcp.client.inbox import Change, Changes, Follower, Kind, Progress
 from wirecall.mcp.client.links import McpLink
 from wirecall.mcp.client.results import Called, Completion, Prompt, Prompted, Resource, Template, Tool
 from wirecall.mcp.client.tasks import Status, Task, TaskState
@@ -28,19 +28,13 @@ class ToolOptions(CallOptions, total=False):
     tasks: bool
 
 
-def _reader(type: Any, check: bool) -> Callable[[AnyEntry], Any]:
-    """Return the function that makes the result of a tool's answer."""
-    if type is not None and not check:
-        raise UsageError("type= and check=False do not go together.", "an error is not of the type", "use one of them")
-
-    def read(entry: AnyEntry) -> Any:
-        called = offers.read_called(entry.raw)
-        entry.replayed = entry.replayed or called.replayed
-        if check and (error := called.error()):
-            raise error
-        return called if type is None else offers.as_type(called, type)
-
-    return read
+def _read_tool(entry: AnyEntry) -> Any:
+    """Return the result in a tool's answer, or raise its error."""
+    called = results.read_called(entry.raw)
+    entry.replayed = entry.replayed or called.replayed
+    if entry.extra.check and (error := called.error()):
+        raise error
+    return called if entry.type is None else results.as_type(called, entry.type)
 
 
 class McpClient(Client):
@@ -86,7 +80,7 @@ class McpClient(Client):
         if order not in (None, "safest"):
             raise UsageError(f"order={order!r} is not known.", fix='use order="safest", or leave it out')
         tools = await self._conversation.lists.read(Tool, timeout)
-        return offers.safest_first(tools, self._conversation.trusts) if order else tools
+        return results.safest_first(tools, self._conversation.trusts) if order else tools
 
     @overload
     async def call_tool(
@@ -121,10 +115,11 @@ class McpClient(Client):
         **options: Unpack[CallOptions],
     ) -> AnyEntry:
         """Return a call of a tool to be made, checked."""
-        extra = Extra(read=_reader(type, check), follower=Follower(progress) if progress else None, tasks=tasks)
-        return self.entry(
-            "tools/call", {"name": name, "arguments": dict(arguments or {})}, type=type, extra=extra, **options
-        )
+        if type is not None and not check:
+            raise UsageError("type= and check=False do not go together.", "an error is not of the type", "use one of them")
+        extra = Extra(_read_tool, check, Follower(progress) if progress else None, tasks)
+        params = {"name": name, "arguments": dict(arguments) if arguments else {}}
+        return self.entry("tools/call", params, type=type, extra=extra, **options)
 
     @overload
     async def start_tool(
@@ -158,8 +153,7 @@ class McpClient(Client):
 
         `type` and `check` are as in `call_tool`.
         """
-        entry = self.entry("tools/call", extra=Extra(read=_reader(type, check)))
-        return self._conversation.task(entry, id)
+        return self._conversation.task(self.tool_entry("", type=type, check=check), id)
 
     def batch(self) -> "McpBatch":
         """Return a block of calls that leave together: `async with client.batch() as b: one = b.call_tool(...)`."""
@@ -188,7 +182,7 @@ class McpClient(Client):
     ) -> Prompted:
         """Return the messages of a prompt."""
         params = {"name": name, **({"arguments": dict(arguments)} if arguments else {})}
-        return await self._conversation.ask("prompts/get", params, offers.read_prompted, timeout)
+        return await self._conversation.ask("prompts/get", params, results.read_prompted, timeout)
 
     async def complete(
         self, of: str, argument: str, value: str, *, context: Mapping[str, str] | None = None, timeout: float | None = None
@@ -199,10 +193,10 @@ class McpClient(Client):
         revision = self._conversation.revision
         if context and revision is not None and revision.has("completion context"):
             params["context"] = {"arguments": dict(context)}
-        return await self._conversation.ask("completion/complete", params, offers.read_completion, timeout)
+        return await self._conversation.ask("completion/complete", params, results.read_completion, timeout)
 
     async def ping(self, *, timeout: float | None = None) -> None:
-        """Hear from the server. 2026-07-28 has no ping; every server answers there what it is."""
+        """Check that the server answers. 2026-07-28 has no ping, so the client sends `server/discover` there."""
         await self.call("server/discover" if self._conversation.is_stateless else "ping", timeout=timeout)
 
     async def set_log_level(self, level: Level) -> None:
@@ -216,12 +210,12 @@ class McpClient(Client):
     def listen(
         self, *, tools: bool = False, prompts: bool = False, resources: bool = False, uris: Iterable[str] = ()
     ) -> Changes:
-        """Hear of changes of lists, and of the resources at `uris`: `async with client.listen(tools=True) as changes`."""
+        """Listen to changes of lists, and of the resources at `uris`: `async with client.listen(tools=True) as changes`."""
         wanted: dict[Kind, bool] = {"tools": tools, "prompts": prompts, "resources": resources}
         return self._conversation.changes([kind for kind, is_wanted in wanted.items() if is_wanted], uris)
 
     async def subscribe(self, uri: str) -> None:
-        """Tell `on_change` of changes of this resource from now on."""
+        """Report changes of this resource to `on_change` from now on."""
         await self._conversation.listen_to(self._conversation.subscribed() | {uri})
 
     async def unsubscribe(self, uri: str) -> None:
@@ -360,7 +354,7 @@ class SyncMcpClient(SyncClient):
         return self._loop.run(self._mcp.complete(of, argument, value, context=context, timeout=timeout))
 
     def ping(self, *, timeout: float | None = None) -> None:
-        """Hear from the server."""
+        """Check that the server answers."""
         self._loop.run(self._mcp.ping(timeout=timeout))
 
     def set_log_level(self, level: Level) -> None:
@@ -370,12 +364,12 @@ class SyncMcpClient(SyncClient):
     def listen(
         self, *, tools: bool = False, prompts: bool = False, resources: bool = False, uris: Iterable[str] = ()
     ) -> "SyncChanges":
-        """Hear of changes, as `McpClient.listen` does: `with client.listen(tools=True) as changes`."""
+        """Listen to changes, as `McpClient.listen` does: `with client.listen(tools=True) as changes`."""
         changes = self._mcp.listen(tools=tools, prompts=prompts, resources=resources, uris=uris)
         return SyncChanges(changes, self._loop)
 
     def subscribe(self, uri: str) -> None:
-        """Tell `on_change` of changes of this resource from now on."""
+        """Report changes of this resource to `on_change` from now on."""
         self._loop.run(self._mcp.subscribe(uri))
 
     def unsubscribe(self, uri: str) -> None:

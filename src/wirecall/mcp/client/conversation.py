@@ -1,4 +1,4 @@
-"""MCP as a dialect of the client: how a conversation begins, what every message carries, how a call goes on to its end.
+"""MCP as a dialect of the client: how a conversation begins, what every message carries, and the rounds of a call.
 
     begin -> handshake -> call: params (envelope, key, progress, round) -> answer
                                   ^-------- questions answered, headers mended, version replaced --------'
@@ -6,8 +6,8 @@
 At 2026-07-28 a result may be a question (`input_required`): the host answers, and the same call goes again with the
 answers, the server's state exactly as it came, a new id and the same key. A refusal for a header that is missing (-32020)
 lists the tools anew, one for the version (-32022) takes one that the server lists; both once, and both are safe: nothing has
-run. The result of a tool may also be a task: the call goes on until the task is over (`tasks`), and cancels it if its caller
-stops waiting.
+run. The result of a tool may also be a task: the call waits for the end of the task (`tasks`), and cancels it if its
+caller stops waiting.
 
 At 2025-11-25 a server may refuse a call until the user has visited a page (-32042). The host's `elicit_url` leads the user
 there, and the call goes again at once. If the server refuses it again, the client waits until the server reports that the
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from wirecall.client.delivery import LEAST, Dialect, Options, Outgoing, asked_pause, may_help, mint_key, timed_out
+from wirecall.client.delivery import LEAST, Dialect, Options, Outgoing, asked_pause, may_help, mint_key
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange
 from wirecall.errors import (
     BadAnswer,
@@ -54,16 +54,22 @@ from wirecall.errors import (
     WirecallError,
 )
 from wirecall.logs import logger
-from wirecall.mcp import extensions
-from wirecall.mcp.client.changes import Change, Changes, Follower, Inbox, Kind, Listening, Log
-from wirecall.mcp.client.host import ROUNDS, Host, InputRequest
+from wirecall.mcp.client.inbox import ROUNDS, Change, Changes, Follower, Host, Inbox, InputRequest, Kind, Listening, Log
 from wirecall.mcp.client.links import FAREWELL, McpHttpLink, McpLink
-from wirecall.mcp.client.lists import Lists
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
-from wirecall.mcp.client.results import Tool, read_contents
+from wirecall.mcp.client.results import Lists, Tool, read_contents
 from wirecall.mcp.client.tasks import LONGEST_ID, Task, read_state
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
-from wirecall.mcp.types import KEY_META, KEYS_CAPABILITY, PREFIX, REPLAYED_META, TASKS, Embedded
+from wirecall.mcp.types import (
+    KEY_META,
+    KEYS_CAPABILITY,
+    PREFIX,
+    REPLAYED_META,
+    TASKS,
+    Embedded,
+    checked_extensions,
+    declared_extensions,
+)
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
 from wirecall.version import __version__
@@ -114,12 +120,13 @@ class Extra(Struct):
     """What an entry of MCP has beside its params."""
 
     read: Callable[[AnyEntry], Any] | None = None  # makes the result
+    check: bool = True  # an answer that is an error is raised
     follower: Follower | None = None
+    tasks: bool = True  # the call may become a task
     asked: _Asked | None = None  # the last result, if it is a question
     round: JsonObject = {}  # `inputResponses` and `requestState` of this attempt
     rounds: int = 0
     is_mended: bool = False
-    tasks: bool = True  # the call may become a task
     is_background: bool = False  # and that is not waited for
     task: "Task[Any] | None" = None  # that the call has become
     visits: dict[str, asyncio.Event] = {}  # that the user has agreed to, by id; set when the server reports one as complete
@@ -148,7 +155,7 @@ class Settings(Host, frozen=True, kw_only=True):
         if self.revision is not None and self.revision not in REVISIONS:
             known = ", ".join(REVISIONS)
             raise UsageError(f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}")
-        msgspec.structs.force_setattr(self, "extensions", extensions.checked(self.extensions))
+        msgspec.structs.force_setattr(self, "extensions", checked_extensions(self.extensions))
         if TASKS in self.extensions:
             raise UsageError(
                 f"{TASKS} is not for extensions=.", "the client declares it by itself", "use tasks=False, or drop it"
@@ -173,6 +180,7 @@ class Conversation(Dialect):
         self._pinned = None if settings.revision is None else REVISIONS[settings.revision]
         self._has_tried_arrays = False
         self._can_trace = True
+        self._span: type[ClientCall] | None = None  # None: no call was traced yet
         self._level: str | None = None
         self._seal({})
         self._inbox = Inbox(settings, lambda message: self.link.send(message), settings.on_log, self._changed)
@@ -189,11 +197,11 @@ class Conversation(Dialect):
 
     def extension(self, id: str) -> JsonObject | None:
         """Return the server's settings of an extension; None if the server has not declared it."""
-        return None if self.revision is None else extensions.declared(self.capabilities, self.revision).get(id)
+        return None if self.revision is None else declared_extensions(self.capabilities, self.revision).get(id)
 
     def _speak_on(self, link: McpLink) -> None:
         self.link = link
-        link.heard = self._inbox.hear
+        link.on_message = self._inbox.receive
         link.marks = lambda name: self.lists.marks.get(name, {})
 
     # --- beginning and end -------------------------------------------------------------------------------------------
@@ -313,19 +321,16 @@ class Conversation(Dialect):
         entry.id = self.delivery.next_id()
         message = Outgoing(method, params, entry.id)
         exchange = Exchange(encode([message] if array else message), [entry], array)
-        try:
-            async with asyncio.timeout(timeout) as exchange.limit:
-                if await self.link.post(exchange):
-                    raise ConnectionLost("the server does not know the session it has just begun")
-            exchange.end_of_answers()
-        except CallFailed as error:
-            exchange.end(error)
-        except TimeoutError:
-            exchange.end(timed_out(exchange, timeout))
+
+        async def send(exchange: Exchange) -> None:
+            if await self.link.post(exchange):
+                raise ConnectionLost("the server does not know the session it has just begun")
+
+        await self.delivery.carry(exchange, timeout, send)
         return entry
 
     async def try_arrays(self) -> None:
-        """Find out whether a server on a pipe drops arrays without a word, by a ping: its loss loses nothing."""
+        """Find out by a ping whether a server on a pipe silently drops arrays. A lost ping does no harm."""
         arrays = self.delivery.arrays
         if not arrays.legal or not self.link.is_pipe or self._has_tried_arrays or self.honours_keys:
             return
@@ -407,9 +412,11 @@ class Conversation(Dialect):
         # A program that traces has imported OpenTelemetry. The span begins here, where the caller's one is the current one.
         if "opentelemetry.trace" in sys.modules and self._can_trace:
             try:
-                from wirecall.tracing import ClientCall
+                if self._span is None:
+                    from wirecall.tracing import ClientCall
 
-                entry.extra.trace = ClientCall(
+                    self._span = ClientCall
+                entry.extra.trace = self._span(
                     entry.method,
                     entry.params,
                     revision=None if self.revision is None else self.revision.name,
@@ -548,7 +555,7 @@ class Conversation(Dialect):
             raise BadAnswer(f"the server asks what this client cannot answer: {refusal}") from None
 
     async def _visit(self, entry: AnyEntry, error: VisitRequired) -> bool:
-        """Lead the user to the pages that a call needs; return whether it is to be sent again."""
+        """Send the user to the pages that a call needs; return whether to send the call again."""
         extra: Extra = entry.extra
         if self._settings.elicit_url is None:
             return False
@@ -625,7 +632,7 @@ class Conversation(Dialect):
     def _told_of_task(self, id: str, state: Raw) -> None:
         for task in self.waiting:
             if task.id == id:
-                task.hear(state)
+                task.receive(state)
 
     def _cancel(self, task: "Task[Any]") -> None:
         """Cancel a task beside everything else: the caller that waited for it may be in the middle of being cancelled."""
@@ -641,11 +648,11 @@ class Conversation(Dialect):
     # --- what the server sends on its own ----------------------------------------------------------------------------
 
     def changes(self, lists: Iterable[Kind], uris: Iterable[str]) -> Changes:
-        """Return a block that hears of changes of these lists, and of these resources."""
+        """Return a block that listens to changes of these lists and of these resources."""
         return Changes(lists, uris, self._listening)
 
     async def listen_to(self, uris: Iterable[str]) -> None:
-        """Tell `on_change` of all lists and of these resources: the new before the old, so that nothing is missed."""
+        """Report changes of all lists and of these resources to `on_change`; begin anew before the old stream ends."""
         lists: tuple[Kind, ...] = ("tools", "prompts", "resources") if self.is_stateless else ()
         old, self._subscribed = self._subscribed, await self.changes(lists, uris).__aenter__()
         if old is not None:

@@ -7,7 +7,7 @@
    another, and the message is sent again, because nothing of it ran.
 3. A stream that ends before the answer is resumed: by GET with `Last-Event-ID`, not before the time that the server's
    `retry` asks for. That needs an event with an id; without one, and at 2026-07-28, the connection is lost.
-4. Where there are sessions, a standing GET hears what the server sends on its own, for as long as the server grants one.
+4. Where there are sessions, a standing GET receives what the server sends on its own, if the server allows it.
 5. A caller that stops waiting is announced: with `notifications/cancelled`, or at 2026-07-28 by closing the stream.
 
 `McpLineLink`:
@@ -16,14 +16,14 @@
 2. A pipe that has ended is opened anew by the next message. Where there is a handshake, the new one is greeted first.
 3. A caller that stops waiting is announced with `notifications/cancelled`, in every revision.
 
-Both take arrays where 2025-03-26 has them, and nowhere else; requests and notifications of the server go to `heard`.
+Both take arrays only at 2025-03-26, which has them. Requests and notifications of the server go to `on_message`.
 """
 
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
 from wirecall.client.delivery import DOUBLINGS, Clock
@@ -52,8 +52,6 @@ KNOWN = 1000  # sets of headers that are kept
 # A client must accept both, because the server chooses (2025-03-26, sending messages).
 _BOTH = {"Content-Type": JSON, "Accept": f"{JSON}, {EVENTS}"}
 
-Heard: TypeAlias = Callable[[Arrived], None]
-
 
 class McpLink(Link):
     """A link that speaks MCP."""
@@ -64,7 +62,7 @@ class McpLink(Link):
 
     def __init__(self) -> None:
         self.revision: Revision | None = None  # None: nothing is agreed yet
-        self.heard: Heard = lambda _message: None  # takes requests and notifications of the server
+        self.on_message: Callable[[Arrived], None] = lambda _message: None  # a request or notification of the server
         self.renew: Callable[[], Awaitable[None]] | None = None  # begins another session
         self.marks: Callable[[str], Marks] = lambda _tool: {}  # the arguments of a tool that headers repeat
         self._cancels: set[asyncio.Task[None]] = set()
@@ -79,7 +77,7 @@ class McpLink(Link):
 
     @abstractmethod
     async def listen(self) -> None:
-        """Hear what the server sends on its own."""
+        """Receive what the server sends on its own."""
 
     def _announce(self, exchange: Exchange, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Tell the server that the caller stopped waiting, in tasks of their own: the caller's task is being cancelled."""
@@ -174,7 +172,7 @@ class McpHttpLink(McpLink):
                         exchange.replayed(replayed_ids(told))
                     if is_good and answer.media == EVENTS:
                         stream = Parser(self._http.max_bytes)
-                        await self._drink(answer, stream, exchange)
+                        await self._read_stream(answer, stream, exchange)
                     else:
                         body = await answer.read()
                         if not is_good:
@@ -223,8 +221,8 @@ class McpHttpLink(McpLink):
 
     # --- streams -----------------------------------------------------------------------------------------------------
 
-    async def _drink(self, answer: HttpAnswer, parser: Parser, exchange: Exchange | None) -> int:
-        """Take the messages of a stream until it ends or all is answered; return how many there were."""
+    async def _read_stream(self, answer: HttpAnswer, parser: Parser, exchange: Exchange | None) -> int:
+        """Read the messages of a stream until it ends or all calls are answered; return how many there were."""
         count = 0
         async with aclosing(cast(AsyncGenerator[Event, None], answer.events(parser))) as events:
             async for event in events:
@@ -236,14 +234,14 @@ class McpHttpLink(McpLink):
         return count
 
     def _read(self, text: bytes, exchange: Exchange | None) -> None:
-        """Give answers to the exchange, and requests and notifications to `heard`."""
+        """Give answers to the exchange, and requests and notifications to `on_message`."""
         in_array, messages = read_messages(text)
         odd = in_array and not (self.revision and self.revision.has_arrays)
         if in_array and not messages and exchange is not None:
             exchange.strays.append("an empty array")
         for message in messages:
             if isinstance(message, Arrived) and not message.is_answer:
-                self.heard(message)
+                self.on_message(message)
             elif exchange is not None:
                 exchange.take(message, odd)
             else:
@@ -262,20 +260,21 @@ class McpHttpLink(McpLink):
                 async with self._get(parser) as answer:
                     granted = answer.status == 200 and answer.media == EVENTS
                     if granted:
-                        await self._drink(answer, parser, exchange)
+                        await self._read_stream(answer, parser, exchange)
             fruitless = fruitless + 1 if parser.last_id == place else 0
         if not exchange.is_done:
-            raise ConnectionLost("the stream ended before the answer, and cannot be resumed", retry_after=parser.retry)
+            reason = f"the stream ended before the answer, and cannot be resumed{exchange.instead}"
+            raise ConnectionLost(reason, retry_after=parser.retry)
 
     def _get(self, parser: Parser) -> AbstractAsyncContextManager[HttpAnswer]:
-        """Ask for a stream that goes on behind the last event of the parser."""
+        """Ask for a stream that continues after the last event of the parser."""
         parser.restart()
         # Last-Event-ID asks for what came after that event (HTML standard, section 9.2; MCP 2025-03-26, resumability).
         place = {LAST_EVENT: parser.last_id} if parser.last_id else {}
         return self._http.request("GET", headers={"Accept": EVENTS, **self._shared(), **place})
 
     async def listen(self) -> None:
-        """Hear what the server sends on its own. Wait a moment for it to begin: some servers drop what is not heard."""
+        """Open the stream of the server's own messages, and wait a moment for it: some servers drop messages without it."""
         if self._standing is not None:
             self._standing.cancel()
         stands = asyncio.Event()
@@ -293,7 +292,7 @@ class McpHttpLink(McpLink):
                     if answer.status != 200 or answer.media != EVENTS:
                         return  # 405: it has none. 404: the session is gone, and the next call makes another
                     stands.set()
-                    fruitless = 0 if await self._drink(answer, parser, None) else fruitless + 1
+                    fruitless = 0 if await self._read_stream(answer, parser, None) else fruitless + 1
             except ConnectionLost:
                 fruitless += 1
             except WirecallError as error:
@@ -367,7 +366,7 @@ class McpLineLink(LineLink, McpLink):
             id: Any = message.id
             ours = self._open[id].known.get(id) if id in self._open else None
             if ours is None or message.method != ours.method or ours.method == "ping":
-                self.heard(message)
+                self.on_message(message)
                 return
         super()._take(message, in_array and not (self.revision and self.revision.has_arrays))
 

@@ -1,4 +1,4 @@
-"""Tasks: calls of tools that a server goes on with after its answer (extension io.modelcontextprotocol/tasks, SEP-2663).
+"""Tasks: calls of tools that continue after the server's answer (extension io.modelcontextprotocol/tasks, SEP-2663).
 
     task = await client.start_tool("render", {"film": "x"})
     async for state in task: ...
@@ -6,8 +6,8 @@
 
 1. The client asks for the state (`tasks/get`) as often as the server wishes, within `SOONEST` and `FURTHEST` seconds, give
    or take a tenth. If the server sends states by itself (`subscriptions/listen`), the client asks every `FURTHEST` seconds.
-2. An answer that is lost, or a server that is away, does not end the wait: the task goes on meanwhile. The deadline ends it,
-   and so does a server that does not know the task.
+2. An answer that is lost, or a server that is away, does not end the wait: the task continues meanwhile. The deadline ends
+   it, and so does a server that does not know the task.
 3. The handlers of the host answer the questions of a task, each key once. The client sends an answer until the server has
    taken it.
 4. The end of a task settles the entry of its call, as a plain answer would have done. A task that has ended does not change.
@@ -35,8 +35,7 @@ from wirecall.errors import (
     TimedOut,
     UsageError,
 )
-from wirecall.mcp.client.changes import Changes
-from wirecall.mcp.client.host import ROUNDS, InputRequest
+from wirecall.mcp.client.inbox import ROUNDS, Changes, InputRequest
 from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class Task(Generic[T]):
         self._entry = entry  # of the call; its result is the task's
         self._state = Details("", "completed") if id is None else state
         self._is_sent = False  # the server has sent a state by itself
-        self._news: list[asyncio.Event] = []  # of those that wait
+        self._news: list[asyncio.Event] = []  # one for each caller that waits
         self._asked: set[str] = set()  # keys of all questions that were answered, or are being answered
         self._answers: JsonObject = {}  # that the server has not taken yet, by key
         self._rounds = 0
@@ -228,8 +227,8 @@ class Task(Generic[T]):
             if stream is not None:
                 await stream.__aexit__()
 
-    def hear(self, raw: Raw) -> None:
-        """Take a state that the server has sent by itself. One that cannot be used is asked for when its time comes."""
+    def receive(self, raw: Raw) -> None:
+        """Take a state that the server has sent by itself. If it cannot be used, the client asks for it in due course."""
         self._is_sent = False
         with suppress(BadAnswer):
             self._take(read_state(raw))
@@ -237,7 +236,7 @@ class Task(Generic[T]):
         self.wake()
 
     def wake(self) -> None:
-        """Make those that wait look again at what is known."""
+        """Wake the callers that wait, to look at the state again."""
         for news in self._news:
             news.set()
 

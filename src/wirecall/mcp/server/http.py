@@ -44,10 +44,11 @@ from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf, event
 from wirecall.mcp.server.workers import Relay
-from wirecall.mcp.types import CallTool
+from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.stepping import resume
-from wirecall.transports.request import JSON, HttpError, HttpRequest, Pairs
+from wirecall.transports.exchange import Pairs
+from wirecall.transports.request import JSON, HttpError, HttpRequest
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
@@ -115,12 +116,12 @@ class McpEndpoint:
         # Step 1: media types. A client takes both, since an answer may be either (transports, "Sending Messages to the
         # Server").
         request.check_json()
-        if not _accepts(request, BOTH):
+        fields = request.headers
+        if not _takes(fields.get("accept"), BOTH):
             raise HttpError(406, f"Accept: expected both {JSON} and {EVENTS}, since an answer may be either")
         # Step 2: the body is one message, or an array of them.
         message = messages.read(await request.body(), self._limits)
         # Step 3: its era. Most requests name the newest revision, so that is asked first.
-        fields = request.headers
         if type(message) is Envelope and not fields.has_doubles and fields.first.get("mcp-protocol-version") == _NEWEST:
             await self._post_described(request, message)
             return
@@ -169,7 +170,7 @@ class McpEndpoint:
             # Step 3: the answer. A plain function that reads gives it at once; anything else may wait, and may have
             # something to send before its answer.
             answer: bytes | None
-            ready = self._server.calls.at_once(message.id, params)
+            ready = self._server.calls.at_once(message.id, params, STATELESS[-1])
             if isinstance(ready, bytes):
                 answer = ready
             else:
@@ -194,9 +195,7 @@ class McpEndpoint:
                 outlet.close()
         # Step 4: it goes out, at the end of the stream if one was opened.
         if outlet is not None and outlet.is_stream:
-            if answer is not None:
-                await request.write(event(answer))
-            await request.close_stream()
+            await request.close_stream(b"" if answer is None else event(answer))
             outlet.sending.written()
         elif answer is None:
             await request.respond(202)
@@ -206,9 +205,10 @@ class McpEndpoint:
 
     async def _post_older(self, request: HttpRequest, message: "Envelope | ClientAnswer", version: str | None) -> None:
         """Answer a message of a revision with a handshake."""
-        # `initialize` opens a session. Its id comes with every further request.
+        params = self._server.params_of(message) if isinstance(message, Envelope) else None
         if request.identity is not None:
-            self._server.permit(request.identity, self._server.scopes(message))
+            self._server.permit(request.identity, self._server.scopes(message, params))
+        # `initialize` opens a session. Its id comes with every further request.
         if isinstance(message, Envelope) and message.method == "initialize" and message.id is not UNSET:
             try:
                 session, answer = self._server.opened(message)
@@ -241,7 +241,7 @@ class McpEndpoint:
         # A request: its answer is JSON, or the last event of its stream.
         if message.method in _FOR_ALL:
             self._relay.pass_on(request.caller, request.headers.get(SESSION), await request.body())
-        await self._serve(request, known, message)
+        await self._serve(request, known, message, params)
 
     async def _post_array(self, request: HttpRequest, entries: list[Incoming], version: str | None) -> None:
         """Answer the messages of an array (2025-03-26): as an array, or one by one in the stream if there is one."""
@@ -260,10 +260,24 @@ class McpEndpoint:
         self._server.permit(request.identity, scopes)
         await self._serve(request, known, entries)
 
-    async def _serve(self, request: HttpRequest, known: Known, message: Envelope | list[Incoming]) -> None:
+    async def _serve(
+        self, request: HttpRequest, known: Known, message: Envelope | list[Incoming], params: Params | None = None
+    ) -> None:
         """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
-        request.holder = request.holder or known.id
         session, caller, identity, key = known.session, request.caller, request.identity, _key(request)
+        # A plain function that reads gives its answer at once. It has no events, and nothing could cancel it.
+        begun: Coroutine[Any, Any, bytes | None] | None = None
+        if params is not None and isinstance(message, Envelope):
+            assert isinstance(message.id, (int, str))  # `messages.read` has checked it
+            try:
+                ready = self._server.calls.at_once(message.id, params, session.revision)
+            except RpcError as error:
+                ready = failure(message.id, error, session.revision)
+            if isinstance(ready, bytes):
+                await request.respond(200, ready)
+                return
+            begun = ready  # a plain function that returned an awaitable
+        request.holder = request.holder or known.id
         has, unread = session.revision.has, self._limits.unread_bytes
         numbered, primed = has("http resume"), has("http priming event")
         peer = f"session {known.id}" if known.id else None
@@ -273,7 +287,12 @@ class McpEndpoint:
             if isinstance(message, list):
                 answers = await self._server.answer_array(message, session, channel, caller=caller, identity=identity)
             else:
-                answer = await self._server.answer(message, session, channel, caller=caller, identity=identity, key=key)
+                answer: bytes | None
+                try:
+                    more: JsonObject = {"caller": caller, "identity": identity, "key": key, "params": params}
+                    answer = await (begun or self._server.respond(message, session, channel, **more))
+                except RpcError as error:
+                    answer = failure(message.id, error, session.revision)
                 answers = [] if answer is None else [answer]
             if not channel.is_stream:
                 return None if not answers else make_batch(answers) if isinstance(message, list) else answers[0]
@@ -326,7 +345,7 @@ class McpEndpoint:
     async def _get(self, request: HttpRequest) -> None:
         """Send the standing stream of a session, or the rest of a stream that was cut."""
         known = self._standing_session(request)
-        if not _accepts(request, frozenset({EVENTS})):
+        if not _takes(request.headers.get("accept"), frozenset({EVENTS})):
             raise HttpError(406, f"Accept: expected {EVENTS}")
         # The id of an event names its stream, so only events of that one are sent again (2025-11-25, transports,
         # "Resumability and Redelivery").
@@ -388,18 +407,11 @@ class McpEndpoint:
 # --- requests and answers --------------------------------------------------------------------------------------------
 
 
-def _accepts(request: HttpRequest, media: frozenset[str]) -> bool:
-    """Return whether a client takes these media types. A request without an Accept header takes all (RFC 9110, 12.5.1)."""
-    fields = request.headers
-    accepted = ",".join(fields.all("accept")) if fields.has_doubles else fields.first.get("accept")
-    return not accepted or media <= _media(accepted)
-
-
 @lru_cache(maxsize=256)  # clients send few different ones
-def _media(accepted: str) -> frozenset[str]:
-    """Return those of MCP's two media types that an Accept header lists."""
-    kinds = {kind.partition(";")[0].strip().lower() for kind in accepted.split(",")}
-    return frozenset(media for media in BOTH if kinds & {media, "*/*", media.partition("/")[0] + "/*"})
+def _takes(accepted: str | None, media: frozenset[str]) -> bool:
+    """Return whether an Accept header lists these media types. A request without one takes all (RFC 9110, 12.5.1)."""
+    kinds = {kind.partition(";")[0].strip().lower() for kind in (accepted or "*/*").split(",")}
+    return all(kinds & {one, "*/*", one.partition("/")[0] + "/*"} for one in media)
 
 
 def _single(request: HttpRequest, name: str) -> str | None:

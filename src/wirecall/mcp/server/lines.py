@@ -20,9 +20,8 @@ from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming, failure
 from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.types import Params
 from wirecall.protocol import messages as jsonrpc
-from wirecall.protocol.messages import Envelope, Invalid, Limits
-from wirecall.protocol.sending import Sending
-from wirecall.server.policy import ANONYMOUS
+from wirecall.protocol.messages import Envelope, Invalid, Limits, Sending
+from wirecall.server.call import ANONYMOUS
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server

@@ -85,7 +85,7 @@ def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
 
 def has_envelope(message: Envelope) -> bool:
     """Return whether a message has the version of an envelope, valid or not, as the messages of 2026-07-28 do."""
-    if message.params is UNSET or b"protocolVersion" not in bytes(message.params):
+    if message.params is UNSET or bytes(message.params).find(b"protocolVersion") < 0:
         return False
     try:
         return f"{PREFIX}protocolVersion" in _decode_keys(message.params).meta
@@ -136,8 +136,8 @@ class Answers:
         self._info = info
         self.bytes_out = bytes_out
         told = encode({f"{PREFIX}serverInfo": info})
-        self._stamp = b'"resultType":"complete","_meta":' + told
-        self._only_meta = b'"_meta":' + told
+        self._stamp = b'{"resultType":"complete","_meta":' + told
+        self._only_meta = b'{"_meta":' + told
 
     def to(self, id: Id, result: object, revision: Revision) -> bytes:
         """Return the answer to a request, with the members that the revision requires. Raises if it is too long."""
@@ -146,9 +146,9 @@ class Answers:
         # member would cost more than making it.
         if revision.has_result_type:
             if data == b"{}":
-                data = b"{" + self._stamp + b"}"
-            elif b'"_meta"' not in data:
-                data = b"{" + (self._only_meta if data.startswith(_TYPED) else self._stamp) + b"," + data[1:]
+                data = self._stamp + b"}"
+            elif data.find(b'"_meta"') < 0:
+                data = b"%b,%b" % (self._only_meta if data.startswith(_TYPED) else self._stamp, data[1:])
             else:
                 members = msgspec.json.decode(data)
                 meta = {**members.get("_meta", {})}
@@ -157,7 +157,7 @@ class Answers:
                     meta[f"{PREFIX}serverInfo"] = self._info  # else it is this server, described in full
                 data = encode({"resultType": "complete", **members, "_meta": meta})
         told = b"%d" % id if type(id) is int else encode(id)
-        answer = b'{"jsonrpc":"2.0","id":' + told + b',"result":' + data + b"}"
+        answer = b'{"jsonrpc":"2.0","id":%b,"result":%b}' % (told, data)
         if len(answer) > self.bytes_out:
             raise self.too_long()
         return answer

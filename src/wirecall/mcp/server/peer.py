@@ -33,20 +33,29 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
 from wirecall.logs import logger
-from wirecall.mcp.extensions import declared
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.forms import RequestedForm, form_of
 from wirecall.mcp.server.messages import Id
-from wirecall.mcp.server.seals import Seals
-from wirecall.mcp.types import LEVELS, PREFIX, Elicited, Message, Params, Resumed, Roots, Sampled, block
-from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, decode_any, encode
-from wirecall.protocol.sending import Sending
+from wirecall.mcp.types import (
+    LEVELS,
+    PREFIX,
+    Elicited,
+    Message,
+    Params,
+    Resumed,
+    Roots,
+    Sampled,
+    block,
+    declared_extensions,
+)
+from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, Sending, decode_any, encode
 from wirecall.server.call import Call, ClientInfo, InputRequired
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
 
 if TYPE_CHECKING:
+    from wirecall.mcp.server.sessions import Seals
     from wirecall.server.dispatch import Dispatcher
 
 T = TypeVar("T")
@@ -125,7 +134,7 @@ class Session(Struct, eq=False):
     @property
     def extensions(self) -> dict[str, JsonObject]:
         """Return the extensions that the client declares in this session or, at 2026-07-28, in this request."""
-        return declared(self.capabilities, self.revision)
+        return declared_extensions(self.capabilities, self.revision)
 
     async def request(self, peer: "Peer", method: str, params: JsonObject) -> Raw:
         """Send a request to the client, on the way of one of its calls, and return the client's result."""
@@ -203,7 +212,7 @@ class Questions:
     questions open would stop all other callers. They have limits of their own, which stop only that client.
     """
 
-    def __init__(self, seals: Seals, limits: Limits, dispatcher: "Callable[[], Dispatcher]") -> None:
+    def __init__(self, seals: "Seals", limits: Limits, dispatcher: "Callable[[], Dispatcher]") -> None:
         self.limits = limits
         self._seals = seals
         self._dispatcher = dispatcher
@@ -238,7 +247,7 @@ class Questions:
             found = self._seals.open("state", call.frame.caller, params.state)
             if found is None:
                 raise BadInput("requestState: it was not issued for this call, or has expired")
-            state = msgspec.json.decode(found[1], type=_State)
+            state = msgspec.json.decode(found.value, type=_State)
             if state.digest != _digest(call.record, call.params):
                 raise BadInput("requestState: it belongs to another call")
             if call.key not in (None, state.key):
@@ -309,7 +318,7 @@ class Peer(Struct, eq=False):
     _closed: bool = False
 
     def named(self, key: str) -> None:
-        """Hear the key of a call that came without one, for the states of its further rounds."""
+        """Keep the key of a call that came without one, for the states of its further rounds."""
         if self.about is not None:
             self.about = *self.about[:3], key
 

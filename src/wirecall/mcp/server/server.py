@@ -42,7 +42,7 @@ from wirecall.mcp.server.catalog import Catalog, MethodEntry
 from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
 from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming, failure
 from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session, named_client
-from wirecall.mcp.server.seals import Seals
+from wirecall.mcp.server.sessions import Seals
 from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
@@ -345,12 +345,17 @@ class Server:
         """Return the scopes that a message asks for. `params` are those of the message, if they are decoded already."""
         if not isinstance(entry, Envelope) or (method := self.methods.get(entry.method)) is None:
             return ()
-        if type(params) is not method.params:
-            try:
-                params = _decoded(entry, method.decode)
-            except RpcError:
-                return ()  # the request is refused for its params, before it runs
+        if type(params) is not method.params and (params := self.params_of(entry)) is None:
+            return ()  # the request is refused for its params, before it runs
         return self.calls.scopes(entry.method, params, entry.params)
+
+    def params_of(self, message: Envelope) -> Any:
+        """Return the params of a request; None if there is no such method, or if they do not fit it."""
+        method = self.methods.get(message.method)
+        try:
+            return None if method is None else _decoded(message, method.decode)
+        except RpcError:
+            return None
 
     def _find(self, name: str, revision: Revision) -> McpMethod:
         """Return a method. Raises `MethodNotFound` if the revision lacks it, or the server has nothing to serve with it."""
@@ -398,10 +403,8 @@ class Server:
             """Commands run one after another, in array order (J13)."""
             if not isinstance(entry, Envelope) or entry.method != "tools/call":
                 return False
-            try:
-                tool = self.catalog.tools.get(_decoded(entry, self.methods["tools/call"].decode).name)
-            except RpcError:
-                return False
+            params = self.params_of(entry)
+            tool = None if params is None else self.catalog.tools.get(params.name)
             return tool is not None and tool.is_command
 
         limit = self._limits.concurrency

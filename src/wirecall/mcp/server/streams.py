@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from wirecall.errors import Gone
-from wirecall.protocol.sending import Sending
+from wirecall.protocol.messages import Sending
 from wirecall.transports.request import HttpError, HttpRequest
 
 KEEP_ALIVE = 15.0  # seconds; proxies close connections that are silent for longer

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from wirecall.commands.outcome import answer, recorded, unavailable
-from wirecall.commands.run import LostLease, Run
+from wirecall.commands.run import LostLease, Run, answer, recorded, unavailable
 from wirecall.errors import (
     Busy,
     DeadlineExceeded,

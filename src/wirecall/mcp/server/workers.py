@@ -39,11 +39,11 @@ from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.logs import logger
-from wirecall.mcp.server.seals import Seals
 from wirecall.protocol.messages import JsonObject
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.changes import Hub
+    from wirecall.mcp.server.sessions import Seals
 
 PATIENCE = 5.0  # seconds for a worker to take a message
 LIFETIME = 60.0
@@ -101,7 +101,7 @@ class Relay:
     def __init__(
         self,
         hub: "Hub",
-        seals: Seals,
+        seals: "Seals",
         *,
         shared: bool,
         on_end: Callable[[EndedSession], None],
@@ -268,7 +268,7 @@ class Relay:
             found = self._seals.open("relay", "", data.decode("ascii"))
             if found is None:
                 raise ValueError("not sealed by a worker")
-            told = msgspec.json.decode(found[1])
+            told = msgspec.json.decode(found.value)
             if "kind" in told:
                 self._hub.tell_here(told["kind"], told["uri"])
             elif "ended" in told:

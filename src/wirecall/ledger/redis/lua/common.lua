@@ -1,4 +1,4 @@
--- What every script begins with: the clock, and the writes that several transitions share. scripts.py puts this file, and
+-- What every script begins with: the clock, and the writes that several transitions share. ledger.py puts this file, and
 -- before it the constants MAX_ATTEMPTS, TOMBSTONE_FACTOR and GRACE, in front of each of the others.
 --
 -- KEYS[1] is the record, a hash; or a task, for the scripts that say so. Times and durations are whole microseconds. They stay below 2^53, so a Lua number holds

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from tests.size import sized
-from wirecall.contract.schemas import misfits
+from wirecall.contract.changes import misfits
 from wirecall.protocol.messages import JsonObject
 
 NAMES = ("a", "b", "c")
@@ -229,6 +229,7 @@ def test_a_type_that_refers_to_itself() -> None:
         {"$ref": "https://example.com/other.json"},
         {"$ref": "#/nowhere"},
         {"$ref": 7},
+        {"$ref": f"#/anyOf/{'9' * 5000}", "anyOf": [{}]},
         {"type": 7, "properties": [], "required": "a", "enum": {}},
         {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
         {
@@ -241,3 +242,46 @@ def test_a_type_that_refers_to_itself() -> None:
 def test_odd_schemas_are_compared_in_bounded_time(schema: JsonObject) -> None:
     assert misfits(schema, dict(schema), is_result=True) == []
     misfits(schema, {**schema, "maxProperties": 1, "minLength": 1}, is_result=False)
+
+
+def deep(schema: JsonObject) -> JsonObject:
+    for _ in range(5000):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def tagged(values: list[str]) -> JsonObject:
+    return {"type": "object", "properties": {"tag": {"enum": values}}, "required": ["tag"]}
+
+
+MANY = 100_000
+NUMBERS = [str(number) for number in range(MANY)]
+LARGE: dict[str, tuple[JsonObject, JsonObject]] = {
+    "members": (
+        {"type": "object", "properties": {number: {"type": "string"} for number in NUMBERS}, "required": NUMBERS},
+        {"type": "object", "properties": {number: {"type": "null"} for number in NUMBERS}, "required": NUMBERS},
+    ),
+    "listed values": ({"enum": NUMBERS}, {"enum": [f"{number} x" for number in NUMBERS]}),
+    "alternatives": ({"oneOf": [{"const": number} for number in NUMBERS]}, {"oneOf": [{"const": None}] * MANY}),
+    "parts": ({}, {"allOf": [{"properties": {number: {}}} for number in NUMBERS]}),
+    "tags": ({}, {"oneOf": [tagged([f"{part} {number}" for number in NUMBERS]) for part in ("a", "b")]}),
+    "references": (
+        {"$ref": "#/$defs/0", "$defs": {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(50)}},
+        {"type": "null"},
+    ),
+    "a pattern that takes exponential time": ({"const": "a" * 50 + "!"}, {"type": "string", "pattern": "^(a+)+$"}),
+    "a repetition that cannot be": ({"const": "a"}, {"type": "string", "pattern": "a{99999999999}"}),
+    "multiples of nothing": ({"type": "integer", "multipleOf": 4}, {"type": "integer", "multipleOf": 0}),
+    "depth": (deep({"type": "string"}), deep({"type": "null"})),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_schemas_that_cannot_be_compared_do_not_fit(name: str) -> None:
+    old, new = LARGE[name]
+    assert misfits(old, new, is_result=True)
+
+
+def test_a_long_list_of_values_can_change() -> None:
+    old = NUMBERS[:10_000]
+    assert [misfit.shown for misfit in misfits({"enum": [*old, "new"]}, {"enum": old}, is_result=True)] == ['"new"']

@@ -1,4 +1,6 @@
-"""RSGI, granian's own interface, as one side of a request. Only what its specification names is used.
+"""One HTTP request and its answer, as the interface of a server carries them: ASGI, or RSGI, granian's own.
+
+Only what their specifications name is used. ASGI has events of `receive` and `send`. RSGI has less:
 
 1. RSGI has no way to wait for a client that is slow to read, and none to cut an answer: a stream that is let go of looks as
    if it had come to its end. Both are done with the connection's socket, which is a file of this process.
@@ -14,16 +16,198 @@ import select
 import socket
 import struct
 import sys
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from stat import S_ISSOCK
-from typing import Any, Protocol
+from types import CoroutineType
+from typing import Any, Protocol, TypeAlias, overload
 
-from wirecall.transports.request import Headers, Pairs
+from wirecall.stepping import first_step
+
+Pairs: TypeAlias = Sequence[tuple[str, str]]
 
 FILES = "/dev/fd" if os.path.isdir("/dev/fd") else ""  # lists the open files of this process; Windows does not have it
 # Bytes of a stream after which its socket must be ready for more. The server itself holds any number of them.
 AHEAD = 64 << 10
 UNREADABLE = "\ufffd"
+
+
+class Headers(Mapping[str, str]):
+    """The header fields of a request. Names in any case; values without the blanks around them, as RFC 9110 demands.
+
+    As a mapping it has one value for each name; where there are several, all of them with commas between them (RFC 9110,
+    section 5.3). So a lookup never returns one value while a proxy in front has judged the other.
+    """
+
+    __slots__ = ("first", "has_doubles", "pairs")
+
+    def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self.pairs = pairs  # names in lower case
+        self.first = dict(reversed(pairs))  # the first value of each name; made in C, faster than any loop here
+        self.has_doubles = len(self.first) != len(pairs)  # a name occurs twice
+
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+    @overload
+    def get(self, name: str, /, default: Any) -> Any: ...
+    def get(self, name: str, /, default: Any = None) -> Any:
+        """Return the value, or `default`."""
+        if self.has_doubles:
+            return ", ".join(self.all(name)) if name in self else default
+        value = self.first.get(name.lower())
+        return default if value is None else value.strip(" \t")
+
+    def all(self, name: str) -> list[str]:
+        """Return every value, in order."""
+        wanted = name.lower()
+        if wanted not in self.first:
+            return []
+        return [value.strip(" \t") for key, value in self.pairs if key == wanted]
+
+    def __getitem__(self, name: str) -> str:
+        value = self.get(name)
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self.first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(key for key, _ in self.pairs))
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+class HttpExchange(Protocol):
+    """One request and its answer, as the interface of a server carries them: `asgi` and `rsgi` are the two."""
+
+    method: str
+    path: str
+    authority: str | None  # of a target in absolute form
+    headers: Headers
+
+    def read(self, length: int | None) -> Coroutine[Any, Any, bytes | None]:
+        """Return the next piece of the body, b"" after the last one, or None if the client left or sends something else.
+
+        A server may return the whole body at once if the caller knows its length and is ready to take all of it.
+        """
+        ...
+
+    def left(self) -> Coroutine[Any, Any, None]:
+        """Return when the client has left. To be awaited after the body, once at a time; safe to cancel."""
+        ...
+
+    def has_left(self) -> bool:
+        """Return whether the client is known to have left. Not to be called while `left` is awaited."""
+        ...
+
+    # Each of these may wait while the client does not read, and raises OSError if the client is known to have left.
+
+    def respond(self, status: int, fields: Pairs, body: bytes) -> Coroutine[Any, Any, None]:
+        """Send a whole answer."""
+        ...
+
+    def begin(self, status: int, fields: Pairs) -> Coroutine[Any, Any, None]:
+        """Begin an answer that comes in pieces."""
+        ...
+
+    def send(self, piece: bytes, *, is_last: bool = False) -> Coroutine[Any, Any, None]:
+        """Send a piece of that answer."""
+        ...
+
+    def release(self, *, cut: bool) -> None:
+        """Let go of what this exchange holds. `cut`: the answer has begun and will not end, and must not look complete."""
+        ...
+
+
+# --- ASGI ------------------------------------------------------------------------------------------------------------
+
+Event: TypeAlias = MutableMapping[str, Any]
+Scope: TypeAlias = Event
+Receive: TypeAlias = Callable[[], Awaitable[Event]]
+Send: TypeAlias = Callable[[Event], Awaitable[None]]
+
+
+class AsgiExchange:
+    """An `HttpExchange` over ASGI."""
+
+    __slots__ = ("_coming", "_has_body", "_receive", "_send", "authority", "headers", "method", "path")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        root: str = scope.get("root_path") or ""
+        if root and path.startswith(root):
+            path = path[len(root) :]
+        # uvicorn shows a target in absolute form as it came; granian leaves its authority out.
+        self.authority: str | None = None
+        if not path.startswith("/") and "://" in path:
+            self.authority, slash, path = path.partition("://")[2].partition("/")
+            path = slash + path
+        self.path = path
+        self.method: str = scope["method"]
+        self.headers = Headers([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
+        self._receive = receive
+        self._send = send
+        self._has_body = True
+        self._coming: Any = None  # a future of the server that will be the next event
+
+    async def read(self, length: int | None) -> bytes | None:
+        while self._has_body:
+            event = await self._receive()
+            if event["type"] != "http.request":  # granian reports a client that left and malformed chunks in the same way
+                self._has_body = False
+                return None
+            self._has_body = bool(event.get("more_body"))
+            piece: bytes = event.get("body") or b""
+            if piece:
+                return piece
+        return b""
+
+    async def left(self) -> None:
+        try:
+            while True:
+                coming = self._coming
+                event: Event = await (self._receive() if coming is None else coming)
+                if event["type"] == "http.disconnect":
+                    return
+                self._coming = None
+        finally:
+            self._coming = None  # a future that was awaited is done now, or cancelled
+
+    def has_left(self) -> bool:
+        # ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is
+        # kept, and looked at again with the next piece. Of anything else one step tells: a coroutine (uvicorn), or an
+        # object that holds its event already (granian, after the client has left).
+        coming = self._coming or self._receive()
+        if asyncio.isfuture(coming):
+            done, self._coming = coming.done(), None if coming.done() else coming
+            event: Event = coming.result() if done else {}
+        else:
+            done, event = first_step(coming)
+            if not done and type(coming) is CoroutineType:
+                coming.close()
+        return done and event["type"] == "http.disconnect"
+
+    async def respond(self, status: int, fields: Pairs, body: bytes) -> None:
+        headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in fields]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def begin(self, status: int, fields: Pairs) -> None:
+        headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in fields]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def send(self, piece: bytes, *, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+
+    def release(self, *, cut: bool) -> None:
+        # An answer without its last event is cut by the server itself (ASGI's HTTP specification leaves that to servers).
+        if self._coming is not None:
+            self._coming.cancel()
+
+
+# --- RSGI ------------------------------------------------------------------------------------------------------------
 
 
 class RsgiHeaders(Protocol):

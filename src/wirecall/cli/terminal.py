@@ -1,23 +1,28 @@
-"""How a verb prints: its payload on stdout, everything else on stderr.
+"""The user's side of a verb: what it prints, reads and asks, and Ctrl-C.
 
-`--json` puts exactly one document on stdout: `{"ok": true, "result": ...}`, or `{"ok": false, "error": ...}`, which the
-command itself prints when a verb raises. Without it the payload is for people: tables by rich where stdout is a terminal,
-the same columns without colour and lines where it is not. Colour alone never carries a meaning.
+1. The payload goes to stdout, everything else to stderr. `--json` puts exactly one document on stdout: `{"ok": true,
+   "result": ...}`, or `{"ok": false, "error": ...}`, which the command itself prints when a verb raises. Without it the
+   payload is for people: tables by rich where stdout is a terminal, the same columns without colour and lines where it is
+   not. Colour alone never carries a meaning.
+2. Ctrl-C cancels the verb, so that its calls in flight are cancelled at their server too; a second one ends the process.
 """
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any, TextIO
+from typing import IO, Any, BinaryIO, Literal, TypeVar
 
 import click
 import msgspec
 from msgspec import UNSET
 
-from wirecall.cli.failures import CliError, Exit
+from wirecall.cli.failures import CliError, Exit, Interrupted
 from wirecall.logs import escaped, printable
 from wirecall.protocol.messages import encode
+
+T = TypeVar("T")
 
 # Marks, their replacements on a terminal without Unicode, and their colours.
 _MARKS = {
@@ -40,13 +45,10 @@ class Printer:
         if self.as_json:
             print_json({"ok": True, "result": value, **more})
         elif callable(show):
-            with _writing():
-                show()
+            show()
         else:
             text = pretty(value) if show is None else show
-            # Bytes unless stdout is a terminal: click would strip everything from a text that looks like colour.
-            with _writing():
-                click.echo(printable(text) if is_terminal(sys.stdout) else text.encode("utf-8", "backslashreplace"))
+            print_raw(f"{text}\n".encode("utf-8", "backslashreplace"))
 
     def note(self, text: str, mark: str = "") -> None:
         """Print a line beside the payload."""
@@ -57,9 +59,8 @@ class Printer:
         """Print rows for people, on stdout."""
         rows = [[escaped(cell) for cell in row] for row in rows]
         if not is_terminal(sys.stdout):
-            widths = [max(len(row[at]) for row in (columns, *rows)) for at in range(len(columns))]
-            for row in (columns, *rows):
-                click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            for line in aligned([columns, *rows]):
+                click.echo(line)
             return
         from rich.console import Console
         from rich.table import Table
@@ -73,6 +74,12 @@ class Printer:
         Console().print(table)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of texts as lines, with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 # The option `--json`, as the parameter `out`, a `Printer`.
 json_option = click.option(
     "--json",
@@ -83,57 +90,24 @@ json_option = click.option(
 )
 
 
-class Unwritten(CliError):
-    """Stdout cannot be written, for example because the disk is full. A closed pipe (EPIPE) is not reported."""
-
-    def __init__(self, error: OSError) -> None:
-        why = error.strerror or str(error)
-        super().__init__("The output cannot be written.", why, "write it elsewhere", exit=Exit.FAULT, type="output")
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise Unwritten(error) from error
-
-
-def json_line(document: object) -> bytes:
-    """Return a document on one line. Its texts steer no terminal: for a program, an escape of JSON is the same character."""
-    return printable(encode(document).decode()).encode()
-
-
-def print_json(document: object, stdout: IO[str] | None = None) -> None:
-    """Print one document on one line."""
-    with _writing():
-        click.echo(json_line(document), stdout)
-
-
 def print_raw(data: bytes, stdout: IO[str] | None = None, *, err: bool = False) -> None:
-    """Print bytes of a server unchanged; on a terminal, escape control characters."""
-    stream = stdout or (sys.stderr if err else sys.stdout)
-    with _writing():
-        text = printable(data.decode("utf-8", "backslashreplace")) if is_terminal(stream) else data
-        click.echo(text, stdout, nl=False, err=err)
+    """Print bytes unchanged; on a terminal, escape control characters."""
+    # As bytes unless it is a terminal: click would strip everything from a text that looks like colour.
+    shown = is_terminal(stdout or (sys.stderr if err else sys.stdout))
+    click.echo(printable(data.decode("utf-8", "backslashreplace")) if shown else data, stdout, nl=False, err=err)
 
 
-def print_lines(documents: Sequence[object], stdout: TextIO | None) -> None:
-    """Print many documents, one per line, in one write: `click.echo` for each took as long as the calls."""
-    if stdout is None:  # the parent process closed it
-        return
-    with _writing():
-        stdout.flush()
-        stdout.buffer.write(b"".join([json_line(document) + b"\n" for document in documents]))
-        stdout.buffer.flush()
+def print_json(*documents: object, stdout: IO[str] | None = None) -> None:
+    """Print documents, one per line, in one write: `click.echo` for each of a batch took as long as its calls."""
+    # Their texts steer no terminal: for a program, an escape of JSON is the same character.
+    lines = [f"{printable(encode(document).decode())}\n" for document in documents]
+    print_raw("".join(lines).encode(), stdout)
 
 
 def print_failure(failure: CliError, as_json: bool) -> None:
     """Print the error that ends the command; on stderr if stdout cannot be written."""
     if as_json:
-        with suppress(Unwritten):
+        with suppress(OSError):
             print_json({"ok": False, "error": failure.document()})
             return
     click.echo(f"{marked('failed')} {printable(failure.text())}", err=True)
@@ -218,3 +192,83 @@ def progress(total: int | None, what: str, *, hidden: bool = False) -> "Iterator
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
+
+
+# --- input ----------------------------------------------------------------------------------------------------------
+
+
+def stdin() -> BinaryIO:
+    """Return standard input, unless the parent process closed it."""
+    if sys.stdin is None:
+        raise click.UsageError("There is no standard input: it is closed.")
+    return sys.stdin.buffer
+
+
+def input_file(path: str) -> BinaryIO:
+    """Open a file to read, or take standard input for `-`: the `type=` of an argument."""
+    if path == "-":
+        return stdin()
+    try:
+        return click.get_current_context().with_resource(open(path, "rb"))
+    except OSError as error:
+        why, next_step = error.strerror or str(error), "give the path of a file, or - for standard input"
+        raise CliError(f"{path} cannot be read.", why, next_step) from None
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------------------
+
+
+class _Now:
+    """The state of the command when Ctrl-C arrives."""
+
+    waits: Literal["", "blocked", "idle"] = ""  # for its user: no call is in flight that Ctrl-C could cancel
+    asked = False  # Ctrl-C was pressed before
+
+
+@contextmanager
+def reading(*, blocks: bool = True) -> Iterator[None]:
+    """Mark a wait for the user, which Ctrl-C ends. A read that blocks the event loop is ended at once."""
+    from asyncio import CancelledError
+
+    _Now.waits = "blocked" if blocks else "idle"
+    try:
+        if _Now.asked:  # the loop has not cancelled this task yet
+            raise CancelledError
+        yield
+    finally:
+        _Now.waits = ""
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine. Ctrl-C cancels it, so that calls in flight are cancelled at their server too."""
+    import asyncio  # late: a mistake on the command line is reported without it
+
+    from wirecall.transports.child import kill_all
+
+    _Now.asked = False
+
+    async def guarded() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def interrupt(*_: object) -> None:
+            if _Now.asked:
+                kill_all()  # the server processes that this command started
+                os._exit(Exit.INTERRUPTED)
+            _Now.asked = True
+            # The empty line is for the ^C that a terminal shows.
+            print("" if _Now.waits else "\nCancelling; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
+            if _Now.waits == "blocked":
+                raise asyncio.CancelledError
+            loop.call_soon_threadsafe(task.cancel)
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            return await work
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        raise Interrupted from None

@@ -1,31 +1,46 @@
-"""What a server sends on its own: changes, progress, log messages, questions.
+"""What a server sends on its own: changes, progress, log messages, and questions, which the handlers of the host answer.
+
+    sample(Sampling) -> str or Sampled          sampling/createMessage
+    elicit(Form) -> dict, Elicited or None      elicitation/create with a form; None declines
+    elicit_url(Visit) -> bool or Elicited       elicitation/create with an address to go to
+    roots, or roots() -> places                 roots/list
+
+A handler is a function or a coroutine function. A question has two forms on the wire. With a handshake it is a request of
+the server's; at 2026-07-28 it comes with a result that is not complete, and the call is made again with the answers.
+`Host.answer` serves both. A question without a handler is not declared as a capability, and is refused if a server asks it
+all the same.
 
     async with client.listen(tools=True, uris=["file:///notes"]) as changes:
         async for change in changes: ...
 
-With a handshake the server tells of changes of its lists by itself, and of resources that were subscribed to. At 2026-07-28
-it tells clients that listen (`subscriptions/listen`), on a stream that may break: then the client asks for another, and
-since anything may have changed in between, everything that is listened to counts as changed. A change that waits to be read
-is not told twice.
+With a handshake the server reports changes of its lists by itself, and of resources that were subscribed to. At 2026-07-28
+it reports them to clients that listen (`subscriptions/listen`), on a stream that may break: then the client opens another,
+and since anything may have changed in between, it reports everything that is listened to as changed. A change that waits to
+be read is not reported twice.
 """
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.client.delivery import Clock, asked_pause
-from wirecall.errors import CallFailed, RpcError, TimedOut, WirecallError
+from wirecall.errors import CallFailed, InvalidParams, MethodNotFound, RpcError, TimedOut, WirecallError
 from wirecall.logs import logger
-from wirecall.mcp.client.host import Host
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.types import PREFIX, Cancelled, ProgressToken
+from wirecall.mcp.types import PREFIX, Cancelled, Elicited, ProgressToken, Root, Sampled
 from wirecall.protocol.messages import UNREADABLE, Arrived, ErrorObject, JsonObject, encode
+
+T = TypeVar("T")
+
+ROUNDS = 16  # of questions and answers in one call
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Kind: TypeAlias = Literal["tools", "prompts", "resources", "updated"]
 Progress: TypeAlias = Callable[[float, float | None, str | None], object]
@@ -40,6 +55,174 @@ KINDS: dict[str, Kind] = {
     "notifications/resources/list_changed": "resources",
     "notifications/resources/updated": "updated",
 }
+
+
+# --- questions -------------------------------------------------------------------------------------------------------
+
+
+class InputRequest(Struct):
+    """A request of the server's in a result, or in the state of a task: it has no id."""
+
+    method: str
+    params: Raw = Raw(b"{}")
+
+
+class Form(Struct, frozen=True, rename="camel"):
+    """A server asks a person to fill in a form: a flat object of plain values."""
+
+    message: str = ""
+    requested_schema: JsonObject = {}
+
+
+class Visit(Struct, frozen=True, rename="camel"):
+    """A server asks a person to go to an address. Show it to them in full before anything opens it."""
+
+    message: str = ""
+    url: str = ""
+    elicitation_id: str | None = None
+
+    @property
+    def host(self) -> str:
+        """The host in the address, or "" if it has none: a user looks at it before they agree."""
+        try:
+            return urlsplit(self.url).hostname or ""
+        except ValueError:
+            return ""
+
+
+class Sampling(Struct, frozen=True, rename="camel"):
+    """A server asks the client's model."""
+
+    messages: list[JsonObject] = []
+    max_tokens: int | None = None
+    system_prompt: str | None = None
+    temperature: float | None = None
+    stop_sequences: list[str] = []
+    model_preferences: JsonObject | None = None
+    include_context: str | None = None
+    tools: list[JsonObject] = []
+    tool_choice: JsonObject | None = None
+    metadata: JsonObject | None = None
+
+    @property
+    def text(self) -> str:
+        """All the text in the messages."""
+        contents = [message.get("content") for message in self.messages]
+        blocks = [block for content in contents for block in (content if isinstance(content, list) else [content])]
+        return "\n".join(block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str))
+
+
+Sample: TypeAlias = Callable[[Sampling], str | Sampled | Awaitable[str | Sampled]]
+Elicit: TypeAlias = Callable[[Form], JsonObject | Elicited | Awaitable[JsonObject | Elicited | None] | None]
+ElicitUrl: TypeAlias = Callable[[Visit], bool | Elicited | Awaitable[bool | Elicited]]
+Roots: TypeAlias = Iterable[object] | Callable[[], Iterable[object] | Awaitable[Iterable[object]]]
+
+
+class Host(Struct, frozen=True, kw_only=True):
+    """The handlers of one client."""
+
+    sample: Sample | None = None
+    elicit: Elicit | None = None
+    elicit_url: ElicitUrl | None = None
+    roots: Roots | None = None
+    extensions: Mapping[str, JsonObject] = {}  # settings by id
+
+    def capabilities(self, revision: Revision) -> JsonObject:
+        """Return what is declared to a server: what there is a handler for, as far as the revision knows it; extensions."""
+        handlers = {"form": self.elicit, "url": self.elicit_url}
+        modes: JsonObject = {mode: {} for mode, handler in handlers.items() if handler}
+        has_modes = revision.has("ask elicitation url")
+        declared: JsonObject = {}
+        if self.sample and revision.has("ask sampling/createMessage"):
+            declared["sampling"] = {}
+        if revision.has("ask elicitation/create") and (modes if has_modes else self.elicit):
+            declared["elicitation"] = modes if has_modes else {}
+        if self.roots is not None and revision.has("ask roots/list"):
+            declared["roots"] = {}
+        if self.extensions and revision.has("capability extensions"):
+            declared["extensions"] = self.extensions
+        return declared
+
+    async def answer(self, method: str, params: Raw | UnsetType) -> JsonObject:
+        """Return the answer to a question, or raise the refusal."""
+        given = Raw(b"{}") if params is UNSET else params
+        try:
+            if method == "sampling/createMessage":
+                return await self._sample(given)
+            if method == "elicitation/create":
+                return await self._elicit(given)
+            if method != "roots/list":
+                raise MethodNotFound(f"this client does not answer {method[:100]!r}")
+            if self.roots is None:
+                raise MethodNotFound("this client has no roots")
+            places = await _awaited(self.roots() if callable(self.roots) else self.roots)
+            roots = [place if isinstance(place, Root) else Root(str(place)) for place in places]
+            return {"roots": [{"uri": root.uri, **({"name": root.name} if root.name else {})} for root in roots]}
+        except msgspec.ValidationError as error:
+            raise InvalidParams(f"params: {str(error).lower()}") from None
+        except RpcError:
+            raise
+        except Exception as error:
+            logger.exception("the handler of %s failed", method)
+            raise RpcError(-32603, "Internal error") from error
+
+    async def _sample(self, params: Raw) -> JsonObject:
+        if self.sample is None:
+            raise MethodNotFound("this client has no model to ask")
+        said = await _awaited(self.sample(msgspec.json.decode(params, type=Sampling)))
+        if isinstance(said, str):
+            said = Sampled("assistant", {"type": "text", "text": said}, "unknown")
+        if not isinstance(said, Sampled):
+            raise TypeError(f"a handler of sampling must return a str or a Sampled, got {type(said).__name__}")
+        stopped = {"stopReason": said.stop_reason} if said.stop_reason else {}
+        return {"role": said.role, "content": said.content, "model": said.model or "unknown", **stopped}
+
+    async def _elicit(self, params: Raw) -> JsonObject:
+        mode = msgspec.json.decode(params, type=_Mode).mode
+        if mode == "url" and self.elicit_url is not None:
+            visit = msgspec.json.decode(params, type=Visit)
+            # A server names the address, and a browser opens it: not a file or a script, and not where others can listen.
+            scheme = visit.url.partition(":")[0].lower()
+            if not visit.host or not (scheme == "https" or (scheme == "http" and visit.host in _LOOPBACK)):
+                raise InvalidParams(f"url: expected https, or http to this machine, got {visit.url[:100]!r}")
+            agreed = await _awaited(self.elicit_url(visit))
+            if isinstance(agreed, Elicited):
+                return {"action": agreed.action}
+            return {"action": "accept" if agreed else "decline"}
+        if mode != "form" or self.elicit is None:
+            raise InvalidParams(f"this client has no elicitation of mode {mode[:40]!r}")
+        form = msgspec.json.decode(params, type=Form)
+        said = await _awaited(self.elicit(form))
+        if said is None:
+            said = Elicited("decline")
+        if isinstance(said, dict):
+            said = Elicited("accept", said)
+        if not isinstance(said, Elicited):
+            raise TypeError(f"a handler of elicitation must return a dict, an Elicited or None, got {type(said).__name__}")
+        if said.action != "accept":
+            return {"action": said.action}
+        return {"action": "accept", "content": with_defaults(msgspec.to_builtins(said.content), form.requested_schema)}
+
+
+class _Mode(Struct):
+    mode: str = "form"
+
+
+def with_defaults(content: Any, schema: JsonObject) -> JsonObject:
+    """Return an accepted form with the defaults of the schema in the fields that were left out (2025-11-25)."""
+    filled = dict(content) if isinstance(content, dict) else {}
+    properties = schema.get("properties")
+    for name, field in properties.items() if isinstance(properties, dict) else ():
+        if name not in filled and isinstance(field, dict) and "default" in field:
+            filled[name] = field["default"]
+    return filled
+
+
+async def _awaited(value: T | Awaitable[T]) -> T:
+    return await value if inspect.isawaitable(value) else value
+
+
+# --- changes ---------------------------------------------------------------------------------------------------------
 
 
 class Change(Struct, frozen=True):
@@ -66,8 +249,8 @@ class Changes:
         self.lists = frozenset(lists)
         self.uris = frozenset(uris)
         self.task = task
-        self.honoured: JsonObject | None = None  # 2026-07-28: what the server says it will tell of
-        self.agreed = asyncio.Event()  # the server will tell
+        self.honoured: JsonObject | None = None  # 2026-07-28: the changes that the server has agreed to report
+        self.agreed = asyncio.Event()  # the server will report
         self._listening = listening
         self._pending: dict[Change, None] = {}
         self._news = asyncio.Event()
@@ -107,7 +290,7 @@ class Changes:
             self._news.set()
 
     def tell_everything(self) -> None:
-        """Take every change that may have happened while the client could not hear it."""
+        """Take every change that the client may have missed."""
         for kind in sorted(self.lists):
             self.tell(Change(kind))
         for uri in sorted(self.uris):
@@ -123,7 +306,7 @@ class Changes:
 
 
 class Listening:
-    """All that listen on one client, in the way of its revision."""
+    """All listeners of one client, in the manner of its revision."""
 
     def __init__(
         self,
@@ -147,7 +330,7 @@ class Listening:
             changes.tell(change)
 
     def tell_everything(self) -> None:
-        """Count everything as changed: the client could not hear for a while."""
+        """Report everything as changed: the client may have missed changes."""
         for changes in self._all:
             changes.tell_everything()
 
@@ -174,7 +357,7 @@ class Listening:
                 if stream.done():
                     stream.result()
                 elif not changes.agreed.is_set():
-                    raise TimedOut(f"the server did not say within {self._timeout:g} s what it will tell of")
+                    raise TimedOut(f"the server did not say within {self._timeout:g} s which changes it will report")
             else:
                 for uri in sorted(changes.uris - self.uris()):
                     await self._call("resources/subscribe", {"uri": uri})
@@ -207,7 +390,7 @@ class Listening:
     # --- 2026-07-28 --------------------------------------------------------------------------------------------------
 
     async def _follow(self, changes: Changes) -> None:
-        """Ask, hear until the stream ends, and ask again. Raises what the server refuses the first time with."""
+        """Open a stream, follow it to its end, and open the next. Raises the server's refusal of the first one."""
         wanted: JsonObject = {f"{kind}ListChanged": True for kind in sorted(changes.lists)}
         if changes.uris:
             wanted["resourceSubscriptions"] = sorted(changes.uris)
@@ -242,7 +425,7 @@ class Listening:
             pause = min(FURTHEST, pause * 2)
 
     def acknowledged(self, id: Any, honoured: JsonObject) -> None:
-        """Take the server's word on what it will tell of."""
+        """Record which changes the server has agreed to report."""
         if id in self._streams:
             changes = self._streams[id][0]
             if changes.honoured is not None:  # it is not the first stream
@@ -321,7 +504,7 @@ class Inbox:
         self._turns: asyncio.Queue[tuple[Callable[..., Awaitable[object]], tuple[object, ...]]] = asyncio.Queue()
         self._teller: asyncio.Task[None] | None = None
 
-    def hear(self, message: Arrived) -> None:
+    def receive(self, message: Arrived) -> None:
         """Take one request or notification."""
         params = Raw(b"{}") if message.params is UNSET else message.params
         try:
