@@ -332,7 +332,7 @@ def test_the_life_of_records_in_every_store(store: Store) -> None:
     ("target", "exit", "what"),
     [
         ("sqlite:gone.db", 2, "There is no ledger at gone.db."),
-        ("memory:", 2, "A ledger in memory cannot be looked at."),
+        ("memory:", 2, "A ledger in memory cannot be inspected."),
         ("nonsense", 2, "'nonsense' is not a ledger."),
         ("gone.py", 2, "There is no file gone.py."),
         ("redis://127.0.0.1:1/0", 4, "The ledger redis://127.0.0.1:1/0 cannot be used."),

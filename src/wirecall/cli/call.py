@@ -498,22 +498,27 @@ async def _fetch(
     with reading():
         params = arguments(wanted.words, wanted.whole, schema, help=target.line("show", offer.name))
     begun = time.perf_counter()
-    with asking():
-        if offer.kind == "prompt":
-            prompted = await client.get_prompt(offer.name, params)
-            messages = [{"role": each.role, "content": each.content.on_wire()} for each in prompted.messages]
-            told = {"description": prompted.description} if prompted.description else {}
-            value: Any = {**told, "messages": messages}
-            text = "\n".join(f"{each.role}: {each.text or pretty(each.content.on_wire())}" for each in prompted.messages)
-        else:
-            # RFC 6570: a name stands for one segment, {+name} and {name*} for several.
-            uri = _PLACE.sub(lambda at: quote(params[at[2]], safe="/" if at[1] or at[3] else ""), offer.name)
-            contents = await client.read_resource(uri if offer.kind == "template" else offer.name)
-            value = [each.contents() for each in contents]
-            text = "\n".join(
-                each.text if each.text is not None else f"[{each.mime_type}, {len(each.blob or b'')} bytes]"
-                for each in contents
-            )
+    try:
+        with asking():
+            if offer.kind == "prompt":
+                prompted = await client.get_prompt(offer.name, params)
+                messages = [{"role": each.role, "content": each.content.on_wire()} for each in prompted.messages]
+                told = {"description": prompted.description} if prompted.description else {}
+                value: Any = {**told, "messages": messages}
+                text = "\n".join(f"{each.role}: {each.text or pretty(each.content.on_wire())}" for each in prompted.messages)
+            else:
+                # RFC 6570: a name stands for one segment, {+name} and {name*} for several.
+                uri = _PLACE.sub(lambda at: quote(params[at[2]], safe="/" if at[1] or at[3] else ""), offer.name)
+                contents = await client.read_resource(uri if offer.kind == "template" else offer.name)
+                value = [each.contents() for each in contents]
+                text = "\n".join(
+                    each.text if each.text is not None else f"[{each.mime_type}, {len(each.blob or b'')} bytes]"
+                    for each in contents
+                )
+    except RpcError as error:
+        failure = failure_of(error)
+        failure.next = target.line("show", offer.name) if offer.kind == "prompt" else target.line("list")
+        raise failure from None
     _tell(out, questions)
     if not out.as_json:
         out.note(f"{offer.name}  {(time.perf_counter() - begun) * 1000:.0f} ms", "ok")

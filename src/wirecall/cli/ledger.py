@@ -89,7 +89,7 @@ def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
     if scheme == "memory":
         why = "it lives inside the server's process, and ends with it"
         next_step = 'use a ledger that outlives it: ledger="sqlite:PATH", or --ledger of wirecall serve'
-        raise CliError("A ledger in memory cannot be looked at.", why, next_step)
+        raise CliError("A ledger in memory cannot be inspected.", why, next_step)
     if scheme == "sqlite" and not Path(path.removeprefix("//")).exists():
         why = f"named by {where.origin}; looked in {Path.cwd()}"
         next_step = "is this the server's folder? The first command with a key creates the ledger"
@@ -264,7 +264,7 @@ def resolve_record(
         why = "only you can tell" if not done else "it cannot be both done and not done"
         raise CliError("What did you find out?", why, "--done --result JSON, or --not-done")
     if not done and result is not None:
-        raise CliError("A command that was not done has no result.", "--not-done and --result", "drop one of them")
+        raise CliError("A command that was not done has no result.", "--result is for --done", "drop --result, or give --done")
     outcome = _outcome(where, id, result) if done else None
     # Mistakes are found before the question, so that a yes is about something that can be done.
     record = _with(where, lambda ledger: _get(ledger, id))

@@ -64,6 +64,9 @@ def login_command(
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not UTF-8"
             raise CliError(f"{client_secret_file} cannot be read.", why, "name a text file with the secret") from None
+        if not (given["client_id"] and given["issuer"]):
+            why, next_step = "the secret is for one client at one issuer", "--client-id ID --issuer https://auth.example.com"
+            raise CliError("--client-secret-file needs --client-id and --issuer.", why, next_step)
 
     async def show(url: str) -> str | None:
         """Let the user open the page elsewhere, and paste the address at its end."""
