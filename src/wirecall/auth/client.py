@@ -22,9 +22,8 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from wirecall.auth.discovery import SHOWN, Challenge, Network, ProtectedResource, asked, choose_issuer, find_resource, origin
-from wirecall.auth.grants import Denied, DpopKey, Flow, TokenEndpoint
+from wirecall.auth.grants import Denied, DpopKey, Flow, TokenEndpoint, TokenWay
 from wirecall.auth.store import Login, Store
-from wirecall.auth.ways import TokenWay
 from wirecall.errors import MissingScopes, NotAuthorized, NotSent, UsageError
 from wirecall.transports.http_client import Auth, HttpAnswer, HttpClient
 

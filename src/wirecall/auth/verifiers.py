@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from wirecall.auth.access import Verifier, check_address, check_resource
 from wirecall.auth.discovery import FORM, MAX_BYTES, Network, ask, find_issuer
-from wirecall.auth.grants import basic
+from wirecall.auth.grants import basic, pyjwt
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import JsonObject
@@ -77,10 +77,7 @@ class Jwt(Verifier):
         leeway: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        try:
-            import jwt  # late: an extra, and it takes a tenth of a second
-        except ImportError:
-            raise UsageError("PyJWT is not installed.", "Jwt verifies with it", 'pip install "wirecall[auth]"') from None
+        self._jwt = pyjwt("Jwt verifies with it")
         self.issuer: str = check_address("issuer", issuer)
         self.resource = check_resource(resource)
         self.audience = _audiences(resource, audience)
@@ -99,7 +96,6 @@ class Jwt(Verifier):
         self.keys = Keys(issuer, jwks, clock)
         self.leeway = leeway
         self._clock = clock
-        self._jwt = jwt
 
     async def verify(self, token: str) -> Identity | None:
         jwt = self._jwt

@@ -326,7 +326,9 @@ def _utf8(word: str) -> str:
     try:
         return word.encode("utf-8", "surrogateescape").decode()
     except UnicodeError:
-        raise CliError(f"{word!r} is not UTF-8.", "JSON is UTF-8", "give it as JSON: name:='\"\\u00e9\"'", type="params") from None
+        raise CliError(
+            f"{word!r} is not UTF-8.", "JSON is UTF-8", "give it as JSON: name:='\"\\u00e9\"'", type="params"
+        ) from None
 
 
 def _file(path: str) -> bytes:

@@ -264,7 +264,9 @@ def resolve_record(
         why = "only you can tell" if not done else "it cannot be both done and not done"
         raise CliError("What did you find out?", why, "--done --result JSON, or --not-done")
     if not done and result is not None:
-        raise CliError("A command that was not done has no result.", "--result is for --done", "drop --result, or give --done")
+        raise CliError(
+            "A command that was not done has no result.", "--result is for --done", "drop --result, or give --done"
+        )
     outcome = _outcome(where, id, result) if done else None
     # Mistakes are found before the question, so that a yes is about something that can be done.
     record = _with(where, lambda ledger: _get(ledger, id))

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
+from wirecall import __version__
 from wirecall.client.delivery import LEAST, Dialect, Options, Outgoing, asked_pause, may_help, mint_key
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange
 from wirecall.errors import (
@@ -72,7 +73,6 @@ from wirecall.mcp.types import (
 )
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
-from wirecall.version import __version__
 
 if TYPE_CHECKING:
     from wirecall.tracing import ClientCall
