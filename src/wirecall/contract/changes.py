@@ -18,6 +18,7 @@ unless they are equal. The rules about objects follow callers, not logic alone:
 
 import re
 from collections.abc import Collection, Iterator
+from itertools import combinations
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
@@ -437,7 +438,8 @@ class _Comparison:
                     list(self._cases(self._joined(rest, part), root, is_reader=is_reader, followed=followed))
                     for part in own[word]
                 ]
-                overlaps = word == "oneOf" and is_reader and self._overlap(parts)
+                pairs = ((one, two) for these, those in combinations(parts, 2) for one in these for two in those)
+                overlaps = word == "oneOf" and is_reader and not all(self._disjoint(*pair) for pair in pairs)
                 for case in (case for part in parts for case in part):
                     yield {**case, _BOTH: [case.get(_BOTH), own[word]]} if overlaps else case
                 return
@@ -477,14 +479,6 @@ class _Comparison:
         if isinstance(one.get("properties"), dict) and "properties" in two and "additionalProperties" in joined:
             joined[_BOTH] = [joined.get(_BOTH), one, two]  # each closes its own members, not those of both
         return joined
-
-    def _overlap(self, parts: list[list[JsonObject]]) -> bool:
-        """Return whether a value may fit two of the parts."""
-        for at, these in enumerate(parts):
-            others = [case for part in parts[at + 1 :] for case in part]
-            if not all(self._disjoint(one, two) for one in these for two in others):
-                return True
-        return False
 
     def _disjoint(self, one: JsonObject, two: JsonObject) -> bool:
         """Return whether surely no value fits both cases."""
