@@ -234,7 +234,7 @@ def verify_lines(lines: Iterable[bytes]) -> Report:
         body = line[: line.rfind(_HASH_MEMBER)]
         whole = b'%b%b%b"}' % (body, _HASH_MEMBER, links.hash.encode())
         if line.removesuffix(b"\n") != whole or hashlib.sha256(body).hexdigest() != links.hash:
-            problems.append((number, "was edited: its hash does not fit"))
+            problems.append((number, "was edited: its hash does not match"))
         previous = links.hash
     return Report(number, previous, problems)
 

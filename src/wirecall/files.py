@@ -44,7 +44,7 @@ def real_path(path: str | os.PathLike[str], what: str) -> str:
             raise UsageError(
                 f"{what} {os.fspath(path)} is behind a symbolic link that other users can replace.",
                 f"expected no link in a folder that others can write, got {link} in {folder} (mode {mode:o})",
-                f"name the file itself ({folder / target}), or take the right to write: chmod go-w {folder}",
+                f"name the file itself ({folder / target}), or remove the write permission: chmod go-w {folder}",
             )
         here = folder / target / here.relative_to(link)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))

@@ -100,7 +100,7 @@ def test_the_next_step_of_a_command_can_be_typed(tmp_path: Path) -> None:
         (["--args", "{"], "--args is not JSON", "{ is not complete"),
         (["--args", ""], "--args is not JSON", "it is empty"),
         (["sku=\udcff"], "is not UTF-8", "JSON is UTF-8"),
-        (["sku=tea", "--key", "k"], "price takes no key", "it only reads"),
+        (["sku=tea", "--key", "k"], "price does not take a key", "it only reads"),
         (["sku=tea", "--key", ""], "The key is empty", "tells one command from another"),
     ],
 )
@@ -317,7 +317,7 @@ async def test_an_invalid_answer_to_the_handshake_is_not_an_unknown_outcome() ->
     ("words", "exit", "next"),
     [
         (["send"], Exit.UNKNOWN, b"find out whether it took effect before you send it again"),
-        (["probe", "--as", "mcp"], Exit.UNREACHABLE, b"look into the server's log"),
+        (["probe", "--as", "mcp"], Exit.UNREACHABLE, b"check the server's log"),
     ],
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )

@@ -150,8 +150,8 @@ class FileStore:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            fix = "give this user the right to make it, or set XDG_DATA_HOME"
-            raise UsageError(f"The folder of logins, {self.folder}, cannot be made.", str(error.strerror), fix) from None
+            fix = "let this user create it, or set XDG_DATA_HOME"
+            raise UsageError(f"The folder of logins, {self.folder}, cannot be created.", str(error.strerror), fix) from None
         folder = Path(real_path(self.folder, "the folder of logins"))
         _refuse_others(os.stat(folder), folder)
         return folder

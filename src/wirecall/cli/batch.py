@@ -280,7 +280,7 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
         process = await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError as error:
         why = error.strerror or str(error)
-        raise Unreachable(f"{target.command[0]} cannot be started.", why, "give a command that runs") from None
+        raise Unreachable(f"{target.command[0]} cannot be started.", why, "check the command") from None
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
 
     async def copy(source: asyncio.StreamReader, *, err: bool) -> bytes:

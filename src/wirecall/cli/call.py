@@ -289,7 +289,7 @@ def show_command(target: Target, name: str, way: Way, out: Printer) -> None:
         rows = described(offer.schema)
         lines += ["", "Takes" if rows else "Takes nothing", *(f"  {line}" for line in aligned(rows))]
     if offer.output is not None:
-        lines += ["", f"Gives {offer.output.get('contentMediaType') or words(offer.output, offer.output)}"]
+        lines += ["", f"Returns {offer.output.get('contentMediaType') or words(offer.output, offer.output)}"]
         rows = [(name, kind, remark.removeprefix("required").strip()) for name, kind, remark in described(offer.output)]
         lines += [f"  {line}" for line in aligned(rows)]
     if offer.kind in CALLABLE:
@@ -409,7 +409,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> Calla
             params = arguments(wanted.words, wanted.whole, offer.schema, help=target.line("show", name))
             # A query of JSON-RPC has no place for a key; MCP has one beside the arguments, where it does no harm.
             if wanted.key and protocol == "jsonrpc" and effects and effects.read_only and not effects.keyed:
-                raise CliError(f"{name} takes no key.", "it only reads: repeat it without one", "drop --key", type="params")
+                raise CliError(f"{name} does not take a key.", "it only reads: repeat it without one", "drop --key", type="params")
             question = f"! {name} may destroy data that cannot be brought back. Call it?"
             if effects and effects.destructive and not wanted.yes and ask(question) is False:
                 raise CliError("Nothing was sent.", "you said no", exit=Exit.INTERRUPTED, type="declined", ran="no")
@@ -489,7 +489,7 @@ async def _fetch(
     """Read a resource, or get a prompt. Both only read, so they take no key."""
     for given, option in ((wanted.key, "--key"), (wanted.background, "--background")):
         if given:
-            raise CliError(f"{offer.name} takes no {option}.", f"it is a {offer.kind}, which only reads", f"drop {option}")
+            raise CliError(f"{offer.name} does not take {option}.", f"it is a {offer.kind}, which only reads", f"drop {option}")
     schema = offer.schema
     if offer.kind != "prompt":
         names = [match[2] for match in _PLACE.finditer(offer.name)] if offer.kind == "template" else []
@@ -562,10 +562,10 @@ _ID = click.argument("id")
 
 @click.group("task")
 def task_command() -> None:
-    """Look at a call that goes on in the background, wait for it, or cancel it.
+    """Look at a background call, wait for it, or cancel it.
 
     `wirecall call TARGET TOOL --background` starts one and prints its id. Tasks are an extension of MCP 2026-07-28; a
-    server that keeps them in its ledger goes on with them after a restart.
+    server that keeps them in its ledger continues them after a restart.
     """
 
 

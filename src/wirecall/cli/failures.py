@@ -107,7 +107,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def no_such(noun: str, name: str, names: Sequence[str], next: str, **facts: Any) -> CliError:
     """Return the error about a name that does not exist, which names the one that was probably meant, or all of them."""
     near = nearest(name, names)
-    why = f"there are {', '.join(names)}" if len(names) > 1 else f"the only one is {names[0]}" if names else "there are none"
+    why = f"expected one of {', '.join(names)}" if len(names) > 1 else f"the only one is {names[0]}" if names else "there are none"
     return CliError(f"There is no {noun} {name!r}.", f"did you mean {near}?" if near else why, next, **facts)
 
 
@@ -159,7 +159,7 @@ _STATUSES: dict[int, tuple[Exit, str, str, str]] = {
     403: (Exit.AUTH, "forbidden", "The server refuses this caller.", "--header with other credentials, or ask its operator"),
     413: (Exit.REMOTE, "too_large", "The message is too large for the server.", "send less at once"),
     429: (Exit.REMOTE, "busy", "The server is busy.", "wait, and repeat"),
-    **dict.fromkeys((500, 502, 503, 504), (Exit.REMOTE, "server_error", "The server failed.", "look into the server's log")),
+    **dict.fromkeys((500, 502, 503, 504), (Exit.REMOTE, "server_error", "The server failed.", "check the server's log")),
 }
 
 # By the error that a server answered with: exit code and next.
@@ -175,7 +175,7 @@ _REMOTE: tuple[tuple[type[RpcError], Exit, str], ...] = (
     (errors.InvalidParams, Exit.REMOTE, "wirecall show lists the arguments of the method"),
     (errors.Busy, Exit.REMOTE, "wait, and repeat"),
     (errors.LedgerUnavailable, Exit.REMOTE, "nothing ran; repeat when the server's ledger is back"),
-    (errors.InternalError, Exit.REMOTE, "look into the server's log"),
+    (errors.InternalError, Exit.REMOTE, "check the server's log"),
     (errors.RpcError, Exit.REMOTE, ""),
 )
 

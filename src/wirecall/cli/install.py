@@ -179,11 +179,11 @@ def install_command(
     # 4. The report.
     backup = str(file.backup) if file.backup else None
     names = {"client": program.title, "file": str(file.path), "name": name}
-    verb = ("took back" if undo else "wrote") if write else "would change" if dry_run else "unchanged,"
+    verb = ("reverted" if undo else "wrote") if write else "would change" if dry_run else "did not change"
     out.result({**names, "changed": write, "backup": backup, "diff": diff}, f"{file.path}: {verb} {name}")
     if write and not out.as_json:
         if not undo:
-            out.note(f"The old file: {file.backup}")
+            out.note(f"Backup: {file.backup}")
         out.note(f"Now in {program.title}: {program.restart}.", "ok")
 
 

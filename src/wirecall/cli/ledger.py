@@ -76,7 +76,7 @@ def found(text: str | None) -> Found:
         return Found(text, "the command line")
     if named is None:
         next_step = "wirecall ledger ... sqlite:ledger.db, or [ledger] url = ... in wirecall.toml"
-        raise CliError("Which ledger?", "the command line and wirecall.toml name none", next_step)
+        raise CliError("Which ledger?", "neither the command line nor wirecall.toml names one", next_step)
     app = app_of(parse(named))
     assert app is not None  # it is a file
     stated = load_config().values["ledger.url"]
@@ -111,7 +111,7 @@ _CALLER = click.option("--caller", default="", help="Caller of the command. [def
 
 @click.group("ledger")
 def ledger_command() -> None:
-    """Look at the records of commands, and settle unknown ones.
+    """Look at the records of commands, and resolve unknown outcomes.
 
     TARGET is a ledger's URL (sqlite:PATH, redis://..., postgresql://...), a file with an app, or by default the ledger
     that wirecall.toml names. For an app in a file it is the ledger that `wirecall serve` would use here: that of
@@ -240,7 +240,7 @@ def sweep_records(target: str | None, out: Printer) -> None:
     out.result({"changed": changed}, f"{count_of(changed, 'record')} changed")
 
 
-@ledger_command.command("resolve", short_help="Settle a command of unknown outcome.")
+@ledger_command.command("resolve", short_help="Resolve a command whose outcome is unknown.")
 @_WORDS
 @_CALLER
 @click.option("--done", is_flag=True, help="It took effect: retries get --result.")
@@ -253,7 +253,7 @@ def sweep_records(target: str | None, out: Printer) -> None:
 def resolve_record(
     words: tuple[str, ...], caller: str, done: bool, not_done: bool, result: str | None, yes: bool, out: Printer
 ) -> None:
-    """Settle a command whose outcome is unknown, after you have found out.
+    """Resolve a command whose outcome is unknown, after you have found it out.
 
     \b
     wirecall ledger resolve sqlite:ledger.db charge order-7 --done --result '{"paid": 500}'
@@ -407,7 +407,7 @@ def verify_file(file: str | None, out: Printer) -> Exit | None:
             out.note(f"The chain breaks at line {report.problems[0][0]}: {counts}", "failed")
         else:
             click.echo(f"{path}: {count_of(report.lines, 'line')}, last hash {report.last}")
-            out.note("The chain is whole.", "ok")
+            out.note("The chain is intact.", "ok")
 
     out.result({"file": str(path), "lines": report.lines, "last": report.last, "problems": problems}, show)
     return Exit.FOUND if problems else None
@@ -479,7 +479,7 @@ def _trail(file: str | None) -> Path:
     if file is None:
         file = load_config().get("audit.file")
         if file is None:
-            why = "the command line and wirecall.toml name none"
+            why = "neither the command line nor wirecall.toml names one"
             raise CliError("Which audit trail?", why, "wirecall audit ... audit.jsonl")
     path = Path(file.removeprefix("file:"))
     if path.is_dir():

@@ -86,7 +86,7 @@ def login_command(
         kept = run(Authorization(way, url).login())
     except NotAuthorized as error:
         next_step = "does this server ask for a login? If it does not register clients itself: --client-id ID"
-        what = f"There is no way to log in at {url}."
+        what = f"Cannot log in at {url}."
         raise CliError(what, error.reason, error.fix or next_step, exit=Exit.AUTH, type="unauthorized") from None
     out.result(_document(kept), f"Logged in at {escaped(kept.server)} by {escaped(kept.issuer)}.")
 

@@ -504,7 +504,7 @@ class Prober:
 _WHICH = {
     "command": "give the command line that serves on stdio: it may need an option for that",
     "url": "give the address of its endpoint: .../mcp or .../rpc",
-    "file": "look into the file",
+    "file": "check the file",
 }
 
 
@@ -558,9 +558,9 @@ async def _tokens(url: str) -> Protection | None:
             else:
                 found.problems.append(f"its metadata: {name}: expected a list, got {type(listed).__name__}")
         if not is_resource_of(found.resource, url):
-            found.problems.append(f"its metadata are those of {found.resource!r}, and clients refuse them for {url}")
+            found.problems.append(f"its metadata describes {found.resource!r}, so clients refuse it for {url}")
         if not found.servers:
-            found.problems.append("its metadata name no authorization server")
+            found.problems.append("its metadata does not name an authorization server")
         for issuer in found.servers[:3]:
             try:
                 metadata = await find_issuer(network, issuer)
@@ -570,7 +570,7 @@ async def _tokens(url: str) -> Protection | None:
             if "S256" not in (metadata.code_challenge_methods_supported or ()):
                 found.problems.append(f"{issuer} does not offer PKCE with S256, and MCP clients refuse it")
         return found
-    return Protection(named, problems=["its challenge names metadata that are not there"]) if named else None
+    return Protection(named, problems=["its challenge names metadata that does not exist"]) if named else None
 
 
 async def _probe(target: Target, way: Way) -> Seen:
@@ -608,7 +608,7 @@ async def _probe(target: Target, way: Way) -> Seen:
         if is_unstarted and not is_command:
             raise
         what = "The server ended before it answered."
-        next_step = "run the command by itself to see more" if is_command else "look into the server's log"
+        next_step = "run the command by itself to see more" if is_command else "check the server's log"
         if is_unstarted and isinstance(error.__cause__, OSError):
             what = "The server process did not start."
         elif isinstance(error, TimedOut):

@@ -66,7 +66,7 @@ def new_command(folder: str, out: Printer) -> None:
     except OSError as error:
         raise CliError(f"{path} cannot be written.", error.strerror or str(error), "choose another folder") from None
     next_step = f"cd {quote(str(path))} && wirecall dev"
-    out.result({"folder": str(path), "files": FILES}, f"Made {path}: {', '.join(FILES)}\n  next: {next_step}")
+    out.result({"folder": str(path), "files": FILES}, f"Created {path}: {', '.join(FILES)}\n  next: {next_step}")
 
 
 # --- wirecall.toml --------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def check_ledger(config: Config) -> Iterator[Finding]:
     scheme, _, text = url.partition(":")
     path = Path(text.removeprefix("//"))
     if scheme == "memory":
-        what = "memory: ends with the process, and so do its promises"
+        what = "memory: records are lost when the process ends"
         yield Finding("ledger", "warn", what, '[ledger] url = "sqlite:..."')
     elif scheme == "sqlite" and not path.exists():  # the first command creates it
         folder = next(each for each in (path.parent, *path.absolute().parents) if each.is_dir())

@@ -148,7 +148,7 @@ def named(target: Target | None, config: Config) -> Target:
     app = config.get("server.app")
     if target is None and app is None:
         next_step = "name its file: app.py; or write [server] app = ... into wirecall.toml"
-        raise CliError("Which app?", "the command line and wirecall.toml name none", next_step)
+        raise CliError("Which app?", "neither the command line nor wirecall.toml names one", next_step)
     return target or parse(app)
 
 
