@@ -1,4 +1,4 @@
-"""The verifiers: the ways to judge a token.
+"""The ways to verify a token.
 
 | Verifier | Tokens |
 | --- | --- |
@@ -30,7 +30,7 @@ from wirecall.transports.http_client import HttpClient
 if TYPE_CHECKING:
     from jwt import PyJWK
 
-JWT_KEPT = 300.0  # seconds for which a verified token is not verified again: the longest that a revoked one stays good
+JWT_KEPT = 300.0  # seconds for which a verified token is not verified again: the longest that a revoked one is accepted
 ASKED_KEPT = 60.0  # the same for introspection
 KEYS_KEPT = 3600.0  # seconds
 AGAIN = 30.0  # seconds between two fetches of keys
@@ -156,7 +156,7 @@ def _audiences(resource: str, audience: str | Sequence[str] | None) -> list[str]
     if not all(names) or not names:
         raise UsageError(
             f"audience={audience!r} is not a name.",
-            "a token for another server must not be good here, so its audience is always checked",
+            "a token for another server must not work here, so its audience is always checked",
             "leave it out to use resource=, or use the name that the issuer writes into aud",
         )
     return names
@@ -304,7 +304,7 @@ class Introspection(Verifier):
         clock: Callable[[], float] = time.time,
     ) -> None:
         if not 0 <= keeps <= ASKED_KEPT:
-            why = "a revoked token stays good for as long"
+            why = "a revoked token is accepted for that long"
             raise UsageError(f"keeps must be 0 to {ASKED_KEPT:g} seconds, got {keeps!r}.", why)
         self.url = check_address("url", url)
         self.issuer: str = check_address("issuer", issuer)
