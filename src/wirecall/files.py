@@ -50,6 +50,28 @@ def real_path(path: str | os.PathLike[str], what: str) -> str:
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
 
 
+def replace_file(path: Path, data: bytes, *, like: Path | None = None) -> None:
+    """Write a file beside its place and rename it, so that it is complete at any moment.
+
+    Only its owner can read it, unless it takes the permissions of another file, `like`.
+    """
+    import shutil  # late: few programs write such a file
+    import tempfile
+
+    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # with mode 0600
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        if like is not None and like.exists():
+            shutil.copymode(like, made)
+        os.replace(made, path)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise
+
+
 class Lock(Protocol):
     """A lock on a file, which one process has at a time. A process that ends gives it back."""
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -262,18 +263,15 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
 
 def _python_files(folder: str) -> Iterator[tuple[str, int]]:
     """Yield Python files in a folder and below with the times of their last change, without hidden and installed ones."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:  # deleted meanwhile, or not readable
-        return
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name in _SKIPPED:
-            continue
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                if not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
-                    yield from _python_files(entry.path)
-            elif entry.name.endswith(".py"):
-                yield entry.path, entry.stat().st_mtime_ns
-        except OSError:
-            continue
+
+    def is_ours(path: str) -> bool:
+        name = os.path.basename(path)
+        return not (name.startswith(".") or name in _SKIPPED or os.path.exists(os.path.join(path, "pyvenv.cfg")))
+
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if is_ours(os.path.join(place, name)))
+        for name in sorted(files):
+            path = os.path.join(place, name)
+            if name.endswith(".py") and is_ours(path):
+                with suppress(OSError):  # deleted meanwhile
+                    yield path, os.stat(path).st_mtime_ns
