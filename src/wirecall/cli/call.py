@@ -409,9 +409,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> Calla
             params = arguments(wanted.words, wanted.whole, offer.schema, help=target.line("show", name))
             # A query of JSON-RPC has no place for a key; MCP has one beside the arguments, where it does no harm.
             if wanted.key and protocol == "jsonrpc" and effects and effects.read_only and not effects.keyed:
-                raise CliError(
-                    f"{name} does not take a key.", "it only reads: repeat it without one", "drop --key", type="params"
-                )
+                raise CliError(f"{name} does not take a key.", "it only reads", "drop --key", type="params")
             question = f"! {name} may destroy data that cannot be brought back. Call it?"
             if effects and effects.destructive and not wanted.yes and ask(question) is False:
                 raise CliError("Nothing was sent.", "you said no", exit=Exit.INTERRUPTED, type="declined", ran="no")

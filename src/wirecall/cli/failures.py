@@ -106,15 +106,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def no_such(noun: str, name: str, names: Sequence[str], next: str, **facts: Any) -> CliError:
     """Return the error about a name that does not exist, which names the one that was probably meant, or all of them."""
-    near = nearest(name, names)
-    why = (
-        f"expected one of {', '.join(names)}"
-        if len(names) > 1
-        else f"the only one is {names[0]}"
-        if names
-        else "there are none"
-    )
-    return CliError(f"There is no {noun} {name!r}.", f"did you mean {near}?" if near else why, next, **facts)
+    why = f"expected one of {', '.join(names)}" if names else "there are none"
+    why = f"the only one is {names[0]}" if len(names) == 1 else why
+    why = f"did you mean {near}?" if (near := nearest(name, names)) else why
+    return CliError(f"There is no {noun} {name!r}.", why, next, **facts)
 
 
 # --- errors of wirecall ---------------------------------------------------------------------------------------------
