@@ -364,7 +364,15 @@ def test_a_mistyped_key_and_a_forgotten_caller_are_suggested() -> None:
     assert "ada/put/order-7" in refused("ledger", "show", URL, "put", "order-77", "--caller", "ada")["why"]
 
 
-@pytest.mark.parametrize("words", [("show", "put"), ("resolve", "a", "b", "c", "d", "--done")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("show", "put"),
+        ("show", "sqlite:ledger.db", "put"),
+        ("show", "app.py", "put"),
+        ("resolve", "a", "b", "c", "d", "--done"),
+    ],
+)
 def test_a_record_is_named_by_method_and_key(words: tuple[str, ...]) -> None:
     assert refused("ledger", *words)["message"] == "Which record?"
 

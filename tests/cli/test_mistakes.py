@@ -55,6 +55,13 @@ def test_a_target_that_is_none(target: str, what: str, next: str) -> None:
     assert f"next: {next}" in run.stderr.replace("give the path of a Python file: ", "")
 
 
+@pytest.mark.parametrize("words", ["list app.py", "new shop"])
+def test_a_current_folder_that_was_removed(words: str, tmp_path: Path) -> None:
+    run = shell(f"mkdir gone; cd gone; rmdir ../gone; wirecall {words}", tmp_path)
+    assert run.returncode == Exit.USAGE
+    assert "The current folder does not exist." in run.stderr
+
+
 def test_a_scheme_may_be_written_in_capitals() -> None:
     run = invoke("list", "HTTP://127.0.0.1:1")
     assert run.exit_code == Exit.UNREACHABLE

@@ -226,6 +226,8 @@ def failure_of(error: BaseException) -> CliError:
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
         why, next_step = error.strerror or str(error), "write it elsewhere"
         return CliError("The output cannot be written.", why, next_step, exit=Exit.FAULT, type="output")
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # `os.getcwd` does not name it
+        return CliError("The current folder does not exist.", "it was removed", "change to another folder: cd ~")
     if os.environ.get(TRACEBACK_VARIABLE):
         import traceback
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from wirecall.app import App
 from wirecall.audit import verify_lines
 from wirecall.cli.failures import CliError, Exit, Interrupted, nearest
-from wirecall.cli.targets import app_of, opened_ledger, parse
+from wirecall.cli.targets import DRIVERS, app_of, opened_ledger, parse
 from wirecall.cli.terminal import Printer, ask, count_of, json_option, print_json, progress, run
 from wirecall.config import load_config
 from wirecall.errors import UsageError
@@ -338,8 +338,10 @@ async def _get(ledger: Ledger, id: RecordId) -> Record:
 
 def _named(words: tuple[str, ...], caller: str) -> tuple[Found, RecordId]:
     """Return the ledger and the record that the words name."""
-    if len(words) not in (2, 3):
-        why = f"expected 2 or 3 words, got {len(words)}"
+    scheme = words[0].partition(":")[0] if words else ""
+    is_target = scheme in (*DRIVERS, "sqlite") or scheme.endswith(".py")
+    if len(words) not in (2 + is_target, 3):
+        why = f"expected a method and a key, got {' '.join(words[is_target:]) or 'none'}"
         raise CliError("Which record?", why, "[TARGET] METHOD KEY, such as: charge order-7")
     *target, method, key = words
     return found(target[0] if target else None), RecordId(caller, method, key)
