@@ -248,8 +248,8 @@ def _tags(meta: JsonObject | None) -> list[str]:
 def list_command(target: Target, kind: str | None, tag: str | None, text: str | None, way: Way, out: Printer) -> None:
     """List the methods and tools, resources and prompts of TARGET.
 
-    The server states the marks itself: read-only, destructive, keyed (takes an idempotency key), open-world (reaches
-    beyond the server); unstated if it states nothing.
+    The hints come from the server: read-only, destructive, keyed (takes an idempotency key), open-world (reaches beyond
+    the server), or unstated.
 
     \b
     wirecall list shop.py
@@ -338,7 +338,7 @@ class Wanted(Struct, kw_only=True):
     "--key", metavar="KEY|auto", help="Idempotency key: calls with the same key take effect once. auto creates one."
 )
 @click.option("--yes", is_flag=True, help="Do not ask before a destructive call.")
-@click.option("--background", is_flag=True, help="MCP: print the id of the task that goes on, and do not wait for it.")
+@click.option("--background", is_flag=True, help="MCP: start a task, print its id, and do not wait for it.")
 @answer_option
 @ledger_option
 @way_options
@@ -347,7 +347,7 @@ def call_command(target: Target, way: Way, out: Printer, **given: Any) -> None:
     """Call the method or tool NAME of TARGET, read the resource NAME, or get the prompt NAME.
 
     Arguments are name=text, name:=JSON, name=@file, name:=@file, a.b=1 for a member of a member, tag[]=x for a list.
-    They are converted by the method's schema. A call that does not fit the schema is not sent.
+    They are converted by the method's schema. A call that does not match the schema is not sent.
 
     \b
     wirecall call shop.py price sku=tea
@@ -612,7 +612,7 @@ def show_task(target: Target, id: str, ledger: str | None, way: Way, out: Printe
 def wait_task(target: Target, id: str, ledger: str | None, way: Way, out: Printer) -> None:
     """Wait until the task ID of TARGET is over, and print its result as `wirecall call` does.
 
-    It waits as long as the task takes; --timeout is the time of one request. Ctrl-C ends the wait, and the task goes on.
+    It waits as long as the task takes; --timeout is the time of one request. Ctrl-C ends the wait, and the task continues.
     """
 
     async def wait(task: Any) -> Any:

@@ -34,7 +34,7 @@ class Exit(IntEnum):
 
 
 TEXTS = {
-    Exit.DONE: "done; a replayed answer is done too",
+    Exit.DONE: "done, also if the answer is a replay",
     Exit.FAULT: "wirecall itself failed, the app cannot start, or the output cannot be written",
     Exit.USAGE: "wrong usage, or a file or an argument that cannot be used; nothing was sent",
     Exit.AUTH: "the server asks for credentials, or refuses this caller",

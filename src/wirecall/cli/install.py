@@ -109,7 +109,7 @@ CLIENTS = {
 @click.command("install", cls=TargetCommand)
 @optional_target_argument
 @click.option("--client", required=True, type=click.Choice(list(CLIENTS)), help="The MCP client to configure.")
-@click.option("--project", is_flag=True, help="Write the file of the project in this folder, not your own.")
+@click.option("--project", is_flag=True, help="Write the configuration of the project in this folder.")
 @click.option("--name", help="Name of the server there. [default: the app's, the host's or the command's]")
 @click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="Variable for the server; may be repeated.")
 @click.option("--print", "only_print", is_flag=True, help="Print the JSON, write nothing.")
@@ -129,7 +129,7 @@ def install_command(
     yes: bool,
     out: Printer,
 ) -> None:
-    """Write the server TARGET into an MCP client's configuration: a file with an app, an address, or a command.
+    """Add the server TARGET to an MCP client's configuration: a file with an app, an address, or a command.
 
     \b
     wirecall install shop.py --client claude-code

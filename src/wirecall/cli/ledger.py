@@ -121,10 +121,10 @@ def ledger_command() -> None:
 
 @ledger_command.command("list")
 @_WHERE
-@click.option("--state", type=click.Choice([state.value for state in State]), help="Only records of this state.")
+@click.option("--state", type=click.Choice([state.value for state in State]), help="Only records in this state.")
 @click.option("--tasks", is_flag=True, help="Only commands that are tasks, with their ids and states.")
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Records at most.")
-@click.option("--after", metavar="CURSOR", help="Continue after a page: the cursor that it printed.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Most records to list.")
+@click.option("--after", metavar="CURSOR", help="Continue after a page, with the cursor that it printed.")
 @json_option
 def list_records(target: str | None, state: str | None, tasks: bool, limit: int, after: str | None, out: Printer) -> None:
     """List records, in the order of their callers, methods and keys.

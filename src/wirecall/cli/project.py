@@ -41,7 +41,7 @@ FILES = ("app.py", "wirecall.toml", "test_app.py", "README.md", ".gitignore")
 @click.argument("folder", metavar="NAME")
 @json_option
 def new_command(folder: str, out: Printer) -> None:
-    """Write a first project into the new folder NAME: a server, a test, a wirecall.toml.
+    """Create a project in the new folder NAME: a server, a test, a wirecall.toml.
 
     \b
     wirecall new shop && cd shop && wirecall dev
@@ -114,7 +114,7 @@ def check_file(file: str | None, out: Printer) -> Exit | None:
 @_FILE
 @json_option
 def show_values(file: str | None, out: Printer) -> None:
-    """Show every value that is in force, and its origin."""
+    """Show every effective value, and its origin."""
     rows, table = [], []
     for place, each in load_config(file).values.items():
         value = without_password(each.value) if isinstance(each.value, str) else each.value
@@ -156,7 +156,7 @@ class Finding(Struct, frozen=True):
 @click.command("doctor")
 @json_option
 def doctor_command(out: Printer) -> Exit | None:
-    """Check this installation: Python, packages, wirecall.toml, ledger, port, clock, file limits. Exit code 9 on a fail."""
+    """Check Python, packages, wirecall.toml, ledger, port, clock and file limits. Exit code 9 if a check fails."""
     config, _ = check_config()
     findings: list[Finding] = []
     for name, check in CHECKS.items():

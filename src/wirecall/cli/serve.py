@@ -57,10 +57,10 @@ def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str,
 @click.option("--stdio", is_flag=True, help="Serve on stdin and stdout instead.")
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes that share the address. [default: 1]")
 @click.option("--server", type=click.Choice(["granian", "granian-asgi", "uvicorn"]), help="HTTP server. [default: granian]")
-@click.option("--grace", type=duration, help=f"Time for calls in flight at the end. [default: {GRACE:g}s]")
+@click.option("--grace", type=duration, help=f"Time for calls in flight when the server stops. [default: {GRACE:g}s]")
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")
-@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A name of this server: api.example.com.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A host name of this server: api.example.com.")
 @click.option(
     "--allow-origin",
     "origins",
@@ -75,7 +75,7 @@ def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str,
     multiple=True,
     callback=_limits,
     metavar="NAME=NUMBER",
-    help=f"One of: {', '.join(Limits.__struct_fields__)}. May be repeated.",
+    help=f"Change a limit: {', '.join(Limits.__struct_fields__)}. May be repeated.",
 )
 @click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="Log calls on stderr. [default: off]")
 @click.option("--dev", is_flag=True, hidden=True)  # `wirecall dev` sets it
@@ -193,9 +193,9 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 @click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
 @ledger_option
 def dev_command(target: Target | None, http: str | None, ledger: str | None) -> int:
-    """Serve the app in TARGET with a line per call, and restart when a Python file beside it changes.
+    """Serve the app in TARGET with a log line per call, and restart when a Python file beside it changes.
 
-    It warns of plain functions that block the event loop for more than 100 ms.
+    It warns about plain functions that block the event loop for more than 100 ms.
 
     \b
     wirecall dev shop.py
