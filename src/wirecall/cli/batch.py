@@ -306,7 +306,10 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
         await asyncio.wait([feeding, output], return_when=asyncio.FIRST_COMPLETED)
         if output.done():
             output.result()  # raises if our own stdout is closed: the input may be endless, and its answers go nowhere
-        await feeding
+            with suppress(TimeoutError):  # it ends, or goes on reading without an output
+                await asyncio.wait_for(process.wait(), LEAVE)
+        if process.returncode is None:
+            await feeding
         async with asyncio.timeout(way.timeout):
             said = await output
         with suppress(TimeoutError):
