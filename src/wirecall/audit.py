@@ -221,7 +221,7 @@ def verify(path: str | Path) -> Report:
 
 
 def verify_lines(lines: Iterable[bytes]) -> Report:
-    """Check every link of the chain that these lines are."""
+    """Check every link of the chain in these lines."""
     previous, problems, number = FIRST, [], 0
     for number, line in enumerate(lines, start=1):
         links = _links(line)

@@ -212,7 +212,7 @@ class ClientCall:
 
 @lru_cache
 def _client_facts(method: str, name: str | None, revision: str | None, url: str | None) -> tuple[str, Facts]:
-    """Return the same for a call of the client. The same few come again."""
+    """Return the same for a call of the client. It is cached: a client makes the same few calls again and again."""
     title, facts = _mcp_facts(method, name, revision, "pipe" if url is None else "tcp")
     if url is not None:
         parts = urlsplit(url)

@@ -249,7 +249,7 @@ class Authorization:
         await self._obtain(network, resource, challenge)
 
     async def _obtain(self, network: Network, resource: ProtectedResource | None, challenge: Challenge | None) -> None:
-        """Get a token by the way."""
+        """Get a new token, and keep it."""
         way, url = self._way, self._url
         issuer = await choose_issuer(network, url, resource, way.issuer)
         earlier = self._login if self._login is not None and self._login.issuer == issuer.issuer else None

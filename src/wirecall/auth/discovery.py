@@ -182,7 +182,7 @@ def asked(headers: Iterable[str]) -> Challenge | None:
 
 
 class ProtectedResource(Struct, frozen=True):
-    """What a server says of itself as a protected resource."""
+    """The metadata of a protected resource (RFC 9728, section 2)."""
 
     resource: str
     authorization_servers: list[str] = []
@@ -190,7 +190,7 @@ class ProtectedResource(Struct, frozen=True):
 
 
 class Issuer(Struct, frozen=True):
-    """What an authorization server says of itself."""
+    """The metadata of an authorization server (RFC 8414, section 2)."""
 
     issuer: str
     token_endpoint: str | None = None
@@ -206,7 +206,7 @@ class Issuer(Struct, frozen=True):
 
 
 def resource_places(url: str, named: str | None) -> list[str]:
-    """Return the addresses of the metadata of the server at `url`: the one that its challenge names, or the well-known."""
+    """Return the addresses of the metadata of the server at `url`: the one in its challenge, or the well-known ones."""
     path = urlsplit(url).path.rstrip("/")
     return [named] if named else list(dict.fromkeys((f"{origin(url)}{WELL_KNOWN}{path}", origin(url) + WELL_KNOWN)))
 

@@ -249,7 +249,7 @@ class TokenEndpoint(Struct, frozen=True):
 
 
 class Flow(Struct, kw_only=True):
-    """What is known when a new token is asked for."""
+    """Everything that a request for a new token needs."""
 
     network: Network
     server: str

@@ -65,7 +65,7 @@ class Login(Registration, kw_only=True):
 
 
 class Store(Protocol):
-    """What an authorization needs of its store."""
+    """The interface of a store of logins."""
 
     async def logins(self, server: str | None = None) -> list[Login]:
         """Return the logins at a server, or all of them; the newest first."""

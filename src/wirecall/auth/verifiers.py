@@ -220,7 +220,7 @@ class Keys:
         return found
 
     async def fetch(self) -> None:
-        """Fetch the keys, unless it was tried a moment ago. A failure is kept in mind, and the old keys as well."""
+        """Fetch the keys, unless it was tried a moment ago. After a failure, `failure` is set and the old keys stay."""
         task = self._fetching
         if task is None or task.get_loop() is not asyncio.get_running_loop():
             if self._clock() < self._next_fetch:
@@ -283,7 +283,7 @@ class Keys:
 
 
 class Introspection(Verifier):
-    """Accepts the tokens that an authorization server calls active and issued for this server.
+    """Accepts the tokens that an authorization server reports as active and issued for this server.
 
     `url` is its introspection endpoint, `client_id` and `secret` are the credentials of this server there. The answer must
     have the server in `aud`: its `resource`, or `audience` where the authorization server uses another name. A token stays

@@ -529,7 +529,7 @@ def probe_command(target: Target, way: Way, out: Printer) -> Exit | None:
 
 
 async def _tokens(url: str) -> Protection | None:
-    """Return what a server tells about its authorization, None if it does not. No credentials are sent."""
+    """Return what a server publishes about its authorization, or None. No credentials are sent."""
     wire = HttpWire(HttpClient(url))
     await wire.open()
     try:

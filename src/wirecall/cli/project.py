@@ -270,7 +270,7 @@ def context_members(method: Method) -> set[str]:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first names of a list, and how many there are more."""
+    """Return the first names of a list, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

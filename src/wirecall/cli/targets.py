@@ -456,7 +456,7 @@ async def opened(
 
 
 class FirstContact:
-    """A link whose first message is sent once. When the server was reached, the client retries as usual."""
+    """A link whose first message is sent once. Once the server was reached, the client retries as usual."""
 
     def __init__(self, link: "Link") -> None:
         self._link = link

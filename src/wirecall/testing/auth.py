@@ -33,7 +33,7 @@ OFFLINE = "https://auth.test"  # the issuer of a server that does not listen
 
 
 class AuthFaults(Struct, kw_only=True):
-    """What an authorization server does wrong."""
+    """The faults of an authorization server."""
 
     down: bool = False  # every request gets 503
     body: bytes | None = None  # every document has this text
