@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "wirecall"
 
 # A room is a module or a package. Of the names that fit a module, the longest is its room.
 LAYERS = [
-    {"errors", "logs"},
+    {"errors", "logs", "version"},
     {"protocol", "ledger.base", "files", "stepping"},
     {"server", "ledger", "transports", "mcp", "jsonrpc"},
     {"commands", "client", "audit", "tracing", "auth", "middleware"},

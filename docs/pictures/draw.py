@@ -83,7 +83,7 @@ def architecture() -> str:
         ("3", ["commands", "client", "audit", "tracing"]),
         ("2", ["server", "ledger stores", "transports", "mcp", "jsonrpc"]),
         ("1", ["protocol", "ledger.base", "stepping", "files"]),
-        ("0", ["errors", "logs"]),
+        ("0", ["errors", "logs", "version"]),
     ]
     shapes += [text(20, 340, "The rooms, in layers: a room imports rooms of lower layers only", "head")]
     for row, (layer, rooms) in enumerate(layers):

@@ -1,7 +1,5 @@
 """JSON-RPC 2.0 and MCP for Python: many calls in one message, every command takes effect once."""
 
-__version__ = "0.2.0"  # first: modules below take it from here while they are imported
-
 from typing import TYPE_CHECKING, Any
 
 from wirecall import jsonrpc
@@ -21,6 +19,7 @@ from wirecall.protocol.messages import Limits
 from wirecall.protocol.params import Header
 from wirecall.server.call import Context
 from wirecall.server.method import CannotTell, Done, Kind, NotDone, ToolAnnotations
+from wirecall.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from wirecall.client.connect import connect, connect_sync

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from wirecall import __version__
 from wirecall.cli.failures import TEXTS, Exit, failure_of, no_such
+from wirecall.version import __version__
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -17,7 +17,6 @@ import click
 import msgspec
 from msgspec import Struct, field
 
-from wirecall import __version__
 from wirecall.app import App
 from wirecall.auth.discovery import Network, asked, find_issuer, is_resource_of, resource_places
 from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
@@ -31,6 +30,7 @@ from wirecall.mcp.types import KEYS_CAPABILITY, PREFIX
 from wirecall.protocol.messages import JsonObject, encode
 from wirecall.transports.child import Child
 from wirecall.transports.http_client import HttpClient
+from wirecall.version import __version__
 
 JSON, EVENTS = "application/json", "text/event-stream"
 SESSION = "mcp-session-id"

@@ -23,7 +23,6 @@ import click
 import msgspec
 from msgspec import Struct
 
-from wirecall import __version__
 from wirecall.app import App
 from wirecall.cli.failures import CliError, Exit, failure_of
 from wirecall.cli.targets import DRIVERS, opened_ledger, parse, without_password
@@ -32,6 +31,7 @@ from wirecall.config import FILE, Config, ConfigError, Problem, check_config, lo
 from wirecall.errors import CallFailed
 from wirecall.ledger.base import State
 from wirecall.server.method import Method
+from wirecall.version import __version__
 
 TEMPLATE = Path(__file__).with_name("template")
 FILES = ("app.py", "wirecall.toml", "test_app.py", "README.md", ".gitignore")

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from wirecall import __version__
 from wirecall.client.delivery import LEAST, Dialect, Options, Outgoing, asked_pause, may_help, mint_key
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange
 from wirecall.errors import (
@@ -73,6 +72,7 @@ from wirecall.mcp.types import (
 )
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
+from wirecall.version import __version__
 
 if TYPE_CHECKING:
     from wirecall.tracing import ClientCall
