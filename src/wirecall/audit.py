@@ -221,7 +221,7 @@ def verify(path: str | Path) -> Report:
 
 
 def verify_lines(lines: Iterable[bytes]) -> Report:
-    """Check every link of the chain that these lines are."""
+    """Check every link of the chain in these lines."""
     previous, problems, number = FIRST, [], 0
     for number, line in enumerate(lines, start=1):
         links = _links(line)
@@ -234,7 +234,7 @@ def verify_lines(lines: Iterable[bytes]) -> Report:
         body = line[: line.rfind(_HASH_MEMBER)]
         whole = b'%b%b%b"}' % (body, _HASH_MEMBER, links.hash.encode())
         if line.removesuffix(b"\n") != whole or hashlib.sha256(body).hexdigest() != links.hash:
-            problems.append((number, "was edited: its hash does not fit"))
+            problems.append((number, "was edited: its hash does not match"))
         previous = links.hash
     return Report(number, previous, problems)
 

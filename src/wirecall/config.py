@@ -191,7 +191,7 @@ def check_config(
         line = error.object[: error.start].count(b"\n") + 1
         problems.append(Problem(f"{file}:{line}", "it is not UTF-8", "save it as UTF-8", line))
     except OSError as error:
-        problems.append(Problem(str(file), f"it cannot be read: {error.strerror}", "give the path of a file"))
+        problems.append(Problem(str(file), f"it cannot be read: {error.strerror}", "name a file that this user can read"))
     except tomllib.TOMLDecodeError as error:
         assert text is not None
         what, _, position = str(error).rpartition(" (at ")

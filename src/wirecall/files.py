@@ -44,10 +44,32 @@ def real_path(path: str | os.PathLike[str], what: str) -> str:
             raise UsageError(
                 f"{what} {os.fspath(path)} is behind a symbolic link that other users can replace.",
                 f"expected no link in a folder that others can write, got {link} in {folder} (mode {mode:o})",
-                f"name the file itself ({folder / target}), or take the right to write: chmod go-w {folder}",
+                f"name the file itself ({folder / target}), or remove the write permission: chmod go-w {folder}",
             )
         here = folder / target / here.relative_to(link)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+
+
+def replace_file(path: Path, data: bytes, *, like: Path | None = None) -> None:
+    """Write a file beside its place and rename it, so that it is complete at any moment.
+
+    Only its owner can read it, unless it takes the permissions of another file, `like`.
+    """
+    import shutil  # late: few programs write such a file
+    import tempfile
+
+    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # with mode 0600
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        if like is not None and like.exists():
+            shutil.copymode(like, made)
+        os.replace(made, path)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise
 
 
 class Lock(Protocol):

@@ -120,12 +120,12 @@ class ResponseBatch(Struct, frozen=True):
 
 def make_request(method: str, params: Params, id: Id) -> bytes:
     """Return a request; params of None are left out."""
-    return _make({"method": method}, params, {"id": id})
+    return encode({"jsonrpc": "2.0", "method": method, **_given(params), "id": id})
 
 
 def make_notification(method: str, params: Params = None) -> bytes:
     """Return a notification: a request that is not answered."""
-    return _make({"method": method}, params, {})
+    return encode({"jsonrpc": "2.0", "method": method, **_given(params)})
 
 
 def make_response(id: Id, result: object) -> bytes:
@@ -138,9 +138,8 @@ def make_error(id: Id, code: int, message: str, data: object = None) -> bytes:
     return encode(failure(id, RpcError(code, message, data)))
 
 
-def _make(head: JsonObject, params: Params, tail: JsonObject) -> bytes:
-    middle = {} if params is None else {"params": params}
-    return encode({"jsonrpc": "2.0", **head, **middle, **tail})
+def _given(params: Params) -> JsonObject:
+    return {} if params is None else {"params": params}
 
 
 # --- parsers --------------------------------------------------------------------------------------------------------
@@ -229,38 +228,28 @@ def _response(raw: Raw) -> Response:
 
 def dispatch_line(data: Data, handler: Callable[[str, Params], object], *, strict: bool = True) -> bytes | None:
     """Answer a message with a plain callable `(method, params) -> result` that may raise `RpcError`."""
-    batch = parse_batch(data, strict=strict)
-    if batch.framing_error is not None:
-        return batch.framing_error
-    replies = []
+    batch, replies = parse_batch(data, strict=strict), []
     for request in batch.requests:
-        reply = request.error_envelope
-        if reply is None:
-            try:
-                reply = make_response(request.id, handler(request.method, request.params))
-            except Exception as error:
-                reply = _error_reply(request, error)
+        try:
+            reply = request.error_envelope or make_response(request.id, handler(request.method, request.params))
+        except Exception as error:
+            reply = _error_reply(request, error)
         replies.append(None if request.is_notification else reply)
-    return make_reply(replies, batch.is_batch)
+    return batch.framing_error or make_reply(replies, batch.is_batch)
 
 
 async def dispatch_line_async(
     data: Data, handler: Callable[[str, Params], Awaitable[object]], *, strict: bool = True
 ) -> bytes | None:
     """Answer a message with a coroutine function; the entries of a batch run one after another."""
-    batch = parse_batch(data, strict=strict)
-    if batch.framing_error is not None:
-        return batch.framing_error
-    replies = []
+    batch, replies = parse_batch(data, strict=strict), []
     for request in batch.requests:
-        reply = request.error_envelope
-        if reply is None:
-            try:
-                reply = make_response(request.id, await handler(request.method, request.params))
-            except Exception as error:
-                reply = _error_reply(request, error)
+        try:
+            reply = request.error_envelope or make_response(request.id, await handler(request.method, request.params))
+        except Exception as error:
+            reply = _error_reply(request, error)
         replies.append(None if request.is_notification else reply)
-    return make_reply(replies, batch.is_batch)
+    return batch.framing_error or make_reply(replies, batch.is_batch)
 
 
 def _error_reply(request: Request, error: Exception) -> bytes:

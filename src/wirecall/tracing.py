@@ -60,8 +60,8 @@ def _durations(meter: Meter, side: str) -> Histogram:
     )
 
 
-def _mcp_facts(method: str, name: str | None, revision: str | None, transport: str) -> Facts:
-    """Return the attributes that span and metric of an MCP call share."""
+def _mcp_facts(method: str, name: str | None, revision: str | None, transport: str) -> tuple[str, Facts]:
+    """Return the name of the span of an MCP call, and the attributes that its span and its metric share."""
     facts: Facts = {"mcp.method.name": method, "network.transport": transport}
     if transport == "tcp":
         facts["network.protocol.name"] = "http"
@@ -69,9 +69,10 @@ def _mcp_facts(method: str, name: str | None, revision: str | None, transport: s
         facts["mcp.protocol.version"] = revision
     if method == "tools/call":
         facts["gen_ai.operation.name"] = "execute_tool"
-    if name is not None and method in ("tools/call", "prompts/get"):
-        facts["gen_ai.tool.name" if method == "tools/call" else "gen_ai.prompt.name"] = name
-    return facts
+    if name is None or method not in ("tools/call", "prompts/get"):
+        return method, facts
+    facts["gen_ai.tool.name" if method == "tools/call" else "gen_ai.prompt.name"] = name
+    return f"{method} {name}", facts
 
 
 def _is_tool_error(result: object) -> bool:
@@ -122,8 +123,7 @@ class Tracing:
         else:
             method, _, name = context.record.partition(":")
             method, name = (method, name) if method in _RECORDED else (context.record, "")
-            shared = _mcp_facts(method, name, peer.revision, peer.transport)
-            title = f"{method} {name}" if method in ("tools/call", "prompts/get") else method
+            title, shared = _mcp_facts(method, name, peer.revision, peer.transport)
             own |= {"jsonrpc.request.id": id, "mcp.resource.uri": peer.uri, "mcp.session.id": peer.session_id}
         # Step 3: the call.
         failure: Facts = {}
@@ -212,13 +212,13 @@ class ClientCall:
 
 @lru_cache
 def _client_facts(method: str, name: str | None, revision: str | None, url: str | None) -> tuple[str, Facts]:
-    """Return the name of a call's span, and the attributes that its span and metric share. The same few come again."""
-    facts = _mcp_facts(method, name, revision, "pipe" if url is None else "tcp")
+    """Return the same for a call of the client. It is cached: a client makes the same few calls again and again."""
+    title, facts = _mcp_facts(method, name, revision, "pipe" if url is None else "tcp")
     if url is not None:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         facts |= {"server.address": parts.hostname or "", "server.port": port}
-    return f"{method} {name}" if name is not None and method in ("tools/call", "prompts/get") else method, facts
+    return title, facts
 
 
 def trace_meta(*, baggage: bool = False) -> dict[str, str]:

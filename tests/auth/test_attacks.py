@@ -14,7 +14,7 @@ from tests.client.peers import http
 from wirecall import connect
 from wirecall.auth import Browser, ClientCredentials, MemoryStore
 from wirecall.auth.discovery import Network, require_address
-from wirecall.auth.ways import listening
+from wirecall.auth.grants import listening
 from wirecall.errors import NotAuthorized, NotSent
 from wirecall.transports.http_client import HttpClient
 
@@ -251,7 +251,7 @@ async def test_the_callback_repeats_nothing_and_takes_one_answer(world: World) -
             except ConnectionResetError:  # it was closed before all of a long line was read
                 pages.append(b"HTTP/1.1 400 Bad Request")
             writer.close()
-        assert (await callback.answer())["error_description"] == script
+        assert (await callback.answer)["error_description"] == script
     assert [page[9:12] for page in pages] == [b"400", b"400", b"400", b"200", b"400", b"400", b"400"]
     assert not any(b"script" in page for page in pages)
 

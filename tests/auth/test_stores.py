@@ -128,7 +128,7 @@ async def test_files_are_for_their_owner_alone_after_each_write(tmp_path: Path) 
                 assert modes(store.folder) == {0o600}
         assert stat.S_IMODE(store.folder.stat().st_mode) == 0o700
         assert len(list(store.folder.glob("*.json"))) == 1
-        assert not list(store.folder.glob("*.new"))
+        assert not list(store.folder.glob(".*"))
     finally:
         os.umask(before)
 

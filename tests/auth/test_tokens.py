@@ -519,7 +519,7 @@ async def test_a_function_verifies_tokens() -> None:
     assert await status(server, "a") == (200, "alice")
     assert await status(server, "b") == (200, "https://auth.test bob")
     assert await status(server, "c") == (200, "later")
-    assert await status(server, "d") == (401, "the token is not one for this server")
+    assert await status(server, "d") == (401, "the token is not for this server")
     assert await status(server, "refused") == (401, "not on Sundays")
 
 

@@ -105,7 +105,7 @@ def test_members_and_entries_are_collected() -> None:
         ("place=Rome", "place must be an object", ""),
         ('scores:={"ada": "5"}', "scores.ada must be a whole number", 'got "5"'),
         ("txet=5", "There is no argument 'txet'", "did you mean text?"),
-        ("qqqqqq=5", "There is no argument 'qqqqqq'", "there are text, whole"),
+        ("qqqqqq=5", "There is no argument 'qqqqqq'", "expected one of text, whole"),
         ("word", "'word' is not an argument", "there is no ="),
         ("free:={", "free is not JSON", "{"),
         pytest.param(f"free:={'[' * 100_000}", "free is not JSON", "[[... is nested too deeply", id="deep"),

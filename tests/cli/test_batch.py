@@ -192,6 +192,11 @@ def test_send_prints_lines_of_any_length() -> None:
     assert run.stdout == b"first\n" + b"x" * 40_000_000 + b"\n"
 
 
+def test_send_to_a_process_that_has_ended_does_not_wait_for_its_input() -> None:
+    with running("send", "--", "false") as run:
+        assert run.process.wait(PATIENCE) == Exit.UNREACHABLE
+
+
 def test_send_to_a_process_answers_while_its_input_is_open() -> None:
     with running("send", "--", sys.executable, SHOP) as run:
         for _ in range(2):

@@ -73,7 +73,7 @@ def test_help_imports_neither_asyncio_nor_the_modules_of_verbs() -> None:
     ("words", "what", "why"),
     [
         (["clal"], "There is no verb 'clal'", "did you mean call?"),
-        (["qqqq"], "There is no verb 'qqqq'", "there are new, dev"),
+        (["qqqq"], "There is no verb 'qqqq'", "expected one of new, dev"),
         (["call", "--bogus"], "No such option", ""),
         (["call"], "Missing argument 'TARGET'", ""),
         (["call", SHOP], "Missing argument 'NAME'", ""),

@@ -203,7 +203,7 @@ def test_undo_after_the_servers_were_all_removed_by_hand() -> None:
 def test_the_path_of_the_backup_is_printed() -> None:
     path = existing()
     result = invoke("install", SHOP, "--client", "cursor")
-    assert f"The old file: {path}.before-shop.bak" in result.stderr
+    assert f"Backup: {path}.before-shop.bak" in result.stderr
 
 
 def test_ends_of_lines_and_odd_texts_stay() -> None:

@@ -332,7 +332,7 @@ def test_the_life_of_records_in_every_store(store: Store) -> None:
     ("target", "exit", "what"),
     [
         ("sqlite:gone.db", 2, "There is no ledger at gone.db."),
-        ("memory:", 2, "A ledger in memory cannot be looked at."),
+        ("memory:", 2, "A ledger in memory cannot be inspected."),
         ("nonsense", 2, "'nonsense' is not a ledger."),
         ("gone.py", 2, "There is no file gone.py."),
         ("redis://127.0.0.1:1/0", 4, "The ledger redis://127.0.0.1:1/0 cannot be used."),
@@ -364,7 +364,15 @@ def test_a_mistyped_key_and_a_forgotten_caller_are_suggested() -> None:
     assert "ada/put/order-7" in refused("ledger", "show", URL, "put", "order-77", "--caller", "ada")["why"]
 
 
-@pytest.mark.parametrize("words", [("show", "put"), ("resolve", "a", "b", "c", "d", "--done")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("show", "put"),
+        ("show", "sqlite:ledger.db", "put"),
+        ("show", "app.py", "put"),
+        ("resolve", "a", "b", "c", "d", "--done"),
+    ],
+)
 def test_a_record_is_named_by_method_and_key(words: tuple[str, ...]) -> None:
     assert refused("ledger", *words)["message"] == "Which record?"
 

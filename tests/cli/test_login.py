@@ -164,7 +164,7 @@ async def test_mistakes_are_named(world: World, command: Command) -> None:
     secret.write_text("hush\n")
     for words, text in (
         (("login", "shop.py"), "is not an address"),
-        (("login", world.url, "--client-id", "me", "--client-secret-file", str(secret)), "issuer="),
+        (("login", world.url, "--client-id", "me", "--client-secret-file", str(secret)), "needs --client-id and --issuer"),
         (("login", world.url, "--client-secret-file", str(command.home / "none")), "cannot be read"),
     ):
         code, _, err = await command.run(*words)

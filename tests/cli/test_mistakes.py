@@ -55,10 +55,26 @@ def test_a_target_that_is_none(target: str, what: str, next: str) -> None:
     assert f"next: {next}" in run.stderr.replace("give the path of a Python file: ", "")
 
 
+@pytest.mark.parametrize("words", ["list app.py", "new shop"])
+def test_a_current_folder_that_was_removed(words: str, tmp_path: Path) -> None:
+    run = shell(f"mkdir gone; cd gone; rmdir ../gone; wirecall {words}", tmp_path)
+    assert run.returncode == Exit.USAGE
+    assert "The current folder does not exist." in run.stderr
+
+
 def test_a_scheme_may_be_written_in_capitals() -> None:
     run = invoke("list", "HTTP://127.0.0.1:1")
     assert run.exit_code == Exit.UNREACHABLE
     assert "why: 127.0.0.1:1: Connection refused\n" in run.stderr
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "BaseException('odd')", "__import__('asyncio').CancelledError()"])
+def test_a_file_that_raises_anything_cannot_be_loaded(tmp_path: Path, raised: str) -> None:
+    (tmp_path / "app.py").write_text(f"raise {raised}")
+    run = invoke("list", str(tmp_path / "app.py"))
+    assert run.exit_code == Exit.USAGE
+    assert "app.py cannot be loaded" in run.stderr
+    assert "why: line 1: " in run.stderr
 
 
 @pytest.mark.parametrize("bytes_", [b"\0\1\2", b"\xff\xfe x = 1"])
@@ -90,8 +106,8 @@ def test_the_next_step_of_a_command_can_be_typed(tmp_path: Path) -> None:
         (["sku:=[1"], "sku is not JSON", "[1 is not complete"),
         (["--args", "{"], "--args is not JSON", "{ is not complete"),
         (["--args", ""], "--args is not JSON", "it is empty"),
-        (["sku=\udcff"], "is not UTF-8", "JSON is"),
-        (["sku=tea", "--key", "k"], "price takes no key", "it only reads"),
+        (["sku=\udcff"], "is not UTF-8", "JSON is UTF-8"),
+        (["sku=tea", "--key", "k"], "price does not take a key", "it only reads"),
         (["sku=tea", "--key", ""], "The key is empty", "tells one command from another"),
     ],
 )
@@ -127,6 +143,19 @@ def test_a_name_that_json_rpc_does_not_have_is_reported_with_its_kind(name: str,
     assert f"{name} is a {kind}." in run.stderr
     assert "why: JSON-RPC has only methods" in run.stderr
     assert "next: drop --as rpc" in run.stderr
+
+
+@pytest.mark.parametrize("verb", ["list", "probe"])
+def test_a_revision_of_json_rpc_is_refused(verb: str) -> None:
+    run = invoke(verb, SHOP, "--as", "rpc", "--revision", "2025-11-25")
+    assert run.exit_code == Exit.USAGE
+    assert "JSON-RPC has no revisions." in run.stderr
+
+
+def test_a_resource_that_does_not_exist_leads_to_the_list() -> None:
+    run = invoke("call", SHOP, "shop://nothing")
+    assert run.exit_code == Exit.REMOTE
+    assert f"next: wirecall list {SHOP}" in run.stderr
 
 
 def test_bytes_of_another_locale_are_read_as_utf_8(tmp_path: Path) -> None:
@@ -295,7 +324,7 @@ async def test_an_invalid_answer_to_the_handshake_is_not_an_unknown_outcome() ->
     ("words", "exit", "next"),
     [
         (["send"], Exit.UNKNOWN, b"find out whether it took effect before you send it again"),
-        (["probe", "--as", "mcp"], Exit.UNREACHABLE, b"look into the server's log"),
+        (["probe", "--as", "mcp"], Exit.UNREACHABLE, b"check the server's log"),
     ],
     ids=lambda words: words[0] if isinstance(words, list) else "",
 )
@@ -372,6 +401,11 @@ def test_a_reader_that_leaves_before_a_process_ends_causes_no_error(tmp_path: Pa
     (tmp_path / "lines").write_text("{}\n")
     run = shell("wirecall send lines -- yes | head -1", tmp_path)
     assert (run.stdout, run.stderr) == ("y\n", "")
+
+
+def test_a_reader_that_leaves_ends_an_endless_input_of_a_process(tmp_path: Path) -> None:
+    run = shell("yes hi | wirecall send -- cat | head -1", tmp_path)
+    assert (run.stdout, run.stderr) == ("hi\n", "")
 
 
 def test_a_reader_that_leaves_early_causes_no_error(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ def test_bytes_and_paths(folder: Path) -> None:
     [
         (["shop://articles/{sku}"], Exit.USAGE, "sku is missing"),
         (["shop://articles", "sku=tea"], Exit.USAGE, "There is no argument 'sku'"),
-        (["shop://articles", "--key", "k"], Exit.USAGE, "shop://articles takes no --key"),
-        (["reminder", "order=7", "--background", "--ledger", "sqlite:l.db"], Exit.USAGE, "reminder takes no --background"),
+        (["shop://articles", "--key", "k"], Exit.USAGE, "shop://articles does not take --key"),
+        (["reminder", "order=7", "--background", "--ledger", "sqlite:l.db"], Exit.USAGE, "does not take --background"),
         (["reminder"], Exit.USAGE, "order is missing"),
         (["reminder", "order=7", "--as", "rpc"], Exit.USAGE, "reminder is a prompt"),
         (["shop://nothing"], Exit.REMOTE, "Resource not found"),

@@ -333,7 +333,7 @@ def test_metadata_of_the_wrong_types_are_named(strange: str) -> None:
     assert run.exit_code == Exit.AUTH
     assert "authorization_servers: expected a list, got dict" in run.stderr
     assert "scopes_supported: expected a list, got int" in run.stderr
-    assert "its metadata are those of 'https://['" in run.stderr
+    assert "its metadata describes 'https://['" in run.stderr
 
 
 def test_a_server_without_templates_has_a_contract(strange: str, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_server_without_a_login_is_named(shop: str, tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     run = invoke("login", shop, "--no-browser")
     assert run.exit_code == Exit.AUTH
-    assert run.stderr.startswith(f"✗ There is no way to log in at {shop}/rpc.")
+    assert run.stderr.startswith(f"✗ Cannot log in at {shop}/rpc.")
     assert "next: does this server ask for a login?" in run.stderr
 
 

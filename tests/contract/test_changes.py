@@ -108,17 +108,17 @@ def loose() -> Maybe:
     [
         (query(one), lambda app: None, "breaking", "method f", "is gone"),
         (query(one), query(two), "breaking", "method f, argument b", "is required now"),
-        (query(two), query(one), "breaking", "method f, argument b", "is not taken any more"),
-        (query(one), query(text), "breaking", "method f, argument a", "integer is not accepted any more"),
-        (query(wider), query(one), "breaking", "method f, argument a", "string is not accepted any more"),
-        (query(many), query(few), "breaking", "method f, argument a", '"y" is not accepted any more'),
+        (query(two), query(one), "breaking", "method f, argument b", "is no longer accepted"),
+        (query(one), query(text), "breaking", "method f, argument a", "no longer accepts integer"),
+        (query(wider), query(one), "breaking", "method f, argument a", "no longer accepts string"),
+        (query(many), query(few), "breaking", "method f, argument a", 'no longer accepts "y"'),
         (query(one), query(wider), "breaking", "method f, result", "may be string now"),
         (query(flat), query(loose), "breaking", "method f, result x", "may be missing now"),
         (query(one), command(one, destructive=False), "breaking", "method f", "may change data now"),
         (command(one, destructive=False), command(one), "breaking", "method f", "may destroy data now"),
-        (command(one, idempotent=True), command(one), "breaking", "method f", "cannot be repeated any more"),
+        (command(one, idempotent=True), command(one), "breaking", "method f", "can no longer be repeated"),
         (command(one), command(one, key="ask"), "breaking", "method f", "an idempotency key is required now"),
-        (command(one), query(one), "breaking", "method f", "an idempotency key is not taken any more"),
+        (command(one), query(one), "breaking", "method f", "an idempotency key is no longer accepted"),
         (query(two), query(swapped), "breaking", "method f", "the order of its params was a, b and is b, a"),
         (query(one, open_world=False), query(one), "careful", "method f", "reaches beyond the server now"),
         (query(optional), query(default), "careful", "method f, argument b", "its default was 2 and is 3"),
@@ -126,11 +126,11 @@ def loose() -> Maybe:
         (lambda app: None, query(one), "fine", "method f", "is new"),
         (query(one), query(optional), "fine", "method f, argument b", "is new, and optional"),
         (query(two), query(optional), "fine", "method f, argument b", "is optional now"),
-        (query(few), query(many), "fine", "method f, argument a", '"y" is accepted too'),
+        (query(few), query(many), "fine", "method f, argument a", 'also accepts "y"'),
         (query(flat), query(deep), "fine", "method f, result y", "is new"),
-        (query(loose), query(flat), "fine", "method f, result x", "is always there now"),
+        (query(loose), query(flat), "fine", "method f, result x", "is always present now"),
         (command(one, key="ask"), command(one), "fine", "method f", "an idempotency key is optional now"),
-        (command(one), command(one, destructive=False), "fine", "method f", "does not destroy data any more"),
+        (command(one), command(one, destructive=False), "fine", "method f", "no longer destroys data"),
     ],
 )
 def test_a_change_has_a_level(old: Declare, new: Declare, level: str, place: str, text: str) -> None:
@@ -170,7 +170,7 @@ def test_tools_prompts_and_resources_are_part_of_the_contract() -> None:
 
     told = {(change.level, change.place, change.text) for change in changes(of_app(app(old)), of_app(app(new)))}
     assert {
-        ("breaking", "tool text, argument a", "string is not accepted any more"),
+        ("breaking", "tool text, argument a", "no longer accepts string"),
         ("breaking", "prompt greet, argument tone", "is required now"),
         ("breaking", "resource shop://a", "its type was text/plain and is text/html"),
     } <= told

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wirecall.auth import Browser, ClientCredentials, IdJag, MemoryStore, Workload
-from wirecall.auth.ways import TokenWay
+from wirecall.auth.grants import TokenWay
 from wirecall.client.connect import connect
 from wirecall.mcp.client.client import McpClient
 from wirecall.transports.http_client import HttpClient

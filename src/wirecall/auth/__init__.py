@@ -4,9 +4,9 @@ docs/authorization.md is about servers, docs/authorization-client.md about clien
 """
 
 from wirecall.auth.access import Access, Verifier
+from wirecall.auth.grants import Browser, ClientCredentials, IdJag, Stored, Workload
 from wirecall.auth.store import FileStore, KeyringStore, Login, MemoryStore, Store
 from wirecall.auth.verifiers import Introspection, Jwt, Tokens, digest
-from wirecall.auth.ways import Browser, ClientCredentials, IdJag, Stored, Workload
 from wirecall.server.identity import Identity
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""Access: which tokens come in, and what each of them may do. It judges every request of an app with `auth=`.
+"""Access: which tokens a server accepts, and what each of them may do. It checks every request of an app with `auth=`.
 
     no token, or another scheme    401  Bearer scope, resource_metadata              RFC 6750, section 3.1: without `error`
     a header that is not a token   400  Bearer error="invalid_request", ...
-    a token that is not good       401  Bearer error="invalid_token", error_description, ...
+    a token that is not valid      401  Bearer error="invalid_token", error_description, ...
     too little scope               403  Bearer error="insufficient_scope", scope, ...
-    its judge cannot be reached    503  Retry-After: the token may be good, so the client must keep it
+    its verifier is unreachable    503  Retry-After: the token may be valid, so the client must keep it
 
 1. A verifier returns the identity of a token, None for a token that it does not know, or raises `Unauthorized` with the
    reason. The first verifier that knows a token decides.
@@ -43,7 +43,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # a b64token of RFC 6750, section 
 
 
 class Verifier:
-    """Judges tokens. Its members are for the challenges and the metadata of a server."""
+    """Verifies tokens. Its members are for the challenges and the metadata of a server."""
 
     resource: str | None = None  # the identifier of this server
     issuer: str | None = None  # the authorization server
@@ -159,7 +159,7 @@ class Access:
         scheme, _, token = given.strip(" \t").partition(" ")
         if scheme.lower() != "bearer":
             raise HttpError(401, "expected Authorization: Bearer TOKEN", self._challenge(scopes=self.scopes))
-        if len(headers.all("authorization")) > 1:  # a proxy in front may have judged the other one
+        if len(headers.all("authorization")) > 1:  # a proxy in front may have checked the other one
             raise self._refused("more than one Authorization header")
         token = token.strip(" ")
         if len(token) > LONGEST:
@@ -220,7 +220,7 @@ class Access:
         if is_down:
             message = "the token cannot be verified now: the authorization server does not answer"
             raise HttpError(503, message, [("retry-after", RETRY_AFTER)])
-        raise self._refused("the token is not one for this server")
+        raise self._refused("the token is not for this server")
 
     async def open(self) -> None:
         """Tell the verifiers that a server starts."""
@@ -318,7 +318,7 @@ def check_resource(resource: str) -> str:
     if parts.query or parts.fragment or parts.path == "/":
         raise UsageError(
             f"resource={resource!r} is not the identifier of a server.",
-            "clients compare it letter by letter, and it has neither a query nor a fragment nor a slash after a bare host",
+            "clients compare it exactly, and it has neither a query nor a fragment nor a slash after a bare host",
             'use the address of the server, such as "https://api.example.com/mcp" or "https://api.example.com"',
         )
     return resource

@@ -22,9 +22,8 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from wirecall.auth.discovery import SHOWN, Challenge, Network, ProtectedResource, asked, choose_issuer, find_resource, origin
-from wirecall.auth.grants import Denied, DpopKey, Flow, TokenEndpoint
+from wirecall.auth.grants import Denied, DpopKey, Flow, TokenEndpoint, TokenWay
 from wirecall.auth.store import Login, Store
-from wirecall.auth.ways import TokenWay
 from wirecall.errors import MissingScopes, NotAuthorized, NotSent, UsageError
 from wirecall.transports.http_client import Auth, HttpAnswer, HttpClient
 
@@ -250,7 +249,7 @@ class Authorization:
         await self._obtain(network, resource, challenge)
 
     async def _obtain(self, network: Network, resource: ProtectedResource | None, challenge: Challenge | None) -> None:
-        """Get a token by the way."""
+        """Get a new token, and keep it."""
         way, url = self._way, self._url
         issuer = await choose_issuer(network, url, resource, way.issuer)
         earlier = self._login if self._login is not None and self._login.issuer == issuer.issuer else None

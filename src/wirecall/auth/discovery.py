@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.errors import BadAnswer, CallFailed, NotAuthorized, TimedOut
-from wirecall.protocol.messages import UNREADABLE, JsonObject
+from wirecall.protocol.messages import UNREADABLE
 from wirecall.transports.http_client import HttpClient
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Answer(Struct, frozen=True):
     """An answer as a whole."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # names in any case
     body: bytes
 
     def document(self, kind: type[T]) -> T | None:
@@ -95,7 +95,7 @@ async def ask(http: HttpClient, method: str, body: bytes, headers: Mapping[str, 
         async with asyncio.timeout(timeout), http.request(method, body, headers) as answer:
             if 300 <= answer.status < 400:
                 raise BadAnswer("it is a redirect, which is not followed")
-            return Answer(answer.status, dict(answer.headers), await answer.read())
+            return Answer(answer.status, answer.headers, await answer.read())
     except TimeoutError:
         raise TimedOut(f"{urlsplit(http.url).hostname} did not answer within {timeout:g} s") from None
 
@@ -182,7 +182,7 @@ def asked(headers: Iterable[str]) -> Challenge | None:
 
 
 class ProtectedResource(Struct, frozen=True):
-    """What a server says of itself as a protected resource."""
+    """The metadata of a protected resource (RFC 9728, section 2)."""
 
     resource: str
     authorization_servers: list[str] = []
@@ -190,7 +190,7 @@ class ProtectedResource(Struct, frozen=True):
 
 
 class Issuer(Struct, frozen=True):
-    """What an authorization server says of itself."""
+    """The metadata of an authorization server (RFC 8414, section 2)."""
 
     issuer: str
     token_endpoint: str | None = None
@@ -205,12 +205,23 @@ class Issuer(Struct, frozen=True):
     authorization_response_iss_parameter_supported: bool = False
 
 
+def resource_places(url: str, named: str | None) -> list[str]:
+    """Return the addresses of the metadata of the server at `url`: the one in its challenge, or the well-known ones."""
+    path = urlsplit(url).path.rstrip("/")
+    return [named] if named else list(dict.fromkeys((f"{origin(url)}{WELL_KNOWN}{path}", origin(url) + WELL_KNOWN)))
+
+
+def is_resource_of(resource: str, url: str) -> bool:
+    """Return whether a resource is the server at `url` (RFC 9728, section 3.3), or a part of its origin that holds it."""
+    theirs, ours = urlsplit("" if address_fault(resource) else resource), urlsplit(url)
+    is_inside = f"{ours.path.rstrip('/')}/".startswith(f"{theirs.path.rstrip('/')}/")
+    return theirs[:2] == ours[:2] and is_inside and theirs.query in ("", ours.query)
+
+
 async def find_resource(network: Network, url: str, challenge: Challenge | None) -> ProtectedResource | None:
     """Return the metadata of the server at `url`; None if it has none."""
-    path = urlsplit(url).path.rstrip("/")
     named = challenge.params.get("resource_metadata") if challenge else None
-    places = [named] if named else list(dict.fromkeys((f"{origin(url)}{WELL_KNOWN}{path}", origin(url) + WELL_KNOWN)))
-    for place in places:
+    for place in resource_places(url, named):
         answer = await network.get(place, "the metadata of the server")
         if answer.status >= 500 or answer.status == 429:  # it may have some, so 2025-03-26 is not assumed
             raise NotAuthorized(f"the metadata of the server ({place[:SHOWN]}): HTTP {answer.status}")
@@ -219,10 +230,7 @@ async def find_resource(network: Network, url: str, challenge: Challenge | None)
         found = answer.document(ProtectedResource)
         if found is None or not found.authorization_servers:
             raise NotAuthorized(f"the metadata of the server ({place[:SHOWN]}) does not name an authorization server")
-        # The document must be about this server (RFC 9728, section 3.3), or about a part of its origin that holds it.
-        theirs, ours = urlsplit("" if address_fault(found.resource) else found.resource), urlsplit(url)
-        is_inside = f"{ours.path.rstrip('/')}/".startswith(f"{theirs.path.rstrip('/')}/")
-        if theirs[:2] != ours[:2] or not is_inside or theirs.query not in ("", ours.query):
+        if not is_resource_of(found.resource, url):
             raise NotAuthorized(f"the metadata of {url} is about another server, {found.resource[:SHOWN]!a}")
         return found
     if named:
@@ -278,22 +286,4 @@ async def choose_issuer(network: Network, url: str, resource: ProtectedResource 
         return Issuer(here, *endpoints, code_challenge_methods_supported=["S256"])
     if found.issuer not in (here, f"{here}/"):  # both are found at this address
         raise NotAuthorized(f"the authorization server {here} names itself {found.issuer[:SHOWN]!a}")
-    return found
-
-
-# --- for `wirecall probe` -------------------------------------------------------------------------------------------
-
-
-async def fetch(url: str) -> tuple[int, JsonObject]:
-    """Return the status and the JSON object at an address; `{}` where the status is not 200."""
-    answer = await Network(private=True).get(url, "the document")
-    found = answer.document(dict) if answer.status == 200 else {}
-    if found is None:
-        raise BadAnswer(f"{url}: expected a JSON object")
-    return answer.status, found
-
-
-async def server_metadata(issuer: str) -> JsonObject:
-    """Return the metadata of an authorization server as plain values."""
-    found: JsonObject = msgspec.to_builtins(await find_issuer(Network(private=True), issuer))
     return found

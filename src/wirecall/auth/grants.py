@@ -1,23 +1,38 @@
-"""How a client gets a token: the requests to the endpoints of an authorization server, and the signatures in them.
+"""Grants: the ways by which a client gets a token, as `connect(auth=...)` takes them, and the requests that they send.
+
+| Way | Grant |
+| --- | --- |
+| `Browser` | a person logs in: authorization code with PKCE, and refresh tokens |
+| `ClientCredentials` | the program itself, by a secret or a key |
+| `IdJag` | an employee, by the ID token of the company's identity provider (enterprise-managed authorization) |
+| `Workload` | the program itself, by the JWT of the platform that it runs on (workload identity federation) |
+| `Stored` | the login that `wirecall login` has kept; never a new one |
 
 `TokenEndpoint.send` is the only place that sends a secret, and it quotes none of them: not in errors, and not if the server
 repeats what it was sent. Assertions (RFC 7523) and proofs of possession (DPoP, RFC 9449) need `wirecall[auth]`.
 """
 
+import asyncio
 import base64
 import hashlib
+import inspect
 import re
 import secrets
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
-from typing import Any
-from urllib.parse import quote, urlsplit
+import webbrowser
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
-from wirecall.auth.discovery import SHOWN, Answer, Issuer, Network, origin
-from wirecall.auth.store import Login, Registration
+from wirecall.auth.discovery import SHOWN, TIMEOUT, Answer, Issuer, Network, origin, require_address
+from wirecall.auth.store import FileStore, Login, MemoryStore, Registration, Store
 from wirecall.errors import NotAuthorized, UsageError
 
 JWT_BEARER = "urn:ietf:params:oauth:grant-type:jwt-bearer"
@@ -30,21 +45,46 @@ _SECRETS = (
 _TOKEN = re.compile(r"[!-~]+")  # it becomes part of a header
 _CODE = re.compile(r"[!#-\[\]-~]{1,60}")  # of an error (RFC 6749, section 5.2)
 
+PATH = "/callback"
+PATIENCE = 300.0  # seconds for a person to log in
+READING = 10.0  # seconds for the browser to send its request
+MAX_BYTES = 16 << 10
+
+_ID_JAG = "urn:ietf:params:oauth:token-type:id-jag"
+_ID_TOKEN = "urn:ietf:params:oauth:token-type:id_token"
+_EXCHANGE = "urn:ietf:params:oauth:grant-type:token-exchange"
+_WHY_ISSUER = "without an issuer, the server would choose where the credentials go"
+
+# The page that the browser shows at the end: the same each time, it repeats nothing of the request.
+_PAGE = (
+    b"<!doctype html><html lang=en><meta charset=utf-8><title>wirecall</title>"
+    b"<p>You can close this page and go back to your program."
+)
+_HEAD = (
+    b"HTTP/1.1 %s\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: %d\r\nConnection: close\r\n"
+    b"Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n"
+    b"Content-Security-Policy: default-src 'none'; frame-ancestors 'none'\r\n\r\n"
+)
+
+Text: TypeAlias = str | Callable[[], str | Awaitable[str]]
+
 
 # --- signatures -----------------------------------------------------------------------------------------------------
 
 
-def _jwt() -> ModuleType:
+def pyjwt(why: str) -> Any:
+    """Return PyJWT, which is an extra and takes a tenth of a second to import; `why` is the reason to install it."""
     try:
-        import jwt  # late: an extra
+        import jwt
+        import jwt.algorithms
     except ImportError:
-        raise UsageError("PyJWT is not installed.", "keys and DPoP need it", "pip install 'wirecall[auth]'") from None
+        raise UsageError("PyJWT is not installed.", why, 'pip install "wirecall[auth]"') from None
     return jwt
 
 
 def client_assertion(key: str, algorithm: str, client_id: str, audience: str) -> str:
     """Return the text by which a client authenticates with its private key (PEM) at a token endpoint."""
-    now, jwt = int(time.time()), _jwt()
+    now, jwt = int(time.time()), pyjwt("a key signs with it")
     claims = {"iss": client_id, "sub": client_id, "aud": audience, "iat": now, "exp": now + LIFETIME}
     try:
         text: str = jwt.encode({**claims, "jti": secrets.token_urlsafe(16)}, key, algorithm=algorithm)
@@ -58,7 +98,7 @@ class DpopKey:
     """A key that a token is bound to: each request proves that the client has it."""
 
     def __init__(self, pem: str | None = None) -> None:
-        self._jwt: Any = _jwt()
+        self._jwt = pyjwt("DPoP needs it")
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -183,7 +223,7 @@ class TokenEndpoint(Struct, frozen=True):
             if self.key is not None:
                 headers["DPoP"] = self.key.proof("POST", self.url, nonce=self.nonces.get(origin(self.url)))
             answer = await self.network.post(self.url, "the token endpoint", sent, headers)
-            nonce = next((value for name, value in answer.headers.items() if name.lower() == "dpop-nonce"), None)
+            nonce = answer.headers.get("dpop-nonce")
             if nonce is not None:
                 self.nonces[origin(self.url)] = nonce
             if answer.status == 200:
@@ -209,7 +249,7 @@ class TokenEndpoint(Struct, frozen=True):
 
 
 class Flow(Struct, kw_only=True):
-    """What is known when a new token is asked for."""
+    """Everything that a request for a new token needs."""
 
     network: Network
     server: str
@@ -237,12 +277,7 @@ class Flow(Struct, kw_only=True):
         return Login(
             server=self.server,
             issuer=self.issuer.issuer,
-            client_id=client.client_id,
-            client_secret=client.client_secret,
-            client_method=client.client_method,
-            client_scopes=client.client_scopes,
-            client_expires=client.client_expires,
-            redirect_uri=client.redirect_uri,
+            **{name: getattr(client, name) for name in Registration.__struct_fields__},
             resource=self.resource,
             token_endpoint=endpoint,
             revocation_endpoint=self.issuer.revocation_endpoint,
@@ -254,3 +289,357 @@ class Flow(Struct, kw_only=True):
             dpop_key=None if self.key is None else self.key.pem,
             private=self.network.private,
         )
+
+
+# --- the ways ---------------------------------------------------------------------------------------------------------
+
+
+class TokenWay(Struct, kw_only=True, frozen=True, repr_omit_defaults=True):
+    """The options of every way.
+
+    `scopes` are asked for in addition to those that the server names. `resource` replaces the server's own identifier in
+    requests for tokens, and None leaves it out, for authorization servers that refuse the parameter. `issuer` is the only
+    authorization server that gets the credentials. `private=True` allows a public server to name authorization servers in
+    private networks. `dpop=True` binds tokens to a key. `timeout` is the time of one request to an authorization server.
+    """
+
+    is_interactive: ClassVar[bool] = False
+    can_refresh: ClassVar[bool] = False
+    can_obtain: ClassVar[bool] = True
+    needs_issuer: ClassVar[bool] = True
+
+    scopes: Iterable[str] = ()
+    resource: str | UnsetType | None = UNSET
+    issuer: str | None = None
+    store: Store | None = None
+    private: bool = False
+    dpop: bool = False
+    timeout: float = TIMEOUT
+
+    def __post_init__(self) -> None:
+        scopes = self.scopes.split() if isinstance(self.scopes, str) else list(self.scopes)
+        msgspec.structs.force_setattr(self, "scopes", tuple(dict.fromkeys(scopes)))
+        if self.store is None:  # a login that can be refreshed outlives the process
+            msgspec.structs.force_setattr(self, "store", FileStore() if self.can_refresh else MemoryStore())
+        if self.needs_issuer and self.issuer is None:
+            raise UsageError(f"{type(self).__name__} needs issuer=.", _WHY_ISSUER, 'issuer="https://auth.example.com"')
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"  # and no secret
+
+    def fits(self, login: Login) -> bool:
+        """Return whether a login that is kept can be one of this way."""
+        is_ours = getattr(self, "client_id", None) in (None, login.client_id)
+        return is_ours and self.issuer in (None, login.issuer) and (login.dpop_key is not None or not self.dpop)
+
+    @abstractmethod
+    async def obtain(self, flow: Flow) -> Login:
+        """Return a login with a new token."""
+
+
+async def _text(source: Text) -> str:
+    found = source() if callable(source) else source
+    return await found if inspect.isawaitable(found) else found
+
+
+# --- a person -------------------------------------------------------------------------------------------------------
+
+
+class Browser(TokenWay, kw_only=True, frozen=True):
+    """A person logs in with a browser, and the login is kept for the next time.
+
+    The client is known to the authorization server by `client_id` (and `client_secret`), or by `metadata_url`, the address
+    of a document that describes it; without both it registers itself. The browser comes back to `port` of this machine, and
+    has `patience` seconds for that. `visit` leads the user to the page in another way: it gets the address of the page, and
+    returns the one that the browser was sent back to, or None if the browser comes to the port.
+    """
+
+    is_interactive: ClassVar[bool] = True
+    can_refresh: ClassVar[bool] = True
+    needs_issuer: ClassVar[bool] = False
+
+    client_id: str | None = None
+    client_secret: str | None = None
+    metadata_url: str | None = None
+    client_name: str = "wirecall"
+    port: int = 0
+    patience: float = PATIENCE
+    visit: Callable[[str], Awaitable[str | None]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.client_secret is not None and (self.client_id is None or self.issuer is None):
+            fix = 'client_id="...", issuer="https://auth.example.com"'
+            raise UsageError("client_secret= needs client_id= and issuer=.", _WHY_ISSUER, fix)
+        if self.metadata_url is not None:
+            parts = urlsplit(self.metadata_url)
+            if parts.scheme != "https" or parts.path in ("", "/"):
+                why = "the id of a client is an HTTPS address with a path"
+                raise UsageError(
+                    f"metadata_url={self.metadata_url!r} cannot be used.", why, "https://example.com/client.json"
+                )
+
+    async def obtain(self, flow: Flow) -> Login:
+        issuer, earlier = flow.issuer, flow.earlier
+        if issuer.authorization_endpoint is None:
+            raise NotAuthorized(f"the authorization server {issuer.issuer[:SHOWN]} does not have an authorization endpoint")
+        require_address(issuer.authorization_endpoint, "the authorization endpoint")
+        # Without PKCE, a stolen code is a stolen login (2025-11-25, authorization code protection).
+        if "S256" not in (issuer.code_challenge_methods_supported or ()):
+            raise NotAuthorized(f"the authorization server {issuer.issuer[:SHOWN]} does not support PKCE with S256")
+        # The port that the client is registered with, if it is free: some servers do not let it change (RFC 8252, 7.3).
+        registered = urlsplit(earlier.redirect_uri).port if earlier and earlier.redirect_uri else None
+        async with listening(self.port or registered or 0, may_change=not self.port) as callback:
+            client = await self._client(flow, callback.uri)
+            verifier, callback.state = secrets.token_urlsafe(48), secrets.token_urlsafe(32)
+            asked = {
+                "response_type": "code",
+                "client_id": client.client_id,
+                "redirect_uri": callback.uri,
+                "state": callback.state,
+                "code_challenge": sha256_text(verifier),
+                "code_challenge_method": "S256",
+                **flow.common,
+                # A refresh token needs the user's consent (OpenID Connect Core, section 11).
+                **({"prompt": "consent"} if "offline_access" in flow.scopes else {}),
+            }
+            parts = urlsplit(issuer.authorization_endpoint)
+            query = "&".join(filter(None, (parts.query, urlencode(asked))))
+            page = parts._replace(query=query, fragment="").geturl()
+            if self.visit is None:
+                if not await asyncio.to_thread(webbrowser.open, page):  # never a shell: a server has chosen the address
+                    print(f"Open this address to log in:\n{page}", file=sys.stderr)
+            elif (redirected := await self.visit(page)) is not None and not callback.take(redirected):
+                raise NotAuthorized("the browser came back with the answer to another login")
+            try:
+                async with asyncio.timeout(self.patience):
+                    brought = await callback.answer
+            except TimeoutError:
+                raise NotAuthorized(f"the login was not completed within {self.patience:g} s") from None
+            _check_answer(brought, issuer)
+            form = {
+                "grant_type": "authorization_code",
+                "code": brought["code"],
+                "redirect_uri": callback.uri,
+                "code_verifier": verifier,
+            }
+            resource = {} if flow.resource is None else {"resource": flow.resource}
+            return await flow.token(client, {**form, **resource})
+
+    async def _client(self, flow: Flow, redirect_uri: str) -> Registration:
+        """Return the client as the authorization server knows it."""
+        issuer, earlier, known = flow.issuer, flow.earlier, partial(Registration, redirect_uri=redirect_uri)
+        # 1. Credentials that were given to the program.
+        if self.client_id is not None:
+            method = method_for(issuer, self.client_secret)
+            return known(client_id=self.client_id, client_secret=self.client_secret, client_method=method)
+        # 2. A document that describes the client.
+        if self.metadata_url is not None and issuer.client_id_metadata_document_supported:
+            return known(client_id=self.metadata_url)
+        # 3. An earlier registration at this issuer, which fits.
+        if earlier is not None and earlier.redirect_uri == redirect_uri:
+            lasts = earlier.client_expires is None or earlier.client_expires > time.time()
+            if lasts and (earlier.client_scopes is None or set(flow.scopes) <= set(earlier.client_scopes)):
+                return earlier
+        # 4. A new one.
+        if issuer.registration_endpoint is None:
+            why = f"the authorization server {issuer.issuer[:SHOWN]} does not register clients"
+            raise NotAuthorized(f"{why}: give the client_id (and client_secret) that it knows this program by")
+        offered = issuer.token_endpoint_auth_methods_supported or ["none"]
+        wanted = next((each for each in ("none", "client_secret_basic", "client_secret_post") if each in offered), "none")
+        document = {
+            "client_name": self.client_name,
+            "application_type": "native",  # SEP-837
+            "redirect_uris": [redirect_uri],
+            "grant_types": ["authorization_code", "refresh_token"],
+            "response_types": ["code"],
+            "token_endpoint_auth_method": wanted,
+            **({"scope": " ".join(flow.scopes)} if flow.scopes else {}),
+        }
+        answer = await flow.network.post_json(issuer.registration_endpoint, "the registration endpoint", document)
+        if answer.status not in (200, 201):
+            raise denied(answer, f"the registration at {issuer.issuer[:SHOWN]}")
+        made = answer.document(_Registered)
+        if made is None or not made.client_id:
+            raise NotAuthorized(f"the registration at {issuer.issuer[:SHOWN]} did not bring a client_id")
+        return known(
+            client_id=made.client_id,
+            client_secret=made.client_secret,
+            client_method=made.token_endpoint_auth_method or method_for(issuer, made.client_secret),
+            client_scopes=None if made.scope is None else made.scope.split(),
+            client_expires=made.client_secret_expires_at or None,  # 0: never
+        )
+
+
+class _Registered(Struct):
+    """The answer of a registration endpoint (RFC 7591, section 3.2.1)."""
+
+    client_id: str
+    client_secret: str | None = None
+    client_secret_expires_at: float | None = None
+    token_endpoint_auth_method: str | None = None
+    scope: str | None = None
+
+
+def _check_answer(brought: dict[str, str], issuer: Issuer) -> None:
+    """Refuse an answer of another authorization server, before its code goes anywhere (RFC 9207, section 2.4)."""
+    named = brought.get("iss")
+    if named is None and issuer.authorization_response_iss_parameter_supported:
+        raise NotAuthorized(f"the answer to the login does not name its issuer, as {issuer.issuer[:SHOWN]} always does")
+    if named is not None and named != issuer.issuer:  # as texts; and nothing else of that answer is shown
+        raise NotAuthorized(f"the answer to the login must be from {issuer.issuer[:SHOWN]}, and names another issuer")
+    if "error" in brought:
+        told = ": ".join(filter(None, (brought["error"], brought.get("error_description"))))
+        raise NotAuthorized(f"the login was refused: {ascii(told[:SHOWN])[1:-1]}")
+    if not brought.get("code"):
+        raise NotAuthorized("the answer to the login does not have a code")
+
+
+class Callback:
+    """The address that the browser comes back to, and the answer that it brings: a GET of `/callback` with its own Host."""
+
+    def __init__(self) -> None:
+        self.state = ""  # of the login that is waited for
+        self.host = ""
+        self.serving: set[asyncio.Task[None]] = set()
+        self.answering: asyncio.Task[None] | None = None  # shows its page to the browser that brought the answer
+        # The parameters that the browser brings.
+        self.answer: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+
+    @property
+    def uri(self) -> str:
+        return f"http://{self.host}{PATH}"
+
+    def take(self, redirected: str) -> bool:
+        """Take the address that the browser came back to; return whether it belongs to this login."""
+        found = parse_qs(urlsplit(redirected).query, keep_blank_values=True)
+        # Another login's answer, or one that a page has made up, has another state (RFC 6749, section 10.12). A parameter
+        # that is repeated is invalid (section 3.1).
+        if any(len(values) > 1 for values in found.values()) or found.get("state") != [self.state] or self.answer.done():
+            return False
+        self.answer.set_result({name: values[0] for name, values in found.items()})
+        return True
+
+    def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection of a browser in a task."""
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self.serving.add(task)
+        task.add_done_callback(self.serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        status = b"400 Bad Request"
+        with suppress(ValueError, TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(READING):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("ascii")
+            first, *lines = head.split("\r\n")
+            method, target, _ = first.split(" ")
+            hosts = [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.lower() == "host"]
+            if method == "GET" and hosts == [self.host] and urlsplit(target).path == PATH and self.take(target):
+                status, self.answering = b"200 OK", asyncio.current_task()
+        try:
+            writer.write(_HEAD % (status, len(_PAGE)) + _PAGE)
+            with suppress(TimeoutError, OSError):
+                async with asyncio.timeout(READING):
+                    await writer.drain()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def listening(port: int, *, may_change: bool) -> AsyncIterator[Callback]:
+    """Listen on a port of this machine in a block. 0 takes a free one, and so does a port in use that may change."""
+    callback = Callback()
+    try:
+        server = await asyncio.start_server(callback.connected, "127.0.0.1", port, limit=MAX_BYTES)
+    except OSError as error:
+        if not may_change:
+            raise NotAuthorized(f"the browser cannot come back to port {port}: {error.strerror}") from None
+        server = await asyncio.start_server(callback.connected, "127.0.0.1", 0, limit=MAX_BYTES)
+    callback.host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield callback
+    finally:
+        server.close()
+        for task in callback.serving - {callback.answering}:
+            task.cancel()
+        await asyncio.gather(*callback.serving, return_exceptions=True)
+
+
+# --- programs -------------------------------------------------------------------------------------------------------
+
+
+class ClientCredentials(TokenWay, frozen=True):
+    """The program itself is the user: `secret`, or a private `key` (PEM) with its `algorithm`."""
+
+    client_id: str
+    secret: str | None = None
+    key: str | None = None
+    algorithm: str = "ES256"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.secret is None) == (self.key is None):
+            raise UsageError("ClientCredentials needs a secret or a key.", fix="secret=..., or key=PEM")
+
+    async def obtain(self, flow: Flow) -> Login:
+        method, sign = method_for(flow.issuer, self.secret), None
+        if self.key is not None:
+            method = "private_key_jwt"
+            sign = partial(client_assertion, self.key, self.algorithm, self.client_id, flow.issuer.issuer)
+        client = Registration(client_id=self.client_id, client_secret=self.secret, client_method=method)
+        return await flow.token(client, {"grant_type": "client_credentials", **flow.common}, sign)
+
+
+class IdJag(TokenWay, kw_only=True, frozen=True):
+    """An employee: the ID token of the identity provider becomes a grant for the server's authorization server (SEP-990).
+
+    `id_token` is a text, or a function that returns the current one. `idp` is the token endpoint of the identity provider.
+    """
+
+    client_id: str
+    client_secret: str | None = None
+    id_token: Text
+    idp: str
+    idp_client_id: str
+    idp_client_secret: str | None = None
+
+    async def obtain(self, flow: Flow) -> Login:
+        provider = Registration(
+            client_id=self.idp_client_id,
+            client_secret=self.idp_client_secret,
+            client_method="none" if self.idp_client_secret is None else "client_secret_post",
+        )
+        exchange = {
+            "grant_type": _EXCHANGE,
+            "requested_token_type": _ID_JAG,
+            "audience": flow.issuer.issuer,
+            "subject_token": await _text(self.id_token),
+            "subject_token_type": _ID_TOKEN,
+            **flow.common,
+        }
+        grant = await TokenEndpoint(flow.network, self.idp, self.idp).ask(provider, exchange)
+        method = method_for(flow.issuer, self.client_secret)
+        client = Registration(client_id=self.client_id, client_secret=self.client_secret, client_method=method)
+        return await flow.token(client, {"grant_type": JWT_BEARER, "assertion": grant.access_token, **flow.common})
+
+
+class Workload(TokenWay, frozen=True):
+    """The program itself, by the JWT that its platform gives it: a text, or a function that returns the current one."""
+
+    jwt: Text
+    client_id: str | None = None
+
+    async def obtain(self, flow: Flow) -> Login:
+        form = {"grant_type": JWT_BEARER, "assertion": await _text(self.jwt), **flow.common}
+        return await flow.token(Registration(client_id=self.client_id or ""), form)
+
+
+class Stored(TokenWay, kw_only=True, frozen=True):
+    """The login that `wirecall login` has kept. It is refreshed, but a new one needs a person."""
+
+    can_refresh: ClassVar[bool] = True
+    can_obtain: ClassVar[bool] = False
+    needs_issuer: ClassVar[bool] = False
+
+    async def obtain(self, flow: Flow) -> Login:
+        raise UsageError("Stored() does not log in.", "a person has to", f"wirecall login {flow.server}")

@@ -9,9 +9,8 @@ import asyncio
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from wirecall.errors import UsageError
-from wirecall.files import DescriptorLock, login_folder, real_path
+from wirecall.files import DescriptorLock, login_folder, real_path, replace_file
 from wirecall.protocol.messages import UNREADABLE
 
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class Login(Registration, kw_only=True):
 
 
 class Store(Protocol):
-    """What an authorization needs of its store."""
+    """The interface of a store of logins."""
 
     async def logins(self, server: str | None = None) -> list[Login]:
         """Return the logins at a server, or all of them; the newest first."""
@@ -135,7 +134,8 @@ class FileStore:
         return _newest_first(await asyncio.to_thread(self._read), server)
 
     async def save(self, login: Login) -> None:
-        await asyncio.to_thread(self._write, login)
+        data, name = msgspec.json.encode(login), self._path(login).name
+        await asyncio.to_thread(lambda: replace_file(self._folder() / name, data))
 
     async def remove(self, login: Login) -> None:
         await asyncio.to_thread(self._path(login).unlink, missing_ok=True)
@@ -150,8 +150,8 @@ class FileStore:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            fix = "give this user the right to make it, or set XDG_DATA_HOME"
-            raise UsageError(f"The folder of logins, {self.folder}, cannot be made.", str(error.strerror), fix) from None
+            fix = "let this user create it, or set XDG_DATA_HOME"
+            raise UsageError(f"The folder of logins, {self.folder}, cannot be created.", str(error.strerror), fix) from None
         folder = Path(real_path(self.folder, "the folder of logins"))
         _refuse_others(os.stat(folder), folder)
         return folder
@@ -168,19 +168,6 @@ class FileStore:
                 text = file.read()
             found.append(_decoded(text, Login, f"The login in {path}"))
         return found
-
-    def _write(self, login: Login) -> None:
-        descriptor, made = tempfile.mkstemp(dir=self._folder(), suffix=".new")  # with mode 0600
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(login))
-                file.flush()
-                os.fsync(descriptor)
-            os.replace(made, self._path(login))
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(made)
-            raise
 
 
 def _refuse_others(status: os.stat_result, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The verifiers: the ways to judge a token.
+"""The ways to verify a token.
 
 | Verifier | Tokens |
 | --- | --- |
@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from wirecall.auth.access import Verifier, check_address, check_resource
 from wirecall.auth.discovery import FORM, MAX_BYTES, Network, ask, find_issuer
-from wirecall.auth.grants import basic
+from wirecall.auth.grants import basic, pyjwt
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import JsonObject
@@ -30,7 +30,7 @@ from wirecall.transports.http_client import HttpClient
 if TYPE_CHECKING:
     from jwt import PyJWK
 
-JWT_KEPT = 300.0  # seconds for which a verified token is not verified again: the longest that a revoked one stays good
+JWT_KEPT = 300.0  # seconds for which a verified token is not verified again: the longest that a revoked one is accepted
 ASKED_KEPT = 60.0  # the same for introspection
 KEYS_KEPT = 3600.0  # seconds
 AGAIN = 30.0  # seconds between two fetches of keys
@@ -77,10 +77,7 @@ class Jwt(Verifier):
         leeway: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        try:
-            import jwt  # late: an extra, and it takes a tenth of a second
-        except ImportError:
-            raise UsageError("PyJWT is not installed.", "Jwt verifies with it", 'pip install "wirecall[auth]"') from None
+        self._jwt = pyjwt("Jwt verifies with it")
         self.issuer: str = check_address("issuer", issuer)
         self.resource = check_resource(resource)
         self.audience = _audiences(resource, audience)
@@ -99,7 +96,6 @@ class Jwt(Verifier):
         self.keys = Keys(issuer, jwks, clock)
         self.leeway = leeway
         self._clock = clock
-        self._jwt = jwt
 
     async def verify(self, token: str) -> Identity | None:
         jwt = self._jwt
@@ -160,7 +156,7 @@ def _audiences(resource: str, audience: str | Sequence[str] | None) -> list[str]
     if not all(names) or not names:
         raise UsageError(
             f"audience={audience!r} is not a name.",
-            "a token for another server must not be good here, so its audience is always checked",
+            "a token for another server must not work here, so its audience is always checked",
             "leave it out to use resource=, or use the name that the issuer writes into aud",
         )
     return names
@@ -224,7 +220,7 @@ class Keys:
         return found
 
     async def fetch(self) -> None:
-        """Fetch the keys, unless it was tried a moment ago. A failure is kept in mind, and the old keys as well."""
+        """Fetch the keys, unless it was tried a moment ago. After a failure, `failure` is set and the old keys stay."""
         task = self._fetching
         if task is None or task.get_loop() is not asyncio.get_running_loop():
             if self._clock() < self._next_fetch:
@@ -287,7 +283,7 @@ class Keys:
 
 
 class Introspection(Verifier):
-    """Accepts the tokens that an authorization server calls active and issued for this server.
+    """Accepts the tokens that an authorization server reports as active and issued for this server.
 
     `url` is its introspection endpoint, `client_id` and `secret` are the credentials of this server there. The answer must
     have the server in `aud`: its `resource`, or `audience` where the authorization server uses another name. A token stays
@@ -308,7 +304,7 @@ class Introspection(Verifier):
         clock: Callable[[], float] = time.time,
     ) -> None:
         if not 0 <= keeps <= ASKED_KEPT:
-            why = "a revoked token stays good for as long"
+            why = "a revoked token is accepted for that long"
             raise UsageError(f"keeps must be 0 to {ASKED_KEPT:g} seconds, got {keeps!r}.", why)
         self.url = check_address("url", url)
         self.issuer: str = check_address("issuer", issuer)

@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 # By name: the module that has the verb, and its line of help.
 VERBS = {
-    "new": ("project", "Write a first project: a server, a test, a wirecall.toml."),
+    "new": ("project", "Create a project: a server, a test, a wirecall.toml."),
     "dev": ("serve", "Serve with reload and a readable log."),
     "serve": ("serve", "Serve an app over HTTP or on stdio."),
     "list": ("call", "List the methods, tools, resources and prompts of a server."),
     "show": ("call", "Show one method, tool, resource or prompt, and its arguments."),
     "call": ("call", "Make one call."),
     "batch": ("batch", "Make many calls, one JSON object per line."),
-    "task": ("call", "Look at a call that goes on in the background, wait for it, or cancel it."),
-    "send": ("batch", "Send raw messages, untouched, and print the answers."),
-    "login": ("login", "Log in at a server, and keep the login for the other commands."),
+    "task": ("call", "Look at a background call, wait for it, or cancel it."),
+    "send": ("batch", "Send raw messages unchanged, and print the answers."),
+    "login": ("login", "Log in to a server, and keep the login for the other commands."),
     "logout": ("login", "Forget the logins at a server, and revoke their tokens."),
-    "auth": ("login", "List the logins that are kept."),
-    "ledger": ("ledger", "Look at the records of commands, and settle unknown ones."),
+    "auth": ("login", "List the stored logins."),
+    "ledger": ("ledger", "Look at the records of commands, and resolve unknown outcomes."),
     "audit": ("ledger", "Look at the audit trail, and verify it."),
     "probe": ("probe", "Find out which revisions and features a server supports."),
     "lock": ("contract", "Write the contract of a server into a file."),
     "diff": ("contract", "Compare two contracts, and report the changes that break callers."),
     "client": ("contract", "Write a typed Python client of a server."),
-    "install": ("install", "Write a server into an MCP client's configuration."),
+    "install": ("install", "Add a server to an MCP client's configuration."),
     "config": ("project", "Check or show wirecall.toml."),
     "doctor": ("project", "Check this installation."),
     "completion": ("", "Print the completion script of a shell."),
@@ -112,11 +112,11 @@ def main() -> None:
 @main.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL")
 def completion_command(shell: str) -> None:
-    """Print the completion script of SHELL (bash, zsh or fish), to be evaluated in its start file.
+    """Print the completion script of SHELL (bash, zsh or fish), for its startup file.
 
     \b
     eval "$(wirecall completion bash)"     in ~/.bashrc
-    eval "$(wirecall completion zsh)"      in ~/.zshrc, behind compinit
+    eval "$(wirecall completion zsh)"      in ~/.zshrc, after compinit
     wirecall completion fish | source      in ~/.config/fish/config.fish
     """
     from click.shell_completion import ShellComplete, get_completion_class

@@ -20,6 +20,7 @@ import click
 
 from wirecall.cli.failures import CliError, Exit, no_such
 from wirecall.cli.terminal import ask, is_terminal, reading, stdin
+from wirecall.contract.lock import listed as choices
 from wirecall.contract.lock import members, required
 from wirecall.contract.lock import resolved as followed
 from wirecall.logs import escaped
@@ -69,14 +70,6 @@ def kinds(schema: Schema) -> list[str]:
     return [kind for kind in found if kind in _TYPES]
 
 
-def choices(schema: Schema) -> "list[Any] | None":
-    """Return the admitted values, if the schema lists them."""
-    if "const" in schema:
-        return [schema["const"]]
-    listed = schema.get("enum")
-    return listed if isinstance(listed, list) else None
-
-
 def branches(schema: Schema, root: Schema) -> list[Schema]:
     """Return the alternatives of a schema; an empty list means that it has none."""
     listed = schema.get("anyOf") or schema.get("oneOf")
@@ -84,7 +77,7 @@ def branches(schema: Schema, root: Schema) -> list[Schema]:
 
 
 def words(schema: object, root: Schema, depth: int = 0) -> str:
-    """Describe the values that a schema admits, for people; below the level `SHOWN` anything is admitted."""
+    """Describe the values that a schema admits, for people; `SHOWN` levels deep."""
     found = resolved(schema, root) if depth < SHOWN else {}
     if (listed := choices(found)) is not None:
         shown = ", ".join(each if isinstance(each, str) else encode(each).decode() for each in listed)
@@ -239,7 +232,7 @@ def arguments(given: tuple[str, ...], whole: str | None, schema: Schema | None, 
         # 3. All of them against the schema.
         if schema is None:
             return params
-        names = schema.get("properties") or {}
+        names = members(schema)
         unknown = next((name for name in params if name not in names), None)
         if unknown is not None and schema.get("additionalProperties") is False:
             raise no_such("argument", unknown, list(names), help, type="params", field=unknown)
@@ -292,10 +285,9 @@ def _put(params: Schema, word: str, root: Schema) -> None:
 def _member(schema: object, name: str, root: Schema) -> object:
     """Return the schema of a member of an object."""
     found = resolved(schema, root)
-    for part in (found, *(resolved(each, root) for each in found.get("anyOf") or ())):
-        properties = part.get("properties")
-        if isinstance(properties, dict) and name in properties:
-            return properties[name]
+    for part in (found, *branches(found, root)):
+        if name in members(part):
+            return members(part)[name]
         if isinstance(part.get("additionalProperties"), dict):
             return part["additionalProperties"]
     return {}
@@ -326,7 +318,9 @@ def _utf8(word: str) -> str:
     try:
         return word.encode("utf-8", "surrogateescape").decode()
     except UnicodeError:
-        raise CliError(f"{word!r} is not UTF-8.", "JSON is", "give it as JSON: name:='\"\\u00e9\"'", type="params") from None
+        raise CliError(
+            f"{word!r} is not UTF-8.", "JSON is UTF-8", "give it as JSON: name:='\"\\u00e9\"'", type="params"
+        ) from None
 
 
 def _file(path: str) -> bytes:

@@ -280,7 +280,7 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
         process = await asyncio.create_subprocess_exec(*target.command, stdin=pipe, stdout=pipe, stderr=pipe)
     except OSError as error:
         why = error.strerror or str(error)
-        raise Unreachable(f"{target.command[0]} cannot be started.", why, "give a command that runs") from None
+        raise Unreachable(f"{target.command[0]} cannot be started.", why, "check the command") from None
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
 
     async def copy(source: asyncio.StreamReader, *, err: bool) -> bytes:
@@ -292,20 +292,31 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
             click.echo()
         return last
 
+    async def feed(sink: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):  # it has ended, or closed its stdin; its output is printed all the same
+            async for line in InputLines(messages).each():
+                sink.write(line + b"\n")
+                await sink.drain()
+            sink.close()
+
+    feeding = asyncio.create_task(feed(process.stdin))
     output = asyncio.create_task(copy(process.stdout, err=False))
     errors = asyncio.create_task(copy(process.stderr, err=True))
     try:
-        with suppress(ConnectionError):  # it has ended, or closed its stdin; its output is printed all the same
-            async for line in InputLines(messages).each():
-                process.stdin.write(line + b"\n")
-                await process.stdin.drain()
-            process.stdin.close()
+        await asyncio.wait([feeding, output], return_when=asyncio.FIRST_COMPLETED)
+        if output.done():
+            output.result()  # raises if our own stdout is closed: the input may be endless, and its answers go nowhere
+            with suppress(TimeoutError):  # it ends, or goes on reading without an output
+                await asyncio.wait_for(process.wait(), LEAVE)
+        if process.returncode is None:
+            await feeding
         async with asyncio.timeout(way.timeout):
             said = await output
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), LEAVE)
         code = process.returncode
     finally:
+        feeding.cancel()
         output.cancel()
         for end in (process.terminate, process.kill):
             if process.returncode is None:

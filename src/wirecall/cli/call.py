@@ -248,8 +248,8 @@ def _tags(meta: JsonObject | None) -> list[str]:
 def list_command(target: Target, kind: str | None, tag: str | None, text: str | None, way: Way, out: Printer) -> None:
     """List the methods and tools, resources and prompts of TARGET.
 
-    The server states the marks itself: read-only, destructive, keyed (takes an idempotency key), open-world (reaches
-    beyond the server); unstated if it states nothing.
+    The hints come from the server: read-only, destructive, keyed (takes an idempotency key), open-world (reaches beyond
+    the server), or unstated.
 
     \b
     wirecall list shop.py
@@ -289,7 +289,7 @@ def show_command(target: Target, name: str, way: Way, out: Printer) -> None:
         rows = described(offer.schema)
         lines += ["", "Takes" if rows else "Takes nothing", *(f"  {line}" for line in aligned(rows))]
     if offer.output is not None:
-        lines += ["", f"Gives {offer.output.get('contentMediaType') or words(offer.output, offer.output)}"]
+        lines += ["", f"Returns {offer.output.get('contentMediaType') or words(offer.output, offer.output)}"]
         rows = [(name, kind, remark.removeprefix("required").strip()) for name, kind, remark in described(offer.output)]
         lines += [f"  {line}" for line in aligned(rows)]
     if offer.kind in CALLABLE:
@@ -338,7 +338,7 @@ class Wanted(Struct, kw_only=True):
     "--key", metavar="KEY|auto", help="Idempotency key: calls with the same key take effect once. auto creates one."
 )
 @click.option("--yes", is_flag=True, help="Do not ask before a destructive call.")
-@click.option("--background", is_flag=True, help="MCP: print the id of the task that goes on, and do not wait for it.")
+@click.option("--background", is_flag=True, help="MCP: start a task, print its id, and do not wait for it.")
 @answer_option
 @ledger_option
 @way_options
@@ -347,7 +347,7 @@ def call_command(target: Target, way: Way, out: Printer, **given: Any) -> None:
     """Call the method or tool NAME of TARGET, read the resource NAME, or get the prompt NAME.
 
     Arguments are name=text, name:=JSON, name=@file, name:=@file, a.b=1 for a member of a member, tag[]=x for a list.
-    They are converted by the method's schema. A call that does not fit the schema is not sent.
+    They are converted by the method's schema. A call that does not match the schema is not sent.
 
     \b
     wirecall call shop.py price sku=tea
@@ -409,7 +409,7 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> Calla
             params = arguments(wanted.words, wanted.whole, offer.schema, help=target.line("show", name))
             # A query of JSON-RPC has no place for a key; MCP has one beside the arguments, where it does no harm.
             if wanted.key and protocol == "jsonrpc" and effects and effects.read_only and not effects.keyed:
-                raise CliError(f"{name} takes no key.", "it only reads: repeat it without one", "drop --key", type="params")
+                raise CliError(f"{name} does not take a key.", "it only reads", "drop --key", type="params")
             question = f"! {name} may destroy data that cannot be brought back. Call it?"
             if effects and effects.destructive and not wanted.yes and ask(question) is False:
                 raise CliError("Nothing was sent.", "you said no", exit=Exit.INTERRUPTED, type="declined", ran="no")
@@ -489,7 +489,9 @@ async def _fetch(
     """Read a resource, or get a prompt. Both only read, so they take no key."""
     for given, option in ((wanted.key, "--key"), (wanted.background, "--background")):
         if given:
-            raise CliError(f"{offer.name} takes no {option}.", f"it is a {offer.kind}, which only reads", f"drop {option}")
+            raise CliError(
+                f"{offer.name} does not take {option}.", f"it is a {offer.kind}, which only reads", f"drop {option}"
+            )
     schema = offer.schema
     if offer.kind != "prompt":
         names = [match[2] for match in _PLACE.finditer(offer.name)] if offer.kind == "template" else []
@@ -498,22 +500,27 @@ async def _fetch(
     with reading():
         params = arguments(wanted.words, wanted.whole, schema, help=target.line("show", offer.name))
     begun = time.perf_counter()
-    with asking():
-        if offer.kind == "prompt":
-            prompted = await client.get_prompt(offer.name, params)
-            messages = [{"role": each.role, "content": each.content.on_wire()} for each in prompted.messages]
-            told = {"description": prompted.description} if prompted.description else {}
-            value: Any = {**told, "messages": messages}
-            text = "\n".join(f"{each.role}: {each.text or pretty(each.content.on_wire())}" for each in prompted.messages)
-        else:
-            # RFC 6570: a name stands for one segment, {+name} and {name*} for several.
-            uri = _PLACE.sub(lambda at: quote(params[at[2]], safe="/" if at[1] or at[3] else ""), offer.name)
-            contents = await client.read_resource(uri if offer.kind == "template" else offer.name)
-            value = [each.contents() for each in contents]
-            text = "\n".join(
-                each.text if each.text is not None else f"[{each.mime_type}, {len(each.blob or b'')} bytes]"
-                for each in contents
-            )
+    try:
+        with asking():
+            if offer.kind == "prompt":
+                prompted = await client.get_prompt(offer.name, params)
+                messages = [{"role": each.role, "content": each.content.on_wire()} for each in prompted.messages]
+                told = {"description": prompted.description} if prompted.description else {}
+                value: Any = {**told, "messages": messages}
+                text = "\n".join(f"{each.role}: {each.text or pretty(each.content.on_wire())}" for each in prompted.messages)
+            else:
+                # RFC 6570: a name stands for one segment, {+name} and {name*} for several.
+                uri = _PLACE.sub(lambda at: quote(params[at[2]], safe="/" if at[1] or at[3] else ""), offer.name)
+                contents = await client.read_resource(uri if offer.kind == "template" else offer.name)
+                value = [each.contents() for each in contents]
+                text = "\n".join(
+                    each.text if each.text is not None else f"[{each.mime_type}, {len(each.blob or b'')} bytes]"
+                    for each in contents
+                )
+    except RpcError as error:
+        failure = failure_of(error)
+        failure.next = target.line("show", offer.name) if offer.kind == "prompt" else target.line("list")
+        raise failure from None
     _tell(out, questions)
     if not out.as_json:
         out.note(f"{offer.name}  {(time.perf_counter() - begun) * 1000:.0f} ms", "ok")
@@ -557,10 +564,10 @@ _ID = click.argument("id")
 
 @click.group("task")
 def task_command() -> None:
-    """Look at a call that goes on in the background, wait for it, or cancel it.
+    """Look at a background call, wait for it, or cancel it.
 
     `wirecall call TARGET TOOL --background` starts one and prints its id. Tasks are an extension of MCP 2026-07-28; a
-    server that keeps them in its ledger goes on with them after a restart.
+    server that keeps them in its ledger continues them after a restart.
     """
 
 
@@ -605,7 +612,7 @@ def show_task(target: Target, id: str, ledger: str | None, way: Way, out: Printe
 def wait_task(target: Target, id: str, ledger: str | None, way: Way, out: Printer) -> None:
     """Wait until the task ID of TARGET is over, and print its result as `wirecall call` does.
 
-    It waits as long as the task takes; --timeout is the time of one request. Ctrl-C ends the wait, and the task goes on.
+    It waits as long as the task takes; --timeout is the time of one request. Ctrl-C ends the wait, and the task continues.
     """
 
     async def wait(task: Any) -> Any:

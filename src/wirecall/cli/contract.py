@@ -116,8 +116,8 @@ def diff_command(old: Target, new: Target, accept: bool, way: Way, out: Printer)
 def client_command(target: Target, path: str, name: str | None, way: Way, out: Printer) -> None:
     """Write a typed Python client of TARGET, which is a server or a lock file.
 
-    The module has a class that waits in an event loop and one that blocks, a struct for each type, and a method for each
-    method or tool. It needs wirecall to run. Equal contracts give equal bytes.
+    The module has an async class and a blocking one, a struct for each type, and a method for each method or tool.
+    It needs wirecall to run. Equal contracts give equal bytes.
 
     \b
     wirecall client http://127.0.0.1:8420 -o shop_client.py

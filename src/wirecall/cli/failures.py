@@ -34,7 +34,7 @@ class Exit(IntEnum):
 
 
 TEXTS = {
-    Exit.DONE: "done; a replayed answer is done too",
+    Exit.DONE: "done, also if the answer is a replay",
     Exit.FAULT: "wirecall itself failed, the app cannot start, or the output cannot be written",
     Exit.USAGE: "wrong usage, or a file or an argument that cannot be used; nothing was sent",
     Exit.AUTH: "the server asks for credentials, or refuses this caller",
@@ -106,9 +106,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def no_such(noun: str, name: str, names: Sequence[str], next: str, **facts: Any) -> CliError:
     """Return the error about a name that does not exist, which names the one that was probably meant, or all of them."""
-    near = nearest(name, names)
-    why = f"there are {', '.join(names)}" if len(names) > 1 else f"the only one is {names[0]}" if names else "there are none"
-    return CliError(f"There is no {noun} {name!r}.", f"did you mean {near}?" if near else why, next, **facts)
+    why = f"expected one of {', '.join(names)}" if names else "there are none"
+    why = f"the only one is {names[0]}" if len(names) == 1 else why
+    why = f"did you mean {near}?" if (near := nearest(name, names)) else why
+    return CliError(f"There is no {noun} {name!r}.", why, next, **facts)
 
 
 # --- errors of wirecall ---------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ _STATUSES: dict[int, tuple[Exit, str, str, str]] = {
     403: (Exit.AUTH, "forbidden", "The server refuses this caller.", "--header with other credentials, or ask its operator"),
     413: (Exit.REMOTE, "too_large", "The message is too large for the server.", "send less at once"),
     429: (Exit.REMOTE, "busy", "The server is busy.", "wait, and repeat"),
-    **dict.fromkeys((500, 502, 503, 504), (Exit.REMOTE, "server_error", "The server failed.", "look into the server's log")),
+    **dict.fromkeys((500, 502, 503, 504), (Exit.REMOTE, "server_error", "The server failed.", "check the server's log")),
 }
 
 # By the error that a server answered with: exit code and next.
@@ -175,7 +176,7 @@ _REMOTE: tuple[tuple[type[RpcError], Exit, str], ...] = (
     (errors.InvalidParams, Exit.REMOTE, "wirecall show lists the arguments of the method"),
     (errors.Busy, Exit.REMOTE, "wait, and repeat"),
     (errors.LedgerUnavailable, Exit.REMOTE, "nothing ran; repeat when the server's ledger is back"),
-    (errors.InternalError, Exit.REMOTE, "look into the server's log"),
+    (errors.InternalError, Exit.REMOTE, "check the server's log"),
     (errors.RpcError, Exit.REMOTE, ""),
 )
 
@@ -225,6 +226,8 @@ def failure_of(error: BaseException) -> CliError:
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
         why, next_step = error.strerror or str(error), "write it elsewhere"
         return CliError("The output cannot be written.", why, next_step, exit=Exit.FAULT, type="output")
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # `os.getcwd` does not name it
+        return CliError("The current folder does not exist.", "it was removed", "change to another folder: cd ~")
     if os.environ.get(TRACEBACK_VARIABLE):
         import traceback
 

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -26,6 +25,7 @@ from wirecall.cli.failures import CliError, Interrupted
 from wirecall.cli.targets import Target, TargetCommand, optional_target_argument
 from wirecall.cli.terminal import Printer, ask, json_option
 from wirecall.config import FILE, FILE_VARIABLE
+from wirecall.files import replace_file
 from wirecall.protocol.messages import JsonObject
 
 MOST = 100  # copies of old files, for one server
@@ -109,7 +109,7 @@ CLIENTS = {
 @click.command("install", cls=TargetCommand)
 @optional_target_argument
 @click.option("--client", required=True, type=click.Choice(list(CLIENTS)), help="The MCP client to configure.")
-@click.option("--project", is_flag=True, help="Write the file of the project in this folder, not your own.")
+@click.option("--project", is_flag=True, help="Write the configuration of the project in this folder.")
 @click.option("--name", help="Name of the server there. [default: the app's, the host's or the command's]")
 @click.option("--env", "variables", multiple=True, metavar="NAME=VALUE", help="Variable for the server; may be repeated.")
 @click.option("--print", "only_print", is_flag=True, help="Print the JSON, write nothing.")
@@ -129,7 +129,7 @@ def install_command(
     yes: bool,
     out: Printer,
 ) -> None:
-    """Write the server TARGET into an MCP client's configuration: a file with an app, an address, or a command.
+    """Add the server TARGET to an MCP client's configuration: a file with an app, an address, or a command.
 
     \b
     wirecall install shop.py --client claude-code
@@ -179,11 +179,11 @@ def install_command(
     # 4. The report.
     backup = str(file.backup) if file.backup else None
     names = {"client": program.title, "file": str(file.path), "name": name}
-    verb = ("took back" if undo else "wrote") if write else "would change" if dry_run else "unchanged,"
+    verb = ("reverted" if undo else "wrote") if write else "would change" if dry_run else "did not change"
     out.result({**names, "changed": write, "backup": backup, "diff": diff}, f"{file.path}: {verb} {name}")
     if write and not out.as_json:
         if not undo:
-            out.note(f"The old file: {file.backup}")
+            out.note(f"Backup: {file.backup}")
         out.note(f"Now in {program.title}: {program.restart}.", "ok")
 
 
@@ -264,9 +264,9 @@ class _File:
                 raise CliError(what, "each install keeps one more", "remove those that you do not need")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if keep:
-                _put(self._backup(self._kept + 1), self.text or "{}\n", like=self.path)
+                replace_file(self._backup(self._kept + 1), (self.text or "{}\n").encode(), like=self.path)
                 self._kept += 1
-            _put(self.path, text, like=self.path)
+            replace_file(self.path, text.encode(), like=self.path)
         except OSError as error:
             raise CliError(f"{self.path} cannot be written.", error.strerror or str(error), _PASTE) from None
 
@@ -336,19 +336,3 @@ def _read(path: Path) -> str:
         raise CliError(f"{path} is not JSON.", "it is not UTF-8", "save it as UTF-8", type="not_json") from None
     except OSError as error:
         raise CliError(f"{path} cannot be read.", error.strerror or str(error), _PASTE) from None
-
-
-def _put(path: Path, text: str, *, like: Path) -> None:
-    """Write a file in one step, with the permissions of another."""
-    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(handle)
-        if like.exists():
-            shutil.copymode(like, made)
-        os.replace(made, path)
-    except BaseException:
-        Path(made).unlink(missing_ok=True)
-        raise

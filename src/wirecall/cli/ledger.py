@@ -21,7 +21,7 @@ from msgspec import Struct
 from wirecall.app import App
 from wirecall.audit import verify_lines
 from wirecall.cli.failures import CliError, Exit, Interrupted, nearest
-from wirecall.cli.targets import app_of, opened_ledger, parse
+from wirecall.cli.targets import DRIVERS, app_of, opened_ledger, parse
 from wirecall.cli.terminal import Printer, ask, count_of, json_option, print_json, progress, run
 from wirecall.config import load_config
 from wirecall.errors import UsageError
@@ -76,7 +76,7 @@ def found(text: str | None) -> Found:
         return Found(text, "the command line")
     if named is None:
         next_step = "wirecall ledger ... sqlite:ledger.db, or [ledger] url = ... in wirecall.toml"
-        raise CliError("Which ledger?", "the command line and wirecall.toml name none", next_step)
+        raise CliError("Which ledger?", "neither the command line nor wirecall.toml names one", next_step)
     app = app_of(parse(named))
     assert app is not None  # it is a file
     stated = load_config().values["ledger.url"]
@@ -89,7 +89,7 @@ def _with(where: Found, work: Callable[[Ledger], Awaitable[T]]) -> T:
     if scheme == "memory":
         why = "it lives inside the server's process, and ends with it"
         next_step = 'use a ledger that outlives it: ledger="sqlite:PATH", or --ledger of wirecall serve'
-        raise CliError("A ledger in memory cannot be looked at.", why, next_step)
+        raise CliError("A ledger in memory cannot be inspected.", why, next_step)
     if scheme == "sqlite" and not Path(path.removeprefix("//")).exists():
         why = f"named by {where.origin}; looked in {Path.cwd()}"
         next_step = "is this the server's folder? The first command with a key creates the ledger"
@@ -111,7 +111,7 @@ _CALLER = click.option("--caller", default="", help="Caller of the command. [def
 
 @click.group("ledger")
 def ledger_command() -> None:
-    """Look at the records of commands, and settle unknown ones.
+    """Look at the records of commands, and resolve unknown outcomes.
 
     TARGET is a ledger's URL (sqlite:PATH, redis://..., postgresql://...), a file with an app, or by default the ledger
     that wirecall.toml names. For an app in a file it is the ledger that `wirecall serve` would use here: that of
@@ -121,10 +121,10 @@ def ledger_command() -> None:
 
 @ledger_command.command("list")
 @_WHERE
-@click.option("--state", type=click.Choice([state.value for state in State]), help="Only records of this state.")
+@click.option("--state", type=click.Choice([state.value for state in State]), help="Only records in this state.")
 @click.option("--tasks", is_flag=True, help="Only commands that are tasks, with their ids and states.")
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Records at most.")
-@click.option("--after", metavar="CURSOR", help="Continue after a page: the cursor that it printed.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Most records to list.")
+@click.option("--after", metavar="CURSOR", help="Continue after a page, with the cursor that it printed.")
 @json_option
 def list_records(target: str | None, state: str | None, tasks: bool, limit: int, after: str | None, out: Printer) -> None:
     """List records, in the order of their callers, methods and keys.
@@ -240,7 +240,7 @@ def sweep_records(target: str | None, out: Printer) -> None:
     out.result({"changed": changed}, f"{count_of(changed, 'record')} changed")
 
 
-@ledger_command.command("resolve", short_help="Settle a command of unknown outcome.")
+@ledger_command.command("resolve", short_help="Resolve a command whose outcome is unknown.")
 @_WORDS
 @_CALLER
 @click.option("--done", is_flag=True, help="It took effect: retries get --result.")
@@ -253,7 +253,7 @@ def sweep_records(target: str | None, out: Printer) -> None:
 def resolve_record(
     words: tuple[str, ...], caller: str, done: bool, not_done: bool, result: str | None, yes: bool, out: Printer
 ) -> None:
-    """Settle a command whose outcome is unknown, after you have found out.
+    """Resolve a command whose outcome is unknown, after you have found it out.
 
     \b
     wirecall ledger resolve sqlite:ledger.db charge order-7 --done --result '{"paid": 500}'
@@ -264,7 +264,9 @@ def resolve_record(
         why = "only you can tell" if not done else "it cannot be both done and not done"
         raise CliError("What did you find out?", why, "--done --result JSON, or --not-done")
     if not done and result is not None:
-        raise CliError("A command that was not done has no result.", "--not-done and --result", "drop one of them")
+        raise CliError(
+            "A command that was not done has no result.", "--result is for --done", "drop --result, or give --done"
+        )
     outcome = _outcome(where, id, result) if done else None
     # Mistakes are found before the question, so that a yes is about something that can be done.
     record = _with(where, lambda ledger: _get(ledger, id))
@@ -336,8 +338,10 @@ async def _get(ledger: Ledger, id: RecordId) -> Record:
 
 def _named(words: tuple[str, ...], caller: str) -> tuple[Found, RecordId]:
     """Return the ledger and the record that the words name."""
-    if len(words) not in (2, 3):
-        why = f"expected 2 or 3 words, got {len(words)}"
+    scheme = words[0].partition(":")[0] if words else ""
+    is_target = scheme in (*DRIVERS, "sqlite") or scheme.endswith(".py")
+    if len(words) not in (2 + is_target, 3):
+        why = f"expected a method and a key, got {' '.join(words[is_target:]) or 'none'}"
         raise CliError("Which record?", why, "[TARGET] METHOD KEY, such as: charge order-7")
     *target, method, key = words
     return found(target[0] if target else None), RecordId(caller, method, key)
@@ -405,7 +409,7 @@ def verify_file(file: str | None, out: Printer) -> Exit | None:
             out.note(f"The chain breaks at line {report.problems[0][0]}: {counts}", "failed")
         else:
             click.echo(f"{path}: {count_of(report.lines, 'line')}, last hash {report.last}")
-            out.note("The chain is whole.", "ok")
+            out.note("The chain is intact.", "ok")
 
     out.result({"file": str(path), "lines": report.lines, "last": report.last, "problems": problems}, show)
     return Exit.FOUND if problems else None
@@ -477,7 +481,7 @@ def _trail(file: str | None) -> Path:
     if file is None:
         file = load_config().get("audit.file")
         if file is None:
-            why = "the command line and wirecall.toml name none"
+            why = "neither the command line nor wirecall.toml names one"
             raise CliError("Which audit trail?", why, "wirecall audit ... audit.jsonl")
     path = Path(file.removeprefix("file:"))
     if path.is_dir():

@@ -32,8 +32,8 @@ def _address(target: Target, protocol: Protocol | None) -> str:
 @click.option("--client-secret-file", metavar="FILE", help="A file with the secret of --client-id; needs --issuer.")
 @click.option("--issuer", metavar="URL", help="The only authorization server that gets these credentials.")
 @click.option("--metadata-url", metavar="URL", help="The address of a document that describes this program.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port that the browser comes back to.")
-@click.option("--no-browser", is_flag=True, help="Print the address of the page, and read the one that it leads to.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The local port that the browser returns to.")
+@click.option("--no-browser", is_flag=True, help="Print the address to open, and ask for the one that it leads to.")
 @click.option("--dpop", is_flag=True, help="Bind the tokens to a key (RFC 9449).")
 @click.option("--private", is_flag=True, help="Let a public server name authorization servers in a private network.")
 @json_option
@@ -46,9 +46,9 @@ def login_command(
     out: Printer,
     **given: Any,
 ) -> None:
-    """Log in at TARGET with your browser, and keep the login for the other commands.
+    """Log in to TARGET with your browser, and keep the login for the other commands.
 
-    The login is in a file that only you can read. It is refreshed by itself for as long as the authorization server allows.
+    The login is in a file that only you can read. wirecall refreshes it for as long as the authorization server allows.
 
     \b
     wirecall login https://api.example.com/mcp
@@ -64,6 +64,9 @@ def login_command(
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not UTF-8"
             raise CliError(f"{client_secret_file} cannot be read.", why, "name a text file with the secret") from None
+        if not (given["client_id"] and given["issuer"]):
+            why, next_step = "the secret is for one client at one issuer", "--client-id ID --issuer https://auth.example.com"
+            raise CliError("--client-secret-file needs --client-id and --issuer.", why, next_step)
 
     async def show(url: str) -> str | None:
         """Let the user open the page elsewhere, and paste the address at its end."""
@@ -83,7 +86,7 @@ def login_command(
         kept = run(Authorization(way, url).login())
     except NotAuthorized as error:
         next_step = "does this server ask for a login? If it does not register clients itself: --client-id ID"
-        what = f"There is no way to log in at {url}."
+        what = f"Cannot log in at {url}."
         raise CliError(what, error.reason, error.fix or next_step, exit=Exit.AUTH, type="unauthorized") from None
     out.result(_document(kept), f"Logged in at {escaped(kept.server)} by {escaped(kept.issuer)}.")
 
@@ -112,13 +115,13 @@ def logout_command(target: Target, protocol: Protocol | None, out: Printer) -> N
 
 @click.group("auth")
 def auth_command() -> None:
-    """List the logins that are kept. `wirecall login` makes them, `wirecall logout` ends them."""
+    """List the stored logins. `wirecall login` makes them, `wirecall logout` ends them."""
 
 
 @auth_command.command("list")
 @json_option
 def list_logins(out: Printer) -> None:
-    """List the logins that are kept, without their tokens."""
+    """List the stored logins, without their tokens."""
     from wirecall.auth import FileStore
 
     logins = run(FileStore().logins())

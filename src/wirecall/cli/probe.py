@@ -6,27 +6,24 @@ judge them; a `Talk` does.
 """
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 import msgspec
 from msgspec import Struct, field
 
 from wirecall.app import App
-from wirecall.auth.access import check_address
-from wirecall.auth.discovery import WELL_KNOWN, fetch, server_metadata
+from wirecall.auth.discovery import Network, asked, find_issuer, is_resource_of, resource_places
 from wirecall.cli.failures import CliError, Exit, Unreachable, no_such
 from wirecall.cli.targets import Target, TargetCommand, Way, http_client, target_argument, way_options
 from wirecall.cli.terminal import Printer, count_of, json_option, progress, run
 from wirecall.client.links import MemoryPipe
-from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, TimedOut, UsageError
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotAuthorized, NotSent, Refused, TimedOut
 from wirecall.mcp.headers import VERSION, repeated
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.types import KEYS_CAPABILITY, PREFIX
@@ -108,7 +105,7 @@ class Reply(Struct):
     noise: list[str] = []
     status: int | None = None  # of HTTP
     media: str = ""
-    headers: Mapping[str, str] = {}
+    headers: Mapping[str, str] = {}  # names in any case
     is_silent: bool = False  # an answer was due and did not come in time
     result: Any = None  # of the answer to a request, or None
     error: JsonObject | None = None
@@ -155,7 +152,7 @@ class HttpWire:
         reply, ids = Reply(), ids_of(message)
         try:
             async with asyncio.timeout(patience), self._http.request("POST", body, headers) as answer:
-                reply.status, reply.media, reply.headers = answer.status, answer.media, dict(answer.headers)
+                reply.status, reply.media, reply.headers = answer.status, answer.media, answer.headers
                 if answer.media == EVENTS:
                     async for event in answer.events():
                         if event.data and reply.take(event.data.encode(), ids):
@@ -507,7 +504,7 @@ class Prober:
 _WHICH = {
     "command": "give the command line that serves on stdio: it may need an option for that",
     "url": "give the address of its endpoint: .../mcp or .../rpc",
-    "file": "look into the file",
+    "file": "check the file",
 }
 
 
@@ -532,54 +529,48 @@ def probe_command(target: Target, way: Way, out: Printer) -> Exit | None:
 
 
 async def _tokens(url: str) -> Protection | None:
-    """Return what a server tells about its authorization, None if it does not. No credentials are sent."""
-    # Step 1: the address of the metadata: from the challenge, else at the two well-known places (2025-11-25,
-    # authorization, "Protected Resource Metadata Discovery Requirements").
-    parts = urlsplit(url)
-    origin = f"{parts.scheme}://{parts.netloc}"
-    places = [f"{origin}{WELL_KNOWN}{parts.path}", f"{origin}{WELL_KNOWN}"]
+    """Return what a server publishes about its authorization, or None. No credentials are sent."""
     wire = HttpWire(HttpClient(url))
     await wire.open()
     try:
         reply = await wire.send({"jsonrpc": "2.0", "id": 1, "method": "ping"}, {}, QUICK)
     finally:
         await wire.aclose()
-    challenge = next((value for name, value in reply.headers.items() if name.lower() == "www-authenticate"), "")
-    named = re.search(r'(?:^|[\s,])resource_metadata="([^"]+)"', challenge)
-    for place in [named[1]] if named else places:
+    challenge = asked([reply.headers.get("www-authenticate", "")])
+    named = challenge.params.get("resource_metadata") if challenge else None
+    network = Network(private=True)
+    for place in resource_places(url, named):
         try:
-            status, document = await fetch(check_address("resource_metadata", place))
-        except (CallFailed, UsageError) as error:
-            return Protection(place, problems=[str(error).splitlines()[0]]) if named else None
-        if status != 200:
+            answer = await network.get(place, "its metadata")
+        except NotAuthorized as error:
+            return Protection(place, problems=[str(error)]) if named else None
+        if answer.status != 200:
             continue
-        # Step 2: the rules that clients rely on.
+        # The rules that clients rely on.
+        document = answer.document(dict)
+        if document is None:
+            return Protection(place, problems=[f"{place}: expected a JSON object"]) if named else None
         found = Protection(place, str(document.get("resource", "")))
-        servers, scopes = found.servers, found.scopes
-        for name, texts in (("authorization_servers", servers), ("scopes_supported", scopes)):
+        for name, texts in (("authorization_servers", found.servers), ("scopes_supported", found.scopes)):
             listed = document.get(name) or []
             if isinstance(listed, list):
                 texts.extend(each for each in listed if isinstance(each, str))
             else:
                 found.problems.append(f"its metadata: {name}: expected a list, got {type(listed).__name__}")
-        try:
-            at = urlsplit(found.resource)
-        except ValueError:  # half an address of IPv6
-            at = urlsplit("")
-        if (at.scheme, at.netloc) != (parts.scheme, parts.netloc) or not f"{parts.path}/".startswith(at.path):
-            found.problems.append(f"its metadata are those of {found.resource!r}, and clients refuse them for {url}")
-        if not servers:
-            found.problems.append("its metadata name no authorization server")
-        for issuer in servers[:3]:
+        if not is_resource_of(found.resource, url):
+            found.problems.append(f"its metadata describes {found.resource!r}, so clients refuse it for {url}")
+        if not found.servers:
+            found.problems.append("its metadata does not name an authorization server")
+        for issuer in found.servers[:3]:
             try:
-                metadata = await server_metadata(check_address("authorization_servers", issuer))
-            except (CallFailed, UsageError) as error:
-                found.problems.append(str(error).splitlines()[0])
+                metadata = await find_issuer(network, issuer)
+            except NotAuthorized as error:
+                found.problems.append(str(error))
                 continue
-            if "S256" not in (metadata.get("code_challenge_methods_supported") or ()):
+            if "S256" not in (metadata.code_challenge_methods_supported or ()):
                 found.problems.append(f"{issuer} does not offer PKCE with S256, and MCP clients refuse it")
         return found
-    return Protection(named[1], problems=["its challenge names metadata that are not there"]) if named else None
+    return Protection(named, problems=["its challenge names metadata that does not exist"]) if named else None
 
 
 async def _probe(target: Target, way: Way) -> Seen:
@@ -605,18 +596,19 @@ async def _probe(target: Target, way: Way) -> Seen:
 
     # 3. A server that cannot be probed.
     except Refused as error:
-        found = await _tokens(target.address("/mcp", keep_root=False)) if error.status == 401 else None
+        url = target.address("/mcp", keep_root=False)
+        found = await _tokens(url) if error.status == 401 else None
         if found is None:
             raise
         why = "; ".join([found.told(), f"metadata at {found.metadata}", *found.problems])
-        next_step = "--header 'Authorization: Bearer ...'"
+        next_step = f"wirecall login {url}, or --header 'Authorization: Bearer ...'"
         raise CliError("The server asks for a token.", why, next_step, exit=Exit.AUTH, type="unauthorized") from None
     except (ConnectionLost, NotSent, TimedOut) as error:
         is_command, is_unstarted = target.kind == "command", isinstance(error, NotSent)
         if is_unstarted and not is_command:
             raise
         what = "The server ended before it answered."
-        next_step = "run the command by itself to see more" if is_command else "look into the server's log"
+        next_step = "run the command by itself to see more" if is_command else "check the server's log"
         if is_unstarted and isinstance(error.__cause__, OSError):
             what = "The server process did not start."
         elif isinstance(error, TimedOut):

@@ -41,7 +41,7 @@ FILES = ("app.py", "wirecall.toml", "test_app.py", "README.md", ".gitignore")
 @click.argument("folder", metavar="NAME")
 @json_option
 def new_command(folder: str, out: Printer) -> None:
-    """Write a first project into the new folder NAME: a server, a test, a wirecall.toml.
+    """Create a project in the new folder NAME: a server, a test, a wirecall.toml.
 
     \b
     wirecall new shop && cd shop && wirecall dev
@@ -66,7 +66,7 @@ def new_command(folder: str, out: Printer) -> None:
     except OSError as error:
         raise CliError(f"{path} cannot be written.", error.strerror or str(error), "choose another folder") from None
     next_step = f"cd {quote(str(path))} && wirecall dev"
-    out.result({"folder": str(path), "files": FILES}, f"Made {path}: {', '.join(FILES)}\n  next: {next_step}")
+    out.result({"folder": str(path), "files": FILES}, f"Created {path}: {', '.join(FILES)}\n  next: {next_step}")
 
 
 # --- wirecall.toml --------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def check_file(file: str | None, out: Printer) -> Exit | None:
 @_FILE
 @json_option
 def show_values(file: str | None, out: Printer) -> None:
-    """Show every value that is in force, and its origin."""
+    """Show every effective value, and its origin."""
     rows, table = [], []
     for place, each in load_config(file).values.items():
         value = without_password(each.value) if isinstance(each.value, str) else each.value
@@ -156,7 +156,7 @@ class Finding(Struct, frozen=True):
 @click.command("doctor")
 @json_option
 def doctor_command(out: Printer) -> Exit | None:
-    """Check this installation: Python, packages, wirecall.toml, ledger, port, clock, file limits. Exit code 9 on a fail."""
+    """Check Python, packages, wirecall.toml, ledger, port, clock and file limits. Exit code 9 if a check fails."""
     config, _ = check_config()
     findings: list[Finding] = []
     for name, check in CHECKS.items():
@@ -270,7 +270,7 @@ def context_members(method: Method) -> set[str]:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first names of a list, and how many there are more."""
+    """Return the first names of a list, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
@@ -285,7 +285,7 @@ def check_ledger(config: Config) -> Iterator[Finding]:
     scheme, _, text = url.partition(":")
     path = Path(text.removeprefix("//"))
     if scheme == "memory":
-        what = "memory: ends with the process, and so do its promises"
+        what = "memory: records are lost when the process ends"
         yield Finding("ledger", "warn", what, '[ledger] url = "sqlite:..."')
     elif scheme == "sqlite" and not path.exists():  # the first command creates it
         folder = next(each for each in (path.parent, *path.absolute().parents) if each.is_dir())

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -56,10 +57,10 @@ def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str,
 @click.option("--stdio", is_flag=True, help="Serve on stdin and stdout instead.")
 @click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes that share the address. [default: 1]")
 @click.option("--server", type=click.Choice(["granian", "granian-asgi", "uvicorn"]), help="HTTP server. [default: granian]")
-@click.option("--grace", type=duration, help=f"Time for calls in flight at the end. [default: {GRACE:g}s]")
+@click.option("--grace", type=duration, help=f"Time for calls in flight when the server stops. [default: {GRACE:g}s]")
 @ledger_option
 @click.option("--audit", metavar="file:PATH", help="Audit trail.")
-@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A name of this server: api.example.com.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="A host name of this server: api.example.com.")
 @click.option(
     "--allow-origin",
     "origins",
@@ -74,7 +75,7 @@ def _limits(_context: click.Context, _option: click.Parameter, words: tuple[str,
     multiple=True,
     callback=_limits,
     metavar="NAME=NUMBER",
-    help=f"One of: {', '.join(Limits.__struct_fields__)}. May be repeated.",
+    help=f"Change a limit: {', '.join(Limits.__struct_fields__)}. May be repeated.",
 )
 @click.option("--log", type=click.Choice(["off", "text", "json"]), default="off", help="Log calls on stderr. [default: off]")
 @click.option("--dev", is_flag=True, hidden=True)  # `wirecall dev` sets it
@@ -148,7 +149,7 @@ def named(target: Target | None, config: Config) -> Target:
     app = config.get("server.app")
     if target is None and app is None:
         next_step = "name its file: app.py; or write [server] app = ... into wirecall.toml"
-        raise CliError("Which app?", "the command line and wirecall.toml name none", next_step)
+        raise CliError("Which app?", "neither the command line nor wirecall.toml names one", next_step)
     return target or parse(app)
 
 
@@ -192,9 +193,9 @@ _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 @click.option("--http", metavar="HOST:PORT", help=f"Address to listen on. [default: {ADDRESS}]")
 @ledger_option
 def dev_command(target: Target | None, http: str | None, ledger: str | None) -> int:
-    """Serve the app in TARGET with a line per call, and restart when a Python file beside it changes.
+    """Serve the app in TARGET with a log line per call, and restart when a Python file beside it changes.
 
-    It warns of plain functions that block the event loop for more than 100 ms.
+    It warns about plain functions that block the event loop for more than 100 ms.
 
     \b
     wirecall dev shop.py
@@ -262,18 +263,15 @@ def dev_command(target: Target | None, http: str | None, ledger: str | None) -> 
 
 def _python_files(folder: str) -> Iterator[tuple[str, int]]:
     """Yield Python files in a folder and below with the times of their last change, without hidden and installed ones."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:  # deleted meanwhile, or not readable
-        return
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name in _SKIPPED:
-            continue
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                if not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
-                    yield from _python_files(entry.path)
-            elif entry.name.endswith(".py"):
-                yield entry.path, entry.stat().st_mtime_ns
-        except OSError:
-            continue
+
+    def is_ours(path: str) -> bool:
+        name = os.path.basename(path)
+        return not (name.startswith(".") or name in _SKIPPED or os.path.exists(os.path.join(path, "pyvenv.cfg")))
+
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if is_ours(os.path.join(place, name)))
+        for name in sorted(files):
+            path = os.path.join(place, name)
+            if name.endswith(".py") and is_ours(path):
+                with suppress(OSError):  # deleted meanwhile
+                    yield path, os.stat(path).st_mtime_ns

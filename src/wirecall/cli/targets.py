@@ -192,7 +192,9 @@ def _load(path: str) -> ModuleType:
     try:
         with redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         line, trace = None, error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code.co_filename in (path, str(Path(path).resolve())):
@@ -378,6 +380,8 @@ def way_options(function: Callable[..., object]) -> Callable[..., object]:
     def verb(
         *, protocol: Protocol | None, revision: str | None, timeout: float, headers: dict[str, str], **rest: object
     ) -> object:
+        if protocol == "jsonrpc" and revision is not None:
+            raise CliError("JSON-RPC has no revisions.", "--revision is for MCP", "drop --revision, or --as rpc")
         return function(way=Way(protocol, revision, timeout, headers), **rest)
 
     for option in reversed(_OPTIONS):
@@ -452,7 +456,7 @@ async def opened(
 
 
 class FirstContact:
-    """A link whose first message is sent once. When the server was reached, the client retries as usual."""
+    """A link whose first message is sent once. Once the server was reached, the client retries as usual."""
 
     def __init__(self, link: "Link") -> None:
         self._link = link

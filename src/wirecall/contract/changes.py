@@ -18,6 +18,7 @@ unless they are equal. The rules about objects follow callers, not logic alone:
 
 import re
 from collections.abc import Collection, Iterator
+from itertools import combinations
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
@@ -52,13 +53,13 @@ SHOWN = 60  # characters of a schema that a text quotes
 _MEANINGS: dict[tuple[str, str], dict[Kind, tuple[Level, str]]] = {
     ("argument", "narrower"): {
         "required": ("breaking", "is required now"),
-        "gone": ("breaking", "is not taken any more"),
-        "value": ("breaking", "{} is not accepted any more"),
+        "gone": ("breaking", "is no longer accepted"),
+        "value": ("breaking", "no longer accepts {}"),
     },
     ("argument", "wider"): {
         "required": ("fine", "is optional now"),
         "gone": ("fine", "is new, and optional"),
-        "value": ("fine", "{} is accepted too"),
+        "value": ("fine", "also accepts {}"),
     },
     ("result", "narrower"): {
         "required": ("breaking", "may be missing now"),
@@ -66,9 +67,9 @@ _MEANINGS: dict[tuple[str, str], dict[Kind, tuple[Level, str]]] = {
         "value": ("breaking", "may be {} now"),
     },
     ("result", "wider"): {
-        "required": ("fine", "is always there now"),
+        "required": ("fine", "is always present now"),
         "new": ("careful", "may be gone"),  # the old contract's callers may look for it
-        "value": ("fine", "is never {} any more"),
+        "value": ("fine", "can no longer be {}"),
     },
 }
 
@@ -105,7 +106,7 @@ def changes(old: Contract, new: Contract) -> list[Difference]:
         for name in before.keys() & after.keys():
             found += _offer(f"{noun} {name}", before[name], after[name])
     if old.honours_keys and new.honours_keys is False:
-        found.append(Difference("breaking", "server", "does not honour idempotency keys any more"))
+        found.append(Difference("breaking", "server", "no longer honours idempotency keys"))
     elif old.honours_keys is False and new.honours_keys:
         found.append(Difference("fine", "server", "honours idempotency keys now"))
 
@@ -168,7 +169,7 @@ def _result(place: str, old: Json, new: Json) -> Iterator[Difference]:
     if old is not None and new is not None:
         yield from _schema(place, "result", new, old)
     elif old is not None:
-        yield Difference("breaking", f"{place}, result", "its type is not stated any more")
+        yield Difference("breaking", f"{place}, result", "its type is no longer stated")
     elif new is not None:
         yield Difference("fine", f"{place}, result", "its type is stated now")
 
@@ -215,8 +216,8 @@ def _effects(place: str, old: LockedTool | LockedMethod, new: LockedTool | Locke
 
     texts: tuple[tuple[Level, str, str], ...] = (
         ("breaking", "may change data now", "only reads now"),
-        ("breaking", "may destroy data now", "does not destroy data any more"),
-        ("breaking", "cannot be repeated any more", "can be repeated now"),
+        ("breaking", "may destroy data now", "no longer destroys data"),
+        ("breaking", "can no longer be repeated", "can be repeated now"),
         ("careful", "reaches beyond the server now", "does not reach beyond the server now"),
     )
     for before, after, (level, worse, better) in zip(effects(old), effects(new), texts, strict=True):
@@ -229,7 +230,7 @@ def _method(place: str, old: LockedMethod, new: LockedMethod) -> Iterator[Differ
     if old.key != new.key and new.key == "required":
         yield Difference("breaking", place, "an idempotency key is required now")
     elif old.key != new.key and new.key is None:
-        yield Difference("breaking", place, "an idempotency key is not taken any more")
+        yield Difference("breaking", place, "an idempotency key is no longer accepted")
     elif old.key != new.key:
         yield Difference("fine", place, "an idempotency key is optional now")
     if old.structure != new.structure:
@@ -241,7 +242,7 @@ def _method(place: str, old: LockedMethod, new: LockedMethod) -> Iterator[Differ
             "breaking", place, f"the order of its params was {', '.join(old.order)} and is {', '.join(new.order)}"
         )
     if old.notification is True and new.notification is False:
-        yield Difference("breaking", place, "cannot be sent as a notification any more")
+        yield Difference("breaking", place, "can no longer be sent as a notification")
     for code in old.errors.keys() | new.errors.keys():
         before, after = old.errors.get(code), new.errors.get(code)
         if before is None or after is None:
@@ -437,7 +438,8 @@ class _Comparison:
                     list(self._cases(self._joined(rest, part), root, is_reader=is_reader, followed=followed))
                     for part in own[word]
                 ]
-                overlaps = word == "oneOf" and is_reader and self._overlap(parts)
+                pairs = ((one, two) for these, those in combinations(parts, 2) for one in these for two in those)
+                overlaps = word == "oneOf" and is_reader and not all(self._disjoint(*pair) for pair in pairs)
                 for case in (case for part in parts for case in part):
                     yield {**case, _BOTH: [case.get(_BOTH), own[word]]} if overlaps else case
                 return
@@ -477,14 +479,6 @@ class _Comparison:
         if isinstance(one.get("properties"), dict) and "properties" in two and "additionalProperties" in joined:
             joined[_BOTH] = [joined.get(_BOTH), one, two]  # each closes its own members, not those of both
         return joined
-
-    def _overlap(self, parts: list[list[JsonObject]]) -> bool:
-        """Return whether a value may fit two of the parts."""
-        for at, these in enumerate(parts):
-            others = [case for part in parts[at + 1 :] for case in part]
-            if not all(self._disjoint(one, two) for one in these for two in others):
-                return True
-        return False
 
     def _disjoint(self, one: JsonObject, two: JsonObject) -> bool:
         """Return whether surely no value fits both cases."""

@@ -382,7 +382,7 @@ def _module(contract: Contract, protocol: str, title: str | None) -> Iterator[st
             "There is nothing to call.", "the contract has no methods and no tools", "check the target, or --as"
         )
 
-    # 2. Scope for long types. They come first, because members must not have these names.
+    # 2. The names of long types. They come first, because members must not have these names.
     for made in list(types.classes.values()):
         for each, (found, _) in made.fields.items():
             types.text(found, f"{made.name} {each}")

@@ -27,7 +27,7 @@ _PRELUDE = frozenset({"rpc.discover", "server/discover", "initialize", "notifica
 
 
 class FakeClock:
-    """A clock that a sleep moves on at once. `slept` has the seconds of each."""
+    """A clock on which a sleep returns at once and moves the time. `slept` lists the seconds of each sleep."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, unquote_plus, urlencode
 import msgspec
 from msgspec import Struct
 
-from wirecall.errors import UsageError
+from wirecall.auth.grants import pyjwt
 from wirecall.protocol.messages import JsonObject
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ OFFLINE = "https://auth.test"  # the issuer of a server that does not listen
 
 
 class AuthFaults(Struct, kw_only=True):
-    """What an authorization server does wrong."""
+    """The faults of an authorization server."""
 
     down: bool = False  # every request gets 503
     body: bytes | None = None  # every document has this text
@@ -58,16 +58,14 @@ class AuthorizationServer:
         scopes: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        try:
-            import jwt
-            from cryptography.hazmat.primitives.asymmetric import ec
-        except ImportError:
-            raise UsageError("PyJWT is not installed.", "it signs the tokens", 'pip install "wirecall[auth]"') from None
+        self._jwt = pyjwt("it signs the tokens")
+        from cryptography.hazmat.primitives.asymmetric import ec
+
         self.issuer = issuer
         self.faults = faults or AuthFaults()
         self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, query or form
         self.clients: dict[str, str | None] = {}  # secrets by client id; None for a public client
-        self._jwt, self._ec = jwt, ec
+        self._ec = ec
         self._lifetime = lifetime
         self._scopes = list(scopes)
         self._clock = clock
@@ -125,7 +123,8 @@ class AuthorizationServer:
         }
         kid, key = self._keys[-1]
         payload = {name: value for name, value in told.items() if value is not None}
-        return self._jwt.encode(payload, key, "ES256", {"typ": "at+jwt", "kid": kid, **(header or {})})
+        text: str = self._jwt.encode(payload, key, "ES256", {"typ": "at+jwt", "kid": kid, **(header or {})})
+        return text
 
     def revoke(self, token: str) -> None:
         """Make a token inactive for introspection."""
