@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,7 +195,8 @@ async def test_a_server_that_asks_without_end_is_not_answered_without_end() -> N
         sent.append(message)
         await asyncio.Event().wait()
 
-    inbox = Inbox(Host(), send, None, lambda _change, _id: None)
+    conversation: Any = SimpleNamespace(is_stateless=False, link=SimpleNamespace(send=send))
+    inbox = Inbox(conversation, Host())
     for n in range(20_000):
         inbox.receive(Arrived("2.0", id=n // 2, method="ping"))
     await asyncio.sleep(0)

@@ -11,11 +11,11 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from wirecall.errors import (
     BadAnswer,
@@ -32,11 +32,11 @@ from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol.messages import UNREADABLE, JsonObject
 
+if TYPE_CHECKING:
+    from wirecall.mcp.client.conversation import Conversation
+
 PROBE = 3.0  # seconds of silence on a pipe after which `initialize` is sent as well
 _BARRED = (401, 403, 407)  # a server that refuses the client says nothing about its revision
-
-# Asks the server in the manner of a revision; raises RpcError or CallFailed. None: nothing is agreed yet.
-Ask: TypeAlias = Callable[[str, JsonObject, "Revision | None"], Awaitable[Raw]]
 
 
 class Agreed(Struct, frozen=True):
@@ -72,20 +72,10 @@ def common(error: UnknownVersion, ours: Iterable[Revision]) -> list[Revision]:
 class Handshake:
     """Finds the revision to speak with one server."""
 
-    def __init__(
-        self,
-        ask: Ask,
-        envelope: Callable[[Revision], JsonObject],
-        offer: Callable[[Revision], JsonObject],
-        *,
-        pinned: Revision | None,
-        may_be_silent: bool,
-    ) -> None:
-        self._ask = ask
-        self._envelope = envelope
-        self._offer = offer
-        self._pinned = pinned
-        self._may_be_silent = may_be_silent
+    def __init__(self, conversation: "Conversation") -> None:
+        self._conversation = conversation
+        self._pinned = conversation.pinned
+        self._may_be_silent = conversation.link.is_pipe
 
     async def agree(self) -> Agreed:
         """Return what both sides speak, or raise the refusal."""
@@ -151,11 +141,12 @@ class Handshake:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _discover(self, revision: Revision) -> Agreed:
+        conversation = self._conversation
         try:
-            raw = await self._ask("server/discover", {"_meta": self._envelope(revision)}, revision)
+            raw = await conversation.request("server/discover", {"_meta": conversation.describe(revision)}, revision)
         except UnknownVersion as error:
             revision = self._listed(error)
-            raw = await self._ask("server/discover", {"_meta": self._envelope(revision)}, revision)
+            raw = await conversation.request("server/discover", {"_meta": conversation.describe(revision)}, revision)
         try:
             found = msgspec.json.decode(raw, type=_Discovered)
         except UNREADABLE:
@@ -174,7 +165,7 @@ class Handshake:
 
     async def initialize(self, revision: Revision) -> Agreed:
         """Return what `initialize`, the handshake of the older revisions, brings."""
-        raw = await self._ask("initialize", self._offer(revision), None)
+        raw = await self._conversation.request("initialize", self._conversation.offer(revision), None)
         try:
             found = msgspec.json.decode(raw, type=_Initialized)
         except UNREADABLE as error:
