@@ -247,7 +247,9 @@ class JsonRpc(Dialect):
             async with asyncio.timeout(timeout * 0.6), self._asking:
                 if self._kinds is not None:
                     return
-                answer = await self.delivery.ask("rpc.discover", min(DISCOVERY, timeout / 2))
+                answer: AnyEntry = Entry("rpc.discover", None, self.read, min(DISCOVERY, timeout / 2), query=True)
+                answer.safe, answer.deadline = True, self.delivery.clock.time() + answer.timeout
+                await self.delivery.deliver([answer])
                 if isinstance(answer.error, NotSent | ConnectionLost):
                     return
                 document = answer.result() if answer.ok else None

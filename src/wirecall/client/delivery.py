@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import UNSET, Struct
 
-from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange, Link, Wire
+from wirecall.client.exchange import AnyEntry, Arrays, Exchange, Link, Wire
 from wirecall.errors import (
     BadAnswer,
     Busy,
@@ -142,9 +142,9 @@ def asked_pause(error: Exception | None) -> float:
 
 def mint_key() -> str:
     """Return a UUID of version 7 (RFC 9562, section 5.7): 48 bits of Unix time in milliseconds, the version, and chance."""
-    moment, chance = f"{time.time_ns() // 1_000_000:012x}", os.urandom(10).hex()
-    variant = "89ab"[int(chance[3], 16) & 3]
-    return f"{moment[:8]}-{moment[8:]}-7{chance[:3]}-{variant}{chance[4:7]}-{chance[7:19]}"
+    text = ((time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(10)).hex()
+    variant = "89ab"[int(text[16], 16) & 3]
+    return f"{text[:8]}-{text[8:12]}-7{text[13:16]}-{variant}{text[17:20]}-{text[20:]}"
 
 
 # --- delivery --------------------------------------------------------------------------------------------------------
@@ -267,14 +267,6 @@ class Delivery:
             for entry in entries:
                 self._dialect.ended(entry)
         return wire, self.arrays.reason if len(left) > 1 else "there is one entry" if left else "nothing was sent"
-
-    async def ask(self, method: str, timeout: float) -> AnyEntry:
-        """Send a query of the client's own, which needs no preparation; return it settled."""
-        entry: AnyEntry = Entry(method, None, self._dialect.read, timeout=timeout, query=True)
-        entry.safe = True
-        self._begin(entry)
-        await self.deliver([entry])
-        return entry
 
     def _begin(self, entry: AnyEntry) -> None:
         if self.state == "new":
