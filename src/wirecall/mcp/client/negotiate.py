@@ -84,7 +84,7 @@ class Handshake:
         if self._pinned is not None:
             try:
                 return await self._discover(self._pinned)
-            except (MethodNotFound, _NotDiscovered):  # a server must have it, but the client can do without
+            except MethodNotFound:  # a server must have it, but the client can do without
                 return Agreed(self._pinned, {}, {})
         if self._may_be_silent:
             return await self._race()
@@ -150,7 +150,9 @@ class Handshake:
         try:
             found = msgspec.json.decode(raw, type=_Discovered)
         except UNREADABLE:
-            raise _NotDiscovered("what answers server/discover is not its result") from None
+            if self._pinned is not None:
+                return Agreed(revision, {}, {})
+            raise BadAnswer("what answers server/discover is not its result") from None
         if revision.name not in found.supported_versions:
             revision = self._listed(UnknownVersion(supported=found.supported_versions))
         server = found.meta.get(f"{PREFIX}serverInfo", found.server_info)
@@ -169,14 +171,10 @@ class Handshake:
         try:
             found = msgspec.json.decode(raw, type=_Initialized)
         except UNREADABLE as error:
-            raise _NotDiscovered(f"what answers initialize is not its result: {error}") from None
+            raise BadAnswer(f"what answers initialize is not its result: {error}") from None
         agreed = REVISIONS.get(found.protocol_version)
         if agreed is None or not agreed.has("handshake") or self._pinned not in (None, agreed):
             spoken = [revision.name] if self._pinned else [revision.name for revision in HANDSHAKE]
             reason = f"the server speaks MCP {found.protocol_version[:40]!r}, this client {', '.join(spoken)}"
             raise UnknownVersion(reason, supported=[found.protocol_version], requested=revision.name)
         return Agreed(agreed, found.capabilities, found.server_info, found.instructions)
-
-
-class _NotDiscovered(BadAnswer):
-    """The answer to `server/discover` or `initialize` is not its result."""
