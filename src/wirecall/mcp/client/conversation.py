@@ -41,6 +41,7 @@ from wirecall.errors import (
     ConnectionLost,
     Declined,
     HeaderMismatch,
+    InvalidParams,
     NotCapable,
     NotSent,
     Refused,
@@ -53,7 +54,7 @@ from wirecall.errors import (
     WirecallError,
 )
 from wirecall.logs import logger
-from wirecall.mcp.client.inbox import ROUNDS, Changes, Follower, Host, Inbox, InputRequest, Kind, Listening
+from wirecall.mcp.client.inbox import QUESTIONS, ROUNDS, Changes, Follower, Host, Inbox, InputRequest, Kind, Listening
 from wirecall.mcp.client.links import FAREWELL, McpHttpLink, McpLink
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
 from wirecall.mcp.client.results import Lists, Tool, read_contents
@@ -170,7 +171,7 @@ class Conversation(Dialect):
         self.server: JsonObject = {}
         self.capabilities: JsonObject = {}
         self.instructions: str | None = None
-        self.lists = Lists(self.ask, options.clock.time)
+        self.lists = Lists(self.ask, options.clock.time, options.timeout)
         self.listening = Listening(self)
         self.waiting: list[Task[Any]] = []  # tasks that are waited for
         self.is_over = False
@@ -273,7 +274,7 @@ class Conversation(Dialect):
         if revision.is_stateless:
             return
         # Before this a server should send no request but a ping (2025-03-26, lifecycle, initialization).
-        await self.link.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
+        await self.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
         self.link.renew = self._renew
         await self.link.listen()
 
@@ -325,6 +326,15 @@ class Conversation(Dialect):
         entry.id = self.delivery.next_id()
         message = Outgoing(method, params, entry.id)
         return Exchange(encode([message] if array else message), [entry], array)
+
+    async def send(self, message: bytes) -> None:
+        """Send a message that is not answered. A server that does not take it has no more time than for a call."""
+        seconds = self._options.timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await self.link.send(message)
+        except TimeoutError:
+            raise TimedOut(f"the server did not take a message within {seconds:g} s") from None
 
     async def try_arrays(self) -> None:
         """Find out by a ping whether a server on a pipe silently drops arrays. A lost ping does no harm."""
@@ -541,6 +551,8 @@ class Conversation(Dialect):
 
     async def answers(self, asked: Mapping[str, InputRequest]) -> JsonObject:
         """Return the host's answers to questions, by key."""
+        if len(asked) > QUESTIONS:
+            raise BadAnswer(f"the server asks {len(asked)} questions at once; {QUESTIONS} are allowed")
         try:
             return {key: await self._settings.answer(question.method, question.params) for key, question in asked.items()}
         except RpcError as refusal:
@@ -565,6 +577,8 @@ class Conversation(Dialect):
         try:
             wanted = msgspec.convert(error.data, _Visits).elicitations
             new = [visit for visit in wanted if visit.elicitation_id not in extra.visits]
+            if len(new) > QUESTIONS:
+                raise InvalidParams(f"{len(new)} visits at once; {QUESTIONS} are allowed")
             for visit in new:
                 # Before the handler is asked: the server may report the end of a visit while the handler still waits for it.
                 id = visit.elicitation_id

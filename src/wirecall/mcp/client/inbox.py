@@ -49,6 +49,7 @@ Kind: TypeAlias = Literal["tools", "prompts", "resources", "updated"]
 Progress: TypeAlias = Callable[[float, float | None, str | None], object]
 
 QUESTIONS = 100  # of a server that wait for an answer
+TURNS = 1000  # messages that wait for a coroutine function of the user's
 FIRST, FURTHEST = 0.5, 30.0  # seconds before a stream that broke is asked for again
 
 # The notification of each kind.
@@ -474,7 +475,7 @@ class Inbox:
     """Takes requests and notifications of one server.
 
     1. A callback is called at once, in the order of the messages; a coroutine function runs after the callbacks before it.
-       An exception that it raises is logged.
+       An exception that it raises is logged. If `TURNS` messages wait for coroutine functions, further ones are dropped.
     2. A question of the server's is answered by the host, beside everything else; the server may take it back. At 2026-07-28
        a server must not ask so, and gets no answer.
     3. A message that cannot be read, or is of no known kind, is passed over; so is a question beyond `QUESTIONS` that wait
@@ -487,7 +488,7 @@ class Inbox:
         self._conversation = conversation
         self._host = host
         self._answering: dict[int | str, asyncio.Task[None]] = {}  # questions of the server's, by their ids
-        self._turns: asyncio.Queue[tuple[Callable[..., Awaitable[object]], tuple[object, ...]]] = asyncio.Queue()
+        self._turns: asyncio.Queue[tuple[Callable[..., Awaitable[object]], tuple[object, ...]]] = asyncio.Queue(TURNS)
         self._teller: asyncio.Task[None] | None = None
 
     def receive(self, message: Arrived) -> None:
@@ -553,7 +554,11 @@ class Inbox:
     def tell(self, function: Callable[..., Any], *arguments: object) -> None:
         """Call a function of the user's; a coroutine function waits for its turn."""
         if inspect.iscoroutinefunction(function):
+            if self._turns.full():
+                return
             self._turns.put_nowait((function, arguments))
+            if self._turns.full():
+                logger.warning("%d messages of the server's wait for callbacks; further ones are dropped", TURNS)
             if self._teller is None:
                 self._teller = asyncio.get_running_loop().create_task(self._tell_in_turn())
             return
@@ -579,4 +584,4 @@ class Inbox:
             told = ErrorObject(error.code, error.message, UNSET if error.data is None else error.data)
             reply = {"jsonrpc": "2.0", "id": message.id, "error": told}
         with suppress(CallFailed):
-            await self._conversation.link.send(encode(reply))
+            await self._conversation.send(encode(reply))
