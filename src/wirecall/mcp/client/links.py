@@ -28,7 +28,7 @@ from urllib.parse import urljoin, urlsplit
 
 from wirecall.client.delivery import DOUBLINGS, Clock
 from wirecall.client.exchange import AnyEntry, Exchange, Link
-from wirecall.client.links import REPLAYED, LineLink, Pipe, refuse_by_status, replayed_ids, status_error
+from wirecall.client.links import LineLink, Pipe, mark_replayed, refuse_by_status, status_error
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidRequest, NotSent, WirecallError
 from wirecall.logs import logger
 from wirecall.mcp.headers import VERSION, Marks, named, repeated
@@ -168,8 +168,7 @@ class McpHttpLink(McpLink):
                         if UNFIT.search(session):
                             raise BadAnswer(f"the session id must be text without control characters, got {session[:100]!a}")
                         self.session = session or None
-                    if told := answer.headers.get(REPLAYED):
-                        exchange.replayed(replayed_ids(told))
+                    mark_replayed(exchange, answer)
                     if is_good and answer.media == EVENTS:
                         stream = Parser(self._http.max_bytes)
                         await self._read_stream(answer, stream, exchange)
