@@ -292,8 +292,7 @@ class Delivery:
             exchange = await self._attempt(left, array)
             if len(left) == 1 and left[0].error is None and left[0].waiter is None:
                 break  # the straight way
-            is_refused = exchange is not None and exchange.array and exchange.is_refused
-            if exchange is not None and is_refused and self.arrays.learn(exchange.entries[0].error, len(exchange.entries)):
+            if exchange is not None and self.arrays.learn(exchange):
                 returned = exchange.entries
                 break
             left = await self._repeated(left)

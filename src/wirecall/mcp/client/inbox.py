@@ -385,6 +385,7 @@ class Listening:
 
     async def _follow(self, changes: Changes) -> None:
         """Open a stream, follow it to its end, and open the next. Raises the server's refusal of the first one."""
+        conversation = self._conversation
         wanted: JsonObject = {f"{kind}ListChanged": True for kind in sorted(changes.lists)}
         if changes.uris:
             wanted["resourceSubscriptions"] = sorted(changes.uris)
@@ -392,11 +393,11 @@ class Listening:
             wanted["taskIds"] = [changes.task]
         pause = FIRST
         while True:
-            meta = {"_meta": self._conversation.envelope}
-            exchange = self._conversation.message("subscriptions/listen", {"notifications": wanted, **meta}, math.inf)
+            params = {"notifications": wanted, "_meta": conversation.envelope}
+            exchange = conversation.message("subscriptions/listen", params, math.inf)
             exchange.is_standing = True
             entry = exchange.entries[0]
-            task = asyncio.get_running_loop().create_task(self._conversation.link.post(exchange))
+            task = asyncio.get_running_loop().create_task(conversation.link.post(exchange))
             self._streams[entry.id] = changes, task
             try:
                 await asyncio.wait([task])
@@ -420,7 +421,7 @@ class Listening:
             if changes.task is not None:  # the client asks for the state of the task before it listens again
                 changes.finish()
                 return
-            await self._conversation.delivery.clock.sleep(pause)
+            await conversation.delivery.clock.sleep(pause)
             pause = min(FURTHEST, pause * 2)
 
     def acknowledged(self, id: Any, honoured: JsonObject) -> None:
