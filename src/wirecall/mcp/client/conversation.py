@@ -179,7 +179,7 @@ class Conversation(Dialect):
         self._settings = settings
         self._me = Raw(encode(dict(settings.identity or {"name": "wirecall", "version": __version__})))
         self._has_tried_arrays = False
-        self._can_trace = True
+        self._span: type[ClientCall] | Literal[False] | None = None  # None: no call was traced yet; False: none can be
         self._level: str | None = None
         self._inbox = Inbox(self, settings)
         self._subscribed: Changes | None = None
@@ -414,11 +414,13 @@ class Conversation(Dialect):
             is_harmless = tool is not None and is_trusted and tool.idempotent
             entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
         # A program that traces has imported OpenTelemetry. The span begins here, where the caller's one is the current one.
-        if "opentelemetry.trace" in sys.modules and self._can_trace:
+        if "opentelemetry.trace" in sys.modules and self._span is not False:
             try:
-                from wirecall.tracing import ClientCall
+                if self._span is None:
+                    from wirecall.tracing import ClientCall
 
-                entry.extra.trace = ClientCall(
+                    self._span = ClientCall
+                entry.extra.trace = self._span(
                     entry.method,
                     entry.params,
                     revision=None if self.revision is None else self.revision.name,
@@ -426,7 +428,7 @@ class Conversation(Dialect):
                     baggage=self._settings.baggage,
                 )
             except Exception as error:  # an OpenTelemetry that is too old must not stop a call
-                self._can_trace = False
+                self._span = False
                 logger.warning("calls are not traced: %s", error)
 
     def ended(self, entry: AnyEntry) -> None:
