@@ -116,6 +116,14 @@ def start(
     return task
 
 
+async def cancel_all(*tasks: "asyncio.Task[Any] | None") -> None:
+    """Cancel tasks, and wait until they have ended; None stands for a task that was not begun."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
+
+
 def needs_loop(error: BaseException) -> bool:
     """Return whether a handler failed because it needs an event loop and none is running."""
     return isinstance(error, RuntimeError) and str(error) == "no running event loop"

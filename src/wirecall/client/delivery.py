@@ -40,7 +40,7 @@ from wirecall.errors import (
 )
 from wirecall.jsonrpc import make_batch
 from wirecall.protocol.messages import UNREADABLE, decode_value, encode
-from wirecall.stepping import Timeouts
+from wirecall.stepping import Timeouts, cancel_all
 from wirecall.transports.sse import LONGEST_WAIT
 
 if TYPE_CHECKING:
@@ -511,7 +511,4 @@ class Coalescer:
         """Send what waits; it will find the client closed. Wait for what is in flight to notice."""
         if self._waiting:
             self._leave()
-        for task in self._sending:
-            task.cancel()
-        if self._sending:
-            await asyncio.wait(self._sending)
+        await cancel_all(*self._sending)

@@ -37,7 +37,7 @@ from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX, Cancelled, Elicited, ProgressToken, Root, Sampled
 from wirecall.protocol.messages import UNREADABLE, Arrived, ErrorObject, JsonObject, encode
-from wirecall.stepping import settled
+from wirecall.stepping import cancel_all, settled
 
 if TYPE_CHECKING:
     from wirecall.mcp.client.conversation import Conversation
@@ -366,8 +366,7 @@ class Listening:
             return
         self._all.remove(changes)
         if changes.following is not None:
-            changes.following.cancel()
-            await asyncio.gather(changes.following, return_exceptions=True)
+            await cancel_all(changes.following)
             return
         for uri in changes.uris - self.uris():
             with suppress(WirecallError):
@@ -376,10 +375,7 @@ class Listening:
     async def aclose(self) -> None:
         for changes in self._all:
             changes.finish()
-        following = [changes.following for changes in self._all if changes.following is not None]
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        await cancel_all(*(changes.following for changes in self._all))
 
     # --- 2026-07-28 --------------------------------------------------------------------------------------------------
 
@@ -416,8 +412,7 @@ class Listening:
                 pause = max(pause, asked_pause(error))
             finally:
                 del self._streams[entry.id]
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_all(task)
             if changes.task is not None:  # the client asks for the state of the task before it listens again
                 changes.finish()
                 return
@@ -547,10 +542,7 @@ class Inbox:
             logger.debug("a message of the server's cannot be read: %s", error)
 
     async def aclose(self) -> None:
-        tasks = [task for task in (self._teller, *self._answering.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._teller, *self._answering.values())
 
     def tell(self, function: Callable[..., Any], *arguments: object) -> None:
         """Call a function of the user's; a coroutine function waits for its turn."""

@@ -34,6 +34,7 @@ from wirecall.logs import logger
 from wirecall.mcp.headers import VERSION, Marks, named, repeated
 from wirecall.mcp.revisions import Revision
 from wirecall.protocol.messages import Arrived, Received, encode, read_messages
+from wirecall.stepping import cancel_all
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 from wirecall.transports.sse import UNFIT, Event, Parser
 
@@ -118,10 +119,7 @@ class McpHttpLink(McpLink):
 
     async def aclose(self) -> None:
         """End the session, what is in flight, and all connections."""
-        tasks = [task for task in (self._standing, *self._cancels) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._standing, *self._cancels)
         if self.session is not None:
             # A client that leaves ends its session; a server may refuse with 405 (2025-03-26, session management).
             with suppress(CallFailed, TimeoutError):
@@ -323,9 +321,7 @@ class McpLineLink(LineLink, McpLink):
         self._greeting = asyncio.Lock()
 
     async def aclose(self) -> None:
-        for task in self._cancels:
-            task.cancel()
-        await asyncio.gather(*self._cancels, return_exceptions=True)
+        await cancel_all(*self._cancels)
         await super().aclose()
 
     async def listen(self) -> None:
@@ -413,9 +409,7 @@ class SsePipe:
                 raise status_error(answer, await answer.read())
 
     async def aclose(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        await cancel_all(self._reader)
         for http in (self._stream, self._posts):
             if http is not None:
                 await http.aclose()

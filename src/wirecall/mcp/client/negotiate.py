@@ -31,6 +31,7 @@ from wirecall.errors import (
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol.messages import UNREADABLE, JsonObject
+from wirecall.stepping import cancel_all
 
 if TYPE_CHECKING:
     from wirecall.mcp.client.conversation import Conversation
@@ -135,10 +136,7 @@ class Handshake:
             except ConnectionLost:  # a process that died of the first question, and took the second with it
                 return await self.initialize(HANDSHAKE[-1])
         finally:
-            tasks = [task for task in (discovering, initializing) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(discovering, initializing)
 
     async def _discover(self, revision: Revision) -> Agreed:
         conversation = self._conversation
