@@ -306,14 +306,21 @@ async def test_the_error_of_a_stream_without_an_answer_quotes_what_it_brought(re
 # --- without end -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_does_not_take_the_end_of_the_handshake_is_not_waited_for() -> None:
-    class Mute(McpPeer):
-        async def _answer(self, peer: Peer, body: bytes, writer: Writer) -> None:
-            if b"notifications/initialized" in body:
-                await asyncio.Event().wait()
-            await super()._answer(peer, body, writer)
+class Mute(McpPeer):
+    """Does not answer messages of one method."""
 
-    async with Mute(done) as peer:
+    def __init__(self, method: bytes, *, is_newest: bool = False) -> None:
+        super().__init__(done, is_newest=is_newest)
+        self._method = method
+
+    async def _answer(self, peer: Peer, body: bytes, writer: Writer) -> None:
+        if self._method in body:
+            await asyncio.Event().wait()
+        await super()._answer(peer, body, writer)
+
+
+async def test_a_server_that_does_not_take_the_end_of_the_handshake_is_not_waited_for() -> None:
+    async with Mute(b"notifications/initialized") as peer:
         with pytest.raises(TimedOut, match=r"did not take a message within 0\.2 s"):
             async with client_of(peer.url, timeout=0.2):
                 pass
@@ -393,13 +400,7 @@ async def test_messages_that_wait_for_a_slow_callback_are_bounded(caplog: pytest
 
 
 async def test_a_client_that_is_closed_while_it_begins_to_listen_says_so() -> None:
-    class Mute(McpPeer):
-        async def _answer(self, peer: Peer, body: bytes, writer: Writer) -> None:
-            if b"subscriptions/listen" in body:
-                await asyncio.Event().wait()
-            await super()._answer(peer, body, writer)
-
-    async with Mute(done, is_newest=True) as peer, client_of(peer.url) as client:
+    async with Mute(b"subscriptions/listen", is_newest=True) as peer, client_of(peer.url) as client:
         listening = asyncio.create_task(client.listen(tools=True).__aenter__())
         await until(lambda: "subscriptions/listen" in peer.methods())
         await client.aclose()
