@@ -116,6 +116,14 @@ def start(
     return task
 
 
+async def cancel_all(*tasks: "asyncio.Task[Any] | None") -> None:
+    """Cancel tasks, and wait until they have ended; None stands for a task that was not begun."""
+    begun = [task for task in tasks if task is not None]
+    for task in begun:
+        task.cancel()
+    await asyncio.gather(*begun, return_exceptions=True)
+
+
 def needs_loop(error: BaseException) -> bool:
     """Return whether a handler failed because it needs an event loop and none is running."""
     return isinstance(error, RuntimeError) and str(error) == "no running event loop"
@@ -159,12 +167,13 @@ class Timeouts:
 
     def within(self, seconds: float) -> "Timeout":
         """Return a block that raises TimeoutError if it takes longer."""
-        return Timeout(self, asyncio.get_running_loop().time() + seconds)
+        loop = asyncio.get_running_loop()
+        return Timeout(self, loop, loop.time() + seconds)
 
     def watch(self, timeout: "Timeout", when: float) -> None:
         """End the block of a timeout at a moment of the loop's time, unless `forget` comes first."""
         self._open[timeout] = when
-        loop = asyncio.get_running_loop()
+        loop = timeout.loop
         if self._timer is None or self._loop is not loop or when < self._timer.when():
             self.aclose()
             self._loop, self._timer = loop, loop.call_at(when, self._ring)
@@ -189,17 +198,18 @@ class Timeouts:
 
 
 class Timeout:
-    """The time limit of one block."""
+    """The time limit of one block. It keeps its loop: to ask for the running one is a system call until Python 3.12."""
 
-    __slots__ = ("_all", "_before", "_is_over", "_task", "when")
+    __slots__ = ("_all", "_before", "_is_over", "_task", "loop", "when")
 
-    def __init__(self, all: Timeouts, when: float) -> None:
+    def __init__(self, all: Timeouts, loop: asyncio.AbstractEventLoop, when: float) -> None:
+        self.loop = loop
         self.when: float | None = when  # in the loop's time; None: it stands still
         self._all = all
         self._is_over = False
 
     def __enter__(self) -> Self:
-        task = asyncio.current_task()
+        task = asyncio.current_task(self.loop)
         assert task is not None and self.when is not None
         self._task, self._before = task, task.cancelling()
         self._all.watch(self, self.when)

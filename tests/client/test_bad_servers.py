@@ -115,6 +115,9 @@ CASES += [
         "HTTP",
     ),
     ("not gzip", fields(b"Content-Encoding: gzip"), BadAnswer, "does not match its Content-Encoding"),
+    ("an encoding that was not asked for", fields(b"Content-Encoding: br"), BadAnswer, "one that was not asked for"),
+    ("another protocol", fields(b"Upgrade: x", b"Connection: upgrade", status=b"101 Switching"), BadAnswer, "HTTP 101"),
+    ("a status below 100", says(b"", "007 James"), BadAnswer, "HTTP 7"),
     (
         "a redirect to bytes",
         fields(b"Location: \xff\x01", status=b"302 Found", body=b""),

@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,13 +195,32 @@ async def test_a_server_that_asks_without_end_is_not_answered_without_end() -> N
         sent.append(message)
         await asyncio.Event().wait()
 
-    inbox = Inbox(Host(), send, None, lambda _change, _id: None)
+    conversation: Any = SimpleNamespace(is_stateless=False, send=send)
+    inbox = Inbox(conversation, Host())
     for n in range(20_000):
         inbox.receive(Arrived("2.0", id=n // 2, method="ping"))
     await asyncio.sleep(0)
     assert len(sent) == QUESTIONS
     await inbox.aclose()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_cancel_in_the_turn_in_which_the_child_ends_is_not_lost() -> None:
+    """A call whose time ends while it cleans up after the last child would wait for ever."""
+    child: Any = Child([sys.executable, "-c", ""])
+    await child.open(lambda _line: None, lambda _error: None)
+    process, wait = child._process, child._process.wait
+
+    async def ends() -> None:
+        await wait()
+        process.wait = wait
+        closing.cancel()
+
+    process.wait = ends
+    closing = asyncio.create_task(child.aclose())
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await wait()
 
 
 async def test_a_deaf_child_times_out_and_the_client_goes_on() -> None:

@@ -1,5 +1,6 @@
 """Servers of MCP that misbehave, on raw sockets: every call ends with an error that docs/client.md lists, in time."""
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ from tests.client.peers import Peer, Writer, http, until
 from tests.mcp.test_client import client_of
 from wirecall import Retry
 from wirecall.errors import BadAnswer, ConnectionLost, Refused, TimedOut
+from wirecall.mcp.client import results
 from wirecall.testing import FakeClock
 
 encode = msgspec.json.encode
@@ -299,3 +301,108 @@ async def test_the_error_of_a_stream_without_an_answer_quotes_what_it_brought(re
     async with McpPeer(stream(b"data: <html>\n\n"), is_newest=is_newest) as peer, client_of(peer.url, revision) as client:
         with pytest.raises(ConnectionLost, match="ended before the answer, and cannot be resumed; it sent not JSON"):
             await client.call_tool("t")
+
+
+# --- without end -----------------------------------------------------------------------------------------------------
+
+
+class Mute(McpPeer):
+    """Does not answer messages of one method."""
+
+    def __init__(self, method: bytes, *, is_newest: bool = False) -> None:
+        super().__init__(done, is_newest=is_newest)
+        self._method = method
+
+    async def _answer(self, peer: Peer, body: bytes, writer: Writer) -> None:
+        if self._method in body:
+            await asyncio.Event().wait()
+        await super()._answer(peer, body, writer)
+
+
+async def test_a_server_that_does_not_take_the_end_of_the_handshake_is_not_waited_for() -> None:
+    async with Mute(b"notifications/initialized") as peer:
+        with pytest.raises(TimedOut, match=r"did not take a message within 0\.2 s"):
+            async with client_of(peer.url, timeout=0.2):
+                pass
+
+
+async def test_all_pages_of_a_list_share_the_time_of_one_call() -> None:
+    clock = FakeClock()
+
+    def page(message: Any) -> bytes:
+        clock.now += 0.4
+        return result({"resultType": "complete", "tools": [], "nextCursor": str(clock.now)})(message)
+
+    async with McpPeer(page, is_newest=True) as peer, client_of(peer.url, clock=clock) as client:
+        with pytest.raises(TimedOut, match="tools/list: the list did not end within 1 s"):
+            await client.list_tools(timeout=1.0)
+        assert 3 <= peer.methods().count("tools/list") <= 5
+
+
+async def test_a_list_of_too_many_bytes_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "LIST_BYTES", 10_000)
+    tool = {"name": "t", "description": "x" * 3000, "inputSchema": {}}
+
+    def page(message: Any) -> bytes:
+        return result({"resultType": "complete", "tools": [tool], "nextCursor": str(message["id"])})(message)
+
+    async with McpPeer(page, is_newest=True) as peer, client_of(peer.url) as client:
+        with pytest.raises(BadAnswer, match="the list has no end"):
+            await client.list_tools()
+        assert peer.methods().count("tools/list") == 4
+
+
+async def test_a_server_cannot_ask_a_thousand_questions_at_once() -> None:
+    asked = {str(number): {"method": "elicitation/create", "params": {"message": "?"}} for number in range(1000)}
+    shown: list[Any] = []
+    questions = result({"resultType": "input_required", "inputRequests": asked})
+    async with McpPeer(questions, is_newest=True) as peer, client_of(peer.url, elicit=shown.append) as client:
+        with pytest.raises(BadAnswer, match="1000 questions at once; 100 are allowed"):
+            await client.call_tool("x")
+    assert not shown
+
+
+async def test_a_server_cannot_send_the_user_to_a_thousand_pages() -> None:
+    pages = [{"mode": "url", "elicitationId": str(number), "url": "https://a.b/"} for number in range(1000)]
+    shown: list[Any] = []
+
+    def refuse(message: Any) -> bytes:
+        error = {"code": -32042, "message": "visit", "data": {"elicitations": pages}}
+        return http(encode({"jsonrpc": "2.0", "id": message["id"], "error": error}))
+
+    async with McpPeer(refuse) as peer, client_of(peer.url, elicit_url=shown.append) as client:
+        with pytest.raises(BadAnswer, match="1000 visits at once; 100 are allowed") as caught:
+            await client.call_tool("x")
+    assert caught.value.ran == "no" and not shown
+
+
+async def test_messages_that_wait_for_a_slow_callback_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    told, may_go = list[Any](), asyncio.Event()
+
+    async def on_log(log: Any) -> None:
+        await may_go.wait()
+        told.append(log.data)
+
+    def flood(message: Any) -> bytes:
+        logs = [
+            {"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": n}}
+            for n in range(1500)
+        ]
+        events = [*logs, {"jsonrpc": "2.0", "id": message["id"], "result": {"resultType": "complete", "content": []}}]
+        return stream(b"".join(b"data: %s\n\n" % encode(event) for event in events))(message)
+
+    async with McpPeer(flood, is_newest=True) as peer, client_of(peer.url, on_log=on_log) as client:
+        await client.call_tool("x")
+        may_go.set()
+        await until(lambda: len(told) >= 1000)
+    assert told[:1000] == list(range(1000)) and len(told) < 1500
+    assert "1000 messages of the server's wait for callbacks" in caplog.text
+
+
+async def test_a_client_that_is_closed_while_it_begins_to_listen_says_so() -> None:
+    async with Mute(b"subscriptions/listen", is_newest=True) as peer, client_of(peer.url) as client:
+        listening = asyncio.create_task(client.listen(tools=True).__aenter__())
+        await until(lambda: "subscriptions/listen" in peer.methods())
+        await client.aclose()
+        with pytest.raises(ConnectionLost, match="the client was closed"):
+            await listening

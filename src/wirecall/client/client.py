@@ -24,6 +24,7 @@ from wirecall.client.exchange import AnyEntry, Arrays, Entry, Link, Params, Wire
 from wirecall.errors import ConnectionLost, KeyInvalid, NotSent, UsageError
 from wirecall.protocol.params import KEY
 from wirecall.server.policy import check_key
+from wirecall.stepping import cancel_all
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -247,7 +248,9 @@ class JsonRpc(Dialect):
             async with asyncio.timeout(timeout * 0.6), self._asking:
                 if self._kinds is not None:
                     return
-                answer = await self.delivery.ask("rpc.discover", min(DISCOVERY, timeout / 2))
+                answer: AnyEntry = Entry("rpc.discover", None, self.read, min(DISCOVERY, timeout / 2), query=True)
+                answer.safe, answer.deadline = True, self.delivery.clock.time() + answer.timeout
+                await self.delivery.deliver([answer])
                 if isinstance(answer.error, NotSent | ConnectionLost):
                     return
                 document = answer.result() if answer.ok else None
@@ -378,15 +381,12 @@ class Loop:
     def stop(self) -> None:
         """End what still runs, then the thread."""
 
-        async def cancel_all() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async def end_all() -> None:
+            await cancel_all(*(asyncio.all_tasks() - {asyncio.current_task()}))
             await self._loop.shutdown_asyncgens()
 
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(end_all(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             if threading.current_thread() is not self._thread:
                 self._thread.join()

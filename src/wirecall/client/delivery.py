@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import UNSET, Struct
 
-from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange, Link, Wire
+from wirecall.client.exchange import AnyEntry, Arrays, Exchange, Link, Wire
 from wirecall.errors import (
     BadAnswer,
     Busy,
@@ -40,7 +40,7 @@ from wirecall.errors import (
 )
 from wirecall.jsonrpc import make_batch
 from wirecall.protocol.messages import UNREADABLE, decode_value, encode
-from wirecall.stepping import Timeouts
+from wirecall.stepping import Timeouts, cancel_all
 from wirecall.transports.sse import LONGEST_WAIT
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ def asked_pause(error: Exception | None) -> float:
 
 def mint_key() -> str:
     """Return a UUID of version 7 (RFC 9562, section 5.7): 48 bits of Unix time in milliseconds, the version, and chance."""
-    moment, chance = f"{time.time_ns() // 1_000_000:012x}", os.urandom(10).hex()
-    variant = "89ab"[int(chance[3], 16) & 3]
-    return f"{moment[:8]}-{moment[8:]}-7{chance[:3]}-{variant}{chance[4:7]}-{chance[7:19]}"
+    text = ((time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(10)).hex()
+    variant = "89ab"[int(text[16], 16) & 3]
+    return f"{text[:8]}-{text[8:12]}-7{text[13:16]}-{variant}{text[17:20]}-{text[20:]}"
 
 
 # --- delivery --------------------------------------------------------------------------------------------------------
@@ -268,14 +268,6 @@ class Delivery:
                 self._dialect.ended(entry)
         return wire, self.arrays.reason if len(left) > 1 else "there is one entry" if left else "nothing was sent"
 
-    async def ask(self, method: str, timeout: float) -> AnyEntry:
-        """Send a query of the client's own, which needs no preparation; return it settled."""
-        entry: AnyEntry = Entry(method, None, self._dialect.read, timeout=timeout, query=True)
-        entry.safe = True
-        self._begin(entry)
-        await self.deliver([entry])
-        return entry
-
     def _begin(self, entry: AnyEntry) -> None:
         if self.state == "new":
             raise UsageError("The client is not open.", fix="async with connect(...) as client: ...")
@@ -300,8 +292,7 @@ class Delivery:
             exchange = await self._attempt(left, array)
             if len(left) == 1 and left[0].error is None and left[0].waiter is None:
                 break  # the straight way
-            is_refused = exchange is not None and exchange.array and exchange.is_refused
-            if exchange is not None and is_refused and self.arrays.learn(exchange.entries[0].error, len(exchange.entries)):
+            if exchange is not None and self.arrays.learn(exchange):
                 returned = exchange.entries
                 break
             left = await self._repeated(left)
@@ -520,7 +511,4 @@ class Coalescer:
         """Send what waits; it will find the client closed. Wait for what is in flight to notice."""
         if self._waiting:
             self._leave()
-        for task in self._sending:
-            task.cancel()
-        if self._sending:
-            await asyncio.wait(self._sending)
+        await cancel_all(*self._sending)

@@ -270,13 +270,16 @@ class Arrays:
     _STATUSES = frozenset({400, 405, 415, 422})
     _CODES = frozenset({-32700, -32600, -32601, -32602})
 
-    def __init__(self, legal: bool = True, reason: str = "JSON-RPC 2.0 has arrays", chunk: int = MAX_BATCH) -> None:
+    def __init__(self, legal: bool = True, reason: str = "JSON-RPC 2.0 has arrays") -> None:
         self.legal = legal
         self.reason = reason
-        self.chunk = chunk
+        self.chunk = MAX_BATCH
 
-    def learn(self, error: WirecallError | None, count: int) -> bool:
-        """Learn from the refusal of an array of `count` entries; return whether they may be sent in another way."""
+    def learn(self, exchange: Exchange) -> bool:
+        """Learn from the refusal of an array; return whether its entries may be sent in another way."""
+        if not exchange.array or not exchange.is_refused:
+            return False
+        error, count = exchange.entries[0].error, len(exchange.entries)
         too_large = isinstance(error, Refused) and error.status == 413
         chunk = count // 2
         if isinstance(error, LimitExceeded) and isinstance(error.data, dict):

@@ -7,6 +7,7 @@ and what an answer means.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wirecall.client.exchange import Exchange
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 JSON = "application/json"
 _HEADERS = {"Content-Type": JSON, "Accept": JSON}
-REPLAYED = "idempotent-replayed"
 
 
 # --- HTTP -----------------------------------------------------------------------------------------------------------
@@ -38,9 +38,7 @@ class HttpLink:
         async with self._http.request("POST", exchange.data, _HEADERS, exchange=exchange) as answer:
             exchange.begun = True
             body = await answer.read()
-            told = answer.headers.get(REPLAYED)
-            if told is not None:
-                exchange.replayed(replayed_ids(told))
+            mark_replayed(exchange, answer)
             if 200 <= answer.status < 300:
                 if body:
                     exchange.read(body)
@@ -66,25 +64,25 @@ def refuse_by_status(exchange: Exchange, answer: HttpAnswer, body: bytes) -> Non
 
 
 def status_error(answer: HttpAnswer, body: bytes) -> CallFailed:
-    """Return a status as an error. After 4xx the request did not run (RFC 9110, section 15); after 5xx it may have."""
+    """Return a status as an error. After 3xx and 4xx the request did not run (RFC 9110, section 15); else it may have."""
     text = f"HTTP {answer.status}"
     if 300 <= answer.status < 400:
         text += f", a redirect to {ascii(answer.headers.get('location', 'nowhere')[:200])[1:-1]}, which is not followed"
     elif body and body.lstrip()[:1] != b"<":
         text += f": {body[:200].decode('utf-8', 'replace')}"
-    kind = Refused if answer.status < 500 else BadAnswer
+    kind = Refused if 300 <= answer.status < 500 else BadAnswer
     return kind(text, status=answer.status, retry_after=answer.retry_after)
 
 
-def replayed_ids(told: str) -> list[Any] | None:
-    """Return the ids that `Idempotent-Replayed` lists, or None for "true": all of them. A broken header lists none."""
+def mark_replayed(exchange: Exchange, answer: HttpAnswer) -> None:
+    """Mark the calls that `Idempotent-Replayed` lists by their ids; "true" stands for all. A broken header lists none."""
+    told = answer.headers.get("idempotent-replayed", "")
     if told.lower() == "true":
-        return None
-    try:
-        ids = decode_value(told)
-    except (ValueError, RecursionError):
-        return []
-    return ids if isinstance(ids, list) else []
+        exchange.replayed()
+    elif told:
+        with suppress(ValueError, RecursionError):
+            ids = decode_value(told)
+            exchange.replayed(ids if isinstance(ids, list) else ())
 
 
 # --- lines ----------------------------------------------------------------------------------------------------------

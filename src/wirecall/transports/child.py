@@ -147,18 +147,20 @@ class Child:
             process.stdin.close()
             for gently in (True, False):
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), self._grace)
+                    # Not `wait_for`: until Python 3.12 it drops a cancel that comes in the turn in which the process ends.
+                    async with asyncio.timeout(self._grace):
+                        await process.wait()
                     break
                 _kill(process, gently=gently)
         finally:
             _kill(process)  # processes that the child started, and that outlived it
+            _living.discard(process)
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            await process.wait()
-            _living.discard(process)
             for pipe in self._pipes:
                 pipe.close()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await process.wait()
 
     # --- hearing it --------------------------------------------------------------------------------------------------
 

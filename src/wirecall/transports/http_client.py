@@ -183,12 +183,13 @@ class _Request:
         is_lost = isinstance(error, OSError) and not isinstance(error, TimeoutError)
         if not is_lost and not isinstance(error, aiohttp.ClientError):
             return None
+        causes = error.__cause__, error.__cause__ and error.__cause__.__cause__  # of the body, or of the header
+        if any(isinstance(cause, ContentEncodingError) for cause in causes):
+            return BadAnswer("the answer does not match its Content-Encoding, or has one that was not asked for")
         text = str(error) or type(error).__name__
         if isinstance(error, aiohttp.ClientResponseError):
             return BadAnswer(f"not an HTTP answer: {error.message.splitlines()[0] if error.message else text}")
         is_cut = isinstance(error, aiohttp.ClientPayloadError)
-        if is_cut and isinstance(error.__cause__, ContentEncodingError):
-            return BadAnswer("the answer does not match its Content-Encoding")
         if self._sent.sent or not self._has_body:
             more = "" if is_cut else f": {text}"  # aiohttp says the same of a cut, in its own terms
             return ConnectionLost(f"the connection broke before the end of the answer{more}")

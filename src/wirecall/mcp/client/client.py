@@ -226,9 +226,7 @@ class McpClient(Client):
 class McpCollected(Collected):
     """Calls of MCP that are collected: tools by their names, any other method by `call`."""
 
-    def __init__(self, client: McpClient) -> None:
-        super().__init__(client)
-        self._mcp = client
+    _client: McpClient
 
     @overload
     def call_tool(
@@ -242,7 +240,7 @@ class McpCollected(Collected):
         self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
     ) -> AnyEntry:
         """Add a call of a tool; the options are those of `McpClient.call_tool`."""
-        return self._add(self._mcp.tool_entry(name, arguments, type=type, **options))
+        return self._add(self._client.tool_entry(name, arguments, type=type, **options))
 
 
 class McpBatch(McpCollected, Batch):
@@ -255,37 +253,35 @@ class McpBatch(McpCollected, Batch):
 class SyncMcpClient(SyncClient):
     """An `McpClient` whose methods block."""
 
-    def __init__(self, client: McpClient) -> None:
-        super().__init__(client)
-        self._mcp = client
+    _client: McpClient
 
     @property
     def server(self) -> JsonObject:
         """What the server says it is: its name, its version."""
-        return self._mcp.server
+        return self._client.server
 
     @property
     def capabilities(self) -> JsonObject:
         """What the server says it can do."""
-        return self._mcp.capabilities
+        return self._client.capabilities
 
     def extension(self, id: str) -> JsonObject | None:
         """Return the server's settings of an extension, `{}` if it has none; None if the server does not declare it."""
-        return self._mcp.extension(id)
+        return self._client.extension(id)
 
     @property
     def instructions(self) -> str | None:
         """What the server says to a model that uses it."""
-        return self._mcp.instructions
+        return self._client.instructions
 
     @property
     def honours_keys(self) -> bool:
         """Whether the server says that of the calls of a tool with one idempotency key, one runs."""
-        return self._mcp.honours_keys
+        return self._client.honours_keys
 
     def list_tools(self, *, order: Literal["safest"] | None = None, timeout: float | None = None) -> list[Tool]:
         """Return all tools, as `McpClient.list_tools` does."""
-        return self._loop.run(self._mcp.list_tools(order=order, timeout=timeout))
+        return self._loop.run(self._client.list_tools(order=order, timeout=timeout))
 
     @overload
     def call_tool(
@@ -299,7 +295,7 @@ class SyncMcpClient(SyncClient):
         self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
     ) -> Any:
         """Call a tool, as `McpClient.call_tool` does. `progress` is called in the client's own thread."""
-        return self._loop.run(self._mcp.call_tool(name, arguments, type=type, **options))
+        return self._loop.run(self._client.call_tool(name, arguments, type=type, **options))
 
     @overload
     def start_tool(
@@ -313,7 +309,7 @@ class SyncMcpClient(SyncClient):
         self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
     ) -> "SyncTask[Any]":
         """Call a tool, and return as soon as the server has made a task of it, as `McpClient.start_tool` does."""
-        return SyncTask(self._loop.run(self._mcp.start_tool(name, arguments, type=type, **options)), self._loop)
+        return SyncTask(self._loop.run(self._client.start_tool(name, arguments, type=type, **options)), self._loop)
 
     @overload
     def task(self, id: str, *, type: type[T], check: bool = True) -> "SyncTask[T]": ...
@@ -321,60 +317,60 @@ class SyncMcpClient(SyncClient):
     def task(self, id: str, *, type: None = None, check: bool = True) -> "SyncTask[Called]": ...
     def task(self, id: str, *, type: Any = None, check: bool = True) -> "SyncTask[Any]":
         """Return the task of an id that `start_tool` gave, perhaps before a restart."""
-        return SyncTask(self._mcp.task(id, type=type, check=check), self._loop)
+        return SyncTask(self._client.task(id, type=type, check=check), self._loop)
 
     def batch(self) -> "SyncMcpBatch":
         """Return a block of calls that leave together: `with client.batch() as b: one = b.call_tool(...)`."""
-        return SyncMcpBatch(self._mcp, self._loop)
+        return SyncMcpBatch(self._client, self._loop)
 
     def list_prompts(self, *, timeout: float | None = None) -> list[Prompt]:
         """Return all prompts."""
-        return self._loop.run(self._mcp.list_prompts(timeout=timeout))
+        return self._loop.run(self._client.list_prompts(timeout=timeout))
 
     def list_resources(self, *, timeout: float | None = None) -> list[Resource]:
         """Return all resources."""
-        return self._loop.run(self._mcp.list_resources(timeout=timeout))
+        return self._loop.run(self._client.list_resources(timeout=timeout))
 
     def list_resource_templates(self, *, timeout: float | None = None) -> list[Template]:
         """Return all templates of resources."""
-        return self._loop.run(self._mcp.list_resource_templates(timeout=timeout))
+        return self._loop.run(self._client.list_resource_templates(timeout=timeout))
 
     def read_resource(self, uri: str, *, timeout: float | None = None) -> list[Embedded]:
         """Return the contents of a resource."""
-        return self._loop.run(self._mcp.read_resource(uri, timeout=timeout))
+        return self._loop.run(self._client.read_resource(uri, timeout=timeout))
 
     def get_prompt(self, name: str, arguments: Mapping[str, str] | None = None, *, timeout: float | None = None) -> Prompted:
         """Return the messages of a prompt."""
-        return self._loop.run(self._mcp.get_prompt(name, arguments, timeout=timeout))
+        return self._loop.run(self._client.get_prompt(name, arguments, timeout=timeout))
 
     def complete(
         self, of: str, argument: str, value: str, *, context: Mapping[str, str] | None = None, timeout: float | None = None
     ) -> Completion:
         """Return what an argument may be, as `McpClient.complete` does."""
-        return self._loop.run(self._mcp.complete(of, argument, value, context=context, timeout=timeout))
+        return self._loop.run(self._client.complete(of, argument, value, context=context, timeout=timeout))
 
     def ping(self, *, timeout: float | None = None) -> None:
         """Check that the server answers."""
-        self._loop.run(self._mcp.ping(timeout=timeout))
+        self._loop.run(self._client.ping(timeout=timeout))
 
     def set_log_level(self, level: Level) -> None:
         """Ask for log messages from this level upwards; `on_log` gets them, in the client's own thread."""
-        self._loop.run(self._mcp.set_log_level(level))
+        self._loop.run(self._client.set_log_level(level))
 
     def listen(
         self, *, tools: bool = False, prompts: bool = False, resources: bool = False, uris: Iterable[str] = ()
     ) -> "SyncChanges":
         """Listen to changes, as `McpClient.listen` does: `with client.listen(tools=True) as changes`."""
-        changes = self._mcp.listen(tools=tools, prompts=prompts, resources=resources, uris=uris)
+        changes = self._client.listen(tools=tools, prompts=prompts, resources=resources, uris=uris)
         return SyncChanges(changes, self._loop)
 
     def subscribe(self, uri: str) -> None:
         """Report changes of this resource to `on_change` from now on."""
-        self._loop.run(self._mcp.subscribe(uri))
+        self._loop.run(self._client.subscribe(uri))
 
     def unsubscribe(self, uri: str) -> None:
         """End what `subscribe` began."""
-        self._loop.run(self._mcp.unsubscribe(uri))
+        self._loop.run(self._client.unsubscribe(uri))
 
 
 class SyncTask(Generic[T]):
@@ -431,10 +427,6 @@ class SyncTask(Generic[T]):
 
 class SyncMcpBatch(McpCollected, SyncBatch):
     """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
-
-    def __init__(self, client: McpClient, loop: Loop) -> None:
-        SyncBatch.__init__(self, client, loop)
-        self._mcp = client
 
 
 class SyncChanges:

@@ -25,9 +25,8 @@ For every call the conversation decides whether it is confirmed first, whether i
 """
 
 import asyncio
-import inspect
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -42,6 +41,7 @@ from wirecall.errors import (
     ConnectionLost,
     Declined,
     HeaderMismatch,
+    InvalidParams,
     NotCapable,
     NotSent,
     Refused,
@@ -54,7 +54,7 @@ from wirecall.errors import (
     WirecallError,
 )
 from wirecall.logs import logger
-from wirecall.mcp.client.inbox import ROUNDS, Change, Changes, Follower, Host, Inbox, InputRequest, Kind, Listening, Log
+from wirecall.mcp.client.inbox import QUESTIONS, ROUNDS, Changes, Follower, Host, Inbox, InputRequest, Kind, Listening
 from wirecall.mcp.client.links import FAREWELL, McpHttpLink, McpLink
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
 from wirecall.mcp.client.results import Lists, Tool, read_contents
@@ -72,6 +72,7 @@ from wirecall.mcp.types import (
 )
 from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
 from wirecall.protocol.params import KEY
+from wirecall.stepping import settled
 from wirecall.version import __version__
 
 if TYPE_CHECKING:
@@ -145,8 +146,6 @@ class Settings(Host, frozen=True, kw_only=True):
     trust: Trust = False
     confirm: Confirm | None = None
     confirm_unknown: bool = False
-    on_log: Callable[[Log], object] | None = None
-    on_change: Callable[[Change], object] | None = None
     identity: Mapping[str, Any] | None = None
     tasks: bool = True
     baggage: bool = False
@@ -166,34 +165,33 @@ class Conversation(Dialect):
     """The client's side of one conversation."""
 
     def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
-        self.link = link
+        self.pinned = None if settings.revision is None else REVISIONS[settings.revision]
         self.revision: Revision | None = None  # None: nothing is agreed yet
-        self.is_stateless = False
         self.honours_keys = False  # the server says that of the calls of a tool with one key, one runs
         self.server: JsonObject = {}
         self.capabilities: JsonObject = {}
         self.instructions: str | None = None
-        self.lists = Lists(self.ask, options.clock.time)
+        self.lists = Lists(self.ask, options.clock.time, options.timeout)
+        self.listening = Listening(self)
+        self.waiting: list[Task[Any]] = []  # tasks that are waited for
+        self.is_over = False
         self._options = options
         self._settings = settings
         self._me = Raw(encode(dict(settings.identity or {"name": "wirecall", "version": __version__})))
-        self._pinned = None if settings.revision is None else REVISIONS[settings.revision]
         self._has_tried_arrays = False
-        self._can_trace = True
-        self._span: type[ClientCall] | None = None  # None: no call was traced yet
+        self._span: type[ClientCall] | Literal[False] | None = None  # None: no call was traced yet; False: none can be
         self._level: str | None = None
-        self._seal({})
-        self._inbox = Inbox(settings, lambda message: self.link.send(message), settings.on_log, self._changed)
-        self._inbox.acknowledged = self._acknowledged
-        self._listening = Listening(self.tell, self._listen, options.timeout, options.clock)
-        self._inbox.cancelled = self._listening.cancelled
+        self._inbox = Inbox(self, settings)
         self._subscribed: Changes | None = None
-        self.is_over = False
-        self.waiting: list[Task[Any]] = []  # tasks that are waited for
-        self._inbox.on_task = self._told_of_task
         self._sends_states = True  # the server has not failed to agree to it
         self._leaving: set[asyncio.Task[None]] = set()  # cancel tasks that are no longer waited for
+        self._seal()
         self._speak_on(link)
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether the revision that was agreed has no sessions, and an envelope with every request."""
+        return self.revision is not None and self.revision.is_stateless
 
     def extension(self, id: str) -> JsonObject | None:
         """Return the server's settings of an extension; None if the server has not declared it."""
@@ -209,12 +207,12 @@ class Conversation(Dialect):
     async def begin(self) -> None:
         """Agree on a revision, and listen to all lists if `on_change` was given."""
         try:
-            agreed = await self._handshake().agree()
+            agreed = await Handshake(self).agree()
         except (Refused, RpcError) as refusal:
             # A server that refuses `initialize` may be one of 2024-11-05, which has another transport.
             status = refusal.status if isinstance(refusal, Refused) else 400
             older = self.link.older() if self.link.older is not None else None
-            is_modern = isinstance(refusal, _MODERN) or (self._pinned is not None and self._pinned.is_stateless)
+            is_modern = isinstance(refusal, _MODERN) or (self.pinned is not None and self.pinned.is_stateless)
             if older is None or status not in _OLD or is_modern:
                 raise
             try:
@@ -225,7 +223,7 @@ class Conversation(Dialect):
             older.url = self.link.url
             self._speak_on(older)
             self.delivery.link = self._options.wrap(older)
-            agreed = await self._handshake().initialize(self._pinned or HANDSHAKE[-1])
+            agreed = await Handshake(self).initialize(self.pinned or HANDSHAKE[-1])
         await self._adopt(agreed)
         if self._settings.on_change is not None and self.is_stateless:
             await self.listen_to(())
@@ -235,18 +233,15 @@ class Conversation(Dialect):
         for task in self.waiting:
             task.wake()
         await asyncio.gather(*self._leaving)
-        await self._listening.aclose()
+        await self.listening.aclose()
         await self._inbox.aclose()
 
-    def _handshake(self) -> Handshake:
-        is_pipe = self.link.is_pipe
-        return Handshake(self._request, self._describe, self._offer, pinned=self._pinned, may_be_silent=is_pipe)
-
-    def _offer(self, revision: Revision) -> JsonObject:
+    def offer(self, revision: Revision) -> JsonObject:
+        """Return the params of `initialize`."""
         capabilities = self._settings.capabilities(revision)
         return {"protocolVersion": revision.name, "capabilities": capabilities, "clientInfo": self._me}
 
-    def _describe(self, revision: Revision, tasks: bool = True) -> JsonObject:
+    def describe(self, revision: Revision, tasks: bool = True) -> JsonObject:
         """Return the envelope of 2026-07-28. It declares that the client can wait for tasks, unless `tasks` is False."""
         capabilities = self._settings.capabilities(revision)
         if tasks and self._settings.tasks:
@@ -258,16 +253,16 @@ class Conversation(Dialect):
         }
         return told if self._level is None else {**told, f"{PREFIX}logLevel": self._level}
 
-    def _seal(self, envelope: JsonObject) -> None:
+    def _seal(self) -> None:
         """Keep what every request carries in `_meta`, also as it travels if there is nothing else in it."""
-        self._envelope = envelope
-        self._sealed = Raw(encode(envelope))
+        self.envelope = self.describe(self.revision) if self.revision is not None and self.is_stateless else {}
+        self._sealed = Raw(encode(self.envelope))
 
     async def _adopt(self, agreed: Agreed) -> None:
         """Speak as was agreed."""
         revision = agreed.revision
-        self.revision = self.link.revision = self._inbox.revision = revision
-        self.is_stateless = self._listening.is_stateless = revision.is_stateless
+        self.revision = self.link.revision = revision
+        self._seal()
         self.has_rounds = revision.is_stateless or revision.has("visit required")
         self.server, self.capabilities, self.instructions = agreed.server, agreed.capabilities, agreed.instructions
         experimental = agreed.capabilities.get("experimental")
@@ -277,10 +272,9 @@ class Conversation(Dialect):
             has = "has" if revision.has_arrays else "has no"
             self.delivery.arrays = Arrays(revision.has_arrays, f"MCP {revision.name} {has} arrays")
         if revision.is_stateless:
-            self._seal(self._describe(revision))
             return
         # Before this a server should send no request but a ping (2025-03-26, lifecycle, initialization).
-        await self.link.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
+        await self.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
         self.link.renew = self._renew
         await self.link.listen()
 
@@ -288,17 +282,17 @@ class Conversation(Dialect):
         """Begin again, because the server or its session is a new one: set its log level and its subscriptions anew."""
         revision = self.revision
         assert revision is not None
-        await self._adopt(await self._handshake().initialize(revision))
+        await self._adopt(await Handshake(self).initialize(revision))
         self.lists.forget()
-        again = [("resources/subscribe", {"uri": uri}) for uri in self._listening.uris()]
+        again = [("resources/subscribe", {"uri": uri}) for uri in self.listening.uris()]
         if self._level is not None:
             again.insert(0, ("logging/setLevel", {"level": self._level}))
         for method, params in again:
             with suppress(RpcError, CallFailed):  # its failure is not one of the call that waits
-                await self._request(method, params, revision)
-        self._listening.tell_everything()
+                await self.request(method, params, revision)
+        self.listening.tell_everything()
 
-    async def _request(self, method: str, params: JsonObject, revision: Revision | None) -> Raw:
+    async def request(self, method: str, params: JsonObject, revision: Revision | None) -> Raw:
         """Send one request beneath retries and wrappers, because a handshake must not wait for itself; return the result."""
         self.link.revision = revision
         clock, retry = self._options.clock, self._options.retry
@@ -317,17 +311,30 @@ class Conversation(Dialect):
 
     async def _post(self, method: str, params: Any, timeout: float, *, array: bool = False) -> AnyEntry:
         """Send one request, once and in any session; return it settled."""
-        entry: AnyEntry = Entry(method, None, lambda _entry: None, timeout=timeout)
-        entry.id = self.delivery.next_id()
-        message = Outgoing(method, params, entry.id)
-        exchange = Exchange(encode([message] if array else message), [entry], array)
+        exchange = self.message(method, params, timeout, array=array)
 
         async def send(exchange: Exchange) -> None:
             if await self.link.post(exchange):
                 raise ConnectionLost("the server does not know the session it has just begun")
 
         await self.delivery.carry(exchange, timeout, send)
-        return entry
+        return exchange.entries[0]
+
+    def message(self, method: str, params: Any, timeout: float, *, array: bool = False) -> Exchange:
+        """Return a message of one request that is sent as it is."""
+        entry: AnyEntry = Entry(method, None, lambda _entry: None, timeout=timeout)
+        entry.id = self.delivery.next_id()
+        message = Outgoing(method, params, entry.id)
+        return Exchange(encode([message] if array else message), [entry], array)
+
+    async def send(self, message: bytes) -> None:
+        """Send a message that is not answered. A server that does not take it has no more time than for a call."""
+        seconds = self._options.timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await self.link.send(message)
+        except TimeoutError:
+            raise TimedOut(f"the server did not take a message within {seconds:g} s") from None
 
     async def try_arrays(self) -> None:
         """Find out by a ping whether a server on a pipe silently drops arrays. A lost ping does no harm."""
@@ -394,10 +401,7 @@ class Conversation(Dialect):
                         tool is not None and tool.annotations is not None and tool.destructive
                     )
                 if is_asked:
-                    agreed = confirm(tool or Tool(name), arguments or {})
-                    if inspect.isawaitable(agreed):
-                        agreed = await agreed
-                    if not agreed:
+                    if not await settled(confirm(tool or Tool(name), arguments or {})):
                         raise Declined(f"{name} was not confirmed")
                     entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
             # 2. The key: the caller's, or the model's among the arguments, or a new one where that helps.
@@ -410,7 +414,7 @@ class Conversation(Dialect):
             is_harmless = tool is not None and is_trusted and tool.idempotent
             entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
         # A program that traces has imported OpenTelemetry. The span begins here, where the caller's one is the current one.
-        if "opentelemetry.trace" in sys.modules and self._can_trace:
+        if "opentelemetry.trace" in sys.modules and self._span is not False:
             try:
                 if self._span is None:
                     from wirecall.tracing import ClientCall
@@ -424,7 +428,7 @@ class Conversation(Dialect):
                     baggage=self._settings.baggage,
                 )
             except Exception as error:  # an OpenTelemetry that is too old must not stop a call
-                self._can_trace = False
+                self._span = False
                 logger.warning("calls are not traced: %s", error)
 
     def ended(self, entry: AnyEntry) -> None:
@@ -461,10 +465,10 @@ class Conversation(Dialect):
             own = {**own, "progressToken": entry.id}
             self._inbox.followers[entry.id] = extra.follower
         if not extra.tasks and self.revision is not None and self.is_stateless:
-            own = {**self._describe(self.revision, tasks=False), **own}
+            own = {**self.describe(self.revision, tasks=False), **own}
         if own:
-            members["_meta"] = {**self._envelope, **own}
-        elif self._envelope:
+            members["_meta"] = {**self.envelope, **own}
+        elif self.envelope:
             members["_meta"] = self._sealed
         if extra.round:
             members |= extra.round
@@ -541,14 +545,16 @@ class Conversation(Dialect):
                 return True
         if isinstance(error, UnknownVersion):
             listed = common(error, STATELESS)
-            if listed and self._pinned in (None, listed[-1]):
+            if listed and self.pinned in (None, listed[-1]):
                 self.revision = self.link.revision = listed[-1]
-                self._seal(self._describe(listed[-1]))
+                self._seal()
                 return True
         return False
 
     async def answers(self, asked: Mapping[str, InputRequest]) -> JsonObject:
         """Return the host's answers to questions, by key."""
+        if len(asked) > QUESTIONS:
+            raise BadAnswer(f"the server asks {len(asked)} questions at once; {QUESTIONS} are allowed")
         try:
             return {key: await self._settings.answer(question.method, question.params) for key, question in asked.items()}
         except RpcError as refusal:
@@ -573,6 +579,8 @@ class Conversation(Dialect):
         try:
             wanted = msgspec.convert(error.data, _Visits).elicitations
             new = [visit for visit in wanted if visit.elicitation_id not in extra.visits]
+            if len(new) > QUESTIONS:
+                raise InvalidParams(f"{len(new)} visits at once; {QUESTIONS} are allowed")
             for visit in new:
                 # Before the handler is asked: the server may report the end of a visit while the handler still waits for it.
                 id = visit.elicitation_id
@@ -594,7 +602,7 @@ class Conversation(Dialect):
         """Ask for log messages from this level upwards, in this session and the next."""
         self._level = level
         if self.is_stateless:
-            self._seal({**self._envelope, f"{PREFIX}logLevel": level})
+            self._seal()
         else:
             await self.tell("logging/setLevel", {"level": level})
 
@@ -613,9 +621,9 @@ class Conversation(Dialect):
 
     async def stream_of(self, id: str, left: float) -> Changes | None:
         """Return a stream on which the server sends the states of a task; None if it does not agree to it."""
-        if not self._sends_states or len(self._listening.tasks()) >= STREAMS:
+        if not self._sends_states or len(self.listening.tasks()) >= STREAMS:
             return None
-        stream = Changes((), (), self._listening, task=id)
+        stream = Changes((), (), self.listening, task=id)
         try:
             async with asyncio.timeout(min(left, AGREEING)):
                 await stream.__aenter__()
@@ -628,11 +636,6 @@ class Conversation(Dialect):
         self._sends_states = False
         await stream.__aexit__()
         return None
-
-    def _told_of_task(self, id: str, state: Raw) -> None:
-        for task in self.waiting:
-            if task.id == id:
-                task.receive(state)
 
     def _cancel(self, task: "Task[Any]") -> None:
         """Cancel a task beside everything else: the caller that waited for it may be in the middle of being cancelled."""
@@ -649,7 +652,7 @@ class Conversation(Dialect):
 
     def changes(self, lists: Iterable[Kind], uris: Iterable[str]) -> Changes:
         """Return a block that listens to changes of these lists and of these resources."""
-        return Changes(lists, uris, self._listening)
+        return Changes(lists, uris, self.listening)
 
     async def listen_to(self, uris: Iterable[str]) -> None:
         """Report changes of all lists and of these resources to `on_change`; begin anew before the old stream ends."""
@@ -665,29 +668,3 @@ class Conversation(Dialect):
                 "There is no callback for changes.", fix="connect(..., on_change=...), or use client.listen(uris=...)"
             )
         return set(self._subscribed.uris) if self._subscribed else set()
-
-    def _changed(self, change: Change, subscription: Any) -> None:
-        self.lists.forget(change.kind, change.uri)
-        self._listening.tell(change, subscription)
-        if self._settings.on_change is not None:
-            self._inbox.tell(self._settings.on_change, change)
-
-    def _acknowledged(self, id: Any, honoured: JsonObject) -> None:
-        if honoured.keys() != {"taskIds"}:
-            self.lists.forget()
-        self._listening.acknowledged(id, honoured)
-
-    def _listen(self, params: JsonObject) -> tuple[int, Coroutine[Any, Any, None]]:
-        """Return the id of one `subscriptions/listen`, and its stream until it ends. It has no deadline."""
-        entry: AnyEntry = Entry("subscriptions/listen", params, lambda _entry: None, timeout=1.0)
-        entry.id = self.delivery.next_id()
-        message = Outgoing(entry.method, {**params, "_meta": self._envelope}, entry.id)
-        exchange = Exchange(encode(message), [entry], False)
-        exchange.is_standing = True
-
-        async def stream() -> None:
-            await self.link.post(exchange)
-            if entry.error is not None:
-                raise entry.error
-
-        return entry.id, stream()

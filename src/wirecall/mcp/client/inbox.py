@@ -21,23 +21,26 @@ be read is not reported twice.
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.client.delivery import Clock, asked_pause
-from wirecall.errors import CallFailed, InvalidParams, MethodNotFound, RpcError, TimedOut, WirecallError
+from wirecall.client.delivery import asked_pause
+from wirecall.errors import CallFailed, ConnectionLost, InvalidParams, MethodNotFound, RpcError, TimedOut, WirecallError
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX, Cancelled, Elicited, ProgressToken, Root, Sampled
 from wirecall.protocol.messages import UNREADABLE, Arrived, ErrorObject, JsonObject, encode
+from wirecall.stepping import cancel_all, settled
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from wirecall.mcp.client.conversation import Conversation
 
 ROUNDS = 16  # of questions and answers in one call
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -46,6 +49,7 @@ Kind: TypeAlias = Literal["tools", "prompts", "resources", "updated"]
 Progress: TypeAlias = Callable[[float, float | None, str | None], object]
 
 QUESTIONS = 100  # of a server that wait for an answer
+TURNS = 1000  # messages that wait for a coroutine function of the user's
 FIRST, FURTHEST = 0.5, 30.0  # seconds before a stream that broke is asked for again
 
 # The notification of each kind.
@@ -119,12 +123,14 @@ Roots: TypeAlias = Iterable[object] | Callable[[], Iterable[object] | Awaitable[
 
 
 class Host(Struct, frozen=True, kw_only=True):
-    """The handlers of one client."""
+    """The handlers of one client, and its callbacks."""
 
     sample: Sample | None = None
     elicit: Elicit | None = None
     elicit_url: ElicitUrl | None = None
     roots: Roots | None = None
+    on_log: "Callable[[Log], object] | None" = None
+    on_change: "Callable[[Change], object] | None" = None
     extensions: Mapping[str, JsonObject] = {}  # settings by id
 
     def capabilities(self, revision: Revision) -> JsonObject:
@@ -155,7 +161,7 @@ class Host(Struct, frozen=True, kw_only=True):
                 raise MethodNotFound(f"this client does not answer {method[:100]!r}")
             if self.roots is None:
                 raise MethodNotFound("this client has no roots")
-            places = await _awaited(self.roots() if callable(self.roots) else self.roots)
+            places: Any = await settled(self.roots() if callable(self.roots) else self.roots)
             roots = [place if isinstance(place, Root) else Root(str(place)) for place in places]
             return {"roots": [{"uri": root.uri, **({"name": root.name} if root.name else {})} for root in roots]}
         except msgspec.ValidationError as error:
@@ -169,7 +175,7 @@ class Host(Struct, frozen=True, kw_only=True):
     async def _sample(self, params: Raw) -> JsonObject:
         if self.sample is None:
             raise MethodNotFound("this client has no model to ask")
-        said = await _awaited(self.sample(msgspec.json.decode(params, type=Sampling)))
+        said = await settled(self.sample(msgspec.json.decode(params, type=Sampling)))
         if isinstance(said, str):
             said = Sampled("assistant", {"type": "text", "text": said}, "unknown")
         if not isinstance(said, Sampled):
@@ -185,14 +191,14 @@ class Host(Struct, frozen=True, kw_only=True):
             scheme = visit.url.partition(":")[0].lower()
             if not visit.host or not (scheme == "https" or (scheme == "http" and visit.host in _LOOPBACK)):
                 raise InvalidParams(f"url: expected https, or http to this machine, got {visit.url[:100]!r}")
-            agreed = await _awaited(self.elicit_url(visit))
+            agreed = await settled(self.elicit_url(visit))
             if isinstance(agreed, Elicited):
                 return {"action": agreed.action}
             return {"action": "accept" if agreed else "decline"}
         if mode != "form" or self.elicit is None:
             raise InvalidParams(f"this client has no elicitation of mode {mode[:40]!r}")
         form = msgspec.json.decode(params, type=Form)
-        said = await _awaited(self.elicit(form))
+        said = await settled(self.elicit(form))
         if said is None:
             said = Elicited("decline")
         if isinstance(said, dict):
@@ -216,10 +222,6 @@ def with_defaults(content: Any, schema: JsonObject) -> JsonObject:
         if name not in filled and isinstance(field, dict) and "default" in field:
             filled[name] = field["default"]
     return filled
-
-
-async def _awaited(value: T | Awaitable[T]) -> T:
-    return await value if inspect.isawaitable(value) else value
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
@@ -251,6 +253,7 @@ class Changes:
         self.task = task
         self.honoured: JsonObject | None = None  # 2026-07-28: the changes that the server has agreed to report
         self.agreed = asyncio.Event()  # the server will report
+        self.following: asyncio.Task[None] | None = None  # 2026-07-28: opens one stream after another
         self._listening = listening
         self._pending: dict[Change, None] = {}
         self._news = asyncio.Event()
@@ -308,21 +311,10 @@ class Changes:
 class Listening:
     """All listeners of one client, in the manner of its revision."""
 
-    def __init__(
-        self,
-        call: Callable[[str, JsonObject], Awaitable[None]],
-        listen: Callable[[JsonObject], tuple[int, Coroutine[Any, Any, None]]],
-        timeout: float,
-        clock: Clock,
-    ) -> None:
-        self.is_stateless = False
-        self._call = call
-        self._listen = listen  # gives the id and the stream of one `subscriptions/listen`
-        self._timeout = timeout
-        self._clock = clock
+    def __init__(self, conversation: "Conversation") -> None:
+        self._conversation = conversation
         self._all: list[Changes] = []
-        self._following: dict[Changes, asyncio.Task[None]] = {}
-        self._streams: dict[Any, tuple[Changes, asyncio.Task[None]]] = {}  # by the ids of their requests
+        self._streams: dict[Any, tuple[Changes, asyncio.Task[bool]]] = {}  # by the ids of their requests
 
     def tell(self, change: Change, subscription: Any) -> None:
         """Pass a change on: to one stream if it names that, else to all that listen."""
@@ -346,21 +338,23 @@ class Listening:
         """Listen; the server has agreed when this returns."""
         self._all.append(changes)
         try:
-            if self.is_stateless:
-                loop = asyncio.get_running_loop()
-                stream = self._following[changes] = loop.create_task(self._follow(changes))
-                waiting = loop.create_task(changes.agreed.wait())
+            if self._conversation.is_stateless:
+                changes.following = asyncio.get_running_loop().create_task(self._follow(changes))
+                changes.following.add_done_callback(lambda _: changes.agreed.set())
+                timeout = self._conversation.delivery.options.timeout
                 try:
-                    await asyncio.wait([stream, waiting], timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    waiting.cancel()
-                if stream.done():
-                    stream.result()
-                elif not changes.agreed.is_set():
-                    raise TimedOut(f"the server did not say within {self._timeout:g} s which changes it will report")
+                    async with asyncio.timeout(timeout):
+                        await changes.agreed.wait()
+                except TimeoutError:
+                    reason = f"the server did not say within {timeout:g} s which changes it will report"
+                    raise TimedOut(reason) from None
+                if changes.following.cancelled():
+                    raise ConnectionLost("the client was closed")
+                if changes.following.done():
+                    changes.following.result()
             else:
                 for uri in sorted(changes.uris - self.uris()):
-                    await self._call("resources/subscribe", {"uri": uri})
+                    await self._conversation.tell("resources/subscribe", {"uri": uri})
                 changes.agreed.set()
         except BaseException:
             await self.end(changes)
@@ -371,26 +365,23 @@ class Listening:
         if changes not in self._all:
             return
         self._all.remove(changes)
-        stream = self._following.pop(changes, None)
-        if stream is not None:
-            stream.cancel()
-            await asyncio.gather(stream, return_exceptions=True)
+        if changes.following is not None:
+            await cancel_all(changes.following)
             return
         for uri in changes.uris - self.uris():
             with suppress(WirecallError):
-                await self._call("resources/unsubscribe", {"uri": uri})
+                await self._conversation.tell("resources/unsubscribe", {"uri": uri})
 
     async def aclose(self) -> None:
-        for changes in list(self._all):
+        for changes in self._all:
             changes.finish()
-        for task in self._following.values():
-            task.cancel()
-        await asyncio.gather(*self._following.values(), return_exceptions=True)
+        await cancel_all(*(changes.following for changes in self._all))
 
     # --- 2026-07-28 --------------------------------------------------------------------------------------------------
 
     async def _follow(self, changes: Changes) -> None:
         """Open a stream, follow it to its end, and open the next. Raises the server's refusal of the first one."""
+        conversation = self._conversation
         wanted: JsonObject = {f"{kind}ListChanged": True for kind in sorted(changes.lists)}
         if changes.uris:
             wanted["resourceSubscriptions"] = sorted(changes.uris)
@@ -398,13 +389,18 @@ class Listening:
             wanted["taskIds"] = [changes.task]
         pause = FIRST
         while True:
-            id, stream = self._listen({"notifications": wanted})
-            task = asyncio.get_running_loop().create_task(stream)
-            self._streams[id] = changes, task
+            params = {"notifications": wanted, "_meta": conversation.envelope}
+            exchange = conversation.message("subscriptions/listen", params, math.inf)
+            exchange.is_standing = True
+            entry = exchange.entries[0]
+            task = asyncio.get_running_loop().create_task(conversation.link.post(exchange))
+            self._streams[entry.id] = changes, task
             try:
                 await asyncio.wait([task])
                 if not task.cancelled():
                     task.result()
+                if entry.error is not None:
+                    raise entry.error
                 pause = FIRST
             except (RpcError, CallFailed) as error:
                 if changes.honoured is None:
@@ -415,13 +411,12 @@ class Listening:
                 logger.debug("a stream of changes broke: %s", error)
                 pause = max(pause, asked_pause(error))
             finally:
-                del self._streams[id]
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                del self._streams[entry.id]
+                await cancel_all(task)
             if changes.task is not None:  # the client asks for the state of the task before it listens again
                 changes.finish()
                 return
-            await self._clock.sleep(pause)
+            await conversation.delivery.clock.sleep(pause)
             pause = min(FURTHEST, pause * 2)
 
     def acknowledged(self, id: Any, honoured: JsonObject) -> None:
@@ -476,32 +471,20 @@ class Inbox:
     """Takes requests and notifications of one server.
 
     1. A callback is called at once, in the order of the messages; a coroutine function runs after the callbacks before it.
-       An exception that it raises is logged.
+       An exception that it raises is logged. If `TURNS` messages wait for coroutine functions, further ones are dropped.
     2. A question of the server's is answered by the host, beside everything else; the server may take it back. At 2026-07-28
        a server must not ask so, and gets no answer.
     3. A message that cannot be read, or is of no known kind, is passed over; so is a question beyond `QUESTIONS` that wait
        for an answer, or under the id of one of them: a server that asks so much does not listen.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        send: Callable[[bytes], Awaitable[None]],
-        on_log: Callable[[Log], object] | None,
-        on_change: Callable[[Change, Any], None],
-    ) -> None:
-        self.revision: Revision | None = None
+    def __init__(self, conversation: "Conversation", host: Host) -> None:
         self.followers: WeakValueDictionary[ProgressToken, Follower] = WeakValueDictionary()
         self.visits: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()  # set when the user has finished
-        self.acknowledged: Callable[[Any, JsonObject], None] = lambda _id, _honoured: None
-        self.cancelled: Callable[[int | str], None] = lambda _id: None
-        self.on_task: Callable[[str, Raw], None] = lambda _id, _state: None
+        self._conversation = conversation
         self._host = host
-        self._send = send
-        self._on_log = on_log
-        self._on_change = on_change
         self._answering: dict[int | str, asyncio.Task[None]] = {}  # questions of the server's, by their ids
-        self._turns: asyncio.Queue[tuple[Callable[..., Awaitable[object]], tuple[object, ...]]] = asyncio.Queue()
+        self._turns: asyncio.Queue[tuple[Callable[..., Awaitable[object]], tuple[object, ...]]] = asyncio.Queue(TURNS)
         self._teller: asyncio.Task[None] | None = None
 
     def receive(self, message: Arrived) -> None:
@@ -510,7 +493,7 @@ class Inbox:
         try:
             if message.id is not UNSET:
                 id = message.id
-                if (self.revision is not None and self.revision.is_stateless) or not isinstance(id, (int, str)):
+                if self._conversation.is_stateless or not isinstance(id, (int, str)):
                     logger.warning("the server asked %.100r, which it may not do; it gets no answer", message.method)
                 elif id in self._answering or len(self._answering) >= QUESTIONS:
                     logger.debug("a question of the server's is passed over: %.100r", message.method)
@@ -522,43 +505,53 @@ class Inbox:
                 told = msgspec.json.decode(params, type=_Told)
                 kind = KINDS[str(message.method)]
                 change = Change(kind, told.uri if kind == "updated" else None)
-                self._on_change(change, told.subscription)
+                self._conversation.lists.forget(change.kind, change.uri)
+                self._conversation.listening.tell(change, told.subscription)
+                if self._host.on_change is not None:
+                    self.tell(self._host.on_change, change)
             elif message.method == "notifications/progress":
                 progress = msgspec.json.decode(params, type=_Progress)
                 follower = self.followers.get(progress.progress_token)
                 if follower is not None:
                     self.tell(follower.told, progress.progress, progress.total, progress.message)
             elif message.method == "notifications/message":
-                if self._on_log is not None:
-                    self.tell(self._on_log, msgspec.json.decode(params, type=Log))
+                if self._host.on_log is not None:
+                    self.tell(self._host.on_log, msgspec.json.decode(params, type=Log))
             elif message.method == "notifications/tasks":
-                self.on_task(msgspec.json.decode(params, type=_Told).task, params)
+                told = msgspec.json.decode(params, type=_Told)
+                for waiting in self._conversation.waiting:
+                    if waiting.id == told.task:
+                        waiting.receive(params)
             elif message.method == "notifications/elicitation/complete":
                 visit = self.visits.get(msgspec.json.decode(params, type=_Complete).elicitation_id)
                 if visit is not None:
                     visit.set()
             elif message.method == "notifications/subscriptions/acknowledged":
                 told = msgspec.json.decode(params, type=_Told)
-                self.acknowledged(told.subscription, told.notifications or {})
+                honoured = told.notifications or {}
+                if honoured.keys() != {"taskIds"}:  # a list may have changed before the server agreed
+                    self._conversation.lists.forget()
+                self._conversation.listening.acknowledged(told.subscription, honoured)
             elif message.method == "notifications/cancelled":
                 taken_back = msgspec.json.decode(params, type=Cancelled).id
                 if isinstance(taken_back, (int, str)):
                     if taken_back in self._answering:
                         self._answering[taken_back].cancel()
-                    self.cancelled(taken_back)
+                    self._conversation.listening.cancelled(taken_back)
         except UNREADABLE as error:
             logger.debug("a message of the server's cannot be read: %s", error)
 
     async def aclose(self) -> None:
-        tasks = [task for task in (self._teller, *self._answering.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._teller, *self._answering.values())
 
     def tell(self, function: Callable[..., Any], *arguments: object) -> None:
         """Call a function of the user's; a coroutine function waits for its turn."""
         if inspect.iscoroutinefunction(function):
+            if self._turns.full():
+                return
             self._turns.put_nowait((function, arguments))
+            if self._turns.full():
+                logger.warning("%d messages of the server's wait for callbacks; further ones are dropped", TURNS)
             if self._teller is None:
                 self._teller = asyncio.get_running_loop().create_task(self._tell_in_turn())
             return
@@ -584,4 +577,4 @@ class Inbox:
             told = ErrorObject(error.code, error.message, UNSET if error.data is None else error.data)
             reply = {"jsonrpc": "2.0", "id": message.id, "error": told}
         with suppress(CallFailed):
-            await self._send(encode(reply))
+            await self._conversation.send(encode(reply))

@@ -28,12 +28,13 @@ from urllib.parse import urljoin, urlsplit
 
 from wirecall.client.delivery import DOUBLINGS, Clock
 from wirecall.client.exchange import AnyEntry, Exchange, Link
-from wirecall.client.links import REPLAYED, LineLink, Pipe, refuse_by_status, replayed_ids, status_error
+from wirecall.client.links import LineLink, Pipe, mark_replayed, refuse_by_status, status_error
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidRequest, NotSent, WirecallError
 from wirecall.logs import logger
 from wirecall.mcp.headers import VERSION, Marks, named, repeated
 from wirecall.mcp.revisions import Revision
 from wirecall.protocol.messages import Arrived, Received, encode, read_messages
+from wirecall.stepping import cancel_all
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 from wirecall.transports.sse import UNFIT, Event, Parser
 
@@ -118,10 +119,7 @@ class McpHttpLink(McpLink):
 
     async def aclose(self) -> None:
         """End the session, what is in flight, and all connections."""
-        tasks = [task for task in (self._standing, *self._cancels) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._standing, *self._cancels)
         if self.session is not None:
             # A client that leaves ends its session; a server may refuse with 405 (2025-03-26, session management).
             with suppress(CallFailed, TimeoutError):
@@ -168,8 +166,7 @@ class McpHttpLink(McpLink):
                         if UNFIT.search(session):
                             raise BadAnswer(f"the session id must be text without control characters, got {session[:100]!a}")
                         self.session = session or None
-                    if told := answer.headers.get(REPLAYED):
-                        exchange.replayed(replayed_ids(told))
+                    mark_replayed(exchange, answer)
                     if is_good and answer.media == EVENTS:
                         stream = Parser(self._http.max_bytes)
                         await self._read_stream(answer, stream, exchange)
@@ -324,9 +321,7 @@ class McpLineLink(LineLink, McpLink):
         self._greeting = asyncio.Lock()
 
     async def aclose(self) -> None:
-        for task in self._cancels:
-            task.cancel()
-        await asyncio.gather(*self._cancels, return_exceptions=True)
+        await cancel_all(*self._cancels)
         await super().aclose()
 
     async def listen(self) -> None:
@@ -414,9 +409,7 @@ class SsePipe:
                 raise status_error(answer, await answer.read())
 
     async def aclose(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        await cancel_all(self._reader)
         for http in (self._stream, self._posts):
             if http is not None:
                 await http.aclose()

@@ -11,11 +11,11 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from wirecall.errors import (
     BadAnswer,
@@ -31,12 +31,13 @@ from wirecall.errors import (
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol.messages import UNREADABLE, JsonObject
+from wirecall.stepping import cancel_all
+
+if TYPE_CHECKING:
+    from wirecall.mcp.client.conversation import Conversation
 
 PROBE = 3.0  # seconds of silence on a pipe after which `initialize` is sent as well
 _BARRED = (401, 403, 407)  # a server that refuses the client says nothing about its revision
-
-# Asks the server in the manner of a revision; raises RpcError or CallFailed. None: nothing is agreed yet.
-Ask: TypeAlias = Callable[[str, JsonObject, "Revision | None"], Awaitable[Raw]]
 
 
 class Agreed(Struct, frozen=True):
@@ -72,20 +73,10 @@ def common(error: UnknownVersion, ours: Iterable[Revision]) -> list[Revision]:
 class Handshake:
     """Finds the revision to speak with one server."""
 
-    def __init__(
-        self,
-        ask: Ask,
-        envelope: Callable[[Revision], JsonObject],
-        offer: Callable[[Revision], JsonObject],
-        *,
-        pinned: Revision | None,
-        may_be_silent: bool,
-    ) -> None:
-        self._ask = ask
-        self._envelope = envelope
-        self._offer = offer
-        self._pinned = pinned
-        self._may_be_silent = may_be_silent
+    def __init__(self, conversation: "Conversation") -> None:
+        self._conversation = conversation
+        self._pinned = conversation.pinned
+        self._may_be_silent = conversation.link.is_pipe
 
     async def agree(self) -> Agreed:
         """Return what both sides speak, or raise the refusal."""
@@ -94,7 +85,7 @@ class Handshake:
         if self._pinned is not None:
             try:
                 return await self._discover(self._pinned)
-            except (MethodNotFound, _NotDiscovered):  # a server must have it, but the client can do without
+            except MethodNotFound:  # a server must have it, but the client can do without
                 return Agreed(self._pinned, {}, {})
         if self._may_be_silent:
             return await self._race()
@@ -145,21 +136,21 @@ class Handshake:
             except ConnectionLost:  # a process that died of the first question, and took the second with it
                 return await self.initialize(HANDSHAKE[-1])
         finally:
-            tasks = [task for task in (discovering, initializing) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(discovering, initializing)
 
     async def _discover(self, revision: Revision) -> Agreed:
+        conversation = self._conversation
         try:
-            raw = await self._ask("server/discover", {"_meta": self._envelope(revision)}, revision)
+            raw = await conversation.request("server/discover", {"_meta": conversation.describe(revision)}, revision)
         except UnknownVersion as error:
             revision = self._listed(error)
-            raw = await self._ask("server/discover", {"_meta": self._envelope(revision)}, revision)
+            raw = await conversation.request("server/discover", {"_meta": conversation.describe(revision)}, revision)
         try:
             found = msgspec.json.decode(raw, type=_Discovered)
         except UNREADABLE:
-            raise _NotDiscovered("what answers server/discover is not its result") from None
+            if self._pinned is not None:
+                return Agreed(revision, {}, {})
+            raise BadAnswer("what answers server/discover is not its result") from None
         if revision.name not in found.supported_versions:
             revision = self._listed(UnknownVersion(supported=found.supported_versions))
         server = found.meta.get(f"{PREFIX}serverInfo", found.server_info)
@@ -174,18 +165,14 @@ class Handshake:
 
     async def initialize(self, revision: Revision) -> Agreed:
         """Return what `initialize`, the handshake of the older revisions, brings."""
-        raw = await self._ask("initialize", self._offer(revision), None)
+        raw = await self._conversation.request("initialize", self._conversation.offer(revision), None)
         try:
             found = msgspec.json.decode(raw, type=_Initialized)
         except UNREADABLE as error:
-            raise _NotDiscovered(f"what answers initialize is not its result: {error}") from None
+            raise BadAnswer(f"what answers initialize is not its result: {error}") from None
         agreed = REVISIONS.get(found.protocol_version)
         if agreed is None or not agreed.has("handshake") or self._pinned not in (None, agreed):
             spoken = [revision.name] if self._pinned else [revision.name for revision in HANDSHAKE]
             reason = f"the server speaks MCP {found.protocol_version[:40]!r}, this client {', '.join(spoken)}"
             raise UnknownVersion(reason, supported=[found.protocol_version], requested=revision.name)
         return Agreed(agreed, found.capabilities, found.server_info, found.instructions)
-
-
-class _NotDiscovered(BadAnswer):
-    """The answer to `server/discover` or `initialize` is not its result."""

@@ -1,7 +1,7 @@
 """The results of a server: its lists as a client keeps them, and the answers of its tools, prompts and resources.
 
-1. A list is what all its pages say. A cursor is any text, the empty one too; only its absence ends a list. If the server
-   no longer knows a cursor, the list has changed: it is read anew, once.
+1. A list is what all its pages say, and they share the time of one call. A cursor is any text, the empty one too; only its
+   absence ends a list. If the server no longer knows a cursor, the list has changed: it is read anew, once.
 2. If the server names a time (2026-07-28, `ttlMs`), a list is kept for it; each page has its own clock, and the first that
    runs out ends it for all. A notification of a change ends it at once. Older revisions name no time, so nothing is kept.
 3. The contents of a resource are kept in the same way, up to `READS` of them with `READ_BYTES` in all.
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import BadAnswer, InvalidParams, RpcError, ToolError
+from wirecall.errors import BadAnswer, InvalidParams, RpcError, TimedOut, ToolError
 from wirecall.logs import logger
 from wirecall.mcp.headers import Marks, fault_of, marked
 from wirecall.mcp.types import ERROR_META, REPLAYED_META, Audio, Content, Embedded, Image, ResourceLink, Role, Text
@@ -29,7 +29,7 @@ from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, deco
 T = TypeVar("T")
 C = TypeVar("C", bound=Content)
 
-PAGES = 1000  # of one list: more of them is a server that goes in circles
+PAGES, LIST_BYTES = 1000, 100 << 20  # of one list: more of either is a server that goes in circles
 KNOWN = 60.0  # seconds
 READS = 100
 READ_BYTES = 10 << 20
@@ -163,7 +163,7 @@ _CHANGED: dict[str, tuple[type, ...]] = {
 }
 
 
-_Ask: TypeAlias = Callable[[str, JsonObject | None, Callable[[Raw], Raw], float | None], Awaitable[Raw]]
+_Ask: TypeAlias = Callable[[str, JsonObject | None, Callable[[Raw], Raw], float], Awaitable[Raw]]
 
 
 class _Kept(Struct):
@@ -175,12 +175,13 @@ class _Kept(Struct):
 class Lists:
     """The lists of one server."""
 
-    def __init__(self, ask: _Ask, now: Callable[[], float]) -> None:
+    def __init__(self, ask: _Ask, now: Callable[[], float], timeout: float) -> None:
         self.has_headers = False  # headers repeat the arguments of tools, so their marks have to be sound
         self.marks: dict[str, Marks] = {}
         self.left_out: set[str] = set()  # tools whose marks are not
         self._ask = ask  # calls a method of MCP's own
         self._now = now
+        self._timeout = timeout
         self._kept: dict[type, _Kept] = {}
         self._read: dict[str, _Kept] = {}  # contents of resources, by URI, the oldest first
         self._tools: dict[str, Tool] = {}
@@ -192,7 +193,7 @@ class Lists:
         kept = self._kept.get(kind)
         if kept is None or self._now() >= kept.until:
             before = self.changes
-            kept = self._kept[kind] = await self._pages(kind, timeout)
+            kept = self._kept[kind] = await self._pages(kind, self._timeout if timeout is None else timeout)
             kept.until = kept.until if self.changes == before else 0.0
             if kind is Tool:
                 # What calls have to know of tools. One whose marks are not sound is left out, as the specification demands.
@@ -245,14 +246,19 @@ class Lists:
             if kind is Tool:
                 self._known_until = 0.0
 
-    async def _pages(self, kind: type[Any], timeout: float | None, is_again: bool = False) -> _Kept:
+    async def _pages(self, kind: type[Any], seconds: float) -> _Kept:
         method, member = _LISTS[kind]
+        too_late = f"{method}: the list did not end within {seconds:g} s"
+        left, deadline, is_again = seconds, self._now() + seconds, False
         kept, seen = _Kept([], float("inf")), set[str]()
         cursor: str | None = None
-        while len(seen) <= PAGES:
-            params = None if cursor is None else {"cursor": cursor}
+        while len(seen) <= PAGES and kept.size <= LIST_BYTES:
             try:
-                raw = await self._ask(method, params, lambda raw: raw, timeout)
+                raw = await self._ask(method, None if cursor is None else {"cursor": cursor}, lambda raw: raw, left)
+            except TimedOut:
+                if not seen:
+                    raise
+                raise TimedOut(too_late) from None
             except InvalidParams as error:
                 # A server answers a cursor that it does not know with -32602 (2025-03-26, pagination).
                 if cursor is None:
@@ -260,21 +266,26 @@ class Lists:
                 if is_again:
                     reason = f"the server's list changes faster than it can be read: {error}"
                     raise RpcError(error.code, reason) from None
-                return await self._pages(kind, timeout, is_again=True)
-            try:
-                page = msgspec.json.decode(raw, type=dict[str, Raw])
-                if member not in page:
-                    raise BadAnswer(f"{method}: the result has no {member!r}", ran="yes")
-                kept.entries += read_entries(msgspec.json.decode(page[member], type=list[Raw]), kind)
-                cursor = msgspec.json.decode(page.get("nextCursor", Raw(b"null")), type=str | None)
-            except UNREADABLE as error:
-                raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
-            kept.until = min(kept.until, self._now() + _ttl(page))
-            if cursor is None:
-                return kept
-            if cursor in seen:
-                break
-            seen.add(cursor)
+                is_again, kept, seen, cursor = True, _Kept([], float("inf")), set(), None
+            else:
+                try:
+                    page = msgspec.json.decode(raw, type=dict[str, Raw])
+                    if member not in page:
+                        raise BadAnswer(f"{method}: the result has no {member!r}", ran="yes")
+                    kept.entries += read_entries(msgspec.json.decode(page[member], type=list[Raw]), kind)
+                    cursor = msgspec.json.decode(page.get("nextCursor", Raw(b"null")), type=str | None)
+                except UNREADABLE as error:
+                    raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
+                kept.size += memoryview(raw).nbytes
+                kept.until = min(kept.until, self._now() + _ttl(page))
+                if cursor is None:
+                    return kept
+                if cursor in seen:
+                    break
+                seen.add(cursor)
+            left = deadline - self._now()
+            if left <= 0:
+                raise TimedOut(too_late)
         raise BadAnswer(f"{method}: the list has no end", ran="yes")
 
 

@@ -37,6 +37,7 @@ from wirecall.errors import (
 )
 from wirecall.mcp.client.inbox import ROUNDS, Changes, InputRequest
 from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
+from wirecall.stepping import cancel_all
 
 if TYPE_CHECKING:
     from wirecall.mcp.client.conversation import Conversation
@@ -214,9 +215,7 @@ class Task(Generic[T]):
                 try:
                     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    for wait in waits:
-                        wait.cancel()
-                    await asyncio.gather(*waits, return_exceptions=True)
+                    await cancel_all(*waits)
                 is_due = may_listen = not waits[0].cancelled()
         except (CallFailed, RpcError) as error:
             error.ran = "unknown"  # said of a question about the task; the call itself may well have run
