@@ -273,7 +273,7 @@ class App(Declarations):
         reply = (self._ready or await self._start()).handle(data, caller, False, replayed, key)
         return reply if reply is None or isinstance(reply, bytes) else await reply
 
-    async def _answer(
+    def _answer(
         self,
         data: Data,
         *,
@@ -282,11 +282,16 @@ class App(Declarations):
         key: str | None,
         sending: Sending,
         identity: Identity | None,
-    ) -> bytes | None:
-        """Answer a message that came over HTTP."""
-        dispatcher = self._ready or await self._start()
-        reply = dispatcher.handle(data, caller, False, replayed, key, sending, None, identity)
-        return reply if reply is None or isinstance(reply, bytes) else await reply
+    ) -> "bytes | Awaitable[bytes | None] | None":
+        """Answer a message that came over HTTP: at once, or by the awaitable that is returned."""
+        if self._ready is not None:
+            return self._ready.handle(data, caller, False, replayed, key, sending, None, identity)
+
+        async def later() -> bytes | None:
+            reply = (await self._start()).handle(data, caller, False, replayed, key, sending, None, identity)
+            return reply if reply is None or isinstance(reply, bytes) else await reply
+
+        return later()
 
     async def _start(self) -> "Dispatcher":
         if self._lifespan is not None:

@@ -9,10 +9,11 @@
 """
 
 import asyncio
+import math
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import Context
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from wirecall.errors import CannotWait
 
@@ -157,44 +158,51 @@ def cancels() -> int:
     return task.cancelling() if task else 0
 
 
+class Expiring(Protocol):
+    """Something that a time limit ends."""
+
+    def expire(self) -> None: ...
+
+
 class Timeouts:
     """Time limits with one timer for all blocks: `with timeouts.within(30)` is like `async with asyncio.timeout(30)`."""
 
     def __init__(self) -> None:
-        self._open: dict[Timeout, float] = {}
+        self._open: dict[Expiring, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None  # for the earliest moment, or an earlier one
+        self._rings = math.inf  # when it does, in the loop's time
 
     def within(self, seconds: float) -> "Timeout":
         """Return a block that raises TimeoutError if it takes longer."""
         loop = asyncio.get_running_loop()
         return Timeout(self, loop, loop.time() + seconds)
 
-    def watch(self, timeout: "Timeout", when: float) -> None:
-        """End the block of a timeout at a moment of the loop's time, unless `forget` comes first."""
-        self._open[timeout] = when
-        loop = timeout.loop
-        if self._timer is None or self._loop is not loop or when < self._timer.when():
+    def watch(self, work: Expiring, when: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Let work expire at a moment of the running loop's time, unless `forget` comes first."""
+        self._open[work] = when
+        if when < self._rings or self._loop is not loop:
             self.aclose()
-            self._loop, self._timer = loop, loop.call_at(when, self._ring)
+            self._loop, self._timer, self._rings = loop, loop.call_at(when, self._ring), when
 
-    def forget(self, timeout: "Timeout") -> None:
+    def forget(self, work: Expiring) -> None:
         """Stop watching. The timer stays: the next block is likely to need it, and letting it pass is cheap."""
-        self._open.pop(timeout, None)
+        self._open.pop(work, None)
 
     def aclose(self) -> None:
         """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._rings = None, math.inf
 
     def _ring(self) -> None:
-        now, self._timer = asyncio.get_running_loop().time(), None
-        for timeout in [timeout for timeout, when in self._open.items() if when <= now]:
-            del self._open[timeout]
-            timeout.expire()
+        loop = asyncio.get_running_loop()
+        now, self._timer, self._rings = loop.time(), None, math.inf
+        for work in [work for work, when in self._open.items() if when <= now]:
+            del self._open[work]
+            work.expire()
         if self._open:
-            self.watch(*min(self._open.items(), key=lambda each: each[1]))
+            self.watch(*min(self._open.items(), key=lambda each: each[1]), loop)
 
 
 class Timeout:
@@ -212,7 +220,7 @@ class Timeout:
         task = asyncio.current_task(self.loop)
         assert task is not None and self.when is not None
         self._task, self._before = task, task.cancelling()
-        self._all.watch(self, self.when)
+        self._all.watch(self, self.when, self.loop)
         return self
 
     def move(self, when: float | None) -> None:
@@ -220,7 +228,7 @@ class Timeout:
         self.when = when
         self._all.forget(self)
         if when is not None:
-            self._all.watch(self, when)
+            self._all.watch(self, when, self.loop)
 
     def expire(self) -> None:
         """End the block now."""

@@ -31,8 +31,7 @@ from wirecall import App, Context, Limits
 from wirecall.errors import HeaderMismatch
 from wirecall.mcp.headers import check_marked
 from wirecall.mcp.server import changes, sessions, streams
-from wirecall.transports.exchange import Headers
-from wirecall.transports.request import HttpRequest
+from wirecall.transports.request import Headers, HttpRequest
 
 
 @asynccontextmanager
@@ -206,7 +205,7 @@ async def test_a_call_that_goes_on_without_its_caller_keeps_no_http_request() ->
 
     def requests() -> int:
         gc.collect()
-        return sum(type(each) is HttpRequest for each in gc.get_objects())
+        return sum(isinstance(each, HttpRequest) for each in gc.get_objects())
 
     before = requests()
     async with over_http(app, R4) as client:

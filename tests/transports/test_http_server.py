@@ -16,9 +16,8 @@ from wirecall import Limits
 from wirecall.errors import Gone, Unauthorized
 from wirecall.protocol.messages import Data, Id, Sending
 from wirecall.server.identity import Identity
-from wirecall.transports.exchange import Headers
 from wirecall.transports.http_server import HttpServer, health_endpoints, rpc_endpoint
-from wirecall.transports.request import HttpRequest
+from wirecall.transports.request import Headers, HttpRequest
 
 ADD = call("add", {"a": 1, "b": 2})
 HELLO = call(

@@ -30,8 +30,7 @@ from wirecall.errors import CallFailed, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import encode
 from wirecall.server.identity import SCOPE, Identity, scope_names
-from wirecall.transports.exchange import Headers
-from wirecall.transports.request import Endpoint, HttpError, HttpRequest
+from wirecall.transports.request import Endpoint, Headers, HttpError, HttpRequest
 
 LONGEST = 16 << 10  # bytes of a token
 KEPT = 10_000  # tokens

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeAlias
 
-from msgspec import UNSET, Raw
+from msgspec import Raw
 
 from wirecall.errors import HeaderMismatch
 from wirecall.mcp.types import Params
@@ -56,20 +56,19 @@ class Fields(Protocol):
     def all(self, name: str) -> list[str]: ...
 
 
-def check(fields: Fields, method: str, params: Params) -> None:
+def check(fields: Fields, version: str, method: str, params: Params) -> None:
     """Raise `HeaderMismatch` unless the headers of a request repeat its body."""
-    assert params.meta is not UNSET and params.meta.version is not UNSET
     named: str | None = getattr(params, _NAMED.get(method, ""), None)
     first = fields.first
     # A header that differs from the body is refused (2026-07-28, basic/transports/streamable-http, "Server Validation").
     # Nearly always they are the same. Only if they differ, blanks and base64 are decoded and compared.
     if (
         fields.has_doubles
-        or first.get("mcp-protocol-version") != params.meta.version
+        or first.get("mcp-protocol-version") != version
         or first.get("mcp-method") != method
         or (named is not None and first.get("mcp-name") != named)
     ):
-        _agree(_only(fields, VERSION), params.meta.version, VERSION)
+        _agree(_only(fields, VERSION), version, VERSION)
         _agree(_only(fields, METHOD), method, METHOD)
         if named is not None:
             _agree(_decoded(_only(fields, NAME), NAME), named, NAME)

@@ -541,18 +541,13 @@ class Sending(Struct, eq=False):
     """
 
     _watch: Callable[[], None] | None = None  # begins to look whether the caller goes away, which costs something
-    _listeners: list[Listener] = []
+    listeners: list[Listener] = []  # the calls that want to know; where there are none, no transport takes any trouble
     is_written: bool = False
     is_lost: bool = False
 
-    @property
-    def is_heard(self) -> bool:
-        """Whether a call wants to know how its answer ends. For the others, no transport takes any trouble."""
-        return bool(self._listeners)
-
     def listen(self, listener: Listener) -> None:
         """Call the listener when the answers are written or lost, or now if they are lost already."""
-        self._listeners.append(listener)
+        self.listeners.append(listener)
         if self.is_lost:
             listener(False)
         elif self._watch is not None:
@@ -562,7 +557,7 @@ class Sending(Struct, eq=False):
     def written(self) -> None:
         if not self.is_written:
             self.is_written, self._watch = True, None
-            listeners, self._listeners = self._listeners, []  # they are not needed again, and may refer to this object
+            listeners, self.listeners = self.listeners, []  # they are not needed again, and may refer to this object
             for listener in listeners:
                 listener(True)
 
@@ -570,5 +565,5 @@ class Sending(Struct, eq=False):
         """Do nothing if the answers are written."""
         if not self.is_written and not self.is_lost:
             self.is_lost, self._watch = True, None  # a call that goes on does not keep the request of its caller
-            for listener in self._listeners:
+            for listener in self.listeners:
                 listener(False)

@@ -196,7 +196,11 @@ class Dispatcher:
                 ]
                 return make_reply(answers, is_batch)
         logged = logger.isEnabledFor(INFO)
-        if is_batch or logged or sending is not None or replayed is not None or caller != ANONYMOUS or key is not None:
+        is_bare = sending is None and replayed is None and caller == ANONYMOUS and key is None
+        if not (is_bare or is_batch or self._in_full or type(read) is Invalid or read.id is UNSET):
+            method = self._methods.get(read.method)
+            is_bare = method is not None and method.plain  # a plain query on its own reads nothing of its frame
+        if is_batch or logged or not is_bare:
             in_full, reported = logged or self._in_full, logged or self._events.observed
             room, peer = limits.bytes_out if is_batch else None, self._user or peer
             frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, peer, sending, identity)
@@ -211,19 +215,19 @@ class Dispatcher:
         if reply is None:
             return None
         try:
-            later = self._reply_later(frame, resume(reply, reply.send(None)))
+            later = self._reply_later(caller, resume(reply, reply.send(None)))
         except StopIteration as finished:  # it did not wait
             return None if finished.value is None else self._seal(finished.value)
         return run_now(later) if alone else later
 
-    async def _reply_later(self, frame: Frame, begun: Awaitable[Reply]) -> bytes | None:
+    async def _reply_later(self, caller: str, begun: Awaitable[Reply]) -> bytes | None:
         """Return the reply to a single call that waits."""
-        self._count(1, frame.caller)
+        self._count(1, caller)
         try:
             reply = await begun
             return None if reply is None else self._seal(reply)
         finally:
-            self._count(-1, frame.caller)
+            self._count(-1, caller)
 
     async def _reply_all(self, frame: Frame, messages: list[Message | Invalid]) -> bytes | None:
         """Return the reply to a batch."""
@@ -513,14 +517,15 @@ class Dispatcher:
         finally:
             self._count(1, caller)
 
-    def is_short(self, method: Method) -> bool:
-        """Return whether a method takes the short path: a plain query that neither middleware, log nor a count sees."""
-        return method.plain and not self._in_full and self._held is None and not logger.isEnabledFor(INFO)
-
     def call_plain(
         self, method: Method, params: Raw, shape: Shape, id: CorrelationId
-    ) -> "bytes | Coroutine[Any, Any, bytes]":
-        """Take the short path: return the result as bytes at once, or a coroutine of it."""
+    ) -> "bytes | Coroutine[Any, Any, bytes] | None":
+        """Take the short path: return the result as bytes at once, or a coroutine of it.
+
+        None: the path is closed. It is for a plain query that neither middleware, log nor a count sees.
+        """
+        if not method.plain or self._in_full or self._held is not None or logger.isEnabledFor(INFO):
+            return None
         try:
             if self._in_flight + self.commands.left >= self._policy.limits.in_flight:
                 raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)

@@ -1,6 +1,6 @@
 """An application around a few endpoints, for servers of ASGI and of RSGI: the rules of HTTP before and after a message.
 
-`HttpServer._serve` has the steps of a request; `exchange` says how the two interfaces carry it. The endpoints of plain
+`HttpServer._serve` has the steps of a request; `request` says how ASGI and RSGI carry it. The endpoints of plain
 JSON-RPC and of supervisors are at the end.
 
 1. An endpoint ends with an answer or with an exception. `HttpError` is an answer. `Gone` means that the client has left: no
@@ -15,27 +15,28 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from inspect import isawaitable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from wirecall.errors import Gone, InvalidParams, LimitExceeded, StartFailed, Unauthorized, UsageError
 from wirecall.logs import logger
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Data, Id, Limits, Sending
 from wirecall.stepping import Timeouts
-from wirecall.transports.exchange import (
-    AsgiExchange,
+from wirecall.transports.request import (
+    CLOSE,
+    REPLAYED,
+    AsgiRequest,
+    Endpoint,
     Headers,
-    HttpExchange,
+    HttpError,
+    HttpRequest,
     Pairs,
     Receive,
-    RsgiExchange,
-    RsgiProtocol,
+    RsgiRequest,
     RsgiScope,
-    RsgiSocket,
     Scope,
     Send,
 )
-from wirecall.transports.request import CLOSE, Endpoint, HttpError, HttpRequest
 
 if TYPE_CHECKING:
     from wirecall.server.identity import Identity
@@ -96,9 +97,8 @@ class HttpServer:
         self._shutdown = shutdown
         self._entering = entering
         self._active: dict[HttpRequest, asyncio.Task[Any] | None] = {}
-        self._streams: set[HttpRequest] = set()
+        self._streams = 0  # that are open
         self._held: Counter[str] = Counter()  # streams of each caller, or of each session of an anonymous one
-        self._cut: set[HttpRequest] = set()  # requests that were cancelled here
         self._idle: asyncio.Event | None = None  # set when no request is active
         self._deadline = self._cut_at = 0.0
 
@@ -113,18 +113,16 @@ class HttpServer:
         if scope["type"] != "http":  # a websocket
             await send({"type": "websocket.close", "code": 1000})
             return
-        await self._serve(AsgiExchange(scope, receive, send))
+        await self._serve(AsgiRequest(self, scope, receive, send))
 
-    async def __rsgi__(self, scope: RsgiScope, protocol: RsgiProtocol | RsgiSocket) -> None:
-        if scope.proto != "http":
-            cast(RsgiSocket, protocol).close(None)
-            return
-        await self._serve(RsgiExchange(scope, cast(RsgiProtocol, protocol)))
+    def __rsgi__(self, scope: RsgiScope, protocol: Any) -> Awaitable[None]:
+        if scope.proto == "http":
+            return self._serve(RsgiRequest(self, scope, protocol))
+        protocol.close(None)  # a websocket
+        return asyncio.sleep(0)
 
-    async def _serve(self, exchange: HttpExchange) -> None:
-        request = HttpRequest(self, exchange)
-        path = request.path
-        guard, headers = self._guard, request.headers
+    async def _serve(self, request: HttpRequest) -> None:
+        path, guard, headers = request.path, self._guard, request.headers
         task = self._active[request] = asyncio.current_task()
         try:
             # Step 1: the header is not too long (431), has no field twice that decides something (400), and its Host and
@@ -133,8 +131,8 @@ class HttpServer:
             if guard.is_shared and not is_open:
                 request.add_headers(guard.cors(headers))
             guard.check(headers, self.limits.header_bytes, any_host=path in PROBES, any_origin=is_open)
-            if exchange.authority is not None:  # of an absolute target (RFC 9112, section 3.2.2): it counts as Host does
-                guard.check_host(exchange.authority)
+            if request.authority is not None:  # of an absolute target (RFC 9112, section 3.2.2): it counts as Host does
+                guard.check_host(request.authority)
             # Step 2: the path is an endpoint (404).
             endpoint = self.routes.get(path)
             if endpoint is None:
@@ -173,14 +171,13 @@ class HttpServer:
         except asyncio.CancelledError:
             # A cancellation that was made here ends here: the server around did not ask for it. While stopping, no
             # cancellation is a failure: servers would print a traceback for each.
-            cut = request in self._cut and task is not None and task.uncancel() == 0
+            cut = request.is_cut and task is not None and task.uncancel() == 0
             if not cut and not self.stopping.is_set():
                 raise
         finally:
             del self._active[request]
-            self._cut.discard(request)
-            if request in self._streams:
-                self._streams.discard(request)
+            if request.is_stream:
+                self._streams -= 1
                 if request.holder:
                     self._held[request.holder] -= 1
                     if not self._held[request.holder]:
@@ -220,15 +217,16 @@ class HttpServer:
 
     def enter_stream(self, request: HttpRequest) -> None:
         """Count a stream; HttpError 503 if too many are open."""
-        if request in self._streams:
+        if request.is_stream:
             return
-        if len(self._streams) >= self.limits.streams or self.stopping.is_set():
+        if self._streams >= self.limits.streams or self.stopping.is_set():
             raise HttpError(503, "no further stream can be opened now", [("retry-after", "1")])
         if request.holder:
             if self._held[request.holder] >= self.limits.streams_per_caller:
                 raise HttpError(503, "this caller has too many streams open: close one", [("retry-after", "1")])
             self._held[request.holder] += 1
-        self._streams.add(request)
+        request.is_stream = True
+        self._streams += 1
 
     def stop(self, grace: float = GRACE) -> None:
         """Ask every stream to end, and cut those that are left at three quarters of `grace`. Does not wait."""
@@ -243,10 +241,16 @@ class HttpServer:
     def _cut_answers(self) -> None:
         """Cancel every stream, and every answer that its client is slow to read. A request that has not begun to answer is
         a handler at work: `shutdown` decides about it."""
-        for request, task in self._active.items():
-            if request.started and task is not None:
-                self._cut.add(request)
-                task.cancel()
+        for request in self._active:
+            if request.started:
+                request.is_cut = True
+                self.cancel(request)
+
+    def cancel(self, request: HttpRequest) -> None:
+        """Cancel the task of a request."""
+        task = self._active[request]
+        if task is not None:
+            task.cancel()
 
     # --- lifespan ----------------------------------------------------------------------------------------------------
 
@@ -404,12 +408,9 @@ def _remember(known: set[str], value: str) -> None:
 
 # --- endpoints -------------------------------------------------------------------------------------------------------
 
-KEY_HEADER = "idempotency-key"
-REPLAYED_HEADER = "idempotent-replayed"
-
 
 class Handle(Protocol):
-    """Answers a message: `App.handle` with the way of the answer."""
+    """Answers a message, at once or by the awaitable that it returns: `App.handle` with the way of the answer."""
 
     def __call__(
         self,
@@ -420,7 +421,7 @@ class Handle(Protocol):
         key: str | None,
         sending: Sending,
         identity: "Identity | None",
-    ) -> Awaitable[bytes | None]: ...
+    ) -> "bytes | Awaitable[bytes | None] | None": ...
 
 
 def rpc_endpoint(handle: Handle) -> Endpoint:
@@ -448,20 +449,17 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
             refusal = LimitExceeded(error.message, limit=error.data["limit"], maximum=error.data["max"])
             await request.respond(413, frames.encode(frames.failure(None, refusal)), headers=error.headers)
             return
-        keys = request.headers.all(KEY_HEADER)
-        if len(keys) > 1:
-            raise HttpError(400, "more than one Idempotency-Key header")
-        if keys and not keys[0].isascii():
-            raise HttpError(400, "Idempotency-Key: expected ASCII characters only")
-        if keys and frames.opens_array(body):
+        key = request.key()
+        if key is not None and frames.opens_array(body):
             misplaced = InvalidParams("Idempotency-Key is for a single call: use params.idempotency_key")
             await request.respond(200, frames.encode(frames.failure(None, misplaced)))
             return
         replayed: list[Id] = []
         sending = request.sending = Sending(request.watch)
-        key = keys[0] if keys else None
         caller, identity = request.caller, request.identity
-        answer = await handle(body, caller=caller, replayed=replayed, key=key, sending=sending, identity=identity)
+        answer = handle(body, caller=caller, replayed=replayed, key=key, sending=sending, identity=identity)
+        if answer is not None and not isinstance(answer, bytes):
+            answer = await answer
         if answer is None:
             await request.respond(204)
             return
@@ -470,7 +468,7 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
             told = frames.encode(replayed).decode() if frames.opens_array(body) else "true"
             # A header carries ASCII alone: other characters are escaped as JSON does it.
             told = re.sub("[^ -~]", lambda sign: re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be").hex()), told)
-            headers = [(REPLAYED_HEADER, told)]
+            headers = [(REPLAYED, told)]
         await request.respond(200, answer, headers=headers)
 
     return rpc

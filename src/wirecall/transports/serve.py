@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from wirecall.errors import UsageError
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits
-from wirecall.transports.exchange import FILES, Receive, Scope, Send, open_sockets
 from wirecall.transports.http_server import GRACE, HttpServer
+from wirecall.transports.request import FILES, Receive, Scope, Send, open_sockets
 from wirecall.transports.workers import SIGNALS, Workers
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class Granian:
             app,
             address,
             self._port,
-            # Without its files, RSGI has no way to wait for a slow client (`exchange`).
+            # Without its files, RSGI has no way to wait for a slow client (`request`).
             interface=Interfaces.RSGI if native and FILES else Interfaces.ASGINL,
             http=HTTPModes.http1,
             websockets=False,

@@ -95,8 +95,8 @@ class Calls:
                 raise NotCapable(f"{method.name} is a task: the client must declare {TASKS}", requiredCapabilities=needed)
         try:
             # A plain function that reads needs its arguments and nothing else.
-            if dispatcher.is_short(method):
-                plain = dispatcher.call_plain(method, arguments, shape, peer.id)
+            plain = dispatcher.call_plain(method, arguments, shape, peer.id)
+            if plain is not None:
                 result = plain if isinstance(plain, bytes) else await plain
             else:
                 # Step 1: the key, which a command may have in five places.
@@ -141,13 +141,15 @@ class Calls:
         if not isinstance(params, CallTool):
             return None
         method, dispatcher = self._catalog.tools.get(params.name), self._dispatcher()
-        if method is None or method.is_async or not dispatcher.is_short(method):
+        if method is None or method.is_async or not method.plain:
             return None
         arguments = _arguments(params)
         try:
             result = dispatcher.call_plain(method, arguments, self.shape(method), id)
         except RpcError as error:
             result = encode(as_result(error, method, revision))
+        if result is None:
+            return None
         if isinstance(result, bytes):
             told = result if revision.structured == "any" else project(result, method, revision)
             return self._answers.to(id, told, revision)

@@ -47,8 +47,7 @@ from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.stepping import resume
-from wirecall.transports.exchange import Pairs
-from wirecall.transports.request import JSON, HttpError, HttpRequest
+from wirecall.transports.request import JSON, KEY, REPLAYED, HttpError, HttpRequest, Pairs
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
@@ -57,8 +56,6 @@ T = TypeVar("T")
 
 SESSION = "mcp-session-id"
 LAST_EVENT = "last-event-id"
-KEY = "idempotency-key"
-REPLAYED = "idempotent-replayed"
 EVENTS = "text/event-stream"
 BOTH = frozenset({JSON, EVENTS})
 _NEWEST = STATELESS[-1].name
@@ -117,7 +114,7 @@ class McpEndpoint:
         # Server").
         request.check_json()
         fields = request.headers
-        if not _takes(fields.get("accept"), BOTH):
+        if not _takes(fields.get("accept") if fields.has_doubles else fields.first.get("accept"), BOTH):
             raise HttpError(406, f"Accept: expected both {JSON} and {EVENTS}, since an answer may be either")
         # Step 2: the body is one message, or an array of them.
         message = messages.read(await request.body(), self._limits)
@@ -172,15 +169,15 @@ class McpEndpoint:
             answer: bytes | None
             ready = self._server.calls.at_once(message.id, params, STATELESS[-1])
             if isinstance(ready, bytes):
-                answer = ready
-            else:
-                outlet = Direct(request)
-                work: Coroutine[Any, Any, bytes | None] | None = ready
-                if work is None:
-                    session, caller, key = described_session(params), request.caller, _key(request)
-                    more: JsonObject = {"caller": caller, "identity": request.identity, "key": key, "params": params}
-                    work = self._server.respond(message, session, outlet, **more)
-                answer = await _while_there(request, work, outlet)
+                await request.respond(200, ready)
+                return
+            outlet = Direct(request)
+            work: Coroutine[Any, Any, bytes | None] | None = ready
+            if work is None:
+                session, caller, key = described_session(params), request.caller, request.key()
+                more: JsonObject = {"caller": caller, "identity": request.identity, "key": key, "params": params}
+                work = self._server.respond(message, session, outlet, **more)
+            answer = await _while_there(request, work, outlet)
         except Gone:
             if outlet is not None and outlet.refusal is not None and not outlet.is_cut:
                 raise outlet.refusal from None  # `subscriptions/listen` needs a stream, and none is free
@@ -194,14 +191,13 @@ class McpEndpoint:
             if outlet is not None:
                 outlet.close()
         # Step 4: it goes out, at the end of the stream if one was opened.
-        if outlet is not None and outlet.is_stream:
+        if outlet.is_stream:
             await request.close_stream(b"" if answer is None else event(answer))
             outlet.sending.written()
         elif answer is None:
             await request.respond(202)
         else:
-            replayed = outlet is not None and outlet.replayed
-            await request.respond(200, answer, headers=[(REPLAYED, "true")] if replayed else ())
+            await request.respond(200, answer, headers=[(REPLAYED, "true")] if outlet.replayed else ())
 
     async def _post_older(self, request: HttpRequest, message: "Envelope | ClientAnswer", version: str | None) -> None:
         """Answer a message of a revision with a handshake."""
@@ -264,7 +260,7 @@ class McpEndpoint:
         self, request: HttpRequest, known: Known, message: Envelope | list[Incoming], params: Params | None = None
     ) -> None:
         """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
-        session, caller, identity, key = known.session, request.caller, request.identity, _key(request)
+        session, caller, identity, key = known.session, request.caller, request.identity, request.key()
         # A plain function that reads gives its answer at once. It has no events, and nothing could cancel it.
         begun: Coroutine[Any, Any, bytes | None] | None = None
         if params is not None and isinstance(message, Envelope):
@@ -420,14 +416,6 @@ def _single(request: HttpRequest, name: str) -> str | None:
     if fields.has_doubles and len(fields.all(name)) > 1:
         raise HttpError(400, f"more than one {name} header")
     return fields.get(name)
-
-
-def _key(request: HttpRequest) -> str | None:
-    """Return the key that the header of a single call has."""
-    key = _single(request, KEY)
-    if key is not None and not key.isascii():
-        raise HttpError(400, "Idempotency-Key: expected ASCII characters only")
-    return key
 
 
 def _is_newer(version: str | None) -> bool:

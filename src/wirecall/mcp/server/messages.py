@@ -56,31 +56,31 @@ _decode_keys = msgspec.json.Decoder(_Keys).decode
 def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
     """Return one message, or the messages of an array."""
     found = jsonrpc.read(data, True, limits.bytes_in, limits.depth, limits.batch)
-    entries: list[Incoming] = []
-    items: Sequence[bytes | Raw] | None = None  # decoded only where an entry is not a request
-    for position, entry in enumerate(found if isinstance(found, list) else (found,)):
-        message: Incoming
-        if isinstance(entry, Envelope):
-            # MCP's own rules (basic, "Requests"): an id is a string or an integer, and params are an object.
-            id, params, message = entry.id, entry.params, entry
-            if id is not UNSET and type(id) not in (int, str):
-                message = Invalid(InvalidRequest("id: expected a string or an integer"))
-            elif params is not UNSET and not bytes(params).startswith(b"{"):
-                message = Invalid(InvalidRequest("params: expected an object"), None if id is UNSET else id)
-        else:
-            assert isinstance(entry, Invalid)  # strict reading gives nothing else
-            message = entry
-            if type(entry.error) is InvalidRequest:
-                # JSON-RPC does not take it for a request, so it may be the client's answer to a question of the server.
-                items = items or (_decode_items(data) if isinstance(found, list) else (data,))
-                try:
-                    answer = _decode_answer(items[position])
-                    if answer.jsonrpc == "2.0" and (answer.result is UNSET) != (answer.error is UNSET):
-                        message = answer
-                except (msgspec.DecodeError, UnicodeError, RecursionError):
-                    pass  # not an answer either
-        entries.append(message)
-    return entries if isinstance(found, list) else entries[0]
+    if isinstance(found, list):
+        items = None if all(isinstance(entry, Envelope) for entry in found) else _decode_items(data)
+        return [_checked(entry, b"" if items is None else items[position]) for position, entry in enumerate(found)]
+    return _checked(found, data)
+
+
+def _checked(entry: "jsonrpc.Message | Invalid", data: bytes | Raw) -> Incoming:
+    """Return a message by MCP's own rules (basic, "Requests"): an id is a string or an integer, and params are an object."""
+    if isinstance(entry, Envelope):
+        id, params = entry.id, entry.params
+        if id is not UNSET and type(id) is not int and type(id) is not str:
+            return Invalid(InvalidRequest("id: expected a string or an integer"))
+        if params is not UNSET and not bytes(params).startswith(b"{"):
+            return Invalid(InvalidRequest("params: expected an object"), None if id is UNSET else id)
+        return entry
+    assert isinstance(entry, Invalid)  # strict reading gives nothing else
+    if type(entry.error) is InvalidRequest:
+        # JSON-RPC does not take it for a request, so it may be the client's answer to a question of the server.
+        try:
+            answer = _decode_answer(data)
+            if answer.jsonrpc == "2.0" and (answer.result is UNSET) != (answer.error is UNSET):
+                return answer
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            pass  # not an answer either
+    return entry
 
 
 def has_envelope(message: Envelope) -> bool:

@@ -466,7 +466,7 @@ class Server:
             raise BadEnvelope(f"params._meta must have {PREFIX}protocolVersion and {PREFIX}clientCapabilities")
         # Step 3: the HTTP headers agree with the body, if there are any.
         if fields is not None:
-            headers.check(fields, message.method, params)
+            headers.check(fields, meta.version, message.method, params)
         # Step 4: a version without a handshake, and a log level that exists.
         revision = REVISIONS.get(meta.version)
         if revision is None or not revision.is_stateless:
