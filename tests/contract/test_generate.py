@@ -226,7 +226,7 @@ def check_is_tame(source: str) -> None:
         if isinstance(node, ast.Import):
             raise AssertionError(ast.unparse(node))
         if isinstance(node, ast.ImportFrom):
-            assert node.module in ("__future__", "typing", "msgspec", "wirecall", "wirecall.contract.client") or (
+            assert node.module in ("__future__", "typing", "msgspec", "wirecall", "wirecall.contract") or (
                 node.module == "wirecall.mcp.client.results"
             )
         if isinstance(node, ast.Call):

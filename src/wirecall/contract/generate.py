@@ -412,7 +412,7 @@ def _module(contract: Contract, protocol: str, title: str | None) -> Iterator[st
             yield ""
     if raised:
         yield "from wirecall import RpcError"
-    yield "from wirecall.contract.client import Caller, SyncCaller"
+    yield "from wirecall.contract import Caller, SyncCaller"
     if _uses(body, "Called"):
         yield "from wirecall.mcp.client.results import Called"
     yield ""
