@@ -229,12 +229,24 @@ async def test_a_missing_driver_is_reported_with_the_command_that_installs_it(mo
         ({"limits": {"batch": 100}}, "Limits\\(batch=100\\)"),
         ({"hosts": "api.example.com"}, r"hosts=\['api.example.com'\]"),
         ({"origins": "https://example.com"}, r"origins=\['https://example.com'\]"),
+        ({"hosts": [""]}, "expected the name of a host, got ''"),
+        ({"hosts": [None]}, "expected the name of a host, got None"),
+        ({"hosts": ["https://api.example.com"]}, '"api.example.com"'),
+        ({"hosts": ["a.example, b.example"]}, '"api.example.com"'),
+        ({"origins": ["app.example.com"]}, '"https://app.example.com"'),
+        ({"origins": ["https://app.example.com/page"]}, '"https://app.example.com"'),
+        ({"origins": [None]}, "expected an origin, got None"),
     ],
 )
 def test_an_option_that_would_be_misread_is_refused(options: dict[str, Any], fix: str) -> None:
     """A mistyped execution would let commands run side by side; a text is a sequence too."""
     with pytest.raises(UsageError, match=fix):
         App("x", **options)
+
+
+def test_names_of_hosts_and_origins_that_requests_have() -> None:
+    hosts = ["*", "*.example.com", "API.example.com:8443", "localhost", "10.0.0.1", "[::1]", "[::1]:80"]
+    App("x", hosts=hosts, origins=["*", "null", "https://App.example/", "http://[::1]:8080", "chrome-extension://abc"])
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 """
 
 import os
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -45,6 +46,10 @@ SECRET_VARIABLE = "WIRECALL_SECRET"
 GRACE = 10.0  # seconds for the calls in flight when an app is closed
 LIST_TTL = 60.0  # seconds; a client that listens hears of a change before that
 PRODUCTION_LEDGER = "sqlite:.wirecall/ledger.db"
+
+# The names that `hosts` and `origins` take, and an example of each. A page in a sandbox has the origin "null".
+HOST = r"(?i)\*|(\*\.)?[^\s/:@,*]+(:\d+)?|\[[0-9a-f:.]+\](:\d+)?", '"api.example.com", "*.example.com" or "*"'
+ORIGIN = r"(?i)\*|null|[a-z][a-z0-9+.-]*://[^\s/]+/?", '"https://app.example.com" or "*"'
 
 # Seconds: `/readyz` asks the ledger this often at most, and waits for the answer this long.
 ASK_EVERY = 1.0
@@ -134,8 +139,8 @@ class App(Declarations):
             self._extensions = checked_extensions(extensions)
         self._authenticate = authenticate
         self.access: Access | None = None  # the rules about tokens
-        self._hosts: Sequence[str] = _names("hosts", hosts)
-        self._origins: Sequence[str] = _names("origins", origins)
+        self._hosts: Sequence[str] = _names("hosts", hosts, *HOST)
+        self._origins: Sequence[str] = _names("origins", origins, *ORIGIN)
         # Made here and not where it is used: workers are copies of this process, and all need the same secret.
         known = secret or os.environ.get(SECRET_VARIABLE)
         self._is_shared = known is not None  # other processes may serve the same sessions
@@ -196,8 +201,8 @@ class App(Declarations):
             self.ledger_url = ledger
         self._audit_path = _audit_path(audit) if audit is not None else self._audit_path
         self.limits = _limits(limits) or self.limits
-        self._hosts = [*self._hosts, *_names("hosts", hosts)]
-        self._origins = [*self._origins, *_names("origins", origins)]
+        self._hosts = [*self._hosts, *_names("hosts", hosts, *HOST)]
+        self._origins = [*self._origins, *_names("origins", origins, *ORIGIN)]
 
     def middleware(self, layer: Middleware) -> Middleware:
         """Add a callable `(context, next)` around every call; the first one added is the outermost."""
@@ -637,9 +642,14 @@ def _limits(limits: Limits | None) -> Limits | None:
     return limits
 
 
-def _names(option: str, names: Sequence[str]) -> Sequence[str]:
+def _names(option: str, names: Sequence[str], pattern: str, examples: str) -> Sequence[str]:
+    """Return names of hosts or of origins. One that no request can have would allow nothing, and no error would tell why."""
     if isinstance(names, str):
         raise UsageError(f"{option} must be a list of names, got a string.", fix=f"use {option}=[{names!r}]")
+    for name in cast("Sequence[object]", names):
+        if not isinstance(name, str) or re.fullmatch(pattern, name) is None:
+            what = "the name of a host" if option == "hosts" else "an origin"
+            raise UsageError(f"{option}: expected {what}, got {name!r}.", "no request would fit it", f"use {examples}")
     return names
 
 

@@ -186,6 +186,9 @@ class TaskCancelled(CallFailed):
     """MCP: the task was cancelled before it had a result. Part of its work may be done."""
 
 
+SHOWN = 1000  # characters of the data of an error that its text has
+
+
 class RpcError(WirecallError):
     """An error that reaches the caller: `code`, `message` and, when not None, `data`."""
 
@@ -223,9 +226,12 @@ class RpcError(WirecallError):
         if self.data is None:
             return f"{self.message} ({self.code})"
         try:
-            return f"{self.message} ({self.code}): {self.data}"
+            shown = str(self.data)
         except RecursionError:  # a server may nest its data as deep as it likes
-            return f"{self.message} ({self.code}): data nested too deep to show"
+            shown = "data nested too deep to show"
+        # It may send megabytes too, and an error ends up in logs. `data` has all of it.
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}... ({len(shown):,} characters)"
+        return f"{self.message} ({self.code}): {shown}"
 
 
 # The default for an error that does not say itself whether the call ran. JSON-RPC's first four codes and MCP's four refuse

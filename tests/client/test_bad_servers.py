@@ -151,6 +151,11 @@ def test_an_error_with_deep_data_can_be_shown() -> None:
     assert str(RpcError(7, "no", data)) == "no (7): data nested too deep to show"
 
 
+def test_an_error_with_megabytes_of_data_has_a_short_text() -> None:
+    text = str(RpcError(7, "no", "x" * 5_000_000))
+    assert text == f"no (7): {'x' * 1000}... (5,000,000 characters)"
+
+
 @pytest.mark.parametrize(("behave", "kind", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 async def test_one_clear_error_in_time(behave: Behaviour, kind: type[Exception], words: str) -> None:
     async with Peer(behave) as peer, connect(peer.url, discover=False) as client:

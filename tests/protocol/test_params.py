@@ -170,7 +170,7 @@ def test_params_by_name_and_by_position(function: Any, raw: str | None, expected
         (defaults, '[1,"x",[1,"y"]]', "params.c[1]: expected int, got str"),
         (rest, '[1,"x"]', "params[1]: expected int, got str"),
         (rest, '{"numbers":["x"]}', "params.numbers[0]: expected int, got str"),
-        (lead_and_rest, "[]", "params: expected at least 1 arguments (first, second), got 0"),
+        (lead_and_rest, "[]", "params: expected at least 1 argument (first, second), got 0"),
         (lead_and_rest, '["a",1,"x"]', "params[2]: expected float, got str"),
         (keywords, "[1]", "params.needed: missing; it can only be given by name"),
         (keywords, '{"a":1}', "params.needed: missing"),

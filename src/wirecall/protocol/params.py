@@ -449,8 +449,9 @@ class Signature:
         if least <= count and (self._rest or count <= most):
             return ""
         expected = f"at least {least}" if self._rest else f"{least}" if least == most else f"{least} to {most}"
+        noun = "argument" if expected in ("1", "at least 1") else "arguments"
         names = ", ".join(p.name for p in self._positional)
-        return f"params: expected {expected} arguments{names and f' ({names})'}, got {count}"
+        return f"params: expected {expected} {noun}{names and f' ({names})'}, got {count}"
 
 
 def read_signature(
