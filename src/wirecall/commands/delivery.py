@@ -129,19 +129,25 @@ class Deliveries:
             if not doubtful:
                 del self._doubtful[keyless.likeness]
 
-    def end(self, run: Run) -> None:
-        """Mark what became of the answer that is this run's to give."""
-        ledger, keyless, id, nonce = run.ledger, run.keyless, run.answers, run.claim.nonce
+    def written(self, run: Run) -> None:
+        """Note that the answer that is this run's to give has arrived; the mark follows with those of others."""
+        ledger, keyless, id = run.ledger, run.keyless, run.answers
         assert ledger is not None and keyless is not None and id is not None
-        if not run.is_lost and not run.is_open:
-            self._written.append((ledger, keyless, Delivered(id, nonce, "written")))
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
+        if run.is_open:  # the ledger has no such record yet
+            self.forget(keyless, id.key)
             return
+        self._written.append((ledger, keyless, Delivered(id, run.claim.nonce, "written")))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
+
+    def lost(self, run: Run) -> None:
+        """Mark that the answer that is this run's to give is lost."""
+        ledger, keyless, id = run.ledger, run.keyless, run.answers
+        assert ledger is not None and keyless is not None and id is not None
         self.forget(keyless, id.key)
         if run.is_open:  # the ledger hears of a loss after the commit
             return
-        likeness, end = keyless.likeness, Delivered(id, nonce, "undelivered")
+        likeness, end = keyless.likeness, Delivered(id, run.claim.nonce, "undelivered")
         if likeness is not None:
             self._lost.setdefault(likeness, []).append(end)
 

@@ -136,12 +136,13 @@ class Commands:
         Where no transport watches the answer, it has arrived when this coroutine returns. A caller that cancels, whose time
         is over, or that shall come again has not got the outcome, whatever is sent to it afterwards.
         """
-        id = run.claim.id
-        run.keyless, run.sending = keyless, call.frame.sending
+        id, deliveries = run.claim.id, self._deliveries
+        sending = run.sending = call.frame.sending
+        run.keyless = keyless
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
-        has_equals = self._deliveries.begin(keyless, id.key, run.sending)
-        if run.sending is not None:
-            run.sending.listen(partial(self._sent, run, call))
+        has_equals = deliveries.begin(keyless, id.key, sending)
+        if sending is not None:
+            sending.listen(partial(self._sent, run, call))
         try:
             return await self._run(call, run, handler, has_equals)
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
@@ -149,11 +150,11 @@ class Commands:
             run.is_left = True
             raise
         finally:
-            if run.sending is None:
-                self._sent(run, call, True)
-            self._deliveries.settle(keyless, id.key)
+            if sending is None and run.answers is not None and not run.is_left:
+                deliveries.written(run)
             if run.answers != id:  # there is no record with this key
-                self._deliveries.forget(keyless, id.key)
+                deliveries.settle(keyless, id.key)
+                deliveries.forget(keyless, id.key)
 
     def _sent(self, run: Run, call: Call, written: bool) -> None:
         """Called when the answer to a call without a key is written or lost. A resumed stream may write what was lost."""
@@ -163,7 +164,7 @@ class Commands:
             self._report(call, Gone("the answer did not reach its caller"))
         run.is_lost = not written
         if run.answers is not None:
-            self._deliveries.end(run)
+            (self._deliveries.written if written else self._deliveries.lost)(run)
         elif run.is_lost and run.keyless is not None:
             self._deliveries.doubt(run.keyless, run.claim.id.key)
 
@@ -266,7 +267,7 @@ class Commands:
         if run.is_open:
             run.is_open = False
             if run.is_lost and run.answers is not None:
-                self._deliveries.end(run)
+                self._deliveries.lost(run)
         self._land(run, outcome)
         if call.frame.reported:
             self._report(call, None if isinstance(ending, Raw) else ending)
@@ -404,7 +405,7 @@ class Commands:
         if record.id != run.claim.id:
             self._deliveries.begin(run.keyless, record.id.key, run.sending)
         if run.is_lost:  # while the claim was on its way
-            self._deliveries.end(run)
+            self._deliveries.lost(run)
         self._deliveries.settle(run.keyless, run.claim.id.key)
         return True
 

@@ -284,18 +284,16 @@ class Run(Struct, eq=False):
 
     def grant(self, record: Record) -> None:
         """Take the record that the ledger gave to this run."""
-        self.to(_GRANT)
-        self.record = record
-        self.token = record.token
-        self.attempt = record.attempts
-        self.fence = record.fence
+        self.state = TABLE[self.state, _GRANT]
+        self.record, self.attempt, self.fence = record, record.attempts, record.fence
+        self.token = Token(record.id, record.fence, record.nonce)
 
     def begin(self) -> None:
         """Begin the handler, unless the run was cancelled before."""
         if self.state is _CANCELLED:
             raise asyncio.CancelledError
         is_ready = self.method.provided is None  # else `enter` follows when the providers have made its arguments
-        self.to(_ENTER if self.claim.committed and is_ready else _BEGIN)
+        self.state = TABLE[self.state, _ENTER if self.claim.committed and is_ready else _BEGIN]
 
     def enter(self) -> None:
         """Called when the arguments are made; raise `CancelledError` if the run was cancelled meanwhile."""
