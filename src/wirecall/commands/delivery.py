@@ -70,12 +70,10 @@ class Deliveries:
         keys[key] = sending
         return len(keys) > 1
 
-    def is_single(self, keyless: Keyless, key: str) -> bool:
-        """Return whether no equal call is known here beside the one with this key. As a rule it is so."""
-        if keyless.likeness is None:
-            return True
-        keys = self._not_lost.get(keyless.likeness, ())
-        return len(keys) == 1 and key in keys and not (self._lost or self._doubtful or keyless.beside)
+    @property
+    def has_losses(self) -> bool:
+        """Whether calls are known here whose answers were lost a moment ago. As a rule there are none."""
+        return bool(self._lost or self._doubtful)
 
     async def notice(self, keyless: Keyless, sending: Sending | None) -> None:
         """Give the transports of equal calls a moment to notice that their callers have left.

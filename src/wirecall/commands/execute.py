@@ -127,7 +127,8 @@ class Commands:
             alone=frame.alone,
             keyless=None if loop is None else keyless,  # without a loop there is no transport that could lose the answer
         )
-        run = call.run = Run(method, claim, loop, peer.continues if peer is not None else None, task=call.task)
+        follows = peer.continues if peer is not None else None
+        run = call.run = Run(method, claim, loop, follows, keyless=claim.keyless, task=call.task)
         return self._run(call, run, handler) if claim.keyless is None else self._deliver(call, run, handler, claim.keyless)
 
     async def _deliver(self, call: Call, run: Run, handler: Handler, keyless: Keyless) -> Raw:
@@ -138,13 +139,12 @@ class Commands:
         """
         id, deliveries = run.claim.id, self._deliveries
         sending = run.sending = call.frame.sending
-        run.keyless = keyless
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
-        has_equals = deliveries.begin(keyless, id.key, sending)
+        run.has_equals = deliveries.begin(keyless, id.key, sending)
         if sending is not None:
             sending.listen(partial(self._sent, run, call))
         try:
-            return await self._run(call, run, handler, has_equals)
+            return await self._run(call, run, handler)
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
             self._sent(run, call, False)
             run.is_left = True
@@ -168,16 +168,13 @@ class Commands:
         elif run.is_lost and run.keyless is not None:
             self._deliveries.doubt(run.keyless, run.claim.id.key)
 
-    async def _run(self, call: Call, run: Run, handler: Handler, has_equals: bool = False) -> Raw:
-        """Run the command of a claim, or answer with the outcome of an earlier run.
-
-        `has_equals` says that answers to equal calls without a key are on their way.
-        """
+    async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
+        """Run the command of a claim, or answer with the outcome of an earlier run."""
         method, loop = run.method, run.loop
 
         # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
-            if has_equals and run.keyless is not None:
+            if run.has_equals and run.keyless is not None:
                 await self._deliveries.notice(run.keyless, run.sending)
             found = await self._claim(run)
             if run.claim.id.key != call.key:
@@ -325,7 +322,7 @@ class Commands:
             patience, delay = run.method.terms.wait, FIRST_POLL
             while True:
                 try:
-                    if run.claim.keyless and not self._deliveries.is_single(run.claim.keyless, run.claim.id.key):
+                    if run.keyless is not None and (run.has_equals or self._deliveries.has_losses):
                         run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
@@ -360,6 +357,7 @@ class Commands:
                 # A caller that has left is not waited for: its repetition may come before the other run ends.
                 if patience <= 0 or run.loop is None or run.is_lost or self._background.closing:
                     raise in_progress()
+                run.has_equals = run.keyless is not None  # here or in another process
                 await asyncio.sleep(min(delay, patience))
                 patience -= delay
                 delay = min(2 * delay, LAST_POLL)
@@ -540,7 +538,7 @@ class Commands:
             try:
                 _check_cancelled(run)  # while the store undid the last try
                 run.to(RunEvent.FOLLOW)  # another run may have to be waited for
-                if run.claim.keyless and not self._deliveries.is_single(run.claim.keyless, run.claim.id.key):
+                if run.keyless is not None and (run.has_equals or self._deliveries.has_losses):
                     run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                 async with ledger.transaction(run.claim, terms.wait) as transaction:
                     record, run.is_open = transaction.record, True

@@ -239,6 +239,7 @@ class Run(Struct, eq=False):
     db: object = None
     keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
     sending: Sending | None = None  # and the way of its answer; None: no transport watches it
+    has_equals: bool = False  # and answers to equal calls are on their way
     answers: RecordId | None = None  # and the record whose answer is this run's to give
     is_lost: bool = False  # and its caller has not got the answer
     is_open: bool = False  # and the ledger cannot mark it yet: the record is in an open transaction
