@@ -127,8 +127,7 @@ class Commands:
             alone=frame.alone,
             keyless=None if loop is None else keyless,  # without a loop there is no transport that could lose the answer
         )
-        follows = peer.continues if peer is not None else None
-        run = call.run = Run(method, claim, loop, follows, keyless=claim.keyless, task=call.task)
+        run = call.run = Run(method, claim, loop, peer.continues if peer is not None else None, task=call.task)
         return self._run(call, run, handler) if claim.keyless is None else self._deliver(call, run, handler, claim.keyless)
 
     async def _deliver(self, call: Call, run: Run, handler: Handler, keyless: Keyless) -> Raw:
@@ -138,7 +137,7 @@ class Commands:
         is over, or that shall come again has not got the outcome, whatever is sent to it afterwards.
         """
         id, deliveries = run.claim.id, self._deliveries
-        sending = run.sending = call.frame.sending
+        run.keyless, run.sending = keyless, (sending := call.frame.sending)
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
         run.has_equals = deliveries.begin(keyless, id.key, sending)
         if sending is not None:
@@ -151,7 +150,7 @@ class Commands:
             raise
         finally:
             if sending is None and run.answers is not None and not run.is_left:
-                deliveries.written(run)
+                deliveries.note_written(run)
             if run.answers != id:  # there is no record with this key
                 deliveries.settle(keyless, id.key)
                 deliveries.forget(keyless, id.key)
@@ -164,7 +163,7 @@ class Commands:
             self._report(call, Gone("the answer did not reach its caller"))
         run.is_lost = not written
         if run.answers is not None:
-            (self._deliveries.written if written else self._deliveries.lost)(run)
+            (self._deliveries.note_written if written else self._deliveries.note_lost)(run)
         elif run.is_lost and run.keyless is not None:
             self._deliveries.doubt(run.keyless, run.claim.id.key)
 
@@ -264,7 +263,7 @@ class Commands:
         if run.is_open:
             run.is_open = False
             if run.is_lost and run.answers is not None:
-                self._deliveries.lost(run)
+                self._deliveries.note_lost(run)
         self._land(run, outcome)
         if call.frame.reported:
             self._report(call, None if isinstance(ending, Raw) else ending)
@@ -322,7 +321,7 @@ class Commands:
             patience, delay = run.method.terms.wait, FIRST_POLL
             while True:
                 try:
-                    if run.keyless is not None and (run.has_equals or self._deliveries.has_losses):
+                    if run.keyless is not None and (run.has_equals or self._deliveries.lost or self._deliveries.doubtful):
                         run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
@@ -395,16 +394,17 @@ class Commands:
 
     def _answers(self, run: Run, record: Record) -> bool:
         """Return whether this run, which has no key, is to give the answer of a record: only its deliverer does."""
-        assert run.keyless is not None
         if record.deliverer != run.claim.nonce:
             run.answers = None
             return False
         run.answers = record.id
+        assert run.keyless is not None
         if record.id != run.claim.id:
             self._deliveries.begin(run.keyless, record.id.key, run.sending)
         if run.is_lost:  # while the claim was on its way
-            self._deliveries.lost(run)
-        self._deliveries.settle(run.keyless, run.claim.id.key)
+            self._deliveries.note_lost(run)
+        if self._deliveries.doubtful:
+            self._deliveries.settle(run.keyless, run.claim.id.key)
         return True
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
@@ -538,7 +538,7 @@ class Commands:
             try:
                 _check_cancelled(run)  # while the store undid the last try
                 run.to(RunEvent.FOLLOW)  # another run may have to be waited for
-                if run.keyless is not None and (run.has_equals or self._deliveries.has_losses):
+                if run.keyless is not None and (run.has_equals or self._deliveries.lost or self._deliveries.doubtful):
                     run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                 async with ledger.transaction(run.claim, terms.wait) as transaction:
                     record, run.is_open = transaction.record, True

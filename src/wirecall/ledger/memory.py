@@ -281,7 +281,7 @@ class _Row(msgspec.Struct, eq=False, gc=False):
 
     def finish(self, outcome: Outcome, completed_at: float, retention: float, now: float) -> None:
         self.outcome, self.completed_at, self.retention = outcome, completed_at, retention
-        self.turn(State.DONE, expires=now + retention)
+        self.state, self.lease_until, self.expires = State.DONE, 0.0, now + retention
         if self.delivery == "pending":
             self.answer_at = now
 
