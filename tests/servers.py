@@ -401,12 +401,9 @@ def _age_in_memory(url: str, id: RecordId, seconds: float) -> None:
     row.lease_until -= seconds
     row.expires -= seconds
     row.answer_at -= seconds
-    done = row.record.completed_at
-    row.record = msgspec.structs.replace(
-        row.record,
-        started_at=row.record.started_at - seconds,
-        completed_at=None if done is None else done - seconds,
-    )
+    row.started_at -= seconds
+    if row.completed_at is not None:
+        row.completed_at -= seconds
 
 
 def _age_task_in_memory(url: str, id: str, seconds: float) -> None:

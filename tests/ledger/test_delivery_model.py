@@ -250,7 +250,7 @@ class DeliversForAll(MemoryLedger):
         for end in ends:
             row = self._rows.get(end.id)
             if row is not None:
-                await super().deliver([structs.replace(end, deliverer=row.record.deliverer)])
+                await super().deliver([structs.replace(end, deliverer=row.deliverer)])
 
 
 class LosesWhatIsWritten(MemoryLedger):
@@ -263,11 +263,11 @@ class KeepsTheDeliverer(MemoryLedger):
     """One lost call serves any number of repetitions."""
 
     async def claim(self, claim: Claim) -> Record:
-        before = {id: row.record.delivery for id, row in self._rows.items()}
+        before = {id: row.delivery for id, row in self._rows.items()}
         record = await super().claim(claim)
         if before.get(record.id) == "undelivered":
             row = self._rows[record.id]
-            row.record = structs.replace(row.record, delivery="undelivered")
+            row.delivery = "undelivered"
         return record
 
 

@@ -405,9 +405,9 @@ def without(transition: str, guard: str) -> type[MemoryLedger]:
         if row is None:
             return None
         compared = {
-            "fence": row.record.fence == token.fence,
-            "nonce": row.record.nonce == token.nonce,
-            "state": row.record.state in states,
+            "fence": row.fence == token.fence,
+            "nonce": row.nonce == token.nonce,
+            "state": row.state in states,
         }
         return row if all(fits for name, fits in compared.items() if name != guard) else None
 
@@ -458,9 +458,9 @@ class CommitsAnything(MemoryLedger):
 
     async def commit_point(self, token: Token, lease: float) -> bool:
         row = self._rows.get(token.id)
-        if row is None or row.record.token != token or row.record.state is State.RUNNING:
+        if row is None or (row.fence, row.nonce) != (token.fence, token.nonce) or row.state is State.RUNNING:
             return await super().commit_point(token, lease)
-        row.record = structs.replace(row.record, committed=True)
+        row.committed = True
         row.hold(self._clock(), lease)
         return True
 
@@ -468,7 +468,7 @@ class CommitsAnything(MemoryLedger):
 class ForgetsCommitPoint(MemoryLedger):
     async def claim(self, claim: Claim) -> Record:
         if (row := self._rows.get(claim.id)) and row.lease_until <= self._clock() and claim.on_crash == "rerun":
-            row.record = structs.replace(row.record, committed=False)
+            row.committed = False
         return await super().claim(claim)
 
 
@@ -482,7 +482,7 @@ class SweepsEverything(MemoryLedger):
 class ResolvesAnything(MemoryLedger):
     async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
         if row := self._rows.get(id):
-            row.record = structs.replace(row.record, state=State.UNKNOWN)
+            row.state = State.UNKNOWN
         return await super().resolve(id, outcome, retention)
 
 
@@ -497,7 +497,7 @@ class KeepsNothing(MemoryLedger):
 
     async def claim(self, claim: Claim) -> Record:
         row = self._rows.get(claim.id)
-        if row and row.record.state is State.RUNNING and row.lease_until <= self._clock():
+        if row and row.state is State.RUNNING and row.lease_until <= self._clock():
             del self._rows[claim.id]
         return await super().claim(claim)
 

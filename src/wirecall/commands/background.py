@@ -8,6 +8,7 @@
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ class Background:
         self._pauses: set[asyncio.Future[None]] = set()
         self._renewals: dict[Run, float | None] = {}  # when a lease is due by the loop's clock; None: being renewed
         self._beat: asyncio.TimerHandle | None = None
+        self._beat_at = math.inf  # when that rings, by the loop's clock
         self._sweep: asyncio.TimerHandle | None = None
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -123,17 +125,17 @@ class Background:
         assert run.loop is not None
         begun = run.loop.time() if begun is None else begun
         self._renewals[run] = due = begun + max(run.method.terms.lease / 3, LEAST_BEAT)
-        if self._beat is None or self._beat.when() > due:
+        if due < self._beat_at:
             if self._beat is not None:
                 self._beat.cancel()
-            self._beat = run.loop.call_at(due, self._renew_due, run.loop)
+            self._beat, self._beat_at = run.loop.call_at(due, self._renew_due, run.loop), due
 
     def release(self, run: Run) -> None:
         """Stop renewing. The timer stays: the next run is likely to need it, and letting it pass is cheap."""
         self._renewals.pop(run, None)
 
     def _renew_due(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._beat = None
+        self._beat, self._beat_at = None, math.inf
         now = loop.time()
         for run, due in list(self._renewals.items()):
             if due is not None and due <= now:
@@ -141,7 +143,8 @@ class Background:
                 self.start(self._renew(run, now))
         later = [due for due in self._renewals.values() if due is not None]
         if later:
-            self._beat = loop.call_at(min(later), self._renew_due, loop)
+            self._beat_at = min(later)
+            self._beat = loop.call_at(self._beat_at, self._renew_due, loop)
 
     async def _renew(self, run: Run, begun: float) -> None:
         """Renew one lease. The next renewal waits for this one: a slow store is not asked for more."""

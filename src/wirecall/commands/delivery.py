@@ -53,8 +53,8 @@ class Deliveries:
         self._background = background
         # By likeness and key: answers on their way, or written and not marked yet. None: no transport watches the answer.
         self._not_lost: dict[bytes, dict[str, Sending | None]] = {}
-        self._lost: dict[bytes, list[Delivered]] = {}  # not marked yet
-        self._doubtful: dict[bytes, dict[str, asyncio.Future[None]]] = {}  # lost before their claims were answered
+        self.lost: dict[bytes, list[Delivered]] = {}  # not marked yet
+        self.doubtful: dict[bytes, dict[str, asyncio.Future[None]]] = {}  # lost before their claims were answered
         self._written: list[tuple[Ledger, Keyless, Delivered]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -69,13 +69,6 @@ class Deliveries:
             return False
         keys[key] = sending
         return len(keys) > 1
-
-    def is_single(self, keyless: Keyless, key: str) -> bool:
-        """Return whether no equal call is known here beside the one with this key. As a rule it is so."""
-        if keyless.likeness is None:
-            return True
-        keys = self._not_lost.get(keyless.likeness, ())
-        return len(keys) == 1 and key in keys and not (self._lost or self._doubtful or keyless.beside)
 
     async def notice(self, keyless: Keyless, sending: Sending | None) -> None:
         """Give the transports of equal calls a moment to notice that their callers have left.
@@ -107,9 +100,9 @@ class Deliveries:
         keyless = claim.keyless
         if keyless is None or keyless.likeness is None:
             return claim
-        while not is_lost() and (doubtful := self._doubtful.get(keyless.likeness)):
+        while not is_lost() and (doubtful := self.doubtful.get(keyless.likeness)):
             await asyncio.wait(doubtful.values())
-        if lost := self._lost.get(keyless.likeness):
+        if lost := self.lost.get(keyless.likeness):
             await ledger.deliver(list(lost))  # the background does that too, perhaps too late for this call
         beside = frozenset(self._not_lost.get(keyless.likeness, ()))
         return msgspec.structs.replace(claim, keyless=msgspec.structs.replace(keyless, beside=beside))
@@ -118,41 +111,47 @@ class Deliveries:
         """Note that a caller has left while its claim, with this key, is on its way."""
         if keyless.likeness is not None:
             self.forget(keyless, key)
-            self._doubtful.setdefault(keyless.likeness, {}).setdefault(key, asyncio.get_running_loop().create_future())
+            self.doubtful.setdefault(keyless.likeness, {}).setdefault(key, asyncio.get_running_loop().create_future())
 
     def settle(self, keyless: Keyless, key: str) -> None:
         """Note that the ledger has answered that claim."""
-        if not self._doubtful or keyless.likeness is None:
+        if keyless.likeness is None:
             return
-        if (doubtful := self._doubtful.get(keyless.likeness)) and key in doubtful:
+        if (doubtful := self.doubtful.get(keyless.likeness)) and key in doubtful:
             doubtful.pop(key).set_result(None)
             if not doubtful:
-                del self._doubtful[keyless.likeness]
+                del self.doubtful[keyless.likeness]
 
-    def end(self, run: Run) -> None:
-        """Mark what became of the answer that is this run's to give."""
-        ledger, keyless, id, nonce = run.ledger, run.keyless, run.answers, run.claim.nonce
+    def note_written(self, run: Run) -> None:
+        """Note that the answer that is this run's to give has arrived; the mark follows with those of others."""
+        ledger, keyless, id = run.ledger, run.keyless, run.answers
         assert ledger is not None and keyless is not None and id is not None
-        if not run.is_lost and not run.is_open:
-            self._written.append((ledger, keyless, Delivered(id, nonce, "written")))
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
+        if run.is_open:  # the ledger has no such record yet
+            self.forget(keyless, id.key)
             return
+        self._written.append((ledger, keyless, Delivered(id, run.claim.nonce, "written")))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
+
+    def note_lost(self, run: Run) -> None:
+        """Mark that the answer that is this run's to give is lost."""
+        ledger, keyless, id = run.ledger, run.keyless, run.answers
+        assert ledger is not None and keyless is not None and id is not None
         self.forget(keyless, id.key)
         if run.is_open:  # the ledger hears of a loss after the commit
             return
-        likeness, end = keyless.likeness, Delivered(id, nonce, "undelivered")
+        likeness, end = keyless.likeness, Delivered(id, run.claim.nonce, "undelivered")
         if likeness is not None:
-            self._lost.setdefault(likeness, []).append(end)
+            self.lost.setdefault(likeness, []).append(end)
 
         async def mark() -> None:
             try:
                 await self._background.persist(partial(ledger.deliver, [end]))
             finally:
                 if likeness is not None:
-                    self._lost[likeness].remove(end)
-                    if not self._lost[likeness]:
-                        del self._lost[likeness]
+                    self.lost[likeness].remove(end)
+                    if not self.lost[likeness]:
+                        del self.lost[likeness]
 
         self._background.start(mark())
 

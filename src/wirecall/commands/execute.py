@@ -136,24 +136,24 @@ class Commands:
         Where no transport watches the answer, it has arrived when this coroutine returns. A caller that cancels, whose time
         is over, or that shall come again has not got the outcome, whatever is sent to it afterwards.
         """
-        id = run.claim.id
-        run.keyless, run.sending = keyless, call.frame.sending
+        id, deliveries = run.claim.id, self._deliveries
+        run.keyless, run.sending = keyless, (sending := call.frame.sending)
         # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
-        has_equals = self._deliveries.begin(keyless, id.key, run.sending)
-        if run.sending is not None:
-            run.sending.listen(partial(self._sent, run, call))
+        run.has_equals = deliveries.begin(keyless, id.key, sending)
+        if sending is not None:
+            sending.listen(partial(self._sent, run, call))
         try:
-            return await self._run(call, run, handler, has_equals)
+            return await self._run(call, run, handler)
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
             self._sent(run, call, False)
             run.is_left = True
             raise
         finally:
-            if run.sending is None:
-                self._sent(run, call, True)
-            self._deliveries.settle(keyless, id.key)
+            if sending is None and run.answers is not None and not run.is_left:
+                deliveries.note_written(run)
             if run.answers != id:  # there is no record with this key
-                self._deliveries.forget(keyless, id.key)
+                deliveries.settle(keyless, id.key)
+                deliveries.forget(keyless, id.key)
 
     def _sent(self, run: Run, call: Call, written: bool) -> None:
         """Called when the answer to a call without a key is written or lost. A resumed stream may write what was lost."""
@@ -163,20 +163,17 @@ class Commands:
             self._report(call, Gone("the answer did not reach its caller"))
         run.is_lost = not written
         if run.answers is not None:
-            self._deliveries.end(run)
+            (self._deliveries.note_written if written else self._deliveries.note_lost)(run)
         elif run.is_lost and run.keyless is not None:
             self._deliveries.doubt(run.keyless, run.claim.id.key)
 
-    async def _run(self, call: Call, run: Run, handler: Handler, has_equals: bool = False) -> Raw:
-        """Run the command of a claim, or answer with the outcome of an earlier run.
-
-        `has_equals` says that answers to equal calls without a key are on their way.
-        """
+    async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
+        """Run the command of a claim, or answer with the outcome of an earlier run."""
         method, loop = run.method, run.loop
 
         # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
         try:
-            if has_equals and run.keyless is not None:
+            if run.has_equals and run.keyless is not None:
                 await self._deliveries.notice(run.keyless, run.sending)
             found = await self._claim(run)
             if run.claim.id.key != call.key:
@@ -266,7 +263,7 @@ class Commands:
         if run.is_open:
             run.is_open = False
             if run.is_lost and run.answers is not None:
-                self._deliveries.end(run)
+                self._deliveries.note_lost(run)
         self._land(run, outcome)
         if call.frame.reported:
             self._report(call, None if isinstance(ending, Raw) else ending)
@@ -324,7 +321,7 @@ class Commands:
             patience, delay = run.method.terms.wait, FIRST_POLL
             while True:
                 try:
-                    if run.claim.keyless and not self._deliveries.is_single(run.claim.keyless, run.claim.id.key):
+                    if run.keyless is not None and (run.has_equals or self._deliveries.lost or self._deliveries.doubtful):
                         run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
@@ -359,6 +356,7 @@ class Commands:
                 # A caller that has left is not waited for: its repetition may come before the other run ends.
                 if patience <= 0 or run.loop is None or run.is_lost or self._background.closing:
                     raise in_progress()
+                run.has_equals = run.keyless is not None  # here or in another process
                 await asyncio.sleep(min(delay, patience))
                 patience -= delay
                 delay = min(2 * delay, LAST_POLL)
@@ -396,16 +394,17 @@ class Commands:
 
     def _answers(self, run: Run, record: Record) -> bool:
         """Return whether this run, which has no key, is to give the answer of a record: only its deliverer does."""
-        assert run.keyless is not None
         if record.deliverer != run.claim.nonce:
             run.answers = None
             return False
         run.answers = record.id
+        assert run.keyless is not None
         if record.id != run.claim.id:
             self._deliveries.begin(run.keyless, record.id.key, run.sending)
         if run.is_lost:  # while the claim was on its way
-            self._deliveries.end(run)
-        self._deliveries.settle(run.keyless, run.claim.id.key)
+            self._deliveries.note_lost(run)
+        if self._deliveries.doubtful:
+            self._deliveries.settle(run.keyless, run.claim.id.key)
         return True
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
@@ -539,7 +538,7 @@ class Commands:
             try:
                 _check_cancelled(run)  # while the store undid the last try
                 run.to(RunEvent.FOLLOW)  # another run may have to be waited for
-                if run.claim.keyless and not self._deliveries.is_single(run.claim.keyless, run.claim.id.key):
+                if run.keyless is not None and (run.has_equals or self._deliveries.lost or self._deliveries.doubtful):
                     run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                 async with ledger.transaction(run.claim, terms.wait) as transaction:
                     record, run.is_open = transaction.record, True

@@ -239,6 +239,7 @@ class Run(Struct, eq=False):
     db: object = None
     keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
     sending: Sending | None = None  # and the way of its answer; None: no transport watches it
+    has_equals: bool = False  # and answers to equal calls are on their way
     answers: RecordId | None = None  # and the record whose answer is this run's to give
     is_lost: bool = False  # and its caller has not got the answer
     is_open: bool = False  # and the ledger cannot mark it yet: the record is in an open transaction
@@ -284,18 +285,16 @@ class Run(Struct, eq=False):
 
     def grant(self, record: Record) -> None:
         """Take the record that the ledger gave to this run."""
-        self.to(_GRANT)
-        self.record = record
-        self.token = record.token
-        self.attempt = record.attempts
-        self.fence = record.fence
+        self.state = TABLE[self.state, _GRANT]
+        self.record, self.attempt, self.fence = record, record.attempts, record.fence
+        self.token = Token(record.id, record.fence, record.nonce)
 
     def begin(self) -> None:
         """Begin the handler, unless the run was cancelled before."""
         if self.state is _CANCELLED:
             raise asyncio.CancelledError
         is_ready = self.method.provided is None  # else `enter` follows when the providers have made its arguments
-        self.to(_ENTER if self.claim.committed and is_ready else _BEGIN)
+        self.state = TABLE[self.state, _ENTER if self.claim.committed and is_ready else _BEGIN]
 
     def enter(self) -> None:
         """Called when the arguments are made; raise `CancelledError` if the run was cancelled meanwhile."""

@@ -154,8 +154,7 @@ class Keyless(Struct, frozen=True, gc=False):
     def make_key(self, nonce: bytes) -> str:
         """A new key. It begins with the likeness, so that a store can keep equal calls in one place, and ends with a part of
         the nonce of its first claim, which is random."""
-        unique = nonce[:12].hex()
-        return f"auto-{self.likeness.hex()}-{unique}" if self.likeness else f"auto-{unique}"
+        return f"auto-{self.likeness.hex()}-{nonce[:12].hex()}" if self.likeness else f"auto-{nonce[:12].hex()}"
 
 
 class Task(Struct, frozen=True, gc=False):

@@ -12,6 +12,7 @@ from wirecall.ledger.base import (
     TOMBSTONE_FACTOR,
     Claim,
     Delivered,
+    Delivery,
     Outcome,
     Record,
     RecordId,
@@ -40,57 +41,49 @@ class MemoryLedger:
     async def claim(self, claim: Claim) -> Record:
         now, keyless, row = self._clock(), claim.keyless, self._rows.get(claim.id)
         likeness = None if keyless is None else keyless.likeness
-        if likeness is not None and likeness in self._likes:
+        likes = None if likeness is None else self._likes.get(likeness)
+        if likes is not None:
             found: dict[str, _Row] = {}
-            for like in sorted(self._likes[likeness], key=partial(_Row.turn_to_match, nonce=claim.nonce)):
+            for like in sorted(likes, key=partial(_Row.turn_to_match, nonce=claim.nonce)):
                 found.setdefault(recognise(like.view(now), claim, like.since(now)), like)
             if "match" in found:
                 row = found["match"]
-                row.record = msgspec.structs.replace(row.record, delivery="pending", deliverer=claim.nonce)
-                row.answer_at = now
-                claim = msgspec.structs.replace(claim, id=row.record.id)
+                row.delivery, row.deliverer, row.answer_at = "pending", claim.nonce, now
             elif "wait" in found:
                 return found["wait"].view(now)
         if row is None:  # `decide` says "insert"
-            until, record = now + claim.lease, self._running(claim, 1, self._wall())
-            row = self._rows[claim.id] = _Row(record, claim.retention, until, until + claim.retention, likeness)
-            if likeness is not None:
-                self._likes.setdefault(likeness, []).append(row)
-            return record
+            facts = claim.id, claim.fingerprint, next(self._fences), claim.nonce, claim.committed, 1, self._wall()
+            until, kept = now + claim.lease, claim.retention
+            row = self._rows[claim.id] = _Row(*facts, until, kept, until + kept)
+            if keyless is not None:
+                row.delivery, row.deliverer, row.likeness = "pending", claim.nonce, likeness
+            if likes is not None:
+                likes.append(row)
+            elif likeness is not None:
+                self._likes[likeness] = [row]
+            return row.view(now)
         verdict = decide(row.view(now), claim, expired=row.expires <= now)
         if verdict == "renew":
-            row.record = msgspec.structs.replace(row.record, state=State.RUNNING, lease_left=claim.lease)
+            row.state = State.RUNNING
             row.hold(now, claim.lease)
-            return row.record
-        if verdict == "take_over":
-            taken = self._running(claim, row.record.attempts + 1, row.record.started_at)
-            row.record = msgspec.structs.replace(
-                taken,
-                committed=taken.committed or row.record.committed,
-                delivery=row.record.delivery,
-                deliverer=row.record.deliverer,
-            )
+        elif verdict == "take_over":
+            row.state, row.fence, row.nonce, row.outcome = State.RUNNING, next(self._fences), claim.nonce, None
+            row.committed = row.committed or claim.committed
+            row.attempts += 1
             row.retention = claim.retention
             row.hold(now, claim.lease)
-            return row.record
-        if verdict == "to_unknown":
+        elif verdict == "to_unknown":
             row.turn(State.UNKNOWN, expires=math.inf)
         elif verdict == "to_tombstone":
             self._bury(row)
         return row.view(now)
 
-    def _running(self, claim: Claim, attempts: int, started_at: float) -> Record:
-        id, print, nonce, fence = claim.id, claim.fingerprint, claim.nonce, next(self._fences)
-        facts = id, print, State.RUNNING, fence, nonce, claim.committed, attempts, claim.lease, started_at
-        return Record(*facts) if claim.keyless is None else Record(*facts, None, None, "pending", nonce)
-
     async def deliver(self, ends: Sequence[Delivered]) -> None:
         now = self._clock()
         for end in ends:
             row = self._rows.get(end.id)
-            if row and row.record.deliverer == end.deliverer and row.record.delivery in ("pending", "undelivered"):
-                row.record = msgspec.structs.replace(row.record, delivery=end.delivery)
-                row.answer_at = now
+            if row and row.deliverer == end.deliverer and row.delivery in ("pending", "undelivered"):
+                row.delivery, row.answer_at = end.delivery, now
                 if end.delivery == "written":
                     self._match_no_more(row)
 
@@ -138,7 +131,7 @@ class MemoryLedger:
         row = self._held(token, State.RUNNING)
         if row is None or row.lease_until <= self._clock():
             return False
-        row.record = msgspec.structs.replace(row.record, committed=True)
+        row.committed = True
         row.hold(self._clock(), lease)
         return True
 
@@ -152,7 +145,7 @@ class MemoryLedger:
         row = self._held(token, State.RUNNING)
         if row:
             row.turn(State.WAITING, expires=self._clock() + retention)
-            row.record = msgspec.structs.replace(row.record, outcome=interim, attempts=0, committed=False)
+            row.outcome, row.attempts, row.committed = interim, 0, False
         return row is not None
 
     async def release(self, token: Token) -> bool:
@@ -175,7 +168,7 @@ class MemoryLedger:
 
     async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
         row = self._rows.get(id)
-        if row is None or row.record.state is not State.UNKNOWN:
+        if row is None or row.state is not State.UNKNOWN:
             return False
         if outcome is None:
             self._remove(row)
@@ -193,15 +186,15 @@ class MemoryLedger:
         return [view for view in views if state in (None, view.state)][:limit]
 
     async def counts(self) -> dict[State, int]:
-        found = [row.record.state for row in self._rows.values()]
+        found = [row.state for row in self._rows.values()]
         return {state: found.count(state) for state in State}
 
     async def sweep(self, limit: int = 500) -> int:
         due = [row for row in self._rows.values() if row.expires <= self._clock()][:limit]
         for row in due:
-            if row.record.state is State.DONE:
+            if row.state is State.DONE:
                 self._bury(row)
-            elif row.record.state is State.RUNNING and row.record.committed:
+            elif row.state is State.RUNNING and row.committed:
                 row.turn(State.UNKNOWN, expires=math.inf)
                 self._match_no_more(row)
             else:  # it is a tombstone, or nothing was done
@@ -218,7 +211,7 @@ class MemoryLedger:
         """Nothing to give back; the records stay for the life of the object."""
 
     def _remove(self, row: "_Row") -> None:
-        del self._rows[row.record.id]
+        del self._rows[row.id]
         self._match_no_more(row)
 
     def _bury(self, row: "_Row") -> None:
@@ -235,52 +228,67 @@ class MemoryLedger:
 
     def _held(self, token: Token, *states: State) -> "_Row | None":
         row = self._rows.get(token.id)
-        if row is None or row.record.fence != token.fence or row.record.nonce != token.nonce:
+        if row is None or row.fence != token.fence or row.nonce != token.nonce:
             return None
-        return row if row.record.state in states else None
+        return row if row.state in states else None
 
 
 class _Row(msgspec.Struct, eq=False, gc=False):
-    """A record with the times that the store keeps about it."""
+    """A record, and the times that the store keeps about it. It changes in place: a new `Record` for every step is slow."""
 
-    record: Record
-    retention: float
+    id: RecordId
+    fingerprint: bytes
+    fence: int
+    nonce: bytes
+    committed: bool
+    attempts: int
+    started_at: float
     lease_until: float
+    retention: float
     expires: float  # when the sweep looks at it next
+    state: State = State.RUNNING
+    completed_at: float | None = None
+    outcome: Outcome | None = None
+    delivery: Delivery | None = None
+    deliverer: bytes = b""
     likeness: bytes | None = None  # of a call without a key whose answer is not written
     answer_at: float = 0.0  # when that was lost or, while it is pending, since when its deliverer has it
 
     def view(self, now: float) -> Record:
-        return msgspec.structs.replace(self.record, lease_left=max(0.0, self.lease_until - now))
+        """The record as it stands; the values are in the order of its fields."""
+        left = self.lease_until - now
+        # fmt: off
+        return Record(
+            self.id, self.fingerprint, self.state, self.fence, self.nonce, self.committed, self.attempts,
+            left if left > 0 else 0.0, self.started_at, self.completed_at, self.outcome, self.delivery, self.deliverer,
+        )
+        # fmt: on
 
     def hold(self, now: float, lease: float) -> None:
         self.lease_until = now + lease
-        self.expires = now + lease + self.retention
+        self.expires = self.lease_until + self.retention
 
     def turn(self, state: State, *, expires: float) -> None:
-        self.record = msgspec.structs.replace(self.record, state=state)
-        self.lease_until = 0.0
-        self.expires = expires
+        self.state, self.lease_until, self.expires = state, 0.0, expires
 
     def turn_to_match(self, nonce: bytes) -> tuple[bool, bool, int]:
         """The place of a row among those of its likeness: first the one that an earlier try of this claim took."""
-        return self.record.deliverer != nonce, self.record.delivery != "undelivered", self.record.fence
+        return self.deliverer != nonce, self.delivery != "undelivered", self.fence
 
     def since(self, now: float) -> float:
         """Seconds since the answer was lost, as `recognise` counts them."""
-        return now - (self.lease_until if self.record.state is State.RUNNING else self.answer_at)
+        return now - (self.lease_until if self.state is State.RUNNING else self.answer_at)
 
     def finish(self, outcome: Outcome, completed_at: float, retention: float, now: float) -> None:
-        self.record = msgspec.structs.replace(self.record, state=State.DONE, outcome=outcome, completed_at=completed_at)
-        self.lease_until, self.retention, self.expires = 0.0, retention, now + retention
-        if self.record.delivery == "pending":
+        self.outcome, self.completed_at, self.retention = outcome, completed_at, retention
+        self.state, self.lease_until, self.expires = State.DONE, 0.0, now + retention
+        if self.delivery == "pending":
             self.answer_at = now
 
     def bury(self, now: float) -> None:
         self.turn(State.TOMBSTONE, expires=now + (TOMBSTONE_FACTOR - 1) * self.retention)
-        kept = self.record.outcome
-        bare = kept and Outcome(kept.kind, None, kept.digest)
-        self.record = msgspec.structs.replace(self.record, outcome=bare)
+        if self.outcome is not None:
+            self.outcome = Outcome(self.outcome.kind, None, self.outcome.digest)
 
 
 async def open_url(_: str) -> MemoryLedger:

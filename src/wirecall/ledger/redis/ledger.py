@@ -322,9 +322,7 @@ class RedisLedger:
         That leaves no braces, so those around the likeness of a generated key are a hash tag: they put the records of that
         likeness, and its index, which is named like them up to the brace, into one slot. (Braces in the prefix do so too.)
         """
-        generated = GENERATED.fullmatch(id.key)
-        key = f"{{{generated[1]}}}{generated[2]}" if generated else quote(id.key, errors="surrogatepass")
-        return self._prefix + f"{_quoted(id.caller)}:{_quoted(id.method)}:{key}".encode()
+        return self._prefix + _name_of(id)
 
     def _task_name(self, id: str) -> bytes:
         """Two parts, so it is not the name of a record."""
@@ -480,6 +478,13 @@ def _loop() -> asyncio.AbstractEventLoop:
 @lru_cache
 def _quoted(part: str) -> str:
     return quote(part, errors="surrogatepass")
+
+
+@lru_cache(maxsize=1024)  # two or three transitions in a short time name the same record
+def _name_of(id: RecordId) -> bytes:
+    generated = GENERATED.fullmatch(id.key)
+    key = f"{{{generated[1]}}}{generated[2]}" if generated else quote(id.key, errors="surrogatepass")
+    return f"{_quoted(id.caller)}:{_quoted(id.method)}:{key}".encode()
 
 
 def _pages(ids: list[RecordId]) -> Iterator[list[RecordId]]:
