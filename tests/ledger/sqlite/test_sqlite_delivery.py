@@ -171,11 +171,14 @@ async def test_any_retention_has_its_window(ledger: SqliteLedger, clock: Clock) 
 
 
 async def test_a_call_that_has_to_wait_is_answered_by_a_read(ledger: SqliteLedger, path: Path) -> None:
-    """While another connection has the lock of the file: a call that asks again and again costs the others nothing."""
-    record = await claimed(ledger)
+    """While another connection has the lock of the file: a call that asks again and again costs the others nothing. From the
+    second time on its claim names the equal calls of its process, its own at least."""
+    record, first = await claimed(ledger), keyless()
+    assert await is_waited_for(ledger, first, record)
     with closing(apsw.Connection(str(path))) as other:
         other.execute("BEGIN IMMEDIATE")
-        assert await asyncio.wait_for(is_waited_for(ledger, keyless(), record), 4)
+        again = keyless(beside=frozenset({first.id.key}))
+        assert await asyncio.wait_for(is_waited_for(ledger, again, record), 4)
 
 
 async def _written(ledger: SqliteLedger, _: Clock, record: Record) -> None:

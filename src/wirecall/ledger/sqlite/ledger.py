@@ -5,8 +5,9 @@ The rules of the file:
 1. One thread of the process writes (`writer`). All transitions that wait at the moment go into one transaction and one
    fsync, and no caller is answered before that. Every wish for the write lock of the file goes through its queue, which is
    the order. An event loop never commits.
-2. Readers do not wait (WAL): a claim that changes nothing is answered by a read in the calling thread. Of the claims without
-   a key, only those that resemble an earlier one of this process read first: a call that waits asks again and again.
+2. Readers do not wait (WAL): a claim that changes nothing is answered by a read in the calling thread. A claim without a key
+   makes a new record, as a rule, so the writer's own look is enough. Only one that knows of equal calls (`beside`) reads
+   first: it may have to wait for them, and asks again and again.
 3. Leases are measured by the clock that counts from boot, which cannot be set, and a record tells which boot it means: a
    lease of another boot is over. So is the time since an answer was lost; a loss of another boot counts from the start of
    this one, as no caller could repeat its call while the machine was off, and only the wall clock tells how long that was.
@@ -59,7 +60,6 @@ from wirecall.ledger.sqlite.writer import Job, Writer, nothing, take_fences
 T = TypeVar("T")
 Q = TypeVar("Q")
 Names: TypeAlias = list[str]  # inside the class, `list` is a method
-LIKENESSES = 10_000  # the most that are known, in 1 MB; to forget one costs a commit
 _STATES = {state.value: state for state in State}
 
 
@@ -100,7 +100,6 @@ class SqliteLedger:
         self._wall = wall
         self._boot = _boot_id()
         self._writer: Writer | None = None
-        self._likenesses: set[bytes] = set()  # of calls without a key that were here, most of them lately
         self._starting = threading.Lock()
         self._is_closed = False
 
@@ -113,14 +112,10 @@ class SqliteLedger:
             found = await self._read(self._judged, claim)
             if found is not None and found[2] == "leave":
                 return found[1]
-        elif claim.keyless.likeness in self._likenesses:  # else the writer's own look is enough, as a rule
+        elif claim.keyless.beside:
             earlier = await self._read(self._earlier, claim)
             if earlier is not None and earlier[0] == "wait":
                 return self._record(earlier[1])
-        elif claim.keyless.likeness is not None:
-            if len(self._likenesses) >= LIKENESSES:
-                self._likenesses.clear()
-            self._likenesses.add(claim.keyless.likeness)
         writer, job = self._running(), Job(partial(self._claim, claim), claims=True)
         try:
             granted: Record = await writer.ask(job)
