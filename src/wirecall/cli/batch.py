@@ -307,13 +307,15 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
         if output.done():
             output.result()  # raises if our own stdout is closed: the input may be endless, and its answers go nowhere
             with suppress(TimeoutError):  # it ends, or goes on reading without an output
-                await asyncio.wait_for(process.wait(), LEAVE)
+                async with asyncio.timeout(LEAVE):
+                    await process.wait()
         if process.returncode is None:
             await feeding
         async with asyncio.timeout(way.timeout):
             said = await output
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), LEAVE)
+            async with asyncio.timeout(LEAVE):
+                await process.wait()
         code = process.returncode
     finally:
         feeding.cancel()
@@ -322,7 +324,8 @@ async def _to_process(target: Target, messages: BinaryIO, way: Way) -> int:
             if process.returncode is None:
                 end()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), LEAVE)
+                    async with asyncio.timeout(LEAVE):
+                        await process.wait()
         # A pipe that is not read to its end outlives the event loop. A grandchild may keep one open.
         unread = asyncio.create_task(_drained(process.stdout))
         await asyncio.wait([unread, errors], timeout=LEAVE)
