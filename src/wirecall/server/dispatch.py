@@ -62,8 +62,10 @@ from wirecall.server.batch import run_batch
 from wirecall.server.call import (
     ANONYMOUS,
     Call,
+    CallEnded,
     Context,
     CorrelationId,
+    Events,
     Frame,
     Handler,
     InputRequired,
@@ -72,8 +74,8 @@ from wirecall.server.call import (
     Shape,
     call_of,
     correlation_of,
+    log,
 )
-from wirecall.server.events import CallEnded, Events, log
 from wirecall.server.identity import Identity, Permit
 from wirecall.server.lifespan import Lifespan
 from wirecall.server.method import Execution, Method, Registry
