@@ -47,7 +47,7 @@ from wirecall.mcp.types import (
     block,
 )
 from wirecall.protocol.messages import JsonObject, encode
-from wirecall.server.call import Call, Detachable, InputRequired
+from wirecall.server.call import Call, Detachable, Frame, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import identify
 
@@ -262,9 +262,10 @@ class Calls:
         task: Detachable | None = None,
     ) -> bytes:
         """Return the result of a call, or the questions it waits for. `shape` makes the result of the function's value."""
-        dispatcher = self._dispatcher()
+        outlet = peer.outlet
         call = Call(
-            *(method, dispatcher.frame(peer.caller, peer.outlet.peer, peer.outlet.sending, peer.identity)),
+            method,
+            Frame(peer.caller, peer=outlet.peer, sending=outlet.sending, identity=peer.identity),
             id=peer.id,
             params=arguments,
             position=peer.position,
@@ -285,7 +286,7 @@ class Calls:
             # the garbage collector busy.
             peer.about = method, call.record, call.params, call.key
         try:
-            return bytes(await dispatcher.call(call))
+            return bytes(await self._dispatcher().call(call))
         except InputRequired as pause:
             return pause.interim
         except RpcError as error:
