@@ -229,11 +229,7 @@ class Signature:
         bare = typing.get_args(declared)[0] if typing.get_origin(declared) is typing.Annotated else declared
         kind = "None" if bare is type(None) else bare.__name__ if isinstance(bare, type) else str(bare)
 
-        always = declared if any(declared is each for each in (int, bool)) else None  # any such value is JSON of its type
-
         def finish(value: object) -> object:
-            if type(value) is always:
-                return value
             first = value[0] if isinstance(value, (list, tuple)) and value else value
             if isinstance(first, Whole):
                 return value
