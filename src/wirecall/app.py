@@ -18,7 +18,7 @@ from wirecall.declarations import Declarations, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.messages import Data, Id, JsonObject, Limits, Sending
-from wirecall.server.call import ANONYMOUS, Context, Middleware
+from wirecall.server.call import ANONYMOUS, Context, Events, Middleware
 from wirecall.server.identity import Identity
 from wirecall.server.method import Done, Execution, Kind, Method, Mode, NotDone, Terms
 
@@ -492,7 +492,6 @@ class App(Declarations):
         from wirecall.audit import Audit
         from wirecall.commands.execute import Commands
         from wirecall.server.dispatch import Dispatcher
-        from wirecall.server.events import Events
         from wirecall.server.policy import Policy
 
         with self._building:

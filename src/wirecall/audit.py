@@ -35,7 +35,7 @@ from msgspec import Struct
 from wirecall.files import IS_PORTABLE, DescriptorLock, Lock, TransactionLock, real_path
 from wirecall.logs import logger
 from wirecall.protocol.messages import Json
-from wirecall.server.events import CallEnded
+from wirecall.server.call import CallEnded
 from wirecall.stepping import has_loop
 
 if TYPE_CHECKING:

@@ -122,3 +122,20 @@ async def test_a_server_whose_task_was_adopted_does_not_end_it(store: Store, mod
         assert await get(first, task) == told
     if mode == "unknown":
         assert runs == [1]
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_stream_of_tasks_ends_although_a_task_changes_in_the_same_turn(turns: int) -> None:
+    async def send(state: Any) -> None:
+        raise AssertionError(f"no task has this id: {state}")
+
+    server = make_app().mcp()
+    following = asyncio.create_task(server.tasks.listen(frozenset({"a"}), ANONYMOUS, send))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    server.hub.tell("task", "a")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.wait({following}, timeout=5)
+    assert following.cancelled()

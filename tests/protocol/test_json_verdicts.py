@@ -142,6 +142,14 @@ def test_refused_as_too_deep(name: str) -> None:
     assert error["data"]["max"] == 64
 
 
+@pytest.mark.parametrize(("depth", "expected"), [(64, "ok"), (65, "-32600 all")])
+def test_the_shortest_message_of_objects_alone_is_as_deep_as_any(depth: int, expected: str) -> None:
+    """J11, without an array in it: the request and its params are two levels."""
+    nested = b'{"":' * (depth - 3) + b"{}" + b"}" * (depth - 3)
+    data = b'{"jsonrpc":"2.0","method":"take","params":{"value":%b},"id":1}' % nested
+    assert verdict(json.loads(app.handle_sync(data) or b"")) == expected
+
+
 trees = st.recursive(st.just(1), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=40)
 
 

@@ -221,9 +221,9 @@ def read(
     except UNREADABLE:
         pass
     else:
-        # Depth n takes 2n brackets, so a short message needs no check. Each entry of a batch opens an object of its own, so
-        # all of them but one, and the array around them, do not add to the depth.
-        if len(data) > 2 * max_depth:
+        # A level takes two bytes as an array and five as an object (`{"":}`), so a short message needs no check. Each entry
+        # of a batch opens an object of its own, so all of them but one, and the array around them, do not add to the depth.
+        if len(data) > 5 * max_depth or (len(data) > 2 * max_depth and data.find(b"[") >= 0):
             openers = data.count(b"{") + data.count(b"[") - (len(read) if type(read) is list else 0)
             if openers > max_depth and _is_deeper(data, max_depth):
                 return Invalid(_too_deep(max_depth))

@@ -62,8 +62,10 @@ from wirecall.server.batch import run_batch
 from wirecall.server.call import (
     ANONYMOUS,
     Call,
+    CallEnded,
     Context,
     CorrelationId,
+    Events,
     Frame,
     Handler,
     InputRequired,
@@ -72,8 +74,8 @@ from wirecall.server.call import (
     Shape,
     call_of,
     correlation_of,
+    log,
 )
-from wirecall.server.events import CallEnded, Events, log
 from wirecall.server.identity import Identity, Permit
 from wirecall.server.lifespan import Lifespan
 from wirecall.server.method import Execution, Method, Registry
@@ -490,7 +492,9 @@ class Dispatcher:
 
     async def call(self, call: Call) -> Raw:
         """Run a call that was parsed and admitted elsewhere."""
-        caller = call.frame.caller
+        frame, caller = call.frame, call.frame.caller
+        frame.logged = logger.isEnabledFor(INFO)
+        frame.reported, frame.peer = frame.logged or self._events.observed, self._user or frame.peer
         is_full = self._in_flight + self.commands.left >= self._policy.limits.in_flight
         if is_full or (self._held is not None and self._is_greedy(caller, 1)):
             raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
@@ -501,12 +505,6 @@ class Dispatcher:
             return result
         finally:
             self._count(-1, caller)
-
-    def frame(self, caller: str, peer: str | None, sending: Sending | None, identity: Identity | None) -> Frame:
-        """Return the frame of a call that was parsed elsewhere."""
-        logged = logger.isEnabledFor(INFO)
-        reported, peer = logged or self._events.observed, self._user or peer
-        return Frame(caller, reported=reported, logged=logged, peer=peer, sending=sending, identity=identity)
 
     @contextmanager
     def set_aside(self, caller: str) -> Iterator[None]:

@@ -267,7 +267,8 @@ class HttpServer:
         if self._active:
             self._idle = asyncio.Event()
             try:
-                await asyncio.wait_for(self._idle.wait(), max(self._cut_at - loop.time(), 0.0) + 0.05)
+                async with asyncio.timeout_at(max(self._cut_at, loop.time()) + 0.05):
+                    await self._idle.wait()
             except TimeoutError:
                 logger.warning("stopping with %d requests in flight", len(self._active))
             self._idle = None

@@ -225,7 +225,9 @@ class HttpRequest(ABC):
                     data = {"type": "limit_exceeded", "limit": "bytes_in", "max": limit}
                     raise HttpError(413, f"the body is longer than {limit} bytes", [CLOSE], data=data)
                 piece: Any = self._read(expected)
-                done, piece = (False, piece) if self._always_waits else first_step(piece)
+                done = False
+                if not self._always_waits:
+                    done, piece = first_step(piece)
                 if not done:
                     if not is_watched:
                         loop, is_watched = asyncio.get_running_loop(), True

@@ -47,7 +47,7 @@ from wirecall.mcp.types import (
     block,
 )
 from wirecall.protocol.messages import JsonObject, encode
-from wirecall.server.call import Call, Detachable, InputRequired
+from wirecall.server.call import Call, Detachable, Frame, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import identify
 
@@ -140,29 +140,29 @@ class Calls:
         """
         if not isinstance(params, CallTool):
             return None
-        method, dispatcher = self._catalog.tools.get(params.name), self._dispatcher()
+        method = self._catalog.tools.get(params.name)
         if method is None or method.is_async or not method.plain:
             return None
         arguments = _arguments(params)
         try:
-            result = dispatcher.call_plain(method, arguments, self.shape(method), id)
+            result = self._dispatcher().call_plain(method, arguments, self.shape(method), id)
         except RpcError as error:
             result = encode(as_result(error, method, revision))
         if result is None:
             return None
-        if isinstance(result, bytes):
-            told = result if revision.structured == "any" else project(result, method, revision)
-            return self._answers.to(id, told, revision)
+        if not isinstance(result, bytes):
+            return self._later(id, method, result, revision)
+        told = result if revision.structured == "any" else project(result, method, revision)
+        return self._answers.to(id, told, revision)
 
-        async def later(coming: Awaitable[bytes]) -> bytes:
-            try:
-                result = await coming
-            except RpcError as error:
-                result = encode(as_result(error, method, revision))
-            told = result if revision.structured == "any" else project(result, method, revision)
-            return self._answers.to(id, told, revision)
-
-        return later(result)  # a plain function that returned an awaitable
+    async def _later(self, id: Id, method: Method, coming: Awaitable[bytes], revision: Revision) -> bytes:
+        """Return the answer to a call of a plain function that returned an awaitable."""
+        try:
+            result = await coming
+        except RpcError as error:
+            result = encode(as_result(error, method, revision))
+        told = result if revision.structured == "any" else project(result, method, revision)
+        return self._answers.to(id, told, revision)
 
     # --- prompts, resources and completions --------------------------------------------------------------------------
 
@@ -262,9 +262,10 @@ class Calls:
         task: Detachable | None = None,
     ) -> bytes:
         """Return the result of a call, or the questions it waits for. `shape` makes the result of the function's value."""
-        dispatcher = self._dispatcher()
+        outlet = peer.outlet
         call = Call(
-            *(method, dispatcher.frame(peer.caller, peer.outlet.peer, peer.outlet.sending, peer.identity)),
+            method,
+            Frame(peer.caller, peer=outlet.peer, sending=outlet.sending, identity=peer.identity),
             id=peer.id,
             params=arguments,
             position=peer.position,
@@ -285,7 +286,7 @@ class Calls:
             # the garbage collector busy.
             peer.about = method, call.record, call.params, call.key
         try:
-            return bytes(await dispatcher.call(call))
+            return bytes(await self._dispatcher().call(call))
         except InputRequired as pause:
             return pause.interim
         except RpcError as error:

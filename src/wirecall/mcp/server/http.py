@@ -45,12 +45,12 @@ from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf, event
 from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool, Params
-from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
+from wirecall.protocol.messages import Envelope, Invalid, Limits
 from wirecall.stepping import resume
 from wirecall.transports.request import JSON, KEY, REPLAYED, HttpError, HttpRequest, Pairs
 
 if TYPE_CHECKING:
-    from wirecall.mcp.server.server import Server
+    from wirecall.mcp.server.server import Beside, Server
 
 T = TypeVar("T")
 
@@ -174,9 +174,8 @@ class McpEndpoint:
             outlet = Direct(request)
             work: Coroutine[Any, Any, bytes | None] | None = ready
             if work is None:
-                session, caller, key = described_session(params), request.caller, request.key()
-                more: JsonObject = {"caller": caller, "identity": request.identity, "key": key, "params": params}
-                work = self._server.respond(message, session, outlet, **more)
+                beside: Beside = {"caller": request.caller, "identity": request.identity, "key": request.key()}
+                work = self._server.respond(message, described_session(params), outlet, params=params, **beside)
             answer = await _while_there(request, work, outlet)
         except Gone:
             if outlet is not None and outlet.refusal is not None and not outlet.is_cut:
@@ -285,8 +284,8 @@ class McpEndpoint:
             else:
                 answer: bytes | None
                 try:
-                    more: JsonObject = {"caller": caller, "identity": identity, "key": key, "params": params}
-                    answer = await (begun or self._server.respond(message, session, channel, **more))
+                    beside: Beside = {"caller": caller, "identity": identity, "key": key}
+                    answer = await (begun or self._server.respond(message, session, channel, params=params, **beside))
                 except RpcError as error:
                     answer = failure(message.id, error, session.revision)
                 answers = [] if answer is None else [answer]

@@ -136,8 +136,8 @@ class Answers:
         self._info = info
         self.bytes_out = bytes_out
         told = encode({f"{PREFIX}serverInfo": info})
-        self._stamp = b'{"resultType":"complete","_meta":' + told
-        self._only_meta = b'{"_meta":' + told
+        self._stamp = b'{"resultType":"complete","_meta":' + told + b","
+        self._only_meta = b'{"_meta":' + told + b","
 
     def to(self, id: Id, result: object, revision: Revision) -> bytes:
         """Return the answer to a request, with the members that the revision requires. Raises if it is too long."""
@@ -146,9 +146,9 @@ class Answers:
         # member would cost more than making it.
         if revision.has_result_type:
             if data == b"{}":
-                data = self._stamp + b"}"
+                data = self._stamp[:-1] + b"}"
             elif data.find(b'"_meta"') < 0:
-                data = b"%b,%b" % (self._only_meta if data.startswith(_TYPED) else self._stamp, data[1:])
+                data = (self._only_meta if data.startswith(_TYPED) else self._stamp) + data[1:]
             else:
                 members = msgspec.json.decode(data)
                 meta = {**members.get("_meta", {})}

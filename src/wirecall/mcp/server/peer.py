@@ -305,8 +305,8 @@ class Peer(Struct, eq=False):
     raw: Raw | UnsetType  # its params, as they came
     params: Any  # decoded
     caller: str
-    key: str | None  # from the HTTP header
-    position: int | None  # in an array
+    key: str | None = None  # from the HTTP header
+    position: int | None = None  # in an array
     identity: Identity | None = None  # of the caller, where a token named it
     answers: dict[str, JsonObject] = {}  # by the key of their question
     continues: str | None = None  # the state of the round before; None in the first round

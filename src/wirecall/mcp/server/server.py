@@ -18,7 +18,7 @@ import asyncio
 import base64
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Required, TypedDict, Unpack
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -108,6 +108,15 @@ class Judge(Protocol):
     def lasts(self, identity: Identity, /) -> float | None:
         """Return the seconds for which the token of a caller is accepted from now on; None: without an end."""
         ...
+
+
+class Beside(TypedDict, total=False):
+    """The facts beside a message: where it came from, and in which place."""
+
+    caller: Required[str]
+    identity: Identity | None  # of the caller, where a token named it
+    key: str | None  # from the HTTP header
+    position: int | None  # in an array
 
 
 class McpMethod(Struct, frozen=True):
@@ -250,38 +259,19 @@ class Server:
     # --- one message -------------------------------------------------------------------------------------------------
 
     async def answer(
-        self,
-        message: Incoming,
-        session: Session,
-        outlet: Outlet,
-        *,
-        caller: str,
-        identity: Identity | None = None,
-        key: str | None = None,
-        position: int | None = None,
-        params: Any = None,
+        self, message: Incoming, session: Session, outlet: Outlet, *, params: Any = None, **beside: Unpack[Beside]
     ) -> bytes | None:
         """Return the answer to one message, as bytes; None if it is owed none, or was cancelled.
 
         `params` are those of the message, if they are decoded already.
         """
         try:
-            more: JsonObject = {"caller": caller, "identity": identity, "key": key, "position": position}
-            return await self.respond(message, session, outlet, **more, params=params)
+            return await self.respond(message, session, outlet, params=params, **beside)
         except RpcError as error:
             return failure(None if message.id is UNSET else message.id, error, session.revision)
 
     async def respond(
-        self,
-        message: Incoming,
-        session: Session,
-        outlet: Outlet,
-        *,
-        caller: str,
-        identity: Identity | None = None,
-        key: str | None = None,
-        position: int | None = None,
-        params: Any = None,
+        self, message: Incoming, session: Session, outlet: Outlet, *, params: Any = None, **beside: Unpack[Beside]
     ) -> bytes | None:
         """Return the same as `answer`, but raise errors."""
         if isinstance(message, Invalid):
@@ -300,7 +290,7 @@ class Server:
         # Step 2: its params, and the client it came from.
         if type(params) is not method.params:
             params = _decoded(message, method.decode)
-        peer = Peer(session, outlet, self._questions, id, message.params, params, caller, key, position, identity)
+        peer = Peer(session, outlet, self._questions, id, message.params, params, **beside)
         # Step 3: its result. A call that may take long is a task of its own, so that `notifications/cancelled` can end it
         # (basic/utilities, "Cancellation"). It needs none at 2026-07-28 over HTTP, where a client cancels by leaving, and if
         # it is a plain function that reads, which nothing can interrupt.
@@ -385,9 +375,11 @@ class Server:
         """
         left = self._limits.bytes_out
 
-        async def begin(entry: Incoming, position: int) -> bytes | None:
+        async def begin(message: tuple[Incoming, Any], position: int) -> bytes | None:
             nonlocal left
-            answer = await self.answer(entry, session, outlet, caller=caller, identity=identity, position=position)
+            entry, params = message
+            beside: Beside = {"caller": caller, "identity": identity, "position": position}
+            answer = await self.answer(entry, session, outlet, params=params, **beside)
             if answer is None:
                 return None
             if outlet.is_stream:  # each answer goes out when it is ready
@@ -399,16 +391,15 @@ class Server:
             left -= len(answer)
             return answer
 
-        def changes_something(entry: Incoming) -> bool:
+        def changes_something(message: tuple[Incoming, Any]) -> bool:
             """Commands run one after another, in array order (J13)."""
-            if not isinstance(entry, Envelope) or entry.method != "tools/call":
-                return False
-            params = self.params_of(entry)
-            tool = None if params is None else self.catalog.tools.get(params.name)
+            params = message[1]
+            tool = self.catalog.tools.get(params.name) if isinstance(params, CallTool) else None
             return tool is not None and tool.is_command
 
+        messages = [(entry, self.params_of(entry) if isinstance(entry, Envelope) else None) for entry in entries]
         limit = self._limits.concurrency
-        answers: list[bytes | None] = await run_batch(entries, begin, changes_something, concurrency=limit)
+        answers: list[bytes | None] = await run_batch(messages, begin, changes_something, concurrency=limit)
         return list(filter(None, answers))
 
     def take(self, message: "Envelope | ClientAnswer", session: Session) -> bool:

@@ -646,7 +646,9 @@ class Tasks:
                         told[id] = now
                         await send(state)
                 try:
-                    await asyncio.wait_for(listener.next(), pause / 1000)
+                    # Not `wait_for`: until Python 3.12 it drops a cancel that comes in the turn of a change.
+                    async with asyncio.timeout(pause / 1000):
+                        await listener.next()
                 except TimeoutError:
                     changed.update(ids)  # tasks of other hosts change without a word
         finally:
