@@ -222,7 +222,8 @@ async def rate(port: int, request: bytes, wanted: bytes, seconds: float) -> floa
     found = (sum(c.done for c in connections) - before) / (time.perf_counter() - started)
     for connection in connections:
         connection.stop()
-    await asyncio.wait_for(asyncio.gather(*(c.ended for c in connections)), 30)
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(c.ended for c in connections))
     return found
 
 
