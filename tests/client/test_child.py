@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,10 @@ import pytest
 
 from tests.client.peers import PATIENCE, until
 from wirecall import Retry, connect
-from wirecall.errors import BadAnswer, ConnectionLost, NotSent, TimedOut
+from wirecall.client.client import Client, JsonRpc
+from wirecall.client.delivery import Options
+from wirecall.client.links import LineLink
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, TimedOut
 from wirecall.mcp.client.inbox import QUESTIONS, Host, Inbox
 from wirecall.protocol.messages import Arrived
 from wirecall.transports.child import TURN, Child
@@ -95,6 +99,25 @@ async def test_a_keyed_call_survives_the_death_of_the_child(tmp_path: Path) -> N
     once = f"import pathlib; p = pathlib.Path({str(tmp_path / 'died')!r}); p.exists() or (p.touch(), sys.exit(1))"
     async with connect(echo(once), discover=False, retry=Retry(first=0.01)) as client:
         assert await client.call("x", {"a": 1}, key="k") == {"a": 1, "idempotency_key": "k"}
+
+
+class Fleeting:
+    """A pipe that ends while a line is written, and takes the line all the same."""
+
+    async def open(self, _on_line: Callable[[bytes], None], on_end: Callable[[CallFailed], None]) -> None:
+        self._on_end = on_end
+
+    async def write(self, _line: bytes) -> None:
+        self._on_end(ConnectionLost("its last words"))
+
+    async def aclose(self) -> None: ...
+
+
+async def test_a_pipe_that_ends_while_a_line_is_written_is_reported() -> None:
+    async with Client(LineLink(Fleeting), JsonRpc({}), Options(timeout=PATIENCE)) as client:
+        with pytest.raises(ConnectionLost, match="its last words"):
+            await client.call("x")
+        await client.notify("x")  # nothing more is owed to it than the write
 
 
 async def test_a_command_that_does_not_exist() -> None:

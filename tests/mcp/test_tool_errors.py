@@ -10,6 +10,7 @@ from msgspec import Struct
 from tests.calls import lose_completions, make_app, returning
 from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R3, REVISIONS, over_http, speak
 from wirecall import App, Context, DomainError, Limits, ToolError
+from wirecall.errors import InvalidParams, InvalidRequest
 from wirecall.mcp import ToolResult
 
 every_revision = pytest.mark.parametrize("revision", REVISIONS)
@@ -68,6 +69,32 @@ async def test_a_tool_that_fails_gives_a_result(transport: str, revision: str, t
     assert found["isError"] is True
     assert text in found["content"][0]["text"]
     assert "secret" not in json.dumps(found)
+
+
+@every_way
+@pytest.mark.parametrize("error", [ToolError("no"), InvalidParams("no"), InvalidRequest("no"), ValueError("no")], ids=repr)
+async def test_a_plain_function_fails_as_a_coroutine_function_does(transport: str, revision: str, error: Exception) -> None:
+    """A plain function that reads takes a shorter way; so does one that returns an awaitable."""
+    app = make_app()
+
+    async def fails() -> str:
+        raise error
+
+    @app.query
+    def at_once() -> str:
+        raise error
+
+    @app.query
+    def later() -> Any:
+        return fails()
+
+    app.query(name="coroutine")(fails)
+    async with speak(transport, app, revision) as client:
+        told = [await client.call("tools/call", {"name": name}) for name in ("coroutine", "at_once", "later")]
+    for answer in told:
+        del answer["id"]
+    assert told[1:] == [told[0], told[0]]
+    assert "error" in told[0] or told[0]["result"]["isError"]
 
 
 @every_revision

@@ -154,7 +154,7 @@ class Dialect:
     """What a client and its server say to each other beyond JSON-RPC 2.0: by itself nothing, and no call is repeated."""
 
     delivery: "Delivery"  # sets itself
-    has_rounds = False  # a settled entry may have to be sent again (`goes_on`)
+    has_rounds = False  # an entry that was answered may have to be sent again (`goes_on`)
 
     async def begin(self) -> None:
         """Agree with the server on how to speak. The link is open."""
@@ -184,7 +184,7 @@ class Dialect:
         return entry.key is None or entry.query is True
 
     async def goes_on(self, entry: AnyEntry) -> bool:
-        """Return whether a settled entry is to be sent again: a call of several rounds."""
+        """Return whether an entry without a result is to be sent again: a call of several rounds."""
         return False
 
     def ended(self, entry: AnyEntry) -> None:
@@ -298,7 +298,7 @@ class Delivery:
             left = await self._repeated(left)
         if self._dialect.has_rounds:
             for entry in entries:
-                if await self._dialect.goes_on(entry):
+                if not entry.ok and await self._dialect.goes_on(entry):
                     entry.attempts = 0
                     await self.deliver([entry])
         return returned

@@ -32,7 +32,7 @@ def _read_tool(entry: AnyEntry) -> Any:
     """Return the result in a tool's answer, or raise its error."""
     called = results.read_called(entry.raw)
     entry.replayed = entry.replayed or called.replayed
-    if entry.extra.check and (error := called.error()):
+    if called.is_error and entry.extra.check and (error := called.error()):
         raise error
     return called if entry.type is None else results.as_type(called, entry.type)
 

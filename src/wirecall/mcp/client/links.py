@@ -21,7 +21,7 @@ Both take arrays only at 2025-03-26, which has them. Requests and notifications 
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
@@ -328,18 +328,21 @@ class McpLineLink(LineLink, McpLink):
         """Note that the handshake with this pipe is done. The server's own messages come by the same pipe."""
         self._greeted = self._pipe
 
-    async def exchange(self, exchange: Exchange) -> None:
+    def exchange(self, exchange: Exchange) -> Coroutine[Any, Any, None]:
         """Send one message and take its answers, to a server that has been greeted."""
-        if self.renew is not None and (self._pipe is None or self._pipe is not self._greeted):
-            async with self._greeting:
-                if await self._connected() is not self._greeted:
-                    try:
-                        await self.renew()
-                    except BaseException:  # half a greeting cannot be continued: the next one begins with another pipe
-                        if self._pipe is not None:
-                            self._over.append(self._pipe)
-                            self._pipe = None
-                        raise
+        is_new = self.renew is not None and (self._pipe is None or self._pipe is not self._greeted)
+        return self._greet_first(exchange) if is_new else super().exchange(exchange)
+
+    async def _greet_first(self, exchange: Exchange) -> None:
+        async with self._greeting:
+            if await self._connected() is not self._greeted and self.renew is not None:
+                try:
+                    await self.renew()
+                except BaseException:  # half a greeting cannot be continued: the next one begins with another pipe
+                    if self._pipe is not None:
+                        self._over.append(self._pipe)
+                        self._pipe = None
+                    raise
         await super().exchange(exchange)
 
     async def post(self, exchange: Exchange) -> bool:

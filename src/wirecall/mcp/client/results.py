@@ -18,13 +18,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct
 
 from wirecall.errors import BadAnswer, InvalidParams, RpcError, TimedOut, ToolError
 from wirecall.logs import logger
 from wirecall.mcp.headers import Marks, fault_of, marked
 from wirecall.mcp.types import ERROR_META, REPLAYED_META, Audio, Content, Embedded, Image, ResourceLink, Role, Text
-from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, decode_value, remote_error
+from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Content)
@@ -302,7 +302,7 @@ def _ttl(result: dict[str, Raw]) -> float:
 
 class _Answer(Struct, rename="camel"):
     content: list[JsonObject] = []
-    structured_content: Raw | UnsetType = UNSET
+    structured_content: Any = UNSET
     is_error: bool | None = None
     meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
@@ -347,10 +347,10 @@ class Called(Struct, frozen=True):
 def read_called(raw: Raw | bytes) -> Called:
     try:
         answer = _decode_answer(raw)
-        structured = UNSET if answer.structured_content is UNSET else decode_value(answer.structured_content)
     except UNREADABLE as error:
         raise _misfit(error) from None
-    return Called([_block(item) for item in answer.content], structured, answer.is_error is True, answer.meta or {})
+    content = [_block(item) for item in answer.content]
+    return Called(content, answer.structured_content, answer.is_error is True, answer.meta or {})
 
 
 def as_type(called: Called, wanted: type[T]) -> T:

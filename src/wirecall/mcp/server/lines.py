@@ -13,12 +13,12 @@ from msgspec import UNSET
 
 from wirecall.errors import InvalidRequest, RpcError
 from wirecall.jsonrpc import make_batch
-from wirecall.mcp.revisions import HANDSHAKE, STATELESS
+from wirecall.mcp.revisions import HANDSHAKE, STATELESS, Revision
 from wirecall.mcp.server import messages
 from wirecall.mcp.server.changes import forward, session_listener
 from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming, failure
 from wirecall.mcp.server.peer import Session, described_session
-from wirecall.mcp.types import Params
+from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol import messages as jsonrpc
 from wirecall.protocol.messages import Envelope, Invalid, Limits, Sending
 from wirecall.server.call import ANONYMOUS
@@ -81,6 +81,8 @@ class StdioConnection:
     def handle(self, line: bytes, sending: Sending) -> Answer:
         """Return the answer to one line, or a coroutine that returns it. `sending` is the way of that answer."""
         message = messages.read(line, self._limits)
+        if isinstance(message, Envelope) and self._server.is_request(message.method):
+            return self._answer(message, sending)
         revision = None if self._session is None else self._session.revision
         if isinstance(message, list):
             if self._session is None and not any(isinstance(entry, Envelope) and self._is_mcp(entry) for entry in message):
@@ -118,16 +120,14 @@ class StdioConnection:
         if self._told is not None:
             self._told.cancel()
 
-    async def _answer(self, message: Envelope, sending: Sending) -> bytes | None:
+    def _answer(self, message: Envelope, sending: Sending) -> Answer:
         params: Params | None = None
         try:
             # A message that describes itself has a session of its own (2026-07-28).
-            if messages.has_envelope(message) or (self._session is None and message.method in _MODERN_ONLY):
-                if message.id is UNSET:
-                    session = Session(STATELESS[-1], calls=self._calls)
-                else:
-                    params = self._server.described(message)
-                    session = described_session(params, self._calls)
+            if message.id is not UNSET and (params := self._described(message)) is not None:
+                session = described_session(params, self._calls)
+            elif message.id is UNSET and (self._is_newer(message) or messages.has_envelope(message)):
+                session = Session(STATELESS[-1], calls=self._calls)
             # Any other belongs to the session of the connection, which `initialize` opens.
             elif message.method == "initialize":
                 if self._session is not None:
@@ -138,7 +138,7 @@ class StdioConnection:
                 self._session.calls = self._calls
                 return answer
             elif self._session is not None:
-                session = self._session
+                session, params = self._session, self._server.params_of(message)
             elif message.method in ("ping", "notifications/cancelled"):
                 session = Session(HANDSHAKE[-1], calls=self._calls)
             else:
@@ -157,8 +157,34 @@ class StdioConnection:
                     self._server.hub.remove(listener)
 
             self._told = asyncio.get_running_loop().create_task(tell())
+        # A plain function that reads gives its answer at once; anything else may wait, and may send something before it.
+        id, revision = message.id, session.revision
+        if isinstance(params, CallTool) and isinstance(id, (int, str)):
+            try:
+                ready = self._server.calls.at_once(id, params, revision)
+            except RpcError as error:
+                return failure(id, error, revision)
+            if ready is not None:
+                return ready if isinstance(ready, bytes) else _or_error(ready, id, revision)
         outlet = PipeOutlet(self._send, self._stopping, sending)
-        return await self._server.answer(message, session, outlet, caller=ANONYMOUS, params=params)
+        return self._server.answer(message, session, outlet, caller=ANONYMOUS, params=params)
+
+    def _described(self, message: Envelope) -> Params | None:
+        """Return the params of a request that describes itself (2026-07-28); None if it does not."""
+        must = self._is_newer(message)
+        if not must and (message.params is UNSET or bytes(message.params).find(b"protocolVersion") < 0):
+            return None
+        try:
+            return self._server.described(message)
+        except RpcError:
+            # Asked second, since it decodes the params once more: nearly all envelopes are right.
+            if must or messages.has_envelope(message):
+                raise
+            return None
+
+    def _is_newer(self, message: Envelope) -> bool:
+        """Return whether a message has to describe itself: its method is one of 2026-07-28 alone."""
+        return self._session is None and message.method in _MODERN_ONLY
 
     async def _answer_array(self, entries: list[Incoming], sending: Sending) -> bytes | None:
         assert self._session is not None
@@ -169,3 +195,10 @@ class StdioConnection:
     def _is_mcp(self, message: Envelope) -> bool:
         is_named = self._server.is_request(message.method) or message.method.startswith("notifications/")
         return is_named or messages.has_envelope(message)
+
+
+async def _or_error(coming: Awaitable[bytes], id: Id, revision: Revision) -> bytes:
+    try:
+        return await coming
+    except RpcError as error:
+        return failure(id, error, revision)
