@@ -8,7 +8,7 @@
    shape of the result differs. A call that asks its client returns its questions instead of a result, in any of the shapes.
 2. A tool that changes something has one idempotency key, in whichever place the client put it: `_meta`, params, arguments or
    header. A result from the ledger is marked in its `_meta`.
-3. A plain function that reads takes the short way over HTTP: no call, no task and no coroutine (`at_once`).
+3. A plain function that reads takes the short way: no call, no task and no coroutine (`at_once`).
 4. A tool reports a failure as a result with `isError`, which the model reads; the protocol reports one as an error. The
    revision decides which of the two a failure is (`as_result`).
 5. Results are made in the fullest form and encoded once; `project` takes away what older revisions do not know.
