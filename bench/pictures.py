@@ -66,7 +66,7 @@ def main() -> None:
     peers = sorted(("json-rpc", "pjrpc", "ajsonrpc", "jsonrpcserver"), key=lambda name: core[f"{name}, 50"])
     entry = {"bare msgspec": core["bare, 50"], "wirecall": core["wirecall sync, 50"]}
     entry |= {name: core[f"{name}, 50"] for name in peers}
-    calls = {"bare ASGI": http["bare, tools/call"]}
+    calls = {"bare ASGI": http["bare ASGI"]}
     calls |= {name: value for name, value in http.items() if name.endswith(("2026-07-28", "2025-06-18"))}
     FOLDER.joinpath("entry.svg").write_text(bars("One entry in a batch of 50, typed params", entry, "µs, less is better"))
     FOLDER.joinpath("http.svg").write_text(bars("tools/call over HTTP", calls, "calls/s, more is better"))
