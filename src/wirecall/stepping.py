@@ -6,6 +6,7 @@
    until its first wait before its maker knows it; a maker that keeps its tasks in a table relies on the common order.
 3. `Timeouts` are for blocks that nearly always end in time. A timer for each (`asyncio.timeout`) would be a third of the
    client's work for a call, and 6 µs of every HTTP request.
+4. `Signal` is an event with callbacks: a task that only waits for an event takes 1 KB.
 """
 
 import asyncio
@@ -162,6 +163,29 @@ class Expiring(Protocol):
     """Something that a time limit ends."""
 
     def expire(self) -> None: ...
+
+
+class Signal(asyncio.Event):
+    """An event that calls functions when it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: set[Callable[[], None]] = set()
+
+    def listen(self, call: Callable[[], None]) -> None:
+        """Call a function when the event is set; at once if it is set already."""
+        if self.is_set():
+            call()
+        else:
+            self._calls.add(call)
+
+    def forget(self, call: Callable[[], None]) -> None:
+        self._calls.discard(call)
+
+    def set(self) -> None:
+        super().set()
+        for call in tuple(self._calls):
+            call()
 
 
 class Timeouts:

@@ -78,6 +78,12 @@ class Client:
         return Reply(start["status"], headers, b"".join(event["body"] for event in rest), is_complete)
 
 
+async def until_left(request: HttpRequest) -> None:
+    left = asyncio.Event()
+    request.watch(left.set)
+    await left.wait()
+
+
 def piece(body: bytes, more: bool = False) -> dict[str, Any]:
     return {"type": "http.request", "body": body, "more_body": more}
 
@@ -147,7 +153,7 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         await request.body()
         await request.open_stream()
         await request.write(b"data: hello\n\n")
-        await request.gone()
+        await until_left(request)
 
     async def flood(request: HttpRequest) -> None:
         await request.body()

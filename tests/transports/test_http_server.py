@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from tests import rsgi
 from tests.calls import batch, call
-from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scope_of
+from tests.transports import LOCAL, Client, Pairs, ask, make_server, piece, scope_of, until_left
 from wirecall import Limits
 from wirecall.errors import Gone, Unauthorized
 from wirecall.protocol.messages import Data, Id, Sending
@@ -574,7 +574,7 @@ async def test_a_large_answer_is_sent_in_pieces() -> None:
 async def test_streams_are_counted() -> None:
     async def stream(request: HttpRequest) -> None:
         await request.open_stream()
-        await request.gone()
+        await until_left(request)
 
     server = HttpServer({"/": stream}, limits=Limits(streams=2))
     clients = [Client(piece(b"")), Client(piece(b""))]
@@ -591,24 +591,44 @@ async def test_streams_are_counted() -> None:
     await tasks[1]
 
 
-async def test_gone_tells_that_the_client_left_and_can_be_asked_again() -> None:
+async def test_a_watched_client_that_leaves_is_reported_once() -> None:
     seen: list[str] = []
-    asked = asyncio.Event()
+    watched = asyncio.Event()
 
     async def wait(request: HttpRequest) -> None:
         await request.body()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(request.gone(), 0.01)
-        asked.set()
-        await request.gone()
-        seen.append("gone")
+        request.sending = Sending()
+        request.sending.listen(lambda written: seen.append("written" if written else "lost"))
+        left = asyncio.Event()
+        request.watch(left.set)
+        watched.set()
+        await left.wait()
+        seen.append(f"left {request.has_left}")
+        with pytest.raises(Gone):
+            await request.respond(200, b"{}")
 
     client = Client(piece(b"", True), piece(b""))
     task = asyncio.create_task(ask(HttpServer({"/": wait}), "/", client=client))
-    await asked.wait()
+    await watched.wait()
     client.left.set()
     await task
-    assert seen == ["gone"]
+    assert seen == ["lost", "left True"]
+
+
+async def test_a_watched_client_that_waits_for_its_answer_gets_it() -> None:
+    seen: list[str] = []
+
+    async def answer(request: HttpRequest) -> None:
+        await request.body()
+        request.sending = Sending()
+        request.sending.listen(lambda written: seen.append("written" if written else "lost"))
+        request.watch(lambda: seen.append("left"))
+        await asyncio.sleep(0)
+        await request.respond(200, b"{}")
+
+    assert (await ask(HttpServer({"/": answer}), "/")).body == b"{}"
+    await asyncio.sleep(0)  # a watcher that is not stopped would tell now
+    assert seen == ["written"]
 
 
 @rsgi.only_asgi

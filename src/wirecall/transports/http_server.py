@@ -21,7 +21,7 @@ from wirecall.errors import Gone, InvalidParams, LimitExceeded, StartFailed, Una
 from wirecall.logs import logger
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Data, Id, Limits, Sending
-from wirecall.stepping import Timeouts
+from wirecall.stepping import Signal, Timeouts
 from wirecall.transports.request import (
     CLOSE,
     REPLAYED,
@@ -86,7 +86,7 @@ class HttpServer:
         self._open = {**(open_routes or {})}
         self.routes = {**routes, **self._open}
         self.limits = limits or Limits()
-        self.stopping = asyncio.Event()
+        self.stopping = Signal()
         self.timeouts = Timeouts()
         self._authenticate = authenticate
         self._access = access

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import Limits, Sending
-from wirecall.stepping import Timeouts, first_step
+from wirecall.stepping import Signal, Timeouts, first_step
 
 if TYPE_CHECKING:
     from wirecall.server.identity import Identity
@@ -78,12 +78,17 @@ class Headers(Mapping[str, str]):
     section 5.3). So a lookup never returns one value while a proxy in front has judged the other.
     """
 
-    __slots__ = ("first", "has_doubles", "pairs")
+    __slots__ = ("_pairs", "first", "has_doubles")
 
     def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
-        self.pairs = pairs  # names in lower case
         self.first = dict(reversed(pairs))  # the first value of each name; made in C, faster than any loop here
         self.has_doubles = len(self.first) != len(pairs)  # a name occurs twice
+        self._pairs = pairs if self.has_doubles else None  # of a stream that stays open, half the memory of its fields
+
+    @property
+    def pairs(self) -> Sequence[tuple[str, str]]:
+        """All fields in their order, the names in lower case."""
+        return [*reversed(self.first.items())] if self._pairs is None else self._pairs
 
     @overload
     def get(self, name: str, /) -> str | None: ...
@@ -124,7 +129,7 @@ class Around(Protocol):
 
     limits: Limits
     timeouts: Timeouts
-    stopping: asyncio.Event
+    stopping: Signal
 
     def enter_stream(self, request: "HttpRequest") -> None:
         """HttpError 503 if too many streams are open."""
@@ -157,12 +162,11 @@ class HttpRequest(ABC):
     _is_late = False  # the body did not arrive in time
     _more: Pairs = ()  # fields that every answer gets
     _has_ended = False  # the response is complete
-    _watched = False
-    _watcher: "asyncio.Task[None] | None" = None
+    _watcher: "asyncio.Future[None] | None" = None  # done when the client has left
     _unbroken = 0  # bytes of the stream since the loop had its last turn
 
     @property
-    def stopping(self) -> asyncio.Event:
+    def stopping(self) -> Signal:
         """Set when the server is about to stop: a stream has to end now."""
         return self._server.stopping
 
@@ -274,31 +278,27 @@ class HttpRequest(ABC):
         self._is_late = True
         self._server.cancel(self)
 
-    async def gone(self) -> None:
-        """Return when the client has disconnected. To be awaited after the body, once at a time; safe to cancel."""
-        self._watched = True
-        try:
-            await self._until_left()
-        finally:
-            self._watched = False
-
     def watch(self, left: Callable[[], object] | None = None) -> None:
-        """Look from now on whether the client leaves before its answer is written, and tell `sending`, and call `left`."""
+        """Look from now on whether the client leaves before its answer is written, and tell `sending`, and call `left`.
 
-        async def look() -> None:
-            with contextlib.suppress(Exception):  # a transport that fails counts as a client that has left
-                await self.gone()
+        To be called after the body is read.
+        """
+
+        def tell(_: "asyncio.Future[None]") -> None:
+            if self._watcher is None:
+                return
             self.has_left = True
             if self.sending is not None:
                 self.sending.lost()
             if left is not None:
                 left()
 
-        self._watcher = asyncio.get_running_loop().create_task(look())
+        self._watcher = watcher = self._leaving()
+        watcher.add_done_callback(tell)
 
     def _check_there(self) -> None:
         """Raise Gone if the client has left, without waiting: servers do not report a write to a client that has left."""
-        if not self._watched and not self.has_left:
+        if self._watcher is None and not self.has_left:
             self.has_left = self._is_gone()
         if self.has_left:
             raise Gone("the client has left")
@@ -306,9 +306,9 @@ class HttpRequest(ABC):
     async def _check_reader(self) -> None:
         """Raise Gone if the client has left: a call wants to know whether its answer is written."""
         if self._watcher is not None:
-            self._watcher.cancel()
-        if self._watched:
-            await asyncio.sleep(0)  # a watcher that is cancelled lets go of the server's events
+            watcher, self._watcher = self._watcher, None
+            if self._let_watcher_go(watcher):
+                await asyncio.sleep(0)
         self._check_there()
 
     # --- answering ---------------------------------------------------------------------------------------------------
@@ -402,7 +402,8 @@ class HttpRequest(ABC):
     def release(self) -> None:
         """Cancel what still looks for the client: the request is over. An answer that is not written is lost."""
         if self._watcher is not None:
-            self._watcher.cancel()
+            watcher, self._watcher = self._watcher, None
+            self._let_watcher_go(watcher)
         if self.sending is not None and not self.sending.is_written:
             self.sending.lost()
         self._let_go(cut=self.started and not self._has_ended)
@@ -417,12 +418,16 @@ class HttpRequest(ABC):
         """
 
     @abstractmethod
-    async def _until_left(self) -> None:
-        """Return when the client has left. To be awaited after the body, once at a time; safe to cancel."""
+    def _leaving(self) -> "asyncio.Future[None]":
+        """Return a future that is done when the client has left: a watcher, one at a time."""
+
+    @abstractmethod
+    def _let_watcher_go(self, watcher: "asyncio.Future[None]") -> bool:
+        """Stop watching. Return whether the loop has to have a turn before `_is_gone` may be called."""
 
     @abstractmethod
     def _is_gone(self) -> bool:
-        """Return whether the client is known to have left. Not to be called while `_until_left` is awaited."""
+        """Return whether the client is known to have left. Not to be called while there is a watcher."""
 
     # Each of these may wait while the client does not read, and raises OSError if the client is known to have left.
 
@@ -486,16 +491,23 @@ class AsgiRequest(HttpRequest):
                 return piece
         return b""
 
-    async def _until_left(self) -> None:
-        try:
-            while True:
-                coming = self._coming
-                event: Event = await (self._receive() if coming is None else coming)
-                if event["type"] == "http.disconnect":
-                    return
-                self._coming = None
-        finally:
-            self._coming = None  # a future that was awaited is done now, or cancelled
+    def _leaving(self) -> "asyncio.Future[None]":
+        async def until_left() -> None:
+            try:
+                with contextlib.suppress(Exception):  # a transport that fails counts as a client that has left
+                    while True:
+                        coming = self._coming
+                        event: Event = await (self._receive() if coming is None else coming)
+                        if event["type"] == "http.disconnect":
+                            return
+                        self._coming = None
+            finally:
+                self._coming = None  # a future that was awaited is done now, or cancelled
+
+        return asyncio.get_running_loop().create_task(until_left())
+
+    def _let_watcher_go(self, watcher: "asyncio.Future[None]") -> bool:
+        return watcher.cancel()  # in its turn it lets go of the server's events
 
     def _is_gone(self) -> bool:
         # ASGI promises an awaitable and no more. A future (granian, while the client is there) goes on by itself: it is
@@ -569,7 +581,7 @@ class RsgiRequest(HttpRequest):
     _always_waits = True
     _was_read = False
     _pieces: AsyncIterator[bytes] | None = None
-    _leaving: Any = None  # a future that is done when the client has left
+    _left: Any = None  # a future that is done when the client has left
     _stream: Any = None
     _ahead = 0  # bytes of the stream since its socket was ready for more
     _socket: socket.socket | None = None
@@ -608,16 +620,19 @@ class RsgiRequest(HttpRequest):
         except RuntimeError:  # granian's errors about a client that has left
             return None
 
-    async def _until_left(self) -> None:
-        leaving = self._leaving or self._protocol.client_disconnect()
-        self._leaving = None
-        await leaving
+    def _leaving(self) -> "asyncio.Future[None]":
+        left, self._left = self._left or self._protocol.client_disconnect(), None
+        return asyncio.ensure_future(left)  # it is one already, while the client is there
+
+    def _let_watcher_go(self, watcher: "asyncio.Future[None]") -> bool:
+        self._left = watcher
+        return False
 
     def _is_gone(self) -> bool:
         # Before the client has left, granian returns a future that goes on by itself: it is kept, and looked at again with
         # the next piece. Afterwards it returns an awaitable without a wait.
-        leaving = self._leaving = self._leaving or self._protocol.client_disconnect()
-        return not asyncio.isfuture(leaving) or leaving.done()
+        left = self._left = self._left or self._protocol.client_disconnect()
+        return not asyncio.isfuture(left) or left.done()
 
     def _answer(self, status: int, fields: list[tuple[str, str]], body: bytes) -> None:
         if body:
@@ -691,8 +706,8 @@ class RsgiRequest(HttpRequest):
         elif self._socket is not None:
             self._socket.close()
         self._stream = None
-        if self._leaving is not None and asyncio.isfuture(self._leaving):
-            self._leaving.cancel()
+        if asyncio.isfuture(self._left):
+            self._left.cancel()
 
 
 def open_sockets() -> Iterator[socket.socket]:

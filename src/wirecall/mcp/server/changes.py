@@ -40,7 +40,7 @@ class Listener:
         self._wants = wants
         self._meta = meta
         self._pending: dict[bytes, None] = {}
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # `next` awaits it; an event would take 1 KB of each idle stream
         self._closed = False
 
     def hear(self, kind: str, uri: str | None) -> None:
@@ -51,18 +51,22 @@ class Listener:
         params = {**({"uri": uri} if uri is not None else {}), **({"_meta": self._meta} if self._meta else {})}
         message = encode({"jsonrpc": "2.0", "method": method, **({"params": params} if params else {})})
         self._pending[message] = None
-        self._news.set()
+        self._ring()
 
     def close(self) -> None:
         """Make `next` return None."""
         self._closed = True
-        self._news.set()
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def next(self) -> bytes | None:
         """Wait for the next message, and return it; None when the listener is closed."""
         while not self._pending and not self._closed:
-            self._news.clear()
-            await self._news.wait()
+            self._news = self.loop.create_future()
+            await self._news
         if self._closed:
             return None
         message = next(iter(self._pending))
@@ -101,15 +105,13 @@ class Hub:
 
 async def forward(listener: Listener, outlet: "Outlet", seconds: float | None = None) -> None:
     """Send the messages of a listener, until it is closed, or its seconds are over, or the server stops."""
-    loop = asyncio.get_running_loop()
-    stopped = loop.create_task(outlet.stopping.wait())
-    stopped.add_done_callback(lambda _: listener.close())
-    over = None if seconds is None else loop.call_later(seconds, listener.close)
+    outlet.stopping.listen(listener.close)
+    over = None if seconds is None else listener.loop.call_later(seconds, listener.close)
     try:
         while (message := await listener.next()) is not None:
             await outlet.send(message)
     finally:
-        stopped.cancel()
+        outlet.stopping.forget(listener.close)
         if over is not None:
             over.cancel()
 

@@ -22,6 +22,7 @@ from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol import messages as jsonrpc
 from wirecall.protocol.messages import Envelope, Invalid, Limits, Sending
 from wirecall.server.call import ANONYMOUS
+from wirecall.stepping import Signal
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
@@ -41,7 +42,7 @@ class PipeOutlet:
     is_stream = False  # the answers of an array come as an array
     peer = PIPE
 
-    def __init__(self, send: Callable[[bytes], Awaitable[None]], stopping: asyncio.Event, sending: Sending) -> None:
+    def __init__(self, send: Callable[[bytes], Awaitable[None]], stopping: Signal, sending: Sending) -> None:
         self.stopping = stopping
         self.sending = sending
         self.replayed: list[Id] = []
@@ -73,7 +74,7 @@ class StdioConnection:
         self._methods = methods  # what plain JSON-RPC serves
         self._limits = limits
         self._send = send
-        self._stopping = asyncio.Event()
+        self._stopping = Signal()
         self._session: Session | None = None
         self._calls: dict[Id, asyncio.Task[object]] = {}  # of both eras: an id is in use once
         self._told: asyncio.Task[None] | None = None

@@ -53,6 +53,7 @@ from wirecall.server.call import Call, ClientInfo, InputRequired
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
+from wirecall.stepping import Signal
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.sessions import Seals
@@ -72,7 +73,7 @@ _numbers = itertools.count(1)
 class Outlet(Protocol):
     """Where a transport lets messages out that come before the answer."""
 
-    stopping: asyncio.Event  # set when the server is about to stop
+    stopping: Signal  # set when the server is about to stop
     replayed: list[Id]  # whose answers come from the ledger
     is_shared: bool  # messages of other calls go the same way
     is_stream: bool  # the answer has become a stream of messages

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 
 from wirecall.errors import Gone
 from wirecall.protocol.messages import Sending
+from wirecall.stepping import Signal
 from wirecall.transports.request import HttpError, HttpRequest
 
 KEEP_ALIVE = 15.0  # seconds; proxies close connections that are silent for longer
@@ -42,7 +43,7 @@ class Nowhere:
 
     def __init__(self) -> None:
         self.sending = Sending()
-        self.stopping = asyncio.Event()
+        self.stopping = Signal()
         self.replayed: list[int | str] = []
 
     async def send(self, message: bytes) -> None:
