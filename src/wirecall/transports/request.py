@@ -22,7 +22,17 @@ import socket
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from stat import S_ISSOCK
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
@@ -78,17 +88,14 @@ class Headers(Mapping[str, str]):
     section 5.3). So a lookup never returns one value while a proxy in front has judged the other.
     """
 
-    __slots__ = ("_pairs", "first", "has_doubles")
+    __slots__ = ("first", "has_doubles", "pairs")
 
     def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
         self.first = dict(reversed(pairs))  # the first value of each name; made in C, faster than any loop here
         self.has_doubles = len(self.first) != len(pairs)  # a name occurs twice
-        self._pairs = pairs if self.has_doubles else None  # of a stream that stays open, half the memory of its fields
-
-    @property
-    def pairs(self) -> Sequence[tuple[str, str]]:
-        """All fields in their order, the names in lower case."""
-        return [*reversed(self.first.items())] if self._pairs is None else self._pairs
+        # All fields, names in lower case, values of one name in their order. A stream that stays open should not keep its
+        # fields twice.
+        self.pairs: Collection[tuple[str, str]] = pairs if self.has_doubles else self.first.items()
 
     @overload
     def get(self, name: str, /) -> str | None: ...
@@ -118,7 +125,7 @@ class Headers(Mapping[str, str]):
         return isinstance(name, str) and name.lower() in self.first
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(key for key, _ in self.pairs))
+        return reversed(self.first)
 
     def __len__(self) -> int:
         return len(self.first)
@@ -706,7 +713,7 @@ class RsgiRequest(HttpRequest):
         elif self._socket is not None:
             self._socket.close()
         self._stream = None
-        if asyncio.isfuture(self._left):
+        if self._left is not None and asyncio.isfuture(self._left):
             self._left.cancel()
 
 

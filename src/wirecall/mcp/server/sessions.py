@@ -59,7 +59,7 @@ class Known:
         self.until = until  # the end of its token
         self.id = "" if ended is None else ended.id
         self.session = session
-        self.channels: OrderedDict[str, Channel] = OrderedDict()
+        self.channels: dict[str, Channel] = {}  # the oldest first
         self._standing: Listener | None = None
 
     def stand(self, listener: "Listener | None") -> None:
@@ -82,7 +82,7 @@ class Known:
     def keep(self, channel: "Channel") -> None:
         self.channels[channel.id] = channel
         while len(self.channels) > MAX_CHANNELS:
-            self.channels.popitem(last=False)
+            del self.channels[next(iter(self.channels))]
 
 
 class Sessions:
