@@ -6,6 +6,7 @@ test_recognised.
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.commands.wires import (
 from tests.mcp.asgi import LEGACY, PATIENCE, R2, R3, R4, R5, over_http
 from wirecall import App, Context
 from wirecall.commands import delivery
+from wirecall.errors import KeyInProgress
 from wirecall.ledger.base import Ledger, State
 
 pytestmark = pytest.mark.parametrize("store", ["memory"], indirect=True)
@@ -490,3 +492,40 @@ async def test_entries_of_an_array_do_not_wait_for_each_other(
     wire = await wires(way, app)
     told = await wire.post([wire.message("charge", PARAMS, id) for id in (101, 102)]).told()
     assert [each.value["number"] for each in told] == [1, 2]
+
+
+@pytest.mark.parametrize("way", ["/rpc", *LEGACY])
+async def test_a_call_that_its_repetition_overtook_does_not_run(
+    way: str,
+    new_app: NewApp,
+    wires: Wires,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A new connection may be slower than an old one. There, a caller that leaves has not cancelled its call."""
+    monkeypatch.setattr(delivery, "NOTICED_AFTER", 3600.0)
+    refused = asyncio.Event()
+
+    class Refusals(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if getattr(record, "code", None) == KeyInProgress.CODE:
+                refused.set()
+
+    app = new_app(**known(way))
+    app.command(name="charge")(world.held_after)
+    wire = await wires(way, app)
+    log, handler = logging.getLogger("wirecall"), Refusals()
+    caplog.set_level(logging.INFO, "wirecall")
+    log.addHandler(handler)
+    try:
+        repetition = wire.send("charge", PARAMS)
+        await soon(world.begun)
+        overtaken = wire.send("charge", PARAMS)
+        await overtaken.leave()
+        await soon(refused)
+    finally:
+        log.removeHandler(handler)
+    world.gate.set()
+    assert (await repetition.told()).value == FIRST
+    assert (await wire.call("charge", PARAMS)).value == SECOND  # the repetition was delivered, so this is a new call

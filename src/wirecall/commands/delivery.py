@@ -4,7 +4,9 @@
    known caller has none, so it matches nothing.
 2. An answer is on its way until its transport has taken the last byte, or its caller is gone. Answers that are on their way
    in this process are not lost: an equal call meanwhile is a new one. But a caller may have left a moment ago, and its
-   transport not have noticed yet. So an equal call first waits a moment, unless it came in the same message.
+   transport not have noticed yet. So an equal call first waits a moment, unless it came in the same message. If its own
+   caller leaves meanwhile, it does not run: a repetition may arrive before the call that it repeats, which then is the
+   one that waits.
 3. A loss is marked in the ledger at once; a repetition in this process sees to the mark itself. Written answers are marked
    together, a moment later, so that they cost no commit of their own. Both are retried while the ledger is down. A process
    that dies in that moment has not said that its last answers were written, so they count as undelivered: an equal call
@@ -73,22 +75,25 @@ class Deliveries:
     async def notice(self, keyless: Keyless, sending: Sending | None) -> None:
         """Give the transports of equal calls a moment to notice that their callers have left.
 
-        `sending` is the way of the answer to the call that waits: no call waits for the others of its own message. Where no
-        transport watches, a caller that leaves is noticed at once.
+        `sending` is the way of the answer to the call that waits: no call waits for the others of its own message, nor when
+        its own caller has left. Where no transport watches, a caller that leaves is noticed at once.
         """
         if keyless.likeness is None:
             return
         loop, noticed = asyncio.get_running_loop(), []
 
-        def end(future: "asyncio.Future[None]", _written: bool) -> None:
-            if not future.done():
-                future.set_result(None)
+        def end(futures: "list[asyncio.Future[None]]", _written: bool) -> None:
+            for future in futures:
+                if not future.done():
+                    future.set_result(None)
 
         for other in self._not_lost.get(keyless.likeness, {}).values():
             if other is not None and other is not sending and not other.is_written:
                 noticed.append(loop.create_future())
-                other.listen(partial(end, noticed[-1]))
+                other.listen(partial(end, noticed[-1:]))
         if noticed:
+            if sending is not None:
+                sending.listen(partial(end, noticed))
             await asyncio.wait(noticed, timeout=NOTICED_AFTER)
 
     async def look(self, ledger: Ledger, claim: Claim, is_lost: Callable[[], bool]) -> Claim:

@@ -175,6 +175,8 @@ class Commands:
         try:
             if run.has_equals and run.keyless is not None:
                 await self._deliveries.notice(run.keyless, run.sending)
+                if run.is_lost:  # a repetition has overtaken it, or will come
+                    raise in_progress()
             found = await self._claim(run)
             if run.claim.id.key != call.key:
                 _recognised(call, run)
