@@ -21,7 +21,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import InvalidParams, KeyInProgress, KeyRequired, NotCapable, ResourceNotFound, RpcError, rebuilt
+from wirecall.errors import (
+    EncodeError,
+    InternalError,
+    InvalidParams,
+    KeyInProgress,
+    KeyRequired,
+    NotCapable,
+    ResourceNotFound,
+    RpcError,
+    rebuilt,
+)
+from wirecall.logs import failed
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
 from wirecall.mcp.server.messages import A_TASK, INPUT_REQUIRED, Answers, Id
@@ -124,7 +135,7 @@ class Calls:
                     for question in msgspec.json.decode(result)["inputRequests"].values():
                         check_capability(peer.session, question["method"], question["params"])
         except RpcError as error:
-            result = encode(as_result(error, method, revision))
+            result = as_result(error, method, revision)
         if result.startswith((INPUT_REQUIRED, A_TASK)) or (revision.structured == "any" and not marks):
             return result
         told = project(result, method, revision)
@@ -147,7 +158,7 @@ class Calls:
         try:
             result = self._dispatcher().call_plain(method, arguments, self.shape(method), id)
         except RpcError as error:
-            result = encode(as_result(error, method, revision))
+            result = as_result(error, method, revision)
         if result is None:
             return None
         if not isinstance(result, bytes):
@@ -160,7 +171,7 @@ class Calls:
         try:
             result = await coming
         except RpcError as error:
-            result = encode(as_result(error, method, revision))
+            result = as_result(error, method, revision)
         told = result if revision.structured == "any" else project(result, method, revision)
         return self._answers.to(id, told, revision)
 
@@ -378,6 +389,9 @@ def call_result(method: Method) -> Callable[[Any], CallResult]:
             if isinstance(value, ToolResult):
                 blocks = [block(item) for item in value.content]
                 is_error, meta = value.is_error, UNSET if value.meta is None else value.meta
+                if type(is_error) is not bool or not (meta is UNSET or isinstance(meta, dict)):
+                    got = f"is_error={is_error!r:.100}, meta={meta!r:.100}"
+                    raise TypeError(f"a ToolResult has a bool as is_error, and a dict or None as meta, got {got}")
                 is_data = value.structured is not UNSET
                 value = value.structured if is_data else None
         data = encode(value) if is_data else b""
@@ -456,8 +470,8 @@ def completed(value: Iterable[object]) -> JsonObject:
     return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}
 
 
-def as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:
-    """Return the result that reports an error to a model. Raises the errors that belong to the protocol.
+def as_result(error: RpcError, method: Method, revision: Revision) -> bytes:
+    """Return the result that reports an error to a model, as JSON. Raises the errors that belong to the protocol.
 
     A model sees only the text; code and data stay in `_meta`, from which our client restores the error and its `ran`.
     """
@@ -471,4 +485,8 @@ def as_result(error: RpcError, method: Method, revision: Revision) -> CallResult
     elif not isinstance(error, NotCapable):
         text = error.message
     told = {"code": error.code, **({} if data is None else {"data": data})}
-    return CallResult([{"type": "text", "text": text}], is_error=True, meta={ERROR_META: told})
+    try:
+        return encode(CallResult([{"type": "text", "text": text}], is_error=True, meta={ERROR_META: told}))
+    except EncodeError as reason:  # the text and the data are the handler's own
+        failed(method.name, None, reason)
+        return as_result(InternalError(), method, revision)

@@ -417,7 +417,7 @@ class Tasks:
         try:
             if method is None:
                 raise error
-            return {"status": "completed", "result": as_result(error, method, REVISIONS[document.revision])}
+            return {"status": "completed", "result": Raw(as_result(error, method, REVISIONS[document.revision]))}
         except RpcError as raised:
             return _failed(raised)
 
