@@ -1,9 +1,10 @@
 """Resources, their templates, and prompts: what is read, and how both are described."""
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field
 
 from tests.calls import make_app
 from tests.mcp.asgi import (
@@ -234,6 +235,31 @@ async def test_prompts(transport: str, revision: str) -> None:
 async def test_arguments_of_prompts_are_checked(revision: str, arguments: Any) -> None:
     async with over_http(prompting(), revision) as client:
         assert (await client.error("prompts/get", {"name": "say", "arguments": arguments}))["code"] == -32602
+
+
+@every_revision
+@pytest.mark.parametrize("text", ["nan", "inf", "Infinity", "-Infinity"])
+async def test_a_text_that_is_not_a_finite_number_is_refused(revision: str, text: str) -> None:
+    """msgspec and pydantic read such a text as a float, and JSON has no word for it. It is the caller's mistake."""
+    app = make_app()
+
+    @app.prompt
+    def plain(number: float) -> str:
+        return str(number)
+
+    @app.prompt
+    def modelled(number: Annotated[float, Field(ge=-1)]) -> str:
+        return str(number)
+
+    @app.resource("test://{number}")
+    def resource(number: float | None) -> str:
+        return str(number)
+
+    async with over_http(app, revision) as client:
+        for name in ("plain", "modelled"):
+            error = await client.error("prompts/get", {"name": name, "arguments": {"number": text}})
+            assert (error["code"], "number: expected a" in error["message"]) == (-32602, True)
+        assert (await client.error("resources/read", {"uri": f"test://{text}"}))["code"] == -32602
 
 
 def test_a_name_is_given_once() -> None:

@@ -14,6 +14,7 @@
 5. Results are made in the fullest form and encoded once; `project` takes away what older revisions do not know.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -350,9 +351,11 @@ def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
             arguments[name] = text
             continue
         try:
-            arguments[name] = msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
+            value = arguments[name] = msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
         except msgspec.ValidationError as error:
             raise InvalidParams(f"arguments.{name}: {str(error).lower()}") from None
+        if isinstance(value, float) and not math.isfinite(value):  # msgspec reads the texts "nan" and "inf"
+            raise InvalidParams(f"arguments.{name}: expected a finite number, got {text[:100]!r}")
     return Raw(encode(arguments)) if arguments else _NO_ARGUMENTS
 
 
