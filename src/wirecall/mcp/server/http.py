@@ -342,6 +342,7 @@ class McpEndpoint:
         known = self._standing_session(request)
         if not _takes(request.headers.get("accept"), frozenset({EVENTS})):
             raise HttpError(406, f"Accept: expected {EVENTS}")
+        request.holder = request.holder or known.id
         # The id of an event names its stream, so only events of that one are sent again (2025-11-25, transports,
         # "Resumability and Redelivery").
         last = request.headers.get(LAST_EVENT)
@@ -356,7 +357,6 @@ class McpEndpoint:
             with channel.reading():
                 await channel.follow(request, int(number))
             return
-        request.holder = request.holder or known.id
         outlet = Direct(request)
         listener = session_listener(known.session)
         self._server.hub.add(listener)
