@@ -184,7 +184,8 @@ def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
         failed("an error", id, reason)
         body = encode(error_object(InternalError()))
     if id is not None and id is not UNSET:
-        return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"error":' + body + b"}"
+        told = bytes(id) if isinstance(id, Raw) else encode(id)  # a number that Python would write with other digits
+        return b'{"jsonrpc":"2.0","id":' + told + b',"error":' + body + b"}"
     # JSON-RPC 2.0, section 5: the id of an unreadable request is null. From 2025-11-25 on MCP's schema has no null there.
     if revision is None or revision.value("id of an unreadable message") == "null":
         return b'{"jsonrpc":"2.0","id":null,"error":' + body + b"}"
