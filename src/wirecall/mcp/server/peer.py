@@ -25,7 +25,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -315,6 +315,8 @@ class Peer(Struct, eq=False):
     about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
     _progress: float | None = None  # the last number sent
     _count: int = 0  # questions so far
+    _asking: int = 0  # tasks of the call that wait for answers
+    _place: ExitStack = msgspec.field(default_factory=ExitStack)  # of a call that waits
     _closed: bool = False
 
     def named(self, key: str) -> None:
@@ -451,13 +453,19 @@ class Peer(Struct, eq=False):
         async def asked(question: Question) -> Any:
             return question.decode(decode_any(await self.session.request(self, question.method, question.params)))
 
-        with self.questions.place(self.session, self.caller):
-            requests = [asyncio.ensure_future(asked(question)) for question in questions]
-            try:
-                return list(await asyncio.gather(*requests))
-            finally:
-                for request in requests:  # if one of several fails, the others are not waited for
-                    request.cancel()
+        # A call may ask from several of its tasks at once. It waits once, until the last of them has its answer.
+        if not self._asking:
+            self._place.enter_context(self.questions.place(self.session, self.caller))
+        self._asking += 1
+        requests = [asyncio.ensure_future(asked(question)) for question in questions]
+        try:
+            return list(await asyncio.gather(*requests))
+        finally:
+            for request in requests:  # if one of several fails, the others are not waited for
+                request.cancel()
+            self._asking -= 1
+            if not self._asking:
+                self._place.close()
 
     async def pause(self, questions: JsonObject) -> bytes:
         """Return the answer of a call that ends with questions."""
