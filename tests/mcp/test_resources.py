@@ -1,7 +1,7 @@
 """Resources, their templates, and prompts: what is read, and how both are described."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
@@ -176,6 +176,19 @@ async def test_a_value_of_a_template_never_leads_out_of_its_folder() -> None:
 async def test_a_name_that_does_not_fit_is_an_error(revision: str) -> None:
     async with over_http(library(), revision) as client:
         assert (await client.error("resources/read", {"uri": "test://book/a/page/seven"}))["code"] in (-32602, -32002)
+
+
+@every_revision
+async def test_a_text_that_does_not_fit_is_named_as_it_came(revision: str) -> None:
+    app = make_app()
+
+    @app.prompt
+    def paint(colour: Literal["red", "blue"]) -> str:
+        return colour
+
+    async with over_http(app, revision) as client:
+        error = await client.error("prompts/get", {"name": "paint", "arguments": {"colour": "RED"}})
+    assert error["message"] == "Invalid params: arguments.colour: invalid enum value 'RED'"
 
 
 @every_revision

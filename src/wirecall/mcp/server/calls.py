@@ -59,6 +59,7 @@ from wirecall.mcp.types import (
     block,
 )
 from wirecall.protocol.messages import JsonObject, encode
+from wirecall.protocol.params import explain
 from wirecall.server.call import Call, Detachable, Frame, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import identify
@@ -353,7 +354,7 @@ def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
         try:
             value = arguments[name] = msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
         except msgspec.ValidationError as error:
-            raise InvalidParams(f"arguments.{name}: {str(error).lower()}") from None
+            raise InvalidParams(explain(error, f"arguments.{name}")) from None
         if isinstance(value, float) and not math.isfinite(value):  # msgspec reads the texts "nan" and "inf"
             raise InvalidParams(f"arguments.{name}: expected a finite number, got {text[:100]!r}")
     return Raw(encode(arguments)) if arguments else _NO_ARGUMENTS

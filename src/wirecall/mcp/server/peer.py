@@ -48,7 +48,8 @@ from wirecall.mcp.types import (
     block,
     declared_extensions,
 )
-from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, Sending, decode_any, encode
+from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, Sending, decode_any, decode_value, encode
+from wirecall.protocol.params import explain
 from wirecall.server.call import Call, ClientInfo, InputRequired
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
@@ -426,7 +427,7 @@ class Peer(Struct, eq=False):
         params = {"messages": wire, "maxTokens": max_tokens, **more}
         if system is not None:
             params["systemPrompt"] = system
-        return self._question(key, "sampling/createMessage", params, lambda answer: _as(answer, Sampled))
+        return self._question(key, "sampling/createMessage", params, _sampled)
 
     def roots(self, key: str | None) -> Question:
         return self._question(key, "roots/list", {}, lambda answer: _as(answer, Roots).roots)
@@ -451,7 +452,11 @@ class Peer(Struct, eq=False):
             return [question.decode(self.answers[question.key]) for question in questions]
 
         async def asked(question: Question) -> Any:
-            return question.decode(decode_any(await self.session.request(self, question.method, question.params)))
+            answer = await self.session.request(self, question.method, question.params)
+            try:
+                return question.decode(decode_value(answer))
+            except msgspec.ValidationError as error:  # a number that no float can hold
+                raise BadInput(explain(error, "the client's answer")) from None
 
         # A call may ask from several of its tasks at once. It waits once, until the last of them has its answer.
         if not self._asking:
@@ -510,15 +515,25 @@ def check_answer(question: JsonObject, answer: object) -> None:
     if question["method"] == "elicitation/create":
         schema = question["params"].get("requestedSchema")
         _elicited(answer, None if schema is None else form_of(schema))
+    elif question["method"] == "roots/list":
+        _as(answer, Roots)
     else:
-        _as(answer, Roots if question["method"] == "roots/list" else Sampled)
+        _sampled(answer)
 
 
 def _as(answer: object, wanted: type[T]) -> T:
     try:
         return msgspec.convert(answer, wanted)
     except msgspec.ValidationError as error:
-        raise BadInput(f"the client's answer: {str(error).lower()}") from None
+        raise BadInput(explain(error, "the client's answer")) from None
+
+
+def _sampled(answer: object) -> Sampled:
+    told = _as(answer, Sampled)
+    for each in told.content if isinstance(told.content, list) else [told.content]:
+        if not isinstance(each, dict) or not isinstance(each.get("text", ""), str):
+            raise BadInput("the client's answer.content: expected an object or a list of objects, with a str as each text")
+    return told
 
 
 def _elicited(answer: object, form: RequestedForm | None) -> Elicited:
