@@ -393,8 +393,9 @@ def call_result(method: Method) -> Callable[[Any], CallResult]:
             if isinstance(value, ToolResult):
                 blocks = [block(item) for item in value.content]
                 is_error, meta = value.is_error, UNSET if value.meta is None else value.meta
-                if type(is_error) is not bool or not (meta is UNSET or isinstance(meta, dict)):
-                    got = f"is_error={is_error!r:.100}, meta={meta!r:.100}"
+                stated: Any = value  # a Struct that Python makes may have members of any type
+                if type(stated.is_error) is not bool or not (stated.meta is None or isinstance(stated.meta, dict)):
+                    got = f"is_error={stated.is_error!r:.100}, meta={stated.meta!r:.100}"
                     raise TypeError(f"a ToolResult has a bool as is_error, and a dict or None as meta, got {got}")
                 is_data = value.structured is not UNSET
                 value = value.structured if is_data else None
