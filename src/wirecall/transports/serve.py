@@ -363,7 +363,7 @@ class Uvicorn:
 
         self._app = app
         self._bound = bound
-        self._connections: dict[tuple[str, int], HeaderLimit] = {}
+        self._connections: dict[tuple[object, ...], HeaderLimit] = {}  # by address and port of the client
         config = uvicorn.Config(
             self._request,
             loop="asyncio",
@@ -411,8 +411,11 @@ class Uvicorn:
         class Watched(protocol):  # type: ignore[misc]
             def connection_made(self, transport: asyncio.Transport) -> None:
                 super().connection_made(transport)
-                self.peer = transport.get_extra_info("peername")[:2]
-                connections[self.peer] = self.connection = HeaderLimit(transport, limits)
+                self.connection = HeaderLimit(transport, limits)
+                self.peer = (transport.get_extra_info("peername") or ())[:2]
+                if not self.peer:  # the client left before its connection was accepted
+                    transport.abort()
+                connections[self.peer] = self.connection
 
             def data_received(self, data: bytes) -> None:
                 super().data_received(data)
@@ -420,7 +423,8 @@ class Uvicorn:
 
             def connection_lost(self, error: Exception | None) -> None:
                 self.connection.forget_header()
-                del connections[self.peer]
+                if connections.get(self.peer) is self.connection:  # else another one has come from the same address
+                    del connections[self.peer]
                 super().connection_lost(error)
 
             # Callbacks of httptools; h11 has none.
