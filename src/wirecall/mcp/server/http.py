@@ -15,7 +15,6 @@ back (`streams`); messages that belong to another worker are passed on (`workers
 """
 
 import asyncio
-import json
 from collections.abc import Coroutine
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,7 +46,7 @@ from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, Limits
 from wirecall.stepping import resume
-from wirecall.transports.request import JSON, KEY, REPLAYED, HttpError, HttpRequest, Pairs
+from wirecall.transports.request import JSON, KEY, REPLAYED, HttpError, HttpRequest, Pairs, replayed_mark
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Beside, Server
@@ -310,9 +309,8 @@ class McpEndpoint:
                 raise Gone("the server stops")
             answer = task.result() if task.done() else None
             if answer is not None:
-                # Which answers come from the ledger: of an array their ids, in ASCII as everything in a header.
-                told = json.dumps(channel.replayed) if isinstance(message, list) else "true"
-                await request.respond(200, answer, headers=[(REPLAYED, told)] if channel.replayed else ())
+                marks = replayed_mark(channel.replayed, is_array=isinstance(message, list)) if channel.replayed else ()
+                await request.respond(200, answer, headers=marks)
             elif channel.is_stream or not task.done():
                 known.keep(channel)
                 await channel.follow(request)
