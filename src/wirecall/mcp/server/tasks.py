@@ -188,7 +188,7 @@ class Work:
         # transaction, nothing else is written: an SQLite file has one writer.
         if self.run is not None and self.run.is_over:
             return
-        self.document.message = message[:1000]
+        self.document.message = message[:1000].encode(errors="replace").decode()  # a path may have halves of characters
         if self._is_noting or (self.run is not None and self.run.db is not None):
             return
         loop = asyncio.get_running_loop()
