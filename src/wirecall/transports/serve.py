@@ -154,13 +154,13 @@ def _work(
     """Serve in this process."""
     over = threading.Event()
 
-    def leave() -> None:
-        # A thread, or a handler that ignores its cancellation, cannot be ended: the process ends, and they end with it. The
-        # application is closed, so the ledger knows about their commands.
+    def leave(error: Exception | None) -> None:
+        # A thread, or a handler or a lifespan that ignores its cancellation, cannot be ended: the process ends, and they end
+        # with it. The application is closed, so the ledger knows about their commands.
         if not over.wait(LAST):
-            logger.error("stopping with handlers at work that do not end")
+            logger.error("%s", error or "stopping with handlers at work that do not end")
             logging.shutdown()
-            os._exit(0)
+            os._exit(1 if error else 0)
 
     async def work() -> None:
         stop = asyncio.Event()
@@ -176,8 +176,14 @@ def _work(
             loop.add_reader(sentinel, orphaned)
         made = app if isinstance(app, HttpServer) else app()
         made.allow_host(host)
-        await serve_until(made, bound, server=server, grace=grace, stop=stop, serving=serving)
-        threading.Thread(target=leave, daemon=True).start()
+        error: Exception | None = None
+        try:
+            await serve_until(made, bound, server=server, grace=grace, stop=stop, serving=serving)
+        except Exception as failure:
+            error = failure
+            raise
+        finally:
+            threading.Thread(target=leave, args=(error,), daemon=True).start()
 
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:

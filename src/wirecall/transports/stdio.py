@@ -76,8 +76,14 @@ def serve(
     try:
         with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner() as runner:
             options: Any = {"grace": grace, "startup": startup, "cleanup": cleanup, "limits": limits, "portable": portable}
-            runner.run(serve_streams(connect, reader, writer, stop=stop, **options))
-            stop.leave()
+            error: Exception | None = None
+            try:
+                runner.run(serve_streams(connect, reader, writer, stop=stop, **options))
+            except Exception as failure:
+                error = failure
+                raise
+            finally:
+                stop.leave(error)
     finally:
         stop.close()
 
@@ -280,20 +286,22 @@ class Stop:
     def detach(self) -> None:
         self._tell = None
 
-    def leave(self) -> None:
+    def leave(self, error: Exception | None) -> None:
         """Let the process end soon: the server has ended, and its loop waits for threads and for cancelled tasks."""
-        threading.Thread(target=self._watch, args=(0,), daemon=True).start()
+        why = str(error or "stopping with handlers at work that do not end")
+        if self._asked < 2:  # else it ends soon anyway
+            threading.Thread(target=self._watch, args=(1 if error else 0, why), daemon=True).start()
 
     def close(self) -> None:
         self._closed = True
 
-    def _watch(self, code: int) -> None:
+    def _watch(self, code: int, why: str = "") -> None:
         # A thread, or a handler that never gives the loop back or ignores its cancellation, cannot be ended: the process
         # ends, and they end with it.
         time.sleep(LAST)
         if not self._closed:
-            if not code:
-                logger.error("stopping with handlers at work that do not end")
+            if why:
+                logger.error("%s", why)
             os._exit(code)
 
 
