@@ -1,5 +1,6 @@
 """Asking the client: requests on the call's own stream until 2025-11-25, several rounds at 2026-07-28; one handler."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -184,6 +185,33 @@ async def test_an_invalid_answer_is_an_error(bad: Any) -> None:
     async with over_http(desk(), R5, capabilities=ALL) as client:
         answer = await client.call("tools/call", {"name": "typed", "inputResponses": {"user_name": bad}})
     assert answer["error"]["code"] == -32602
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("elicit", {"action": "ACCEPT"}, ".action: invalid enum value 'ACCEPT'"),
+    ("sample", {"role": "assistant", "content": {"type": "text", "text": None}}, ".content: expected an object or a list"),
+    ("sample", {"role": "assistant", "content": [{"type": "text", "text": 5}]}, ".content: expected an object or a list"),
+    ("sample", {"role": "assistant", "content": "deep"}, ".content: expected an object or a list"),
+    ("roots", {"roots": [{"uri": 5}]}, ".roots[0].uri: expected str, got int"),
+]
+
+
+@every_transport
+@pytest.mark.parametrize("revision", [R3, R4])
+@pytest.mark.parametrize(("tool", "wrong", "said"), WRONG)
+async def test_a_wrong_answer_is_named_as_it_came(transport: str, revision: str, tool: str, wrong: Any, said: str) -> None:
+    replies = dict.fromkeys(REPLIES, wrong)
+    async with speak(transport, desk(), revision, ALL, replies) as client:
+        answer = await client.call("tools/call", {"name": tool})
+    assert f"the client's answer{said}" in answer["error"]["message"]
+
+
+async def test_a_number_that_no_float_can_hold_is_a_wrong_answer() -> None:
+    async with over_stdio(desk(), R4, capabilities=ALL) as client:
+        call = asyncio.create_task(client.call("tools/call", {"name": "elicit"}))
+        asked = await client.hear()
+        client.write(b'{"jsonrpc":"2.0","id":%b,"result":{"action":1e400}}' % json.dumps(asked["id"]).encode())
+        assert "the client's answer[...]: number out of range" in (await call)["error"]["message"]
 
 
 @pytest.mark.parametrize("responses", [None, [], "x", {"user_name": 12345}, {"user_name": None}, {"user_name": []}])

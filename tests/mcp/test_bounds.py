@@ -262,8 +262,9 @@ async def test_one_caller_leaves_streams_to_the_others(kind: str) -> None:
         await bob.open()
         held = [ann.post(ann.message("tools/call", {"name": "tell"}, number)) for number in range(2)]
         for exchange in held:
-            await exchange.event()
+            event = await exchange.event()
         assert (await ann.listen().started()).status == 503
+        assert event is not None and (await ann.listen(event.id).started()).status == 503  # one that is resumed counts, too
         assert (await bob.listen().started()).status == 200
         told.set()
         for exchange in held:

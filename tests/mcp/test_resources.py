@@ -1,9 +1,10 @@
 """Resources, their templates, and prompts: what is read, and how both are described."""
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field
 
 from tests.calls import make_app
 from tests.mcp.asgi import (
@@ -178,6 +179,19 @@ async def test_a_name_that_does_not_fit_is_an_error(revision: str) -> None:
 
 
 @every_revision
+async def test_a_text_that_does_not_fit_is_named_as_it_came(revision: str) -> None:
+    app = make_app()
+
+    @app.prompt
+    def paint(colour: Literal["red", "blue"]) -> str:
+        return colour
+
+    async with over_http(app, revision) as client:
+        error = await client.error("prompts/get", {"name": "paint", "arguments": {"colour": "RED"}})
+    assert error["message"] == "Invalid params: arguments.colour: invalid enum value 'RED'"
+
+
+@every_revision
 async def test_a_resource_that_breaks_tells_nothing(revision: str) -> None:
     async with over_http(library(), revision) as client:
         error = await client.error("resources/read", {"uri": "test://broken"})
@@ -234,6 +248,31 @@ async def test_prompts(transport: str, revision: str) -> None:
 async def test_arguments_of_prompts_are_checked(revision: str, arguments: Any) -> None:
     async with over_http(prompting(), revision) as client:
         assert (await client.error("prompts/get", {"name": "say", "arguments": arguments}))["code"] == -32602
+
+
+@every_revision
+@pytest.mark.parametrize("text", ["nan", "inf", "Infinity", "-Infinity"])
+async def test_a_text_that_is_not_a_finite_number_is_refused(revision: str, text: str) -> None:
+    """msgspec and pydantic read such a text as a float, and JSON has no word for it. It is the caller's mistake."""
+    app = make_app()
+
+    @app.prompt
+    def plain(number: float) -> str:
+        return str(number)
+
+    @app.prompt
+    def modelled(number: Annotated[float, Field(ge=-1)]) -> str:
+        return str(number)
+
+    @app.resource("test://{number}")
+    def resource(number: float | None) -> str:
+        return str(number)
+
+    async with over_http(app, revision) as client:
+        for name in ("plain", "modelled"):
+            error = await client.error("prompts/get", {"name": name, "arguments": {"number": text}})
+            assert (error["code"], "number: expected a" in error["message"]) == (-32602, True)
+        assert (await client.error("resources/read", {"uri": f"test://{text}"}))["code"] == -32602
 
 
 def test_a_name_is_given_once() -> None:

@@ -531,6 +531,20 @@ async def test_a_resource_that_is_not_there_is_named(transport: str, revision: s
     assert error["data"]["uri"] == "test://nowhere"
 
 
+@pytest.mark.parametrize("revision", REVISIONS)
+@pytest.mark.parametrize("id", [b"1e400", b"1e5", b"1.50", b"9" * 400])
+async def test_an_invalid_message_is_answered_under_the_digits_of_its_id(revision: str, id: bytes) -> None:
+    """No float holds 1e400, and Python writes others of these numbers with other digits."""
+    broken = b'{"jsonrpc":"2.0","id":' + id + b"}"
+    async with over_http(make_app(), revision) as client:
+        answered = await client.post(broken).started()
+        assert answered.status == 400
+        assert (await answered.read()).startswith(b'{"jsonrpc":"2.0","id":' + id + b',"error":{"code":-32600,')
+    async with over_stdio(make_app(), revision) as client:
+        client.write(broken)
+        assert (await client.line())["error"]["code"] == -32600
+
+
 @pytest.mark.parametrize("revision", LEGACY)
 @pytest.mark.parametrize("broken", [b"{", b"[]", b'"text"', b"17", b'{"jsonrpc":"2.0"}'])
 async def test_the_id_of_an_invalid_message(revision: str, broken: bytes) -> None:

@@ -1,6 +1,7 @@
 """Tasks (SEP-2663, 2026-07-28): how a call becomes one, what its client sees of it, and how it ends."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -238,6 +239,20 @@ async def test_progress_and_log_are_the_status_of_a_task() -> None:
         gate.set()
         await until(client, task, *OVER)
         assert not client.heard
+
+
+async def test_a_status_that_json_cannot_carry_does_not_cost_the_task() -> None:
+    """Python has halves of characters where the name of a file is not UTF-8."""
+    app = make_app()
+
+    @app.command(task=True)
+    async def scan(ctx: Context) -> str:
+        await ctx.progress(1, 2, os.fsdecode(b"caf\xe9.txt"))
+        return "done"
+
+    async with talk(app) as client:
+        told = await until(client, await start(client, "scan"), *OVER)
+        assert (told["status"], told["result"]["content"][0]["text"]) == ("completed", "done")
 
 
 # --- questions ---------------------------------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import Struct
 
 from tests.calls import lose_completions, make_app, returning
 from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R3, REVISIONS, over_http, speak
-from wirecall import App, Context, DomainError, Limits, ToolError
+from wirecall import App, Context, DomainError, Limits, ProtocolError, RpcError, ToolError
 from wirecall.errors import InvalidParams, InvalidRequest
 from wirecall.mcp import ToolResult
 
@@ -103,6 +103,65 @@ async def test_a_result_that_json_cannot_hold_is_a_failure(revision: str) -> Non
     async with over_http(failing(), revision) as client:
         answer = await client.call("tools/call", {"name": "nan"})
     assert answer.get("result", {}).get("isError") or answer["error"]["code"] == -32603
+
+
+@every_way
+@pytest.mark.parametrize(
+    "error",
+    [
+        DomainError(5, "no", {"level": float("nan")}),
+        DomainError(5, "no", object()),
+        ToolError("half a character: \ud800"),
+        ProtocolError(5, "no", {1, object()}),
+    ],
+    ids=["nan", "object", "surrogate", "protocol"],
+)
+async def test_an_error_that_json_cannot_hold_is_answered(transport: str, revision: str, error: RpcError) -> None:
+    """The text and the data of an error are the handler's own. The caller waits for an answer under its id, whatever they
+    are."""
+    app = make_app()
+
+    async def fails() -> str:
+        raise error
+
+    def fails_at_once() -> str:
+        raise error
+
+    app.query(name="coroutine")(fails)
+    app.query(name="plain")(fails_at_once)
+    app.query(name="awaitable")(lambda: fails())
+    app.prompt(name="prompt")(fails)
+    app.resource("test://resource")(fails)
+    app.tool(name="off", key="off")(fails)
+    tools = [("tools/call", {"name": name}) for name in ("coroutine", "plain", "awaitable", "off")]
+    others = [("prompts/get", {"name": "prompt"}), ("resources/read", {"uri": "test://resource"})]
+    async with speak(transport, app, revision) as client:
+        for method, params in [*tools, *others]:
+            answer = await client.call(method, params)
+            assert answer["id"] is not None
+            assert answer.get("result", {}).get("isError") or answer["error"]["code"] == -32603
+
+
+@every_way
+@pytest.mark.parametrize(
+    "returned",
+    [ToolResult(content=["a"], meta=cast(Any, ["a"])), ToolResult(content=["a"], is_error=cast(Any, "yes"))],
+    ids=["meta", "is_error"],
+)
+async def test_a_tool_result_with_members_of_other_types_is_a_failure(
+    transport: str, revision: str, returned: ToolResult
+) -> None:
+    app = make_app()
+
+    async def later() -> ToolResult:
+        return returned
+
+    app.query(name="coroutine")(later)
+    app.query(name="plain")(lambda: returned)
+    async with speak(transport, app, revision) as client:
+        for name in ("coroutine", "plain"):
+            answer = await client.tool(name)
+            assert (answer["isError"], answer["_meta"]["io.wirecall/error"]["code"]) == (True, -32603)
 
 
 @every_revision

@@ -152,6 +152,40 @@ async def test_several_questions_of_one_call_are_one_call_that_waits() -> None:
         assert (await exchange.message())["result"]["content"][0]["text"] == "deep deep"
 
 
+@pytest.mark.parametrize("revision", [R1, R3, R4])
+async def test_several_tasks_of_one_call_that_ask_are_one_call_that_waits(revision: str) -> None:
+    """Each of them gave back a place of those in flight, and the call had one. So others could take more than there are."""
+    app = make_app(limits=Limits(in_flight=2, waiting_per_session=1))
+    entered, gate = asyncio.Semaphore(0), asyncio.Event()
+
+    @app.tool(annotations=READS)
+    async def think(ctx: Context) -> str:
+        said = await asyncio.gather(*(ctx.sample(f"{number}?") for number in range(3)))
+        return " ".join(each.text for each in said)
+
+    @app.tool(annotations=READS)
+    async def wait() -> str:
+        entered.release()
+        await gate.wait()
+        return "waited"
+
+    async with over_http(app, revision, capabilities=CAPABLE) as client:
+        exchange = client.post(client.message("tools/call", {"name": "think"}))
+        questions = [await exchange.message() for _ in range(3)]
+        waiting = [client.post(client.message("tools/call", {"name": "wait"})) for _ in range(2)]
+        async with asyncio.timeout(PATIENCE):
+            for _ in waiting:
+                await entered.acquire()
+        assert "42910" in str(await client.call("tools/call", {"name": "wait"}))
+        for question in questions[1:]:
+            await client.post({"jsonrpc": "2.0", "id": question["id"], "result": THOUGHT}).started()
+        assert await settles(client, exchange, questions[0]) == "deep deep deep"
+        assert "42910" in str(await client.call("tools/call", {"name": "wait"}))
+        gate.set()
+        for each in waiting:
+            assert "waited" in str(await each.messages())
+
+
 async def test_a_command_that_may_not_wait_has_not_run() -> None:
     desk = Desk(waiting_per_session=1)
     async with ann(desk.app) as client:

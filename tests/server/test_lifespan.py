@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -458,6 +460,33 @@ def test_a_call_from_the_command_line_enters_and_leaves_it(tmp_path: Path) -> No
     run = wirecall("call", shop(tmp_path), "pool")
     assert (run.returncode, run.stdout) == (0, b"7\n")
     assert [line for line in run.stderr.splitlines() if line in (b"entering", b"left")] == [b"entering", b"left"]
+
+
+IGNORES = """
+import asyncio
+from contextlib import asynccontextmanager
+from wirecall import App, Limits
+
+@asynccontextmanager
+async def lifespan(app):
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except BaseException:
+            pass
+    yield
+
+App("shop", lifespan=lifespan, limits=Limits(start_time=1)).run({options}, grace=0.1)
+"""
+
+
+@pytest.mark.parametrize("options", ['"http", port=0', '"http", port=0, server="uvicorn"', '"stdio"'])
+def test_a_start_that_ignores_its_cancellation_does_not_keep_the_process(options: str) -> None:
+    """Such as a loop that tries to reach a database again after every exception."""
+    code = IGNORES.format(options=options)
+    run = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE)
+    assert run.returncode == 1
+    assert b"The app cannot start: the lifespan was not entered within 1 s (Limits.start_time)" in run.stderr
 
 
 @pytest.mark.parametrize("words", [["--http", "127.0.0.1:0"], ["--stdio"]])

@@ -12,7 +12,7 @@ import pydantic
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.calls import call, result
+from tests.calls import call, error, result
 from wirecall import App, Done, UsageError, connect
 from wirecall.mcp.types import Text, ToolResult
 
@@ -144,6 +144,20 @@ async def test_the_result_of_a_verdict_is_written_like_that_of_the_function() ->
     told = result(await app.handle(call("pay", {}, key="k")))
     assert app.registry.methods["pay"].written(Price(cents=1)) == told == {"priceInCents": 1}
     await app.aclose()
+
+
+def test_raw_json_inside_of_a_result_does_not_break_the_line() -> None:
+    """A message over stdio is one line, and so is an event of a stream."""
+    app = App("test")
+
+    @app.query
+    def found(text: str) -> Any:
+        return {"found": [msgspec.Raw(text.encode())]}
+
+    for text in ('{\n  "a": 1\n}', '{\r\n"a": 1}', '{"a":\r1}'):
+        answer = app.handle_sync(call("found", {"text": text}))
+        assert answer == b'{"jsonrpc":"2.0","result":{"found":[{"a":1}]},"id":1}'
+    assert error(app.handle_sync(call("found", {"text": "{\n"}))) == {"code": -32603, "message": "Internal error"}
 
 
 def test_check_result_is_a_bool() -> None:

@@ -155,6 +155,9 @@ async def test_answers_from_the_ledger_are_marked() -> None:
     assert json.loads(reply.headers["idempotent-replayed"]) == [1, 'a"ü😀\n']
     huge = Raw(b"1e400")  # J14: an id that only its bytes keep
     assert (await ask(server_of(Handler(replays=[huge])), body=batch(ADD))).headers["idempotent-replayed"] == "[1e400]"
+    for size, is_told in ((70, True), (100, False)):  # aiohttp refuses an answer with a field of more than 8190 bytes
+        reply = await ask(server_of(Handler(replays=[f"{number:0{size}}" for number in range(50)])), body=batch(ADD))
+        assert (reply.status, "idempotent-replayed" in reply.headers) == (200, is_told)
 
 
 # --- the body ----------------------------------------------------------------------------------------------------------

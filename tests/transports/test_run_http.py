@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from tests.faults import eventually
 from tests.size import sized
 from tests.transports import LONG, PATIENCE, Listening, Served, command, make_server, post, serving
 from wirecall import Limits, UsageError
-from wirecall.transports.serve import bind, serve, serve_until
+from wirecall.transports.serve import Uvicorn, bind, serve, serve_until
 
 SERVERS = ["granian", "uvicorn", "granian-asgi", "uvicorn without httptools"]
 every_server = pytest.mark.parametrize("server", SERVERS)
@@ -429,6 +430,67 @@ async def test_an_answer_that_a_client_leaves_in_the_middle_is_lost(server: str,
             _, body = await served.post(path)
             assert body.count(b"x") == LONG
             assert await served.hear("answer") == "written"
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@contextmanager
+def held(served: Served) -> Iterator[None]:
+    """The server is busy: everything that happens meanwhile meets it at once."""
+    served.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        served.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the files of the server")
+@every_server
+async def test_a_connection_that_is_reset_before_it_is_accepted_leaves_nothing_behind(server: str) -> None:
+    async with serving(server) as served:
+        await served.post("/rpc", ADD)
+        folder = f"/proc/{served.process.pid}/fd"
+        before = len(os.listdir(folder))
+
+        async def are_closed() -> bool:
+            return len(os.listdir(folder)) <= before
+
+        with held(served):
+            for number in range(20):
+                connection = socket.create_connection(("127.0.0.1", served.port))
+                connection.sendall(post("/rpc", ADD)[: 10 * number])
+                reset(connection)
+        assert (await served.post("/rpc", ADD))[0].startswith(b"http/1.1 200")
+        await eventually(are_closed)
+        await ends(served)
+
+
+class FromOnePort(asyncio.Transport):
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 50_000) if name in ("peername", "sockname") else default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+async def test_a_client_may_come_back_from_the_port_of_a_connection_that_it_has_reset() -> None:
+    """The server may see the new connection before it hears of the end of the old one: about once in 300 times."""
+    with bind("127.0.0.1", 0) as bound:
+        front = Uvicorn(make_server(Limits()), bound)
+        config: Any = front._server.config
+        state = front._server.server_state
+        first, second = [config.http_protocol_class(config=config, server_state=state, app_state={}) for _ in range(2)]
+        first.connection_made(FromOnePort())
+        second.connection_made(FromOnePort())
+        first.connection_lost(None)
+        assert list(front._connections.values()) == [second.connection]
+        second.connection_lost(None)
+        assert not front._connections
 
 
 @both

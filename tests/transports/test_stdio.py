@@ -83,6 +83,15 @@ async def forever() -> str:
     return ""
 
 @app.query
+async def stubborn() -> str:
+    print("waiting", file=sys.stderr, flush=True)
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            print("cancelled", file=sys.stderr, flush=True)
+
+@app.query
 def large(size: int) -> str:
     return "x" * size
 
@@ -440,6 +449,19 @@ def test_a_second_signal_ends_even_a_call_that_cannot_be_cancelled(
             server.process.wait(0.1)
     assert sent > 1 and server.process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in server.end()[2]
+
+
+@pytest.mark.parametrize(("method", "params"), [("block", [600]), ("stubborn", [])])
+def test_a_call_that_cannot_be_ended_does_not_keep_the_process(
+    start: Callable[..., Server], method: str, params: list[Any]
+) -> None:
+    """A thread, or a handler that ignores its cancellation. Most clients close stdin, and send no signal."""
+    server = start(0.2)
+    server.write(call(1, method, *params))
+    assert server.error_line() in ("blocked", "waiting")
+    code, out, err = server.end()
+    assert (code, out) == (0, b"")
+    assert "cleaned\n" in err and "stopping with handlers at work that do not end" in err
 
 
 def test_a_peer_that_stops_listening_ends_everything(start: Callable[..., Server]) -> None:

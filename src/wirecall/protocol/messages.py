@@ -451,7 +451,8 @@ write = _encoder.encode
 def encode(value: object) -> bytes:
     """Return a value as JSON on one line; raise `EncodeError` where that is impossible, as for NaN and the infinities.
 
-    A `Raw` value is decoded and written anew: its bytes may not be JSON, or not on one line.
+    A `Raw` value is decoded and written anew: its bytes may not be JSON, or not on one line. One inside of another value is
+    trusted, unless it breaks the line: a message over stdio is one line, and so is an event.
     """
     if type(value) is Raw:
         try:
@@ -466,6 +467,8 @@ def encode(value: object) -> bytes:
         raise
     except Exception as error:  # a hook, a property or a recursion of the value may raise anything
         raise EncodeError(f"{type(value).__name__}: {error}") from error
+    if data.find(b"\n") >= 0 or data.find(b"\r") >= 0:  # from a `Raw` alone: the encoder writes neither
+        data = encode(Raw(data))
     if data.find(b"null") >= 0:  # `in` takes twice as long: it tries whether the left side is a number
         _check_finite(value)
     return data

@@ -175,9 +175,9 @@ class ModelledParameter:
         for raw in (Raw(encode(text)), Raw(text.encode())):
             try:
                 self.decode(raw)
+                return decode_value(raw)  # this refuses NaN and Infinity, which pydantic reads and JSON does not have
             except ValueError:
                 continue
-            return decode_value(raw)
         try:
             return decode_value(text)
         except ValueError:

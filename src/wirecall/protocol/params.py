@@ -389,7 +389,7 @@ class Signature:
         try:
             return self._one_by_one[parameter.name].decode(raw)
         except (msgspec.ValidationError, RecursionError) as error:
-            raise InvalidParams(_explain(error, where)) from None
+            raise InvalidParams(explain(error, where)) from None
 
     def _decode_models(self, parameters: Sequence[Parameter], values: Sequence[Any]) -> list[Any]:
         """Decode the values whose types are pydantic's; they are still JSON."""
@@ -416,7 +416,7 @@ class Signature:
     def _misfit(self, raw: Raw | UnsetType, error: Exception) -> InvalidParams:
         """Return the error that says why params do not fit; a wrong number of arguments comes first."""
         # msgspec reports the first problem. Params that were refused are decoded once more, one by one, to report more.
-        first = _explain(error, "params", [p.name for p in self._positional])
+        first = explain(error, "params", [p.name for p in self._positional])
         if raw is UNSET or bytes(raw)[:1] == b"[":
             items = [] if raw is UNSET else _decode_items(raw)
             wrong = self._wrong_count(len(items))
@@ -613,7 +613,7 @@ def _problems(hint: Any, raw: Raw, where: str, error: Exception | None = None) -
             return []
         except (msgspec.ValidationError, RecursionError) as misfit:
             error = misfit
-    first = _explain(error, where)
+    first = explain(error, where)
     # Step 1: the members, of an object that has them.
     bare = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
     members: dict[str, object] = {}
@@ -641,7 +641,7 @@ def _with_first(first: str, found: list[str]) -> list[str]:
     return found if any(text.startswith(first) for text in found) else [first, *found]
 
 
-def _explain(error: Exception, root: str, positions: Sequence[str] = ()) -> str:
+def explain(error: Exception, root: str, positions: Sequence[str] = ()) -> str:
     """Return msgspec's message in our form: the place first, no quotes, at most a line of the caller's own text."""
     if isinstance(error, RecursionError):
         return f"{root}: nested too deeply"

@@ -24,7 +24,6 @@ from wirecall.protocol.messages import Data, Id, Limits, Sending
 from wirecall.stepping import Signal, Timeouts
 from wirecall.transports.request import (
     CLOSE,
-    REPLAYED,
     AsgiRequest,
     Endpoint,
     Headers,
@@ -36,6 +35,7 @@ from wirecall.transports.request import (
     RsgiScope,
     Scope,
     Send,
+    replayed_mark,
 )
 
 if TYPE_CHECKING:
@@ -434,7 +434,7 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
 
     `Idempotency-Key` is the key of a single call, for clients that keep it out of the params. It does not fit the entries of
     an array, so it is refused there. `Idempotent-Replayed: true` marks an answer that came from the ledger; for an array it
-    is the JSON array of the ids of those answers.
+    is the JSON array of the ids of those answers, unless that is too long for a header.
     """
 
     async def rpc(request: HttpRequest) -> None:
@@ -464,13 +464,8 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
         if answer is None:
             await request.respond(204)
             return
-        headers: Pairs = ()
-        if replayed:
-            told = frames.encode(replayed).decode() if frames.opens_array(body) else "true"
-            # A header carries ASCII alone: other characters are escaped as JSON does it.
-            told = re.sub("[^ -~]", lambda sign: re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be").hex()), told)
-            headers = [(REPLAYED, told)]
-        await request.respond(200, answer, headers=headers)
+        marks = replayed_mark(replayed, is_array=frames.opens_array(body)) if replayed else ()
+        await request.respond(200, answer, headers=marks)
 
     return rpc
 

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import re
 import select
 import socket
 import struct
@@ -39,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from wirecall.errors import Gone, InternalError, InvalidRequest, WirecallError
 from wirecall.protocol import messages as frames
-from wirecall.protocol.messages import Limits, Sending
+from wirecall.protocol.messages import Id, Limits, Sending
 from wirecall.stepping import Signal, Timeouts, first_step
 
 if TYPE_CHECKING:
@@ -62,12 +63,24 @@ UNREADABLE = "\ufffd"
 JSON = "application/json"
 KEY = "idempotency-key"
 REPLAYED = "idempotent-replayed"  # marks an answer from the ledger
+LONGEST_MARK = 4096  # characters of its value; many clients and proxies refuse an answer with a field of 8 KiB
 CLOSE = ("connection", "close")
 _STREAM_FIELDS = (
     ("content-type", "text/event-stream"),
     ("cache-control", "no-store"),
     ("x-accel-buffering", "no"),  # MCP 2026-07-28: proxies must not hold events back
 )
+
+
+def replayed_mark(ids: Sequence[Id], *, is_array: bool) -> Pairs:
+    """Return the field that marks answers from the ledger: `true`, or of an array the ids of those answers, as JSON.
+
+    A list that is too long is left out: with it, many clients could not read the answers at all.
+    """
+    told = frames.encode(ids).decode() if is_array else "true"
+    # A header carries ASCII alone: other characters are escaped as JSON does it.
+    told = re.sub("[^ -~]", lambda sign: re.sub("(....)", r"\\u\1", sign[0].encode("utf-16-be").hex()), told)
+    return [(REPLAYED, told)] if len(told) <= LONGEST_MARK else ()
 
 
 class HttpError(WirecallError):

@@ -154,13 +154,13 @@ def _work(
     """Serve in this process."""
     over = threading.Event()
 
-    def leave() -> None:
-        # A thread, or a handler that ignores its cancellation, cannot be ended: the process ends, and they end with it. The
-        # application is closed, so the ledger knows about their commands.
+    def leave(error: Exception | None) -> None:
+        # A thread, or a handler or a lifespan that ignores its cancellation, cannot be ended: the process ends, and they end
+        # with it. The application is closed, so the ledger knows about their commands.
         if not over.wait(LAST):
-            logger.error("stopping with handlers at work that do not end")
+            logger.error("%s", error or "stopping with handlers at work that do not end")
             logging.shutdown()
-            os._exit(0)
+            os._exit(1 if error else 0)
 
     async def work() -> None:
         stop = asyncio.Event()
@@ -176,8 +176,14 @@ def _work(
             loop.add_reader(sentinel, orphaned)
         made = app if isinstance(app, HttpServer) else app()
         made.allow_host(host)
-        await serve_until(made, bound, server=server, grace=grace, stop=stop, serving=serving)
-        threading.Thread(target=leave, daemon=True).start()
+        error: Exception | None = None
+        try:
+            await serve_until(made, bound, server=server, grace=grace, stop=stop, serving=serving)
+        except Exception as failure:
+            error = failure
+            raise
+        finally:
+            threading.Thread(target=leave, args=(error,), daemon=True).start()
 
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -363,7 +369,7 @@ class Uvicorn:
 
         self._app = app
         self._bound = bound
-        self._connections: dict[tuple[str, int], HeaderLimit] = {}
+        self._connections: dict[tuple[object, ...], HeaderLimit] = {}  # by address and port of the client
         config = uvicorn.Config(
             self._request,
             loop="asyncio",
@@ -411,8 +417,11 @@ class Uvicorn:
         class Watched(protocol):  # type: ignore[misc]
             def connection_made(self, transport: asyncio.Transport) -> None:
                 super().connection_made(transport)
-                self.peer = transport.get_extra_info("peername")[:2]
-                connections[self.peer] = self.connection = HeaderLimit(transport, limits)
+                self.connection = HeaderLimit(transport, limits)
+                self.peer = (transport.get_extra_info("peername") or ())[:2]
+                if not self.peer:  # the client left before its connection was accepted
+                    transport.abort()
+                connections[self.peer] = self.connection
 
             def data_received(self, data: bytes) -> None:
                 super().data_received(data)
@@ -420,7 +429,8 @@ class Uvicorn:
 
             def connection_lost(self, error: Exception | None) -> None:
                 self.connection.forget_header()
-                del connections[self.peer]
+                if connections.get(self.peer) is self.connection:  # else another one has come from the same address
+                    del connections[self.peer]
                 super().connection_lost(error)
 
             # Callbacks of httptools; h11 has none.

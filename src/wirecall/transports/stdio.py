@@ -11,7 +11,7 @@
    wait for. If it is a call, `Limits.in_flight` judges it.
 3. *The end is clean.* After EOF or a signal, the calls in flight have `grace` seconds to be answered. A second signal, or a
    peer that stops reading, cancels them at once. `cleanup` gets the rest of the grace time. If that hangs after a second
-   signal, the process exits `LAST` seconds later.
+   signal, the process exits `LAST` seconds later. So it does after `cleanup`, if a thread or a handler does not end.
 4. *Nothing but the protocol is on stdout.* The two descriptors of the protocol are moved out of reach: handlers, C libraries
    and child processes print to stderr, and read nothing. At the end everything is put back, for a program that goes on.
 """
@@ -73,9 +73,19 @@ def serve(
 ) -> None:
     """Serve stdin and stdout until EOF, SIGTERM or SIGINT. `portable` reads and writes in threads, as on Windows."""
     stop = Stop()
-    with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner() as runner:
-        options: Any = {"grace": grace, "startup": startup, "cleanup": cleanup, "limits": limits, "portable": portable}
-        runner.run(serve_streams(connect, reader, writer, stop=stop, **options))
+    try:
+        with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner() as runner:
+            options: Any = {"grace": grace, "startup": startup, "cleanup": cleanup, "limits": limits, "portable": portable}
+            error: Exception | None = None
+            try:
+                runner.run(serve_streams(connect, reader, writer, stop=stop, **options))
+            except Exception as failure:
+                error = failure
+                raise
+            finally:
+                stop.leave(error)
+    finally:
+        stop.close()
 
 
 async def serve_streams(
@@ -264,7 +274,7 @@ class Stop:
         self._asked += 1
         if self._asked == 2:
             # Not a `threading.Thread`: the signal may have come while this very thread holds a lock of that module.
-            _thread.start_new_thread(self._watch, (number,))
+            _thread.start_new_thread(self._watch, (128 + number,))
         if self._tell is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._tell)
 
@@ -276,14 +286,23 @@ class Stop:
     def detach(self) -> None:
         self._tell = None
 
+    def leave(self, error: Exception | None) -> None:
+        """Let the process end soon: the server has ended, and its loop waits for threads and for cancelled tasks."""
+        why = str(error or "stopping with handlers at work that do not end")
+        if self._asked < 2:  # else it ends soon anyway
+            threading.Thread(target=self._watch, args=(1 if error else 0, why), daemon=True).start()
+
     def close(self) -> None:
         self._closed = True
 
-    def _watch(self, number: int) -> None:
-        # A thread, or a handler that never gives the loop back, cannot be ended: the process ends, and they end with it.
+    def _watch(self, code: int, why: str = "") -> None:
+        # A thread, or a handler that never gives the loop back or ignores its cancellation, cannot be ended: the process
+        # ends, and they end with it.
         time.sleep(LAST)
         if not self._closed:
-            os._exit(128 + number)
+            if why:
+                logger.error("%s", why)
+            os._exit(code)
 
 
 @contextlib.contextmanager
@@ -296,7 +315,6 @@ def signals(stop: Stop) -> Iterator[None]:
     try:
         yield
     finally:
-        stop.close()
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 

@@ -14,6 +14,7 @@
 5. Results are made in the fullest form and encoded once; `project` takes away what older revisions do not know.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import InvalidParams, KeyInProgress, KeyRequired, NotCapable, ResourceNotFound, RpcError, rebuilt
+from wirecall.errors import (
+    EncodeError,
+    InternalError,
+    InvalidParams,
+    KeyInProgress,
+    KeyRequired,
+    NotCapable,
+    ResourceNotFound,
+    RpcError,
+    rebuilt,
+)
+from wirecall.logs import failed
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
 from wirecall.mcp.server.messages import A_TASK, INPUT_REQUIRED, Answers, Id
@@ -47,6 +59,7 @@ from wirecall.mcp.types import (
     block,
 )
 from wirecall.protocol.messages import JsonObject, encode
+from wirecall.protocol.params import explain
 from wirecall.server.call import Call, Detachable, Frame, InputRequired
 from wirecall.server.method import Method
 from wirecall.server.policy import identify
@@ -124,7 +137,7 @@ class Calls:
                     for question in msgspec.json.decode(result)["inputRequests"].values():
                         check_capability(peer.session, question["method"], question["params"])
         except RpcError as error:
-            result = encode(as_result(error, method, revision))
+            result = as_result(error, method, revision)
         if result.startswith((INPUT_REQUIRED, A_TASK)) or (revision.structured == "any" and not marks):
             return result
         told = project(result, method, revision)
@@ -147,7 +160,7 @@ class Calls:
         try:
             result = self._dispatcher().call_plain(method, arguments, self.shape(method), id)
         except RpcError as error:
-            result = encode(as_result(error, method, revision))
+            result = as_result(error, method, revision)
         if result is None:
             return None
         if not isinstance(result, bytes):
@@ -160,7 +173,7 @@ class Calls:
         try:
             result = await coming
         except RpcError as error:
-            result = encode(as_result(error, method, revision))
+            result = as_result(error, method, revision)
         told = result if revision.structured == "any" else project(result, method, revision)
         return self._answers.to(id, told, revision)
 
@@ -339,9 +352,11 @@ def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
             arguments[name] = text
             continue
         try:
-            arguments[name] = msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
+            value = arguments[name] = msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
         except msgspec.ValidationError as error:
-            raise InvalidParams(f"arguments.{name}: {str(error).lower()}") from None
+            raise InvalidParams(explain(error, f"arguments.{name}")) from None
+        if isinstance(value, float) and not math.isfinite(value):  # msgspec reads the texts "nan" and "inf"
+            raise InvalidParams(f"arguments.{name}: expected a finite number, got {text[:100]!r}")
     return Raw(encode(arguments)) if arguments else _NO_ARGUMENTS
 
 
@@ -378,6 +393,10 @@ def call_result(method: Method) -> Callable[[Any], CallResult]:
             if isinstance(value, ToolResult):
                 blocks = [block(item) for item in value.content]
                 is_error, meta = value.is_error, UNSET if value.meta is None else value.meta
+                stated: Any = value  # a Struct that Python makes may have members of any type
+                if type(stated.is_error) is not bool or not (stated.meta is None or isinstance(stated.meta, dict)):
+                    got = f"is_error={stated.is_error!r:.100}, meta={stated.meta!r:.100}"
+                    raise TypeError(f"a ToolResult has a bool as is_error, and a dict or None as meta, got {got}")
                 is_data = value.structured is not UNSET
                 value = value.structured if is_data else None
         data = encode(value) if is_data else b""
@@ -456,8 +475,8 @@ def completed(value: Iterable[object]) -> JsonObject:
     return {"completion": {"values": values[:100], "total": len(values), "hasMore": len(values) > 100}}
 
 
-def as_result(error: RpcError, method: Method, revision: Revision) -> CallResult:
-    """Return the result that reports an error to a model. Raises the errors that belong to the protocol.
+def as_result(error: RpcError, method: Method, revision: Revision) -> bytes:
+    """Return the result that reports an error to a model, as JSON. Raises the errors that belong to the protocol.
 
     A model sees only the text; code and data stay in `_meta`, from which our client restores the error and its `ran`.
     """
@@ -471,4 +490,8 @@ def as_result(error: RpcError, method: Method, revision: Revision) -> CallResult
     elif not isinstance(error, NotCapable):
         text = error.message
     told = {"code": error.code, **({} if data is None else {"data": data})}
-    return CallResult([{"type": "text", "text": text}], is_error=True, meta={ERROR_META: told})
+    try:
+        return encode(CallResult([{"type": "text", "text": text}], is_error=True, meta={ERROR_META: told}))
+    except EncodeError as reason:  # the text and the data are the handler's own
+        failed(method.name, None, reason)
+        return as_result(InternalError(), method, revision)

@@ -15,7 +15,6 @@ back (`streams`); messages that belong to another worker are passed on (`workers
 """
 
 import asyncio
-import json
 from collections.abc import Coroutine
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,7 +46,7 @@ from wirecall.mcp.server.workers import Relay
 from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, Limits
 from wirecall.stepping import resume
-from wirecall.transports.request import JSON, KEY, REPLAYED, HttpError, HttpRequest, Pairs
+from wirecall.transports.request import JSON, KEY, REPLAYED, HttpError, HttpRequest, Pairs, replayed_mark
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Beside, Server
@@ -310,9 +309,8 @@ class McpEndpoint:
                 raise Gone("the server stops")
             answer = task.result() if task.done() else None
             if answer is not None:
-                # Which answers come from the ledger: of an array their ids, in ASCII as everything in a header.
-                told = json.dumps(channel.replayed) if isinstance(message, list) else "true"
-                await request.respond(200, answer, headers=[(REPLAYED, told)] if channel.replayed else ())
+                marks = replayed_mark(channel.replayed, is_array=isinstance(message, list)) if channel.replayed else ()
+                await request.respond(200, answer, headers=marks)
             elif channel.is_stream or not task.done():
                 known.keep(channel)
                 await channel.follow(request)
@@ -342,6 +340,7 @@ class McpEndpoint:
         known = self._standing_session(request)
         if not _takes(request.headers.get("accept"), frozenset({EVENTS})):
             raise HttpError(406, f"Accept: expected {EVENTS}")
+        request.holder = request.holder or known.id
         # The id of an event names its stream, so only events of that one are sent again (2025-11-25, transports,
         # "Resumability and Redelivery").
         last = request.headers.get(LAST_EVENT)
@@ -356,7 +355,6 @@ class McpEndpoint:
             with channel.reading():
                 await channel.follow(request, int(number))
             return
-        request.holder = request.holder or known.id
         outlet = Direct(request)
         listener = session_listener(known.session)
         self._server.hub.add(listener)

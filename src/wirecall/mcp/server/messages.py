@@ -16,7 +16,8 @@ from typing import TypeAlias
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import FixedError, InternalError, InvalidParams, InvalidRequest, RpcError
+from wirecall.errors import EncodeError, FixedError, InternalError, InvalidParams, InvalidRequest, RpcError
+from wirecall.logs import failed
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol import messages as jsonrpc
@@ -177,9 +178,14 @@ def error_object(error: RpcError) -> ErrorObject:
 
 def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
     """Return the answer that reports an error. Without a revision, none was negotiated yet."""
-    body = encode(error_object(error))
+    try:
+        body = encode(error_object(error))
+    except EncodeError as reason:  # the message and the data are the handler's own
+        failed("an error", id, reason)
+        body = encode(error_object(InternalError()))
     if id is not None and id is not UNSET:
-        return b'{"jsonrpc":"2.0","id":' + encode(id) + b',"error":' + body + b"}"
+        told = bytes(id) if isinstance(id, Raw) else encode(id)  # a number that Python would write with other digits
+        return b'{"jsonrpc":"2.0","id":' + told + b',"error":' + body + b"}"
     # JSON-RPC 2.0, section 5: the id of an unreadable request is null. From 2025-11-25 on MCP's schema has no null there.
     if revision is None or revision.value("id of an unreadable message") == "null":
         return b'{"jsonrpc":"2.0","id":null,"error":' + body + b"}"

@@ -25,7 +25,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -48,7 +48,8 @@ from wirecall.mcp.types import (
     block,
     declared_extensions,
 )
-from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, Sending, decode_any, encode
+from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, Sending, decode_any, decode_value, encode
+from wirecall.protocol.params import explain
 from wirecall.server.call import Call, ClientInfo, InputRequired
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
@@ -316,6 +317,8 @@ class Peer(Struct, eq=False):
     about: tuple[Method, str, Raw | UnsetType, str | None] | None = None  # what a state is about
     _progress: float | None = None  # the last number sent
     _count: int = 0  # questions so far
+    _asking: int = 0  # tasks of the call that wait for answers
+    _place: ExitStack = msgspec.field(default_factory=ExitStack)  # of a call that waits
     _closed: bool = False
 
     def named(self, key: str) -> None:
@@ -425,7 +428,7 @@ class Peer(Struct, eq=False):
         params = {"messages": wire, "maxTokens": max_tokens, **more}
         if system is not None:
             params["systemPrompt"] = system
-        return self._question(key, "sampling/createMessage", params, lambda answer: _as(answer, Sampled))
+        return self._question(key, "sampling/createMessage", params, _sampled)
 
     def roots(self, key: str | None) -> Question:
         return self._question(key, "roots/list", {}, lambda answer: _as(answer, Roots).roots)
@@ -450,15 +453,25 @@ class Peer(Struct, eq=False):
             return [question.decode(self.answers[question.key]) for question in questions]
 
         async def asked(question: Question) -> Any:
-            return question.decode(decode_any(await self.session.request(self, question.method, question.params)))
-
-        with self.questions.place(self.session, self.caller):
-            requests = [asyncio.ensure_future(asked(question)) for question in questions]
+            answer = await self.session.request(self, question.method, question.params)
             try:
-                return list(await asyncio.gather(*requests))
-            finally:
-                for request in requests:  # if one of several fails, the others are not waited for
-                    request.cancel()
+                return question.decode(decode_value(answer))
+            except msgspec.ValidationError as error:  # a number that no float can hold
+                raise BadInput(explain(error, "the client's answer")) from None
+
+        # A call may ask from several of its tasks at once. It waits once, until the last of them has its answer.
+        if not self._asking:
+            self._place.enter_context(self.questions.place(self.session, self.caller))
+        self._asking += 1
+        requests = [asyncio.ensure_future(asked(question)) for question in questions]
+        try:
+            return list(await asyncio.gather(*requests))
+        finally:
+            for request in requests:  # if one of several fails, the others are not waited for
+                request.cancel()
+            self._asking -= 1
+            if not self._asking:
+                self._place.close()
 
     async def pause(self, questions: JsonObject) -> bytes:
         """Return the answer of a call that ends with questions."""
@@ -503,15 +516,25 @@ def check_answer(question: JsonObject, answer: object) -> None:
     if question["method"] == "elicitation/create":
         schema = question["params"].get("requestedSchema")
         _elicited(answer, None if schema is None else form_of(schema))
+    elif question["method"] == "roots/list":
+        _as(answer, Roots)
     else:
-        _as(answer, Roots if question["method"] == "roots/list" else Sampled)
+        _sampled(answer)
 
 
 def _as(answer: object, wanted: type[T]) -> T:
     try:
         return msgspec.convert(answer, wanted)
     except msgspec.ValidationError as error:
-        raise BadInput(f"the client's answer: {str(error).lower()}") from None
+        raise BadInput(explain(error, "the client's answer")) from None
+
+
+def _sampled(answer: object) -> Sampled:
+    told = _as(answer, Sampled)
+    for each in told.content if isinstance(told.content, list) else [told.content]:
+        if not isinstance(each, dict) or not isinstance(each.get("text", ""), str):
+            raise BadInput("the client's answer.content: expected an object or a list of objects, with a str as each text")
+    return told
 
 
 def _elicited(answer: object, form: RequestedForm | None) -> Elicited:

@@ -188,7 +188,7 @@ class Work:
         # transaction, nothing else is written: an SQLite file has one writer.
         if self.run is not None and self.run.is_over:
             return
-        self.document.message = message[:1000]
+        self.document.message = message[:1000].encode(errors="replace").decode()  # a path may have halves of characters
         if self._is_noting or (self.run is not None and self.run.db is not None):
             return
         loop = asyncio.get_running_loop()
@@ -417,7 +417,7 @@ class Tasks:
         try:
             if method is None:
                 raise error
-            return {"status": "completed", "result": as_result(error, method, REVISIONS[document.revision])}
+            return {"status": "completed", "result": Raw(as_result(error, method, REVISIONS[document.revision]))}
         except RpcError as raised:
             return _failed(raised)
 
