@@ -343,8 +343,10 @@ class Delivery:
         # 2. The time: the longest of the entries. Those that wait less long have timers of their own.
         now, silence = self.clock.time(), self.options.retry.silence
         left = sendable[0].deadline - now if len(sendable) == 1 else max(entry.deadline for entry in sendable) - now
-        if silence is not None and all(entry.safe for entry in sendable):
-            left = min(left, silence)
+        # An error names the time of the call, of which earlier attempts have taken a part, or that of a silent attempt.
+        given = max(entry.timeout for entry in sendable)
+        if silence is not None and silence < left and all(entry.safe for entry in sendable):
+            left = given = silence
         left = max(left, 0.0)
         timers: list[asyncio.TimerHandle] = []
         if len(entries) > 1:
@@ -365,14 +367,23 @@ class Delivery:
             ]
         # 3. There and back.
         try:
-            await self.carry(exchange, left, self.link.exchange)
+            await self.carry(exchange, left, self.link.exchange, given)
         finally:
             for timer in timers:
                 timer.cancel()
         return exchange
 
-    async def carry(self, exchange: Exchange, seconds: float, send: Callable[[Exchange], Awaitable[object]]) -> None:
-        """Send one message, and take its answers for so many seconds. Every entry in it is settled afterwards."""
+    async def carry(
+        self,
+        exchange: Exchange,
+        seconds: float,
+        send: Callable[[Exchange], Awaitable[object]],
+        given: float | None = None,
+    ) -> None:
+        """Send one message, and take its answers for so many seconds. Every entry in it is settled afterwards.
+
+        If the time runs out, the error names `given` seconds, or else these.
+        """
         try:
             with self.timeouts.within(seconds) as exchange.limit:
                 await send(exchange)
@@ -383,7 +394,7 @@ class Delivery:
                     entry.deaths = (*entry.deaths, exchange.begun)
             exchange.end(error)
         except TimeoutError:
-            exchange.end(timed_out(exchange, seconds))
+            exchange.end(timed_out(exchange, seconds if given is None else given))
 
     # --- again, or not -----------------------------------------------------------------------------------------------
 
