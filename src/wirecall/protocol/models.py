@@ -284,7 +284,8 @@ def problems(error: Exception, root: str, skip: int = 0) -> list[str]:
         elif kind in ("value_error", "assertion_error"):  # of a validator
             text = text.partition(", ")[2]
         elif text.startswith("Input should be "):
-            text = text.replace("Input should be ", "expected ", 1)
+            is_bound = kind.startswith(("greater_", "less_"))
+            text = text.replace("Input should be ", "expected a value " if is_bound else "expected ", 1)
             if kind.endswith("_type"):
                 text += f", got {_KINDS.get(type(value), type(value).__name__)}"
         else:
