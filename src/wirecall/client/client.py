@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 
 from msgspec import Struct
 
@@ -90,8 +90,20 @@ class Openable(ABC):
         await self.aclose()
 
 
+MCP_ONLY = ("list_tools", "call_tool", "start_tool", "task", "list_resources", "read_resource", "list_prompts", "get_prompt")
+
+
+def _missing(client: object, name: str) -> Any:
+    """Raise the error for a member that a client lacks: the methods of MCP's clients come with `protocol="mcp"`."""
+    hint = '; it speaks JSON-RPC: for MCP, use connect(..., protocol="mcp")' if name in MCP_ONLY else ""
+    raise AttributeError(f"{type(client).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=client)
+
+
 class Client(Openable):
     """Calls to one server."""
+
+    if not TYPE_CHECKING:  # a type checker reports the unknown name itself
+        __getattr__ = _missing
 
     def __init__(self, link: Link, dialect: Dialect, options: Options) -> None:
         self._delivery = Delivery(link, dialect, options)
@@ -301,6 +313,9 @@ class SyncOpenable:
 
 class SyncClient(SyncOpenable):
     """The client for code without an event loop: the methods of `Client`, blocking, from any thread."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = _missing
 
     def __init__(self, client: Client) -> None:
         super().__init__(client)

@@ -112,6 +112,10 @@ class Options(Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.timeout <= 0:
             raise UsageError(f"timeout must be greater than 0, got {self.timeout!r}.")
+        if not isinstance(self.retry, Retry):
+            raise UsageError(
+                f"retry must be a Retry object, got {type(self.retry).__name__}.", fix="use retry=Retry(attempts=3)"
+            )
         if self.coalesce is not None and not 0 <= self.coalesce <= 1:
             raise UsageError(
                 f"coalesce must be from 0 to 1, got {self.coalesce!r}.",
@@ -334,7 +338,8 @@ class Delivery:
             except (EncodeError, NotSent) as error:
                 if isinstance(error, EncodeError):
                     entry.safe = False
-                    error = NotSent(f"{entry.method}: the params cannot be written as JSON: {error}")
+                    why = str(error).removeprefix("Outgoing: ")  # our own struct around the params
+                    error = NotSent(f"{entry.method}: the params cannot be written as JSON: {why}")
                 entry.fail(error)
                 self._settled(entry)
         if not sendable:

@@ -356,7 +356,11 @@ def _kind_of(raw: Raw) -> str:
 
 
 def as_bytes(data: Data) -> bytes:
-    return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
+    if isinstance(data, str):
+        return data.encode("utf-8", "surrogatepass")
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise UsageError(f"A message must be bytes or a text, got {type(data).__name__}.", fix="use json.dumps(message)")
+    return bytes(data)
 
 
 def opens_array(data: bytes) -> bool:
