@@ -51,6 +51,14 @@ def test_every_line_has_its_outcome_in_order(protocol: str) -> None:
     assert b"9 lines, 5 failed, 1 replayed" in run.stderr
 
 
+def test_an_error_of_a_tool_says_its_reason_once() -> None:
+    run = invoke("batch", SHOP, "--as", "mcp", input=b'{"method": "price"}\n{"method": "prize"}\n')
+    missing, unknown = (outcome["error"] for outcome in outcomes(run.stdout_bytes))
+    assert (missing["message"], missing["why"]) == ("arguments.sku: missing.", "code -32602")
+    assert (unknown["message"], unknown["why"]) == ("Invalid params.", "there is no tool 'prize' (code -32602)")
+    assert "wirecall list" in unknown["next"]
+
+
 def test_a_file_of_calls(tmp_path: Path) -> None:
     (tmp_path / "calls").write_bytes(LINES.splitlines(True)[0] * 2500)
     run = invoke("batch", SHOP, str(tmp_path / "calls"))
