@@ -76,6 +76,11 @@ def check_console(code: str) -> None:
         assert run.stdout == expected, run.stderr
 
 
+def test_the_proxy_passes_the_metadata_on_that_a_client_without_a_token_reads() -> None:
+    passed = re.findall(r"location \^~ (\S+) \{\s+proxy_pass", (ROOT / "deploy" / "nginx.conf").read_text())
+    assert passed == ["/.well-known/oauth-protected-resource"]
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     assert all(f"({path.name})" in index for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")
