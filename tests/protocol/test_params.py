@@ -498,6 +498,28 @@ def test_callables_of_every_kind() -> None:
     assert bind(len, '["abc"]') == 3
 
 
+def test_a_text_in_an_annotation_is_the_description() -> None:
+    def ship(
+        cents: Annotated[int, "in cents"],
+        person: Annotated[Person, "to whom"],
+        note: Annotated[Any, "anything", "ignored"] = None,
+        grams: Annotated[int, "short", msgspec.Meta(gt=0, description="in grams")] = 1,
+        stars: Annotated[int, "short", pydantic.Field(gt=0, description="of five")] = 1,
+    ) -> None: ...
+
+    described = Signature(ship, inject=Context).schema["properties"]
+    assert [each.get("description") for each in described.values()] == [
+        "in cents",
+        "to whom",
+        "anything",
+        "in grams",
+        "of five",
+    ]
+    assert reason(ship, '{"cents": "1", "person": {"name": "a", "address": {"street": "x", "number": 1}}, "stars": 0}') == (
+        "params.cents: expected int, got str; params.stars: expected a value greater than 0"
+    )
+
+
 class Parcel(TypedDict):
     to: str
     grams: NotRequired[int]

@@ -14,6 +14,7 @@
 5. Results are made in the fullest form and encoded once; `project` takes away what older revisions do not know.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import InvalidParams, KeyInProgress, KeyRequired, NotCapable, ResourceNotFound, RpcError, rebuilt
+from wirecall.errors import (
+    InternalError,
+    InvalidParams,
+    KeyInProgress,
+    KeyRequired,
+    NotCapable,
+    ResourceNotFound,
+    RpcError,
+    rebuilt,
+)
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.server.catalog import Catalog, ResourceEntry, is_object_schema, is_structured, output_schema
 from wirecall.mcp.server.messages import A_TASK, INPUT_REQUIRED, Answers, Id
@@ -466,8 +476,10 @@ def as_result(error: RpcError, method: Method, revision: Revision) -> CallResult
     data = error.data
     text = str(data.get("reason", error.message)) if isinstance(data, dict) else error.message
     if isinstance(error, InvalidParams):
-        text = text.replace("params", "arguments", 1)
+        text = re.sub(r"(^|; |needs )params\b", r"\1arguments", text)  # the place of each problem
         data = {**data, "reason": text} if isinstance(data, dict) else data
+    elif isinstance(error, InternalError) and text != error.message:  # in development, a result that does not fit
+        text = f"{error.message}: {text}"
     elif not isinstance(error, NotCapable):
         text = error.message
     told = {"code": error.code, **({} if data is None else {"data": data})}
