@@ -22,6 +22,7 @@ from msgspec import Struct
 from wirecall.client.delivery import Delivery, Dialect, Options, mint_key
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Link, Params, Wire
 from wirecall.errors import ConnectionLost, KeyInvalid, NotSent, UsageError
+from wirecall.protocol.models import wanted
 from wirecall.protocol.params import KEY
 from wirecall.server.policy import check_key
 from wirecall.stepping import cancel_all
@@ -181,6 +182,8 @@ class Client(Openable):
                 raise UsageError(
                     f"{method}: a key needs params by name.", f"it travels as the member {KEY}", "use a dict of params"
                 )
+        if type is not None:
+            wanted(type)  # raises before anything is sent
         self._dialect.check(entry)
         return entry
 

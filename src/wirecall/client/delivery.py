@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-import msgspec
 from msgspec import UNSET, Struct
 
 from wirecall.client.exchange import AnyEntry, Arrays, Exchange, Link, Wire
@@ -40,6 +39,7 @@ from wirecall.errors import (
 )
 from wirecall.jsonrpc import make_batch
 from wirecall.protocol.messages import UNREADABLE, decode_value, encode
+from wirecall.protocol.models import wanted
 from wirecall.stepping import Timeouts, cancel_all
 from wirecall.transports.sse import LONGEST_WAIT
 
@@ -179,7 +179,7 @@ class Dialect:
     def read(self, entry: AnyEntry) -> Any:
         """Return the result of an entry that was answered, as its `type`. One that does not fit is a bad answer."""
         try:
-            return decode_value(entry.raw) if entry.type is None else msgspec.json.decode(entry.raw, type=entry.type)
+            return decode_value(entry.raw) if entry.type is None else wanted(entry.type).read(entry.raw)
         except UNREADABLE as error:
             raise BadAnswer(f"{entry.method}: the result is not as expected: {error}", ran="yes") from None
 

@@ -516,7 +516,7 @@ def read_signature(
         kind: ParameterKind = kinds.get(declared.kind, "position")
         what = f"The parameter {name} of {name_of(function)}"
         decoder = models.decoder_of(what, hint, default)
-        hint = _described(hint, decoder)
+        hint = models.described(hint, decoder)
         if decoder == "msgspec":
             parameters.append(Parameter(name, hint, default, kind, name))
             continue
@@ -524,22 +524,6 @@ def read_signature(
         model = models.ModelledParameter(what, name, index, whole, ... if default is REQUIRED else default)
         parameters.append(Parameter(model.name, hint, REQUIRED if model.required else default, kind, name, model))
     return parameters, injected, provided, hints.get("return", Any)
-
-
-def _described(hint: Any, decoder: str) -> Any:
-    """Return an annotation with a description in its decoder's form: `Annotated[int, "in cents"]` has it as a text."""
-    marks = getattr(hint, "__metadata__", ())
-    text = next((mark for mark in marks if isinstance(mark, str)), None)
-    if text is None:
-        return hint
-    if decoder == "msgspec":
-        mark: object = msgspec.Meta(description=text)
-    else:
-        from pydantic import Field
-
-        mark = Field(description=text)
-    # It is the first: a description that is written out wins.
-    return typing.Annotated[(hint.__origin__, mark, *(each for each in marks if not isinstance(each, str)))]
 
 
 def _completed(values: Sequence[object]) -> Sequence[object]:
