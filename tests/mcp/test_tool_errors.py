@@ -331,3 +331,16 @@ def test_a_result_of_another_type_is_named_in_the_text_that_clients_show_in_deve
     with connect_sync(app, protocol="mcp") as client:
         called = client.call_tool("count", check=False)
     assert called.text == "Internal error: count must return int: result: expected int, got str"
+
+
+def test_an_argument_of_a_prompt_that_does_not_fit_is_named_as_in_a_tool() -> None:
+    app = App("x")
+
+    @app.prompt
+    def remind(days: int) -> str:
+        return f"in {days} days"
+
+    with connect_sync(app, protocol="mcp") as client:
+        assert client.get_prompt("remind", {"days": "7"}).messages
+        with pytest.raises(InvalidParams, match=r"arguments\.days: expected int, got str"):
+            client.get_prompt("remind", {"days": "soon"})

@@ -351,7 +351,7 @@ def _from_texts(method: Method, texts: Mapping[str, str]) -> Raw:
         try:
             arguments[name] = msgspec.to_builtins(msgspec.convert(text, wanted, strict=False))
         except msgspec.ValidationError as error:
-            raise InvalidParams(f"arguments.{name}: {str(error).lower()}") from None
+            raise InvalidParams(f"arguments.{name}: {str(error).lower().replace('`', '')}") from None
     return Raw(encode(arguments)) if arguments else _NO_ARGUMENTS
 
 
