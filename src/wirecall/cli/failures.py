@@ -101,7 +101,9 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant."""
     from difflib import get_close_matches  # late: mistakes are rare
 
-    return next(iter(get_close_matches(name, list(names), 1, 0.6)), None)
+    known = list(names)
+    inner = [each for each in known if each.rpartition(".")[2] == name]  # a router's prefix was left out
+    return next(iter(inner or get_close_matches(name, known, 1, 0.6)), None)
 
 
 def no_such(noun: str, name: str, names: Sequence[str], next: str, **facts: Any) -> CliError:
