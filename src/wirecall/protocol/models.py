@@ -262,7 +262,7 @@ class Modelled:
         return []
 
 
-class Wanted:
+class ResultType:
     """The type that a client reads a result as: by pydantic if one of its types is in it, else by msgspec."""
 
     def __init__(self, hint: Any) -> None:
@@ -314,15 +314,15 @@ def _decode_wanted(type: Any, value: object) -> object:
     return decode_model(type, value)
 
 
-_known_wanted = lru_cache(maxsize=1000)(Wanted)
+_result_types = lru_cache(maxsize=1000)(ResultType)
 
 
-def wanted(hint: Any) -> Wanted:
+def wanted(hint: Any) -> ResultType:
     """Return how a client reads a result as a type. Raises `UsageError` if the type cannot be read from JSON."""
     try:
-        return _known_wanted(hint)
+        return _result_types(hint)
     except TypeError:  # a note in an `Annotated` cannot be hashed
-        return Wanted(hint)
+        return ResultType(hint)
 
 
 @contextmanager
