@@ -269,3 +269,30 @@ def test_a_server_with_a_ledger_in_memory_warns(
     getattr(app, kind)(name="put")(lambda: 1)
     app.run(transport)
     assert ("the ledger is in memory" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"lifespan": 5}, "lifespan must be a function, got int"),
+        ({"authenticate": "alice"}, "authenticate must be a function, got str"),
+        ({"secret": 5}, "secret must be a text, got int"),
+        ({"middleware": lambda ctx, call_next: None}, "middleware must be a list"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused_when_the_app_is_made(option: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        App("x", **option)
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+async def test_run_inside_of_an_event_loop_says_what_to_use(transport: Any) -> None:
+    with pytest.raises(UsageError, match=r"inside a running event loop[\s\S]*app\.asgi\(\)"):
+        App("x").run(transport)
+
+
+def test_a_message_that_is_not_a_text_is_refused() -> None:
+    messages: list[Any] = [{"jsonrpc": "2.0", "method": "x", "id": 1}, 5]
+    for each in messages:
+        with pytest.raises(UsageError, match=r"must be bytes or a text, got (dict|int)[\s\S]*json\.dumps"):
+            App("x").handle_sync(each)

@@ -76,6 +76,19 @@ def check_console(code: str) -> None:
         assert run.stdout == expected, run.stderr
 
 
+def test_the_tests_that_the_page_about_testing_shows_pass(tmp_path: Path) -> None:
+    blocks = [code for language, code in BLOCK.findall((ROOT / "docs" / "testing.md").read_text()) if language == "python"]
+    (tmp_path / "test_shop.py").write_text("\n".join(blocks))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "test_shop.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 passed" in run.stdout, run.stdout + run.stderr
+
+
+def test_the_proxy_passes_the_metadata_on_that_a_client_without_a_token_reads() -> None:
+    passed = re.findall(r"location \^~ (\S+) \{\s+proxy_pass", (ROOT / "deploy" / "nginx.conf").read_text())
+    assert passed == ["/.well-known/oauth-protected-resource"]
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     assert all(f"({path.name})" in index for path in (ROOT / "docs").glob("*.md") if path.name != "index.md")

@@ -121,6 +121,13 @@ class App(Declarations):
         # A mistyped word would mean "parallel", and commands in an array would run out of order.
         if execution not in (None, *get_args(Execution)):
             raise UsageError(f"{execution!r} is not a way to run a batch.", fix='use execution="sequential" or "parallel"')
+        for option, value in (("authenticate", authenticate), ("lifespan", lifespan)):
+            if value is not None and not callable(value):
+                raise UsageError(f"{option} must be a function, got {type(value).__name__}.")
+        if secret is not None and not isinstance(secret, str):
+            raise UsageError(f"secret must be a text, got {type(secret).__name__}.", fix="use a long random text")
+        if callable(middleware) or isinstance(middleware, str):
+            raise UsageError("middleware must be a list.", fix="use middleware=[RateLimit(100, per=60)]")
         self.mode = cast(Mode, chosen)
         self.limits = _limits(limits) or Limits()
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")
@@ -370,6 +377,12 @@ class App(Declarations):
         """Serve until a signal stops it: MCP and plain JSON-RPC on stdin and stdout, or everything of `asgi` over HTTP."""
         if transport not in ("stdio", "http"):
             raise UsageError(f"{transport!r} is not a transport.", "", 'use "stdio" or "http"')
+        if _is_inside_a_loop():
+            raise UsageError(
+                "app.run() cannot be called inside a running event loop.",
+                "it starts a loop of its own",
+                "call it outside of asyncio.run(), or serve app.asgi() with an ASGI server",
+            )
         if transport == "http" and workers > 1 and self._ledger_scheme == "memory":
             raise UsageError(
                 f"{workers} workers cannot share a ledger in memory.",
@@ -632,6 +645,16 @@ class App(Declarations):
                 )
         retention = (declared.terms if declared else Terms()).retention
         return await (await self.ledger()).resolve(id, outcome, retention)
+
+
+def _is_inside_a_loop() -> bool:
+    import asyncio  # late: `import wirecall` stays light
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _limits(limits: Limits | None) -> Limits | None:

@@ -82,6 +82,7 @@ class Declarations:
     ) -> Callable[[F], F]: ...
     def query(self, function: F | None = None, /, **declared: Any) -> F | Callable[[F], F]:
         """Register a function that reads. Works bare and with arguments; the function stays as it is."""
+        _check_use("query", function)
         return self._register(Kind.QUERY, function, declared)
 
     @overload
@@ -125,6 +126,7 @@ class Declarations:
         recognised; "required" refuses the call; "ask" makes the key an argument that the model fills in; "off" runs the
         call unprotected. By default it is "auto", and "required" over JSON-RPC in production.
         """
+        _check_use("command", function)
         terms = self._terms(declared)
         return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
 
@@ -165,7 +167,13 @@ class Declarations:
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any
     ) -> F | Callable[[F], F]:
         """Register a tool for MCP alone. Its kind follows from its annotations: a read-only tool is a query."""
+        _check_use("tool", function)
         stated = annotations or ToolAnnotations()
+        if not isinstance(stated, ToolAnnotations):
+            raise UsageError(
+                f"annotations must be ToolAnnotations, got {type(stated).__name__}.",
+                fix="use annotations=ToolAnnotations(readOnlyHint=True)",
+            )
         # A tool whose hints contradict each other is refused (T2).
         retries = [field for field in Terms.__struct_fields__ if field in declared]
         for wrong, why, fix in (
@@ -211,6 +219,7 @@ class Declarations:
         them among all callers, unless the app has `auth` or `authenticate`. `scopes` are those that a reader's token needs,
         or a function of the names in the URI that returns them.
         """
+        _check_use("resource", uri)
         kept = milliseconds(f"ttl of {uri}", ttl)
         if scope not in get_args(Scope):
             raise UsageError(f"scope of {uri} must be one of {', '.join(get_args(Scope))}, got {scope!r}.")
@@ -250,6 +259,7 @@ class Declarations:
     ) -> Callable[[F], F]: ...
     def prompt(self, function: F | None = None, /, *, name: str | None = None, **declared: Any) -> F | Callable[[F], F]:
         """Register a prompt: a function from texts to a text, a `Message`, or several."""
+        _check_use("prompt", function)
 
         def register(function: F) -> F:
             called = name or function.__name__
@@ -366,6 +376,8 @@ class Declarations:
         if stated not in (None, True, False):
             raise UsageError(f"check_result must be True or False, got {stated!r}.")
         check_result = self._checks_results if stated is None else stated
+        if isinstance(expose := declared.get("expose"), str):
+            raise UsageError(f"expose must be a tuple, got {expose!r}.", fix=f"use expose=({expose!r},)")
 
         def register(function: F) -> F:
             labels = _labels(str(declared.get("name") or getattr(function, "__name__", "")), declared)
@@ -416,6 +428,15 @@ class Declarations:
         self._ledger_scheme = scheme
 
 
+def _check_use(verb: str, first: object) -> None:
+    """Check the first argument of a decorator: a resource has a URI there, all others the function or nothing."""
+    if verb == "resource" and not isinstance(first, str):
+        raise UsageError("@resource needs a URI.", fix='use @app.resource("shop://articles/{sku}")')
+    if verb in NAMED and first is not None and not callable(first):
+        why = "the options of a decorator are passed by name"
+        raise UsageError(f"@{verb}({first!r}): expected a function.", why, f"use @app.{verb}(name=...)")
+
+
 def _labels(what: str, declared: JsonObject) -> JsonObject:
     """Return the icons, tags and `_meta` of a declaration as MCP sends them, checked."""
     icons, meta, tags = declared.get("icons", ()), declared.get("meta"), declared.get("tags", ())
@@ -463,6 +484,8 @@ def _kept(verb: str) -> Callable[..., Any]:
     """Return a decorator of a router: it keeps a declaration with the verb."""
 
     def decorate(self: "Router", *args: Any, **options: Any) -> Any:
+        _check_use(verb, args[0] if args else None)
+
         def keep(function: F) -> F:
             self._keep(Declaration(verb, args, options, function))
             return function

@@ -55,6 +55,8 @@ class Escaping(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
         if not message.isprintable():
+            # The lines of an error of our own, "why" and "fix", become one line without escapes.
+            message = message.replace(".\n  why: ", ": ").replace(".\n  fix: ", "; fix: ").replace("\n  fix: ", "; fix: ")
             record.msg, record.args = escaped(message), ()
         for name in FIELDS:
             value = getattr(record, name, None)

@@ -1,9 +1,11 @@
 """`batch` and `send`: lines in, lines out."""
 
+import asyncio
 import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,14 @@ def test_every_line_has_its_outcome_in_order(protocol: str) -> None:
     assert "is not a key" in found[7]["error"]["message"]
     assert (found[8]["id"], found[8]["result"]) == (9, 700)
     assert b"9 lines, 5 failed, 1 replayed" in run.stderr
+
+
+def test_an_error_of_a_tool_says_its_reason_once() -> None:
+    run = invoke("batch", SHOP, "--as", "mcp", input=b'{"method": "price"}\n{"method": "prize"}\n')
+    missing, unknown = (outcome["error"] for outcome in outcomes(run.stdout_bytes))
+    assert (missing["message"], missing["why"]) == ("arguments.sku: missing.", "code -32602")
+    assert (unknown["message"], unknown["why"]) == ("Invalid params.", "there is no tool 'prize' (code -32602)")
+    assert "wirecall list" in unknown["next"]
 
 
 def test_a_file_of_calls(tmp_path: Path) -> None:
@@ -93,6 +103,54 @@ def test_a_batch_reports_a_server_that_is_not_reachable() -> None:
     run = invoke("batch", "http://127.0.0.1:9/rpc", "--timeout", "500ms", input=LINES.splitlines(True)[0] * 2)
     assert run.exit_code == Exit.UNREACHABLE
     assert [outcome["ok"] for outcome in outcomes(run.stdout_bytes)] == [False, False]
+
+
+def test_a_batch_without_an_answer_names_the_time_that_its_user_gave() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts the connection, and no process reads it
+        run = invoke("batch", f"http://127.0.0.1:{silent.getsockname()[1]}/rpc", "--timeout", "300ms", input=SUM)
+    (found,) = outcomes(run.stdout_bytes)
+    assert (run.exit_code, found["error"]["type"]) == (Exit.SOME_FAILED, "timed_out")
+    assert found["error"]["why"] == "no answer within 0.3 s"  # not the half of it that rpc.discover has left
+
+
+@pytest.mark.parametrize("kind", ["address", "process"])
+def test_send_without_an_answer_ends_at_its_deadline(kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silence = ["--", sys.executable, "-c", "import signal; signal.pause()"]
+        target = silence if kind == "process" else [f"http://127.0.0.1:{silent.getsockname()[1]}/rpc"]
+        run = invoke("send", "--timeout", "200ms", *target, input=SUM)
+    assert run.exit_code == Exit.UNKNOWN
+    assert "The server has not answered every message." in run.stderr
+    assert "no answer within 0.2 s" in run.stderr
+
+
+def test_send_is_interrupted_in_the_turn_in_which_its_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ending:
+        """A process that has ended. The cancel of Ctrl-C arrives in the turn in which its exit code does."""
+
+        def __init__(self, task: "asyncio.Task[Any]") -> None:
+            self.task = task
+            self.returncode: int | None = None
+            self.stdout, self.stderr = asyncio.StreamReader(), asyncio.StreamReader()
+            self.stdin = self
+            self.terminate = self.kill = self.close
+            self.stdout.feed_eof()
+            self.stderr.feed_eof()
+
+        def close(self) -> None: ...
+
+        async def wait(self) -> None:
+            if self.returncode is None:
+                self.returncode = 0
+                self.task.cancel()
+
+    async def start(*_: str, **__: Any) -> Ending:
+        task = asyncio.current_task()
+        assert task is not None
+        return Ending(task)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    assert invoke("send", "--", "server", input=b"").exit_code == Exit.INTERRUPTED
 
 
 def test_send_prints_one_line_per_answer_and_none_for_notifications() -> None:

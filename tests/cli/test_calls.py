@@ -323,3 +323,13 @@ def test_show_of_an_unknown_name() -> None:
     run = invoke("show", SHOP, "chrage")
     assert run.exit_code == Exit.USAGE
     assert "did you mean charge?" in run.stderr
+
+
+def test_a_name_without_the_prefix_of_its_router_is_found(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(
+        "from wirecall import App\napp = App('x')\n"
+        "app.query(name='articles.price')(lambda: 1)\napp.query(name='prices')(lambda: 1)\n"
+    )
+    run = invoke("call", str(tmp_path / "app.py"), "price")
+    assert run.exit_code == Exit.USAGE
+    assert "did you mean articles.price?" in run.stderr

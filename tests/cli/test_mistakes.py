@@ -199,6 +199,9 @@ def test_a_ledger_that_cannot_be_used_is_reported_once(tmp_path: Path) -> None:
     assert run.exit_code == Exit.UNREACHABLE
     assert run.stderr.count("is not an SQLite file") == 1
     assert "fix:" not in run.stderr
+    run = invoke("serve", SHOP, "--ledger", f"sqlite:{tmp_path / 'ledger.db'}")  # before the server listens
+    assert run.exit_code == Exit.UNREACHABLE
+    assert "is not an SQLite file" in run.stderr
 
 
 def test_the_path_of_a_ledger_is_not_its_url(tmp_path: Path) -> None:

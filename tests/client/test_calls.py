@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from tests.client.peers import Peer, answers, http, served
 from tests.ports import free_port
-from wirecall import App, UsageError, connect
+from wirecall import App, UsageError, connect, connect_sync
 from wirecall.errors import BadAnswer, InvalidParams, MethodNotFound, NotSent, RpcError
 from wirecall.testing import client as in_memory
 
@@ -144,6 +144,8 @@ async def test_a_server_that_is_not_reachable() -> None:
     [
         ("ftp://host/", "is not an address"),
         ("http://host:nine/", "is not an address"),
+        ("server.py", r'as a list: \["python", "server.py"\]'),
+        ("127.0.0.1:8420", "http://HOST:PORT/rpc"),
         ([], "is not a command line"),
         (5, "nothing to connect to"),
     ],
@@ -151,6 +153,30 @@ async def test_a_server_that_is_not_reachable() -> None:
 async def test_a_target_that_is_none(target: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         connect(target)
+
+
+@pytest.mark.parametrize("how", [connect, connect_sync])
+def test_options_of_a_wrong_type_are_refused(how: Any) -> None:
+    with pytest.raises(UsageError, match=r"'MCP' is not a protocol[\s\S]*protocol=\"mcp\""):
+        how(shop(), protocol="MCP")
+    with pytest.raises(UsageError, match="retry must be a Retry object, got int"):
+        how(shop(), retry=5)
+
+
+def test_a_method_of_mcp_on_a_client_of_jsonrpc_names_the_option_that_selects_mcp() -> None:
+    with connect_sync(shop()) as client:
+        clients: list[Any] = [client, connect(shop())]
+        for each in clients:
+            with pytest.raises(AttributeError, match=r"no attribute 'call_tool'; .* use connect\(..., protocol=\"mcp\"\)"):
+                each.call_tool("price", {"sku": "tea"})
+            with pytest.raises(AttributeError, match=r"no attribute 'prize'$"):
+                _ = each.prize
+
+
+async def test_params_that_are_not_json_are_named_without_our_own_types() -> None:
+    async with connect(shop()) as client:
+        with pytest.raises(NotSent, match=r"price: the params cannot be written as JSON: object cannot"):
+            await client.call("price", {"sku": object()})
 
 
 async def test_options_of_mcp_are_refused_for_jsonrpc() -> None:

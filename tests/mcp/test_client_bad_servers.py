@@ -299,7 +299,9 @@ async def test_content_that_lacks_a_member_is_given_as_it_came() -> None:
 async def test_the_error_of_a_stream_without_an_answer_quotes_what_it_brought(revision: str) -> None:
     is_newest = revision == "2026-07-28"
     async with McpPeer(stream(b"data: <html>\n\n"), is_newest=is_newest) as peer, client_of(peer.url, revision) as client:
-        with pytest.raises(ConnectionLost, match="ended before the answer, and cannot be resumed; it sent not JSON"):
+        with pytest.raises(
+            ConnectionLost, match="ended before the answer, and cannot be resumed; it sent text that is not JSON"
+        ):
             await client.call_tool("t")
 
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from tests.calls import lose_completions, make_app, returning
 from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R3, REVISIONS, over_http, speak
-from wirecall import App, Context, DomainError, Limits, ProtocolError, RpcError, ToolError
+from wirecall import App, Context, DomainError, Limits, ProtocolError, RpcError, ToolError, connect_sync
 from wirecall.errors import InvalidParams, InvalidRequest
 from wirecall.mcp import ToolResult
 
@@ -366,3 +366,40 @@ async def test_plain_json_rpc_is_served_beside_mcp() -> None:
         async with speak("stdio", app, revision) as client:
             assert (await client.exchange({"jsonrpc": "2.0", "id": "p", "method": "give"}))["result"] == "x"
             assert await client.tool("give")
+
+
+def test_each_problem_of_the_arguments_has_its_place_in_the_words_of_mcp() -> None:
+    app = App("x")
+
+    @app.query
+    def move(to: Point, steps: int) -> int:
+        return to.x
+
+    with connect_sync(app, protocol="mcp") as client:
+        called = client.call_tool("move", {"to": {"x": "a"}, "step": 1}, check=False)
+    assert called.text == "arguments.to.x: expected int, got str; arguments.steps: missing; arguments.step: unknown name"
+
+
+def test_a_result_of_another_type_is_named_in_the_text_that_clients_show_in_development() -> None:
+    app = App("x")
+
+    @app.query
+    def count() -> int:
+        return "many"  # type: ignore[return-value]
+
+    with connect_sync(app, protocol="mcp") as client:
+        called = client.call_tool("count", check=False)
+    assert called.text == "Internal error: count must return int: result: expected int, got str"
+
+
+def test_an_argument_of_a_prompt_that_does_not_fit_is_named_as_in_a_tool() -> None:
+    app = App("x")
+
+    @app.prompt
+    def remind(days: int) -> str:
+        return f"in {days} days"
+
+    with connect_sync(app, protocol="mcp") as client:
+        assert client.get_prompt("remind", {"days": "7"}).messages
+        with pytest.raises(InvalidParams, match=r"arguments\.days: expected int, got str"):
+            client.get_prompt("remind", {"days": "soon"})

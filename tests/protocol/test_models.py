@@ -425,14 +425,14 @@ def mixed(plain: int, address: Address, trips: list[datetime.date], *, size: Ann
 def test_every_kind_of_parameter() -> None:
     assert bound(many, [1, 2]) == bound(many, {"numbers": [1, 2]}) == (1, 2)
     assert bound(many, []) == bound(many, {}) == ()
-    assert reason(many, [1, 0]) == reason(many, {"numbers": [1, 0]}) == "params.numbers[1]: expected greater than 0"
+    assert reason(many, [1, 0]) == reason(many, {"numbers": [1, 0]}) == "params.numbers[1]: expected a value greater than 0"
     assert bound(lead, [ADDRESS]) == (1, 2, ())
     assert (
         bound(lead, [ADDRESS, 3, 4, 5]) == bound(lead, {"first": ADDRESS, "second": 3, "others": [4, 5]}) == (1, 3, (4, 5))
     )
     assert reason(lead, [ADDRESS, 3, 4, "5"]) == "params.others[1]: expected a valid integer, got str"
     assert bound(surplus, {"first": 1, "x": 2}) == (1, {"x": 2})
-    assert reason(surplus, {"first": 1, "x": 0}) == "params.x: expected greater than 0"
+    assert reason(surplus, {"first": 1, "x": 0}) == "params.x: expected a value greater than 0"
     params = {"plain": 1, "address": ADDRESS, "trips": ["2026-07-28"], "size": 2}
     assert bound(mixed, params) == (1, 1, [datetime.date(2026, 7, 28)], 2)
     assert reason(mixed, {**params, "plain": "1"}) == "params.plain: expected int, got str"
@@ -452,13 +452,13 @@ def test_a_default_is_made_for_every_call() -> None:
     [
         (described, "5", "params.n: expected a valid integer, got str"),
         (described, None, "params.n: expected a valid integer, got null"),
-        (described, 0, "params.n: expected greater than 0"),
+        (described, 0, "params.n: expected a value greater than 0"),
         (model, [], "params.n: expected an object, got array"),
         (model, {}, "params.n.name: missing"),
         (model, {"name": "Ada", "x": 1}, "params.n.x: unknown name"),
         (model, {"name": "ada"}, "params.n.name: a name begins with a capital letter"),
         (keyed, {"x": {"street": "Main"}}, "params.n.x.number: missing"),
-        (listed, [1, 2, 0], "params.n[2]: expected greater than 0"),
+        (listed, [1, 2, 0], "params.n[2]: expected a value greater than 0"),
         (colour, "green", "params.n: expected 'red' or 'blue'"),
         (described, 1e400, "params.n: number out of range"),
         (
@@ -479,7 +479,7 @@ def test_a_misfit_says_what_and_where(function: Any, value: Any, expected: str) 
 def test_problems_of_several_parameters_are_reported_together() -> None:
     def book(name: Annotated[str, Field(min_length=1)], nights: Annotated[int, Field(gt=0)]) -> None: ...
 
-    expected = "params.name: string should have at least 1 character; params.nights: expected greater than 0"
+    expected = "params.name: string should have at least 1 character; params.nights: expected a value greater than 0"
     assert reason(book, {"name": "", "nights": 0}) == expected
 
 
@@ -643,7 +643,7 @@ async def test_tools_prompts_and_resources() -> None:
         assert tools["find"].input_schema["properties"]["region"]["x-mcp-header"] == "Region"
         called = await client.call_tool("find", {"region": "eu-1", "seite": 3})
         assert called.structured == {"kind": "cat", "lives": 3}
-        with pytest.raises(RpcError, match=r"arguments.seite: expected greater than or equal to 1"):
+        with pytest.raises(RpcError, match=r"arguments.seite: expected a value greater than or equal to 1"):
             await client.call_tool("find", {"region": "eu-1", "seite": 0})
         assert (await client.call_tool("fail", {"n": 1}, check=False)).text == "no cat"
         [prompt] = await client.list_prompts()
@@ -653,7 +653,7 @@ async def test_tools_prompts_and_resources() -> None:
         ]
         [told] = (await client.get_prompt("count", {"n": "5", "who": json.dumps(ADDRESS)})).messages
         assert isinstance(told.content, Text) and told.content.text == "5 Main"
-        with pytest.raises(RpcError, match=r"params.n: expected greater than 0"):
+        with pytest.raises(RpcError, match=r"params.n: expected a value greater than 0"):
             await client.get_prompt("count", {"n": "0"})
         [read] = await client.read_resource("shop://4")
         assert read.text == "5"

@@ -7,7 +7,7 @@ import enum
 import functools
 import json
 import uuid
-from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, NewType, NotRequired, TypedDict, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, NewType, NotRequired, Required, TypedDict, TypeVar
 
 import annotated_types
 import jsonschema
@@ -498,13 +498,60 @@ def test_callables_of_every_kind() -> None:
     assert bind(len, '["abc"]') == 3
 
 
+def test_a_text_in_an_annotation_is_the_description() -> None:
+    def ship(
+        cents: Annotated[int, "in cents"],
+        person: Annotated[Person, "to whom"],
+        note: Annotated[Any, "anything", "ignored"] = None,
+        grams: Annotated[int, "short", msgspec.Meta(gt=0, description="in grams")] = 1,
+        stars: Annotated[int, "short", pydantic.Field(gt=0, description="of five")] = 1,
+    ) -> None: ...
+
+    described = Signature(ship, inject=Context).schema["properties"]
+    assert [each.get("description") for each in described.values()] == [
+        "in cents",
+        "to whom",
+        "anything",
+        "in grams",
+        "of five",
+    ]
+    assert reason(ship, '{"cents": "1", "person": {"name": "a", "address": {"street": "x", "number": 1}}, "stars": 0}') == (
+        "params.cents: expected int, got str; params.stars: expected a value greater than 0"
+    )
+
+
+class Parcel(TypedDict):
+    to: str
+    grams: NotRequired[int]
+    stamps: Required[list[int]]
+
+
+@dataclasses.dataclass
+class Crate:
+    grams: int
+    count: ClassVar[int] = 0
+
+
+def test_members_that_are_not_fields_of_the_type_are_not_decoded_to_explain_an_error() -> None:
+    def send(parcel: Parcel) -> None: ...
+    def load(crate: Crate) -> None: ...
+
+    found = reason(send, '{"parcel": {"to": 1, "grams": "x", "stamps": 2}}')
+    assert found == (
+        "params.parcel.to: expected str, got int; params.parcel.grams: expected int, got str; "
+        "params.parcel.stamps: expected array, got int"
+    )
+    assert reason(send, '{"parcel": {"grams": 1, "to": "x"}}') == "params.parcel.stamps: missing"
+    assert reason(load, '{"crate": {"grams": "x", "count": "y"}}') == "params.crate.grams: expected int, got str"
+
+
 def test_a_type_that_cannot_be_decoded_is_an_error_at_registration() -> None:
     class Socket:
         pass
 
-    def opaque(socket: Socket) -> None: ...
+    def opaque(host: str, socket: Socket, port: int = 80) -> None: ...
 
-    with pytest.raises(UsageError, match=r"opaque cannot be decoded[\s\S]*Socket[\s\S]*fix:"):
+    with pytest.raises(UsageError, match=r"The parameter socket of .*opaque cannot be decoded[\s\S]*Socket[\s\S]*fix:"):
         Signature(opaque, inject=Context)
 
     def unresolved(x: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821

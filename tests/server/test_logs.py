@@ -285,6 +285,16 @@ async def test_a_message_that_forges_a_line_is_escaped(log: Collector) -> None:
     assert log.records[0].getMessage() == "talk: one\\u000aERROR two"
 
 
+async def test_an_error_of_several_lines_is_one_line_without_escapes(log: Collector, tmp_path: Path) -> None:
+    (tmp_path / "ledger.db").write_text("not a database" * 10)
+    app = App("x", ledger=f"sqlite:{tmp_path}/ledger.db")
+    app.command(name="put")(lambda: 1)
+    await app.handle(call("put", key="k"))
+    await app.aclose()
+    told = [record.getMessage() for record in log.records if "unavailable" in record.getMessage()]
+    assert told[0].endswith("ledger.db is not an SQLite file: file is not a database; fix: name another file")
+
+
 async def test_an_unknown_level_is_a_mistake_everywhere() -> None:
     answer = await talking().handle(call("talk", {"level": "loud"}))
     assert b"-32603" in (answer or b"")

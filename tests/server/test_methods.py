@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.calls import call, make_app, result
-from wirecall import App, Context, Kind, UsageError
+from wirecall import App, Context, Kind, Router, UsageError
 from wirecall.mcp.revisions import NOTIFICATIONS, REQUESTS
 
 
@@ -249,3 +249,23 @@ def test_the_context_is_injected_by_its_type_and_tells_about_the_call() -> None:
     assert second.correlation_id == second.correlation_id
     assert isinstance(second.correlation_id, str)
     assert (third.position, third.correlation_id) == (1, "1.50")
+
+
+@pytest.mark.parametrize("made", [App("x"), Router()], ids=["app", "router"])
+def test_a_decorator_that_would_declare_nothing_is_refused(made: Any) -> None:
+    def article(sku: str) -> str:
+        return sku
+
+    for verb in ("query", "command", "tool", "prompt"):
+        with pytest.raises(UsageError, match=rf"@{verb}\('price'\): expected a function[\s\S]*@app.{verb}\(name="):
+            getattr(made, verb)("price")
+    with pytest.raises(UsageError, match=r"@resource needs a URI[\s\S]*@app\.resource\("):
+        made.resource(article)
+
+
+def test_options_in_the_form_of_other_libraries_are_named() -> None:
+    app: Any = App("x")
+    with pytest.raises(UsageError, match=r"annotations must be ToolAnnotations, got dict[\s\S]*readOnlyHint=True"):
+        app.tool(annotations={"readOnlyHint": True})
+    with pytest.raises(UsageError, match=r"expose must be a tuple, got 'mcp'[\s\S]*expose=\('mcp',\)"):
+        app.query(expose="mcp")

@@ -157,3 +157,22 @@ async def test_a_middleware_that_breaks_costs_its_own_entry(caplog: pytest.LogCa
     assert answers[0]["error"] == {"code": -32603, "message": "Internal error"}
     assert answers[1]["result"] == "fine"
     assert "ZeroDivisionError" in caplog.text
+
+
+async def test_middleware_may_name_the_exception_of_a_query_but_not_of_a_command_whose_outcome_is_recorded() -> None:
+    app = make_app()
+
+    @app.middleware
+    async def named(ctx: Context, call_next: Callable[[Context], Awaitable[Any]]) -> Any:
+        try:
+            return await call_next(ctx)
+        except KeyError as missing:
+            raise DomainError(4040, f"there is no {missing.args[0]}") from missing
+
+    @app.query
+    def price(sku: str) -> int:
+        return {"tea": 450}[sku]
+
+    app.command(name="sell")(price)
+    assert error(await app.handle(call("price", ["milk"])))["message"] == "there is no milk"
+    assert error(await app.handle(call("sell", {"sku": "milk"}, key="k")))["message"] == "Internal error"

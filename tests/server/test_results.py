@@ -86,7 +86,7 @@ MISFITS = [
     ),
     (Colour, "green", "f must return Colour: result: invalid enum value 'green', expected one of red, blue"),
     (Annotated[int, msgspec.Meta(gt=0)], 0, "f must return int: result: expected int >= 1"),
-    (Annotated[int, Field(gt=0)], 0, "f must return int: result: expected greater than 0"),
+    (Annotated[int, Field(gt=0)], 0, "f must return int: result: expected a value greater than 0"),
     (Price, {"cents": 1}, "f must return Price: result: expected Price, got dict"),
     (Price, changed_price(), "f must return Price: result.cents: expected int, got str"),
     (

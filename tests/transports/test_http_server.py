@@ -753,6 +753,41 @@ async def test_stopping_asks_streams_to_end_and_cuts_those_that_do_not() -> None
     assert (await ask(server, "/polite")).status == 503
 
 
+async def test_closing_reports_requests_and_an_application_that_outlast_their_time(caplog: pytest.LogCaptureFixture) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def work(_request: HttpRequest) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def shutdown(_seconds: float) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    server = HttpServer({"/work": work}, shutdown=shutdown)
+    asking = asyncio.create_task(ask(server, "/work"))
+    await begun.wait()
+    server.stop(0.01)
+    await server.aclose()
+    asking.cancel()
+    assert ended.is_set()
+    assert [record.getMessage().split(" within")[0] for record in caplog.records] == [
+        "stopping with 1 requests in flight",
+        "the application did not close",
+    ]
+
+
+async def test_a_cancel_in_the_turn_in_which_the_application_has_closed_is_not_lost() -> None:
+    async def shutdown(_seconds: float) -> None:
+        closing.cancel()
+
+    closing = asyncio.create_task(HttpServer({}, shutdown=shutdown).aclose())
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+
+
 def test_headers_are_a_mapping() -> None:
     headers = Headers([("a", " 1 "), ("b", "\xfc"), ("a", "2")])
     assert (dict(headers), len(headers), headers.all("A"), headers["B"]) == ({"a": "1, 2", "b": "ü"}, 2, ["1", "2"], "ü")

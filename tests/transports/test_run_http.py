@@ -375,6 +375,9 @@ def test_a_port_in_use_has_a_readable_error() -> None:
         ours.listen()
         with pytest.raises(UsageError, match="use another port="):
             bind("127.0.0.1", ours.getsockname()[1])  # workers share a port, servers do not
+    for port in (-1, 65_536):  # the system would take it modulo 65536
+        with pytest.raises(UsageError, match=f"port must be a number from 0 to 65535, got {port}"):
+            bind("127.0.0.1", port)
     with pytest.raises(UsageError, match="server must be one of granian, granian-asgi, uvicorn, got 'apache'"):
         serve(lambda: None, server="apache")  # type: ignore[arg-type, return-value]
 

@@ -376,6 +376,7 @@ def test_a_terminal() -> None:
         while b'"result":42' not in seen:
             assert select.select([ours], [], [], max(0, deadline - time.monotonic()))[0], seen
             seen += os.read(ours, 1 << 16)
+        assert b"one message per line" in seen  # a person would wonder why nothing happens
         assert os.get_blocking(ours)
         os.write(ours, b"\x04")
         assert process.wait(PATIENCE) == 0

@@ -101,7 +101,9 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant."""
     from difflib import get_close_matches  # late: mistakes are rare
 
-    return next(iter(get_close_matches(name, list(names), 1, 0.6)), None)
+    known = list(names)
+    inner = [each for each in known if each.rpartition(".")[2] == name]  # a router's prefix was left out
+    return next(iter(inner or get_close_matches(name, known, 1, 0.6)), None)
 
 
 def no_such(noun: str, name: str, names: Sequence[str], next: str, **facts: Any) -> CliError:
@@ -173,7 +175,7 @@ _REMOTE: tuple[tuple[type[RpcError], Exit, str], ...] = (
     (errors.OutcomeUnknown, Exit.KEY, "find out whether it took effect, then: wirecall ledger resolve"),
     (errors.DeadlineExceeded, Exit.UNKNOWN, AGAIN),
     (errors.MethodNotFound, Exit.REMOTE, "wirecall list shows the methods"),
-    (errors.InvalidParams, Exit.REMOTE, "wirecall show lists the arguments of the method"),
+    (errors.InvalidParams, Exit.REMOTE, "wirecall show lists the arguments of a method, wirecall list the methods"),
     (errors.Busy, Exit.REMOTE, "wait, and repeat"),
     (errors.LedgerUnavailable, Exit.REMOTE, "nothing ran; repeat when the server's ledger is back"),
     (errors.InternalError, Exit.REMOTE, "check the server's log"),
@@ -213,9 +215,11 @@ def failure_of(error: BaseException) -> CliError:
         named, reason = data.get("type"), data.get("reason")
         what = error.message.removesuffix(f": {reason}").strip() or "The server answered with an error."
         why = f"code {error.code}" + (f", {encode(error.data).decode()}" if error.data is not None else "")
+        if isinstance(reason, str):  # a tool's error is the reason alone
+            why = f"code {error.code}" if reason == error.message else f"{reason} (code {error.code})"
         return CliError(
             what if what[-1] in ".!?" else f"{what}.",
-            f"{reason} (code {error.code})" if isinstance(reason, str) else why,
+            why,
             next_step,
             exit=exit,
             type=named if named and isinstance(named, str) else "remote",

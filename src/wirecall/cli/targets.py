@@ -18,7 +18,7 @@ import logging
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, redirect_stdout
+from contextlib import asynccontextmanager, contextmanager, redirect_stdout, suppress
 from functools import wraps
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -248,8 +248,11 @@ ledger_option = click.option(
 )
 
 
+SQLITE_FILE = b"SQLite format 3\0"  # the first bytes of every SQLite file (sqlite.org/fileformat.html, section 1.3)
+
+
 def check_ledger(url: str) -> None:
-    """Refuse a ledger whose driver is not installed, or whose file is a folder."""
+    """Refuse a ledger whose driver is not installed, or whose path is a folder or a file of another kind."""
     scheme, _, path = url.partition(":")
     driver, extra = DRIVERS.get(scheme, ("", ""))
     # Found, not imported: a driver takes longer to import than most verbs take to run.
@@ -258,8 +261,17 @@ def check_ledger(url: str) -> None:
         raise CliError(f"{driver} is not installed.", why, f'pip install "wirecall[{extra}]"', type="ledger")
     if url.removesuffix("//") == "sqlite:":
         raise CliError(f"The ledger {url} has no path.", "SQLite keeps it in a file", "sqlite:ledger.db", type="ledger")
-    if scheme == "sqlite" and Path(path.removeprefix("//")).is_dir():
-        raise CliError(f"The ledger {path} is a folder.", "SQLite keeps it in a file", "name a file in it", type="ledger")
+    if scheme == "sqlite":
+        file, begin = Path(path.removeprefix("//")), b""
+        if file.is_dir():
+            raise CliError(
+                f"The ledger {path} is a folder.", "SQLite keeps it in a file", "name a file in it", type="ledger"
+            )
+        with suppress(OSError), file.open("rb") as opened:  # a new ledger has no file yet
+            begin = opened.read(len(SQLITE_FILE))
+        if begin and begin != SQLITE_FILE:
+            what, why = f"The ledger {path} is not an SQLite file.", "a server would refuse every command"
+            raise CliError(what, why, "name another file", exit=Exit.UNREACHABLE, type="ledger_unavailable")
 
 
 @contextmanager

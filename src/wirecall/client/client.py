@@ -15,13 +15,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 
 from msgspec import Struct
 
 from wirecall.client.delivery import Delivery, Dialect, Options, mint_key
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Link, Params, Wire
 from wirecall.errors import ConnectionLost, KeyInvalid, NotSent, UsageError
+from wirecall.protocol.models import wanted
 from wirecall.protocol.params import KEY
 from wirecall.server.policy import check_key
 from wirecall.stepping import cancel_all
@@ -90,8 +91,20 @@ class Openable(ABC):
         await self.aclose()
 
 
+MCP_ONLY = ("list_tools", "call_tool", "start_tool", "task", "list_resources", "read_resource", "list_prompts", "get_prompt")
+
+
+def _missing(client: object, name: str) -> Any:
+    """Raise the error for a member that a client lacks: the methods of MCP's clients come with `protocol="mcp"`."""
+    hint = '; it speaks JSON-RPC: for MCP, use connect(..., protocol="mcp")' if name in MCP_ONLY else ""
+    raise AttributeError(f"{type(client).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=client)
+
+
 class Client(Openable):
     """Calls to one server."""
+
+    if not TYPE_CHECKING:  # a type checker reports the unknown name itself
+        __getattr__ = _missing
 
     def __init__(self, link: Link, dialect: Dialect, options: Options) -> None:
         self._delivery = Delivery(link, dialect, options)
@@ -169,6 +182,8 @@ class Client(Openable):
                 raise UsageError(
                     f"{method}: a key needs params by name.", f"it travels as the member {KEY}", "use a dict of params"
                 )
+        if type is not None:
+            wanted(type)  # raises before anything is sent
         self._dialect.check(entry)
         return entry
 
@@ -301,6 +316,9 @@ class SyncOpenable:
 
 class SyncClient(SyncOpenable):
     """The client for code without an event loop: the methods of `Client`, blocking, from any thread."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = _missing
 
     def __init__(self, client: Client) -> None:
         super().__init__(client)

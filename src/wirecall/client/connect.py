@@ -11,7 +11,7 @@ A type checker cannot read an address: with `protocol="mcp"` it sees an `McpClie
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
 from urllib.parse import urlsplit
 
 from wirecall.client.client import Client, JsonRpc, SyncClient
@@ -100,7 +100,13 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     if not isinstance(target, (str, Sequence)) and not hasattr(target, "handle"):
         raise UsageError(
             f"connect({target!r}): there is nothing to connect to.",
-            fix='use a URL, a command line as a list ("python", "server.py"), or an App',
+            fix='use a URL, a command line as a list ["python", "server.py"], or an App',
+        )
+    if isinstance(target, str) and "://" not in target:
+        raise UsageError(
+            f"{target!r} is not an address.",
+            "a text is a URL, http://HOST:PORT/rpc or http://HOST:PORT/mcp",
+            'use a URL, or for a server on stdio a command line as a list: ["python", "server.py"]',
         )
     if unknown := options.keys() - McpOptions.__optional_keys__:
         raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
@@ -171,5 +177,7 @@ def connect_sync(target: Target, *, protocol: Protocol | None = None, **options:
 
 
 def _protocol(target: Target, protocol: Protocol | None) -> Protocol:
+    if protocol not in (None, *get_args(Protocol)):
+        raise UsageError(f"{protocol!r} is not a protocol.", fix='use protocol="jsonrpc" or protocol="mcp"')
     is_mcp = isinstance(target, str) and urlsplit(target).path.rstrip("/").endswith("/mcp")
     return protocol or ("mcp" if is_mcp else "jsonrpc")

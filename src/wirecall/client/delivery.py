@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-import msgspec
 from msgspec import UNSET, Struct
 
 from wirecall.client.exchange import AnyEntry, Arrays, Exchange, Link, Wire
@@ -40,6 +39,7 @@ from wirecall.errors import (
 )
 from wirecall.jsonrpc import make_batch
 from wirecall.protocol.messages import UNREADABLE, decode_value, encode
+from wirecall.protocol.models import wanted
 from wirecall.stepping import Timeouts, cancel_all
 from wirecall.transports.sse import LONGEST_WAIT
 
@@ -112,6 +112,10 @@ class Options(Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.timeout <= 0:
             raise UsageError(f"timeout must be greater than 0, got {self.timeout!r}.")
+        if not isinstance(self.retry, Retry):
+            raise UsageError(
+                f"retry must be a Retry object, got {type(self.retry).__name__}.", fix="use retry=Retry(attempts=3)"
+            )
         if self.coalesce is not None and not 0 <= self.coalesce <= 1:
             raise UsageError(
                 f"coalesce must be from 0 to 1, got {self.coalesce!r}.",
@@ -175,7 +179,7 @@ class Dialect:
     def read(self, entry: AnyEntry) -> Any:
         """Return the result of an entry that was answered, as its `type`. One that does not fit is a bad answer."""
         try:
-            return decode_value(entry.raw) if entry.type is None else msgspec.json.decode(entry.raw, type=entry.type)
+            return decode_value(entry.raw) if entry.type is None else wanted(entry.type).read(entry.raw)
         except UNREADABLE as error:
             raise BadAnswer(f"{entry.method}: the result is not as expected: {error}", ran="yes") from None
 
@@ -334,7 +338,8 @@ class Delivery:
             except (EncodeError, NotSent) as error:
                 if isinstance(error, EncodeError):
                     entry.safe = False
-                    error = NotSent(f"{entry.method}: the params cannot be written as JSON: {error}")
+                    why = str(error).removeprefix("Outgoing: ")  # our own struct around the params
+                    error = NotSent(f"{entry.method}: the params cannot be written as JSON: {why}")
                 entry.fail(error)
                 self._settled(entry)
         if not sendable:
@@ -343,8 +348,10 @@ class Delivery:
         # 2. The time: the longest of the entries. Those that wait less long have timers of their own.
         now, silence = self.clock.time(), self.options.retry.silence
         left = sendable[0].deadline - now if len(sendable) == 1 else max(entry.deadline for entry in sendable) - now
-        if silence is not None and all(entry.safe for entry in sendable):
-            left = min(left, silence)
+        # An error names the time of the call, of which earlier attempts have taken a part, or that of a silent attempt.
+        given = max(entry.timeout for entry in sendable)
+        if silence is not None and silence < left and all(entry.safe for entry in sendable):
+            left = given = silence
         left = max(left, 0.0)
         timers: list[asyncio.TimerHandle] = []
         if len(entries) > 1:
@@ -365,14 +372,23 @@ class Delivery:
             ]
         # 3. There and back.
         try:
-            await self.carry(exchange, left, self.link.exchange)
+            await self.carry(exchange, left, self.link.exchange, given)
         finally:
             for timer in timers:
                 timer.cancel()
         return exchange
 
-    async def carry(self, exchange: Exchange, seconds: float, send: Callable[[Exchange], Awaitable[object]]) -> None:
-        """Send one message, and take its answers for so many seconds. Every entry in it is settled afterwards."""
+    async def carry(
+        self,
+        exchange: Exchange,
+        seconds: float,
+        send: Callable[[Exchange], Awaitable[object]],
+        given: float | None = None,
+    ) -> None:
+        """Send one message, and take its answers for so many seconds. Every entry in it is settled afterwards.
+
+        If the time runs out, the error names `given` seconds, or else these.
+        """
         try:
             with self.timeouts.within(seconds) as exchange.limit:
                 await send(exchange)
@@ -383,7 +399,7 @@ class Delivery:
                     entry.deaths = (*entry.deaths, exchange.begun)
             exchange.end(error)
         except TimeoutError:
-            exchange.end(timed_out(exchange, seconds))
+            exchange.end(timed_out(exchange, seconds if given is None else given))
 
     # --- again, or not -----------------------------------------------------------------------------------------------
 

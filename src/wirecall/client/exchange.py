@@ -168,7 +168,7 @@ class Exchange:
         if in_array and not self.array:
             entry.fail(BadAnswer(f"{entry.method}: a single call was answered with an array"))
         elif isinstance(message, Unreadable):
-            entry.fail(BadAnswer(f"{entry.method}: {message.reason}"))
+            entry.fail(BadAnswer(f"{entry.method}: the server sent {message.reason}"))
         elif message.error is not UNSET:
             entry.fail(remote_error(message.error))
             entry.replayed = isinstance(message.error.data, dict) and message.error.data.get("replayed") is True

@@ -297,10 +297,11 @@ def read_messages(data: bytes) -> tuple[bool, list[Received]]:
             except msgspec.ValidationError as error:
                 value = decode_value(item)
                 id = value.get("id", UNSET) if isinstance(value, dict) else UNSET
-                received.append(Unreadable(f"not a JSON-RPC message: {error}", id))
+                received.append(Unreadable(f"a message that is not JSON-RPC: {error}", id))
         return is_array, received
     except UNREADABLE as error:
-        return False, [Unreadable(f"not JSON: {str(error) or type(error).__name__}")]
+        why = str(error).removeprefix("JSON is malformed: ") or type(error).__name__
+        return False, [Unreadable(f"text that is not JSON: {why}")]
 
 
 def _checked(message: Arrived) -> Received:
@@ -310,7 +311,7 @@ def _checked(message: Arrived) -> Received:
     if message.method is UNSET and (message.id is UNSET and message.error is UNSET):
         return Unreadable("an answer without an id")
     if message.method is UNSET and (message.result is UNSET) == (message.error is UNSET):
-        return Unreadable("an answer has either a result or an error", message.id)
+        return Unreadable("an answer that does not have either a result or an error", message.id)
     return message
 
 
@@ -355,7 +356,11 @@ def _kind_of(raw: Raw) -> str:
 
 
 def as_bytes(data: Data) -> bytes:
-    return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
+    if isinstance(data, str):
+        return data.encode("utf-8", "surrogatepass")
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise UsageError(f"A message must be bytes or a text, got {type(data).__name__}.", fix="use json.dumps(message)")
+    return bytes(data)
 
 
 def opens_array(data: bytes) -> bool:

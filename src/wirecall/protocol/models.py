@@ -8,6 +8,7 @@
 3. Values are JSON: "5" is not an int, as everywhere in wirecall. A parameter in which a model or a field declares `strict`,
    either way, has the mode that pydantic gives it.
 4. A result is written and described by its annotation, in pydantic's serialization mode and by alias.
+5. A client reads a result as its `type=` by the same rules (`wanted`).
 
 pydantic itself is imported when the first such type is registered. This module is imported when the first function is.
 """
@@ -16,7 +17,7 @@ import re
 import sys
 import typing
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -108,6 +109,22 @@ def decoder_of(what: str, hint: object, default: object = None) -> Library:
     except ImportError as error:  # annotated_types can be used without it
         raise UsageError(f"{what} has {alone!r}, which pydantic decodes.", str(error), "install pydantic") from error
     return "pydantic"
+
+
+def described(hint: Any, decoder: Library) -> Any:
+    """Return an annotation with a description in its decoder's form: `Annotated[int, "in cents"]` has it as a text."""
+    marks = getattr(hint, "__metadata__", ())
+    text = next((mark for mark in marks if isinstance(mark, str)), None)
+    if text is None:
+        return hint
+    if decoder == "msgspec":
+        mark: object = msgspec.Meta(description=text)
+    else:
+        from pydantic import Field  # late, as below
+
+        mark = Field(description=text)
+    # It is the first: a description that is written out wins.
+    return typing.Annotated[(hint.__origin__, mark, *(each for each in marks if not isinstance(each, str)))]
 
 
 def is_field(found: object) -> bool:
@@ -245,6 +262,69 @@ class Modelled:
         return []
 
 
+class ResultType:
+    """The type that a client reads a result as: by pydantic if one of its types is in it, else by msgspec."""
+
+    def __init__(self, hint: Any) -> None:
+        what = f"type={getattr(hint, '__name__', hint)}"
+        self._hint = hint
+        self._is_modelled = decoder_of(what, hint) == "pydantic"
+        self._decode: Callable[[Any], Any]
+        if self._is_modelled:
+            from pydantic import TypeAdapter  # late, as above
+
+            with _complaints(what):
+                adapter, strict = TypeAdapter(hint), _is_strict(hint)
+            self._decode = lambda raw: adapter.validate_json(bytes(raw), strict=strict)
+            return
+        try:
+            self._decode = msgspec.json.Decoder(hint, dec_hook=_decode_wanted).decode
+        except TypeError as error:
+            raise UsageError(f"{what} cannot be read from JSON.", str(error)) from error
+
+    def read(self, raw: Raw | bytes) -> Any:
+        """Return the value of JSON. Raises `msgspec.ValidationError` if it does not fit."""
+        try:
+            return self._decode(raw)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise _explained(error) from None
+
+    def convert(self, value: object) -> Any:
+        """Return a value that was read from JSON already, as `read` does."""
+        if self._is_modelled:
+            return self.read(encode(value))
+        try:
+            return msgspec.convert(value, self._hint, dec_hook=_decode_wanted, str_keys=True)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise _explained(error) from None
+
+
+def _explained(error: Exception) -> Exception:
+    """Return an error of a decoder, or one of msgspec's with the problems that a model inside of its type has found."""
+    theirs = error if hasattr(error, "errors") else error.__cause__
+    if not isinstance(theirs, Exception) or not hasattr(theirs, "errors"):
+        return error
+    _, _, place = str(error).partition(" - at `$") if theirs is not error else ("", "", "")
+    return msgspec.ValidationError("; ".join(problems(theirs, f"result{place.rstrip('`')}")))
+
+
+def _decode_wanted(type: Any, value: object) -> object:
+    if not hasattr(type, "model_validate_json"):
+        raise ValueError(f"{type.__name__} is not a type that JSON can carry")
+    return decode_model(type, value)
+
+
+_result_types = lru_cache(maxsize=1000)(ResultType)
+
+
+def wanted(hint: Any) -> ResultType:
+    """Return how a client reads a result as a type. Raises `UsageError` if the type cannot be read from JSON."""
+    try:
+        return _result_types(hint)
+    except TypeError:  # a note in an `Annotated` cannot be hashed
+        return ResultType(hint)
+
+
 @contextmanager
 def _complaints(what: str) -> Iterator[None]:
     """Turn what pydantic says about a type at registration into a `UsageError`, its warnings included."""
@@ -284,7 +364,8 @@ def problems(error: Exception, root: str, skip: int = 0) -> list[str]:
         elif kind in ("value_error", "assertion_error"):  # of a validator
             text = text.partition(", ")[2]
         elif text.startswith("Input should be "):
-            text = text.replace("Input should be ", "expected ", 1)
+            is_bound = kind.startswith(("greater_", "less_"))
+            text = text.replace("Input should be ", "expected a value " if is_bound else "expected ", 1)
             if kind.endswith("_type"):
                 text += f", got {_KINDS.get(type(value), type(value).__name__)}"
         else:

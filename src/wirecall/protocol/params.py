@@ -407,10 +407,19 @@ class Signature:
     # --- errors ----------------------------------------------------------------------------------------------------
 
     def _unusable(self, error: Exception) -> UsageError:
+        """Return the error for a type that cannot be read from JSON. It names the parameter, if one alone fails too."""
+        name = ""
+        for parameter in self._named:
+            try:
+                _schemas([] if parameter.model else [_wire_type(parameter)], "validation")
+            except TypeError:
+                name = f" {parameter.name}"
+                break
         return UsageError(
-            f"The parameters of {name_of(self.function)} cannot be decoded from JSON.",
+            f"The parameter{name or 's'} of {name_of(self.function)} cannot be decoded from JSON.",
             str(error),
-            "annotate with JSON types, dataclasses, TypedDict, msgspec Struct or pydantic models, or leave untyped",
+            "use a JSON type, a dataclass, a TypedDict, a msgspec Struct or a pydantic model, or no annotation. Pydantic "
+            "decodes further types: Annotated[Path, pydantic.Field()]. A value that callers do not send needs a provider",
         )
 
     def _misfit(self, raw: Raw | UnsetType, error: Exception) -> InvalidParams:
@@ -506,7 +515,9 @@ def read_signature(
         default = REQUIRED if declared.default is inspect.Parameter.empty else declared.default
         kind: ParameterKind = kinds.get(declared.kind, "position")
         what = f"The parameter {name} of {name_of(function)}"
-        if models.decoder_of(what, hint, default) == "msgspec":
+        decoder = models.decoder_of(what, hint, default)
+        hint = models.described(hint, decoder)
+        if decoder == "msgspec":
             parameters.append(Parameter(name, hint, default, kind, name))
             continue
         whole = types.GenericAlias(list, (hint,)) if kind == "rest" else hint
@@ -620,8 +631,18 @@ def _problems(hint: Any, raw: Raw, where: str, error: Exception | None = None) -
     if isinstance(bare, type) and bytes(raw)[:1] == b"{":
         if issubclass(bare, Struct):
             members = {field.encode_name: field.type for field in msgspec.structs.fields(bare)}
-        elif hasattr(bare, "__dataclass_fields__") or typing.is_typeddict(bare):
-            members = typing.get_type_hints(bare, include_extras=True)
+        elif hasattr(bare, "__dataclass_fields__"):
+            import dataclasses  # the class has loaded it
+
+            hints = typing.get_type_hints(bare, include_extras=True)
+            members = {
+                field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, bare))
+            }  # without ClassVars
+        elif typing.is_typeddict(bare):
+            # Required[int] is a type only inside of a TypedDict: a decoder of the member alone takes int.
+            for name, member in typing.get_type_hints(bare, include_extras=True).items():
+                is_marked = typing.get_origin(member) in (typing.Required, typing.NotRequired)
+                members[name] = typing.get_args(member)[0] if is_marked else member
     given = _decode_members(raw) if members else {}
     found = [text for name in members if name in given for text in _problems(members[name], given[name], f"{where}.{name}")]
     if members:

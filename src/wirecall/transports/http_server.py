@@ -366,7 +366,7 @@ class Guard:
             raise HttpError(400, "the Host header is missing")
         if "*" not in self._hosts and not self._is_ours(text):
             raise HttpError(
-                403, f"Host {text[:100]!r} is not a name of this server. If it is, add it to hosts=[...] of the app."
+                403, f"Host {text[:100]!r} is not a name of this server. If it is, use App(hosts=[...]) or --allow-host."
             )
         _remember(self._good_hosts, host)
 

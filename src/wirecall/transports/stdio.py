@@ -72,6 +72,8 @@ def serve(
     portable: bool = IS_PORTABLE,
 ) -> None:
     """Serve stdin and stdout until EOF, SIGTERM or SIGINT. `portable` reads and writes in threads, as on Windows."""
+    if os.isatty(0) and sys.stderr is not None:  # a person has started it, not a client
+        print("Serving JSON-RPC and MCP on stdin and stdout, one message per line. Ctrl-C stops it.", file=sys.stderr)
     stop = Stop()
     try:
         with signals(stop), protocol_streams() as (reader, writer), asyncio.Runner() as runner:

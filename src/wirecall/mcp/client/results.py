@@ -25,6 +25,7 @@ from wirecall.logs import logger
 from wirecall.mcp.headers import Marks, fault_of, marked
 from wirecall.mcp.types import ERROR_META, REPLAYED_META, Audio, Content, Embedded, Image, ResourceLink, Role, Text
 from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
+from wirecall.protocol.models import wanted
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Content)
@@ -353,21 +354,21 @@ def read_called(raw: Raw | bytes) -> Called:
     return Called(content, answer.structured_content, answer.is_error is True, answer.meta or {})
 
 
-def as_type(called: Called, wanted: type[T]) -> T:
+def as_type(called: Called, type: Any) -> Any:
     """Return a tool's answer as a Python type: its structured content, or else its text, as JSON or as it is.
 
     Until 2025-11-25 structured content is an object, so that servers put any other value under `result`.
     """
-    value = called.structured
+    value, reader = called.structured, wanted(type)
     try:
         if value is UNSET:
-            return msgspec.convert(called.text, wanted) if wanted is str else msgspec.json.decode(called.text, type=wanted)
+            return called.text if type is str else reader.read(called.text.encode())
         try:
-            return msgspec.convert(value, wanted)
+            return reader.convert(value)
         except UNREADABLE:
             if not (isinstance(value, dict) and list(value) == ["result"]):
                 raise
-            return msgspec.convert(value["result"], wanted)
+            return reader.convert(value["result"])
     except UNREADABLE as error:
         raise _misfit(error) from None
 

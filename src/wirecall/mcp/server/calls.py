@@ -15,6 +15,7 @@
 """
 
 import math
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -485,8 +486,10 @@ def as_result(error: RpcError, method: Method, revision: Revision) -> bytes:
     data = error.data
     text = str(data.get("reason", error.message)) if isinstance(data, dict) else error.message
     if isinstance(error, InvalidParams):
-        text = text.replace("params", "arguments", 1)
+        text = re.sub(r"(^|; |needs )params\b", r"\1arguments", text)  # the place of each problem
         data = {**data, "reason": text} if isinstance(data, dict) else data
+    elif isinstance(error, InternalError) and text != error.message:  # in development, a result that does not fit
+        text = f"{error.message}: {text}"
     elif not isinstance(error, NotCapable):
         text = error.message
     told = {"code": error.code, **({} if data is None else {"data": data})}
