@@ -44,6 +44,16 @@ def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     return escaped((yield))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage while modules are imported and tests are found: all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Take what was imported out of the garbage collector's sight: tests that collect garbage look at their own only."""
     gc.collect()
