@@ -116,7 +116,7 @@ def test_equal_schemas_fit(schema: JsonObject) -> None:
     assert misfits(schema, {**schema, "description": "another text"}, is_result=True) == []
 
 
-@settings(max_examples=sized(small=150, full=600))
+@settings(max_examples=sized(small=60, full=600))
 @given(edited() | st.tuples(schemas(), schemas()), st.lists(ANYTHING, min_size=5, max_size=15))
 def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
     old, new = both
@@ -126,7 +126,7 @@ def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, An
         assert misfits(argument(old), argument(new), is_result=False)
 
 
-@settings(max_examples=sized(small=150, full=600))
+@settings(max_examples=sized(small=60, full=600))
 @given(edited(closed=False), st.lists(ANYTHING, min_size=5, max_size=15))
 def test_results_that_the_old_type_does_not_admit_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
     old, new = both
