@@ -60,6 +60,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def no_garbage() -> None:
+    """Nothing that tests of other modules dropped is open any more. A collection takes long after many tests."""
+    gc.collect()
+
+
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """In place of pytest's: the path of a Unix socket has at most 107 bytes, and pytest's folders are deeper than that."""

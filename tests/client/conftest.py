@@ -1,7 +1,6 @@
 """After each test of the client there is no task, no socket, no thread and no process that was not there before."""
 
 import asyncio
-import gc
 import os
 import socket
 import stat
@@ -18,9 +17,8 @@ TCP_CLOSE = 7  # the state of a socket that is neither connected nor listening
 
 
 @pytest.fixture(autouse=True)
-async def nothing_is_left() -> AsyncIterator[None]:
+async def nothing_is_left(no_garbage: None) -> AsyncIterator[None]:
     process = psutil.Process()
-    gc.collect()
     children, threads = {child.pid for child in process.children()}, threading.active_count()
     yield
     deadline = asyncio.get_running_loop().time() + PATIENCE
