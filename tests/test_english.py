@@ -44,8 +44,7 @@ def texts(path: Path) -> Iterator[str]:
         yield from source.splitlines()
         return
     is_test = path.is_relative_to(ROOT / "tests")
-    # Tokens take long, and no token has a pattern that its module does not have: each begins with a sign or a quote.
-    for token in tokenize.generate_tokens(io.StringIO(source).readline) if PLAIN.search(source) else ():
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and not is_test):
             yield token.string
     for node in ast.walk(ast.parse(source)) if is_test else ():
