@@ -44,10 +44,26 @@ def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     return escaped((yield))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect no garbage while modules are imported and tests are found: all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Take what was imported out of the garbage collector's sight: tests that collect garbage look at their own only."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def no_garbage() -> None:
+    """Nothing that tests of other modules dropped is open any more. A collection takes long after many tests."""
+    gc.collect()
 
 
 @pytest.fixture

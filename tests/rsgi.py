@@ -9,10 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import pytest
-
 INTERFACES = ("asgi", "rsgi")
-only_asgi = pytest.mark.parametrize("interface", ["asgi"], indirect=True)  # for tests whose client does not read, or is cut
 interface = "asgi"  # by which `drive` calls; a fixture sets it for the tests that run over both
 
 

@@ -305,7 +305,7 @@ def test_references_that_multiply_are_not_followed_without_an_end() -> None:
 
 
 def test_many_members_with_names_that_python_does_not_have() -> None:
-    names = [chr(0x2600 + number % 100) * (1 + number // 100) for number in range(20_000)]
+    names = [chr(0x2600 + number % 100) * (1 + number // 100) for number in range(sized(small=4_000, full=20_000))]
     source = generated(
         contract_with(output={"type": "object", "properties": {name: {"type": "string"} for name in names}}), "mcp"
     )

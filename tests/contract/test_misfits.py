@@ -1,6 +1,7 @@
 """The comparison of schemas, with jsonschema as the judge: a value that was accepted and is refused is a misfit."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_equal_schemas_fit(schema: JsonObject) -> None:
     assert misfits(schema, {**schema, "description": "another text"}, is_result=True) == []
 
 
-@settings(max_examples=sized(small=150, full=600))
+@settings(max_examples=sized(small=60, full=600))
 @given(edited() | st.tuples(schemas(), schemas()), st.lists(ANYTHING, min_size=5, max_size=15))
 def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
     old, new = both
@@ -125,7 +126,7 @@ def test_params_that_were_accepted_and_are_refused_are_found(both: tuple[Any, An
         assert misfits(argument(old), argument(new), is_result=False)
 
 
-@settings(max_examples=sized(small=150, full=600))
+@settings(max_examples=sized(small=60, full=600))
 @given(edited(closed=False), st.lists(ANYTHING, min_size=5, max_size=15))
 def test_results_that_the_old_type_does_not_admit_are_found(both: tuple[Any, Any], values: list[Any]) -> None:
     old, new = both
@@ -256,29 +257,30 @@ def tagged(values: list[str]) -> JsonObject:
 
 MANY = 100_000
 NUMBERS = [str(number) for number in range(MANY)]
-LARGE: dict[str, tuple[JsonObject, JsonObject]] = {
-    "members": (
+# Made when they are needed: they are large, and every test process imports this module.
+LARGE: dict[str, Callable[[], tuple[JsonObject, JsonObject]]] = {
+    "members": lambda: (
         {"type": "object", "properties": {number: {"type": "string"} for number in NUMBERS}, "required": NUMBERS},
         {"type": "object", "properties": {number: {"type": "null"} for number in NUMBERS}, "required": NUMBERS},
     ),
-    "listed values": ({"enum": NUMBERS}, {"enum": [f"{number} x" for number in NUMBERS]}),
-    "alternatives": ({"oneOf": [{"const": number} for number in NUMBERS]}, {"oneOf": [{"const": None}] * MANY}),
-    "parts": ({}, {"allOf": [{"properties": {number: {}}} for number in NUMBERS]}),
-    "tags": ({}, {"oneOf": [tagged([f"{part} {number}" for number in NUMBERS]) for part in ("a", "b")]}),
-    "references": (
+    "listed values": lambda: ({"enum": NUMBERS}, {"enum": [f"{number} x" for number in NUMBERS]}),
+    "alternatives": lambda: ({"oneOf": [{"const": number} for number in NUMBERS]}, {"oneOf": [{"const": None}] * MANY}),
+    "parts": lambda: ({}, {"allOf": [{"properties": {number: {}}} for number in NUMBERS]}),
+    "tags": lambda: ({}, {"oneOf": [tagged([f"{part} {number}" for number in NUMBERS]) for part in ("a", "b")]}),
+    "references": lambda: (
         {"$ref": "#/$defs/0", "$defs": {str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(50)}},
         {"type": "null"},
     ),
-    "a pattern that takes exponential time": ({"const": "a" * 50 + "!"}, {"type": "string", "pattern": "^(a+)+$"}),
-    "a repetition that cannot be": ({"const": "a"}, {"type": "string", "pattern": "a{99999999999}"}),
-    "multiples of nothing": ({"type": "integer", "multipleOf": 4}, {"type": "integer", "multipleOf": 0}),
-    "depth": (deep({"type": "string"}), deep({"type": "null"})),
+    "a pattern that takes exponential time": lambda: ({"const": "a" * 50 + "!"}, {"type": "string", "pattern": "^(a+)+$"}),
+    "a repetition that cannot be": lambda: ({"const": "a"}, {"type": "string", "pattern": "a{99999999999}"}),
+    "multiples of nothing": lambda: ({"type": "integer", "multipleOf": 4}, {"type": "integer", "multipleOf": 0}),
+    "depth": lambda: (deep({"type": "string"}), deep({"type": "null"})),
 }
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_schemas_that_cannot_be_compared_do_not_fit(name: str) -> None:
-    old, new = LARGE[name]
+    old, new = LARGE[name]()
     assert misfits(old, new, is_result=True)
 
 

@@ -35,6 +35,9 @@ from wirecall import Context, Limits
 # --- streams of the older revisions ----------------------------------------------------------------------------------
 
 
+only_asgi = pytest.mark.parametrize("interface", ["asgi"], indirect=True)  # for tests whose client does not read, or is cut
+
+
 @pytest.fixture(autouse=True, params=rsgi.INTERFACES)
 def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs over both interfaces."""
@@ -142,7 +145,7 @@ async def test_ids_of_events_are_unique_in_a_session() -> None:
     assert len(set(ids)) == len(ids)
 
 
-@rsgi.only_asgi
+@only_asgi
 async def test_a_reader_misses_no_event_however_fast_they_are_sent() -> None:
     async with over_http(Lab().app, R4) as client:
         await client.tool("many", {"count": 1500})
@@ -279,7 +282,7 @@ async def test_a_call_does_not_wait_for_a_reader_that_is_gone(revision: str) -> 
     assert lab.ran == ["streamed"]
 
 
-@rsgi.only_asgi
+@only_asgi
 @pytest.mark.parametrize("revision", [R4, R5])
 async def test_a_client_that_does_not_read_is_disconnected(revision: str) -> None:
     """Limits.write_time; until 2025-11-25 its call goes on, at 2026-07-28 it is over one way or the other."""

@@ -26,6 +26,9 @@ HELLO = call(
 NOTIFICATION = b'{"jsonrpc":"2.0","method":"nobody"}'
 
 
+only_asgi = pytest.mark.parametrize("interface", ["asgi"], indirect=True)  # for tests whose client does not read, or is cut
+
+
 @pytest.fixture(autouse=True, params=rsgi.INTERFACES)
 def interface(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs over both interfaces."""
@@ -531,7 +534,7 @@ async def test_authenticate_that_fails_is_500_without_detail(caplog: pytest.LogC
 # --- answers and streams -----------------------------------------------------------------------------------------------
 
 
-@rsgi.only_asgi
+@only_asgi
 async def test_an_endpoint_that_fails_is_500_or_a_stream_that_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(request: HttpRequest) -> None:
         if request.method == "POST":
@@ -564,7 +567,7 @@ async def test_events_of_a_stream_are_sent_at_once() -> None:
     assert (reply.body, reply.is_complete) == (b"data: 1\n\n", True)
 
 
-@rsgi.only_asgi
+@only_asgi
 async def test_a_large_answer_is_sent_in_pieces() -> None:
     for size in (0, 1, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 512 << 10, 3 * (256 << 10) + 5):
         body = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
@@ -634,7 +637,7 @@ async def test_a_watched_client_that_waits_for_its_answer_gets_it() -> None:
     assert seen == ["written"]
 
 
-@rsgi.only_asgi
+@only_asgi
 async def test_writing_to_a_closed_connection_is_noticed() -> None:
     seen: list[str] = []
 
@@ -654,7 +657,7 @@ async def test_writing_to_a_closed_connection_is_noticed() -> None:
     assert seen == ["the client has left"]
 
 
-@rsgi.only_asgi
+@only_asgi
 async def test_writing_to_a_client_that_does_not_read_ends() -> None:
     seen: list[str] = []
 
@@ -725,7 +728,7 @@ async def test_a_failed_startup_is_reported(caplog: pytest.LogCaptureFixture) ->
     assert caplog.records[0].exc_info
 
 
-@rsgi.only_asgi
+@only_asgi
 async def test_stopping_asks_streams_to_end_and_cuts_those_that_do_not() -> None:
     closed = asyncio.Event()
 
