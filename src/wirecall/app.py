@@ -377,7 +377,9 @@ class App(Declarations):
         """Serve until a signal stops it: MCP and plain JSON-RPC on stdin and stdout, or everything of `asgi` over HTTP."""
         if transport not in ("stdio", "http"):
             raise UsageError(f"{transport!r} is not a transport.", "", 'use "stdio" or "http"')
-        if _is_inside_a_loop():
+        from wirecall.stepping import has_loop  # late: `import wirecall` stays light
+
+        if has_loop():
             raise UsageError(
                 "app.run() cannot be called inside a running event loop.",
                 "it starts a loop of its own",
@@ -645,16 +647,6 @@ class App(Declarations):
                 )
         retention = (declared.terms if declared else Terms()).retention
         return await (await self.ledger()).resolve(id, outcome, retention)
-
-
-def _is_inside_a_loop() -> bool:
-    import asyncio  # late: `import wirecall` stays light
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _limits(limits: Limits | None) -> Limits | None:
