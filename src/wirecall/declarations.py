@@ -378,6 +378,12 @@ class Declarations:
         check_result = self._checks_results if stated is None else stated
         if isinstance(expose := declared.get("expose"), str):
             raise UsageError(f"expose must be a tuple, got {expose!r}.", fix=f"use expose=({expose!r},)")
+        known = (Method.__init__.__kwdefaults__ or {}).keys()
+        for name in declared.keys() - known:
+            from difflib import get_close_matches  # late: mistakes are rare
+
+            meant = get_close_matches(name, [*known, *Terms.__struct_fields__], 1)
+            raise UsageError(f"There is no option {name!r}.", fix=f"use {meant[0]}=" if meant else "")
 
         def register(function: F) -> F:
             labels = _labels(str(declared.get("name") or getattr(function, "__name__", "")), declared)

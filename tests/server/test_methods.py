@@ -269,3 +269,12 @@ def test_options_in_the_form_of_other_libraries_are_named() -> None:
         app.tool(annotations={"readOnlyHint": True})
     with pytest.raises(UsageError, match=r"expose must be a tuple, got 'mcp'[\s\S]*expose=\('mcp',\)"):
         app.query(expose="mcp")
+
+
+def test_an_option_that_a_decorator_does_not_have_is_refused() -> None:
+    app = App("x")
+    for verb, option, meant in (("query", "titel", "title"), ("command", "on_crashh", "on_crash"), ("tool", "tag", "tags")):
+        with pytest.raises(UsageError, match=rf"There is no option '{option}'[\s\S]*use {meant}="):
+            getattr(app, verb)(**{option: "x"})
+    with pytest.raises(UsageError, match="There is no option 'wholly_new'"):
+        app.query(wholly_new=1)  # type: ignore[call-overload]
