@@ -318,7 +318,7 @@ class Peer(Struct, eq=False):
     _progress: float | None = None  # the last number sent
     _count: int = 0  # questions so far
     _asking: int = 0  # tasks of the call that wait for answers
-    _place: ExitStack = msgspec.field(default_factory=ExitStack)  # of a call that waits
+    _place: ExitStack | None = None  # of a call that waits
     _closed: bool = False
 
     def named(self, key: str) -> None:
@@ -460,8 +460,10 @@ class Peer(Struct, eq=False):
                 raise BadInput(explain(error, "the client's answer")) from None
 
         # A call may ask from several of its tasks at once. It waits once, until the last of them has its answer.
-        if not self._asking:
-            self._place.enter_context(self.questions.place(self.session, self.caller))
+        if self._place is None:
+            place = ExitStack()
+            place.enter_context(self.questions.place(self.session, self.caller))  # raises if too many wait
+            self._place = place
         self._asking += 1
         requests = [asyncio.ensure_future(asked(question)) for question in questions]
         try:
@@ -472,6 +474,7 @@ class Peer(Struct, eq=False):
             self._asking -= 1
             if not self._asking:
                 self._place.close()
+                self._place = None
 
     async def pause(self, questions: JsonObject) -> bytes:
         """Return the answer of a call that ends with questions."""
