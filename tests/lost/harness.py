@@ -21,6 +21,7 @@ The checker holds a trial to these rules:
    that says `undelivered` is matched, and the moment that an equal call waits for a loss ends at the process.
    `overtaken`: a second key, where the first call was cancelled as soon as it was sent. Call and cancellation are two
    requests: a server that gets the cancellation first ignores it (MCP, "Cancellation"), and runs a call that comes late.
+   If that run is killed, its answer is pending for ever.
 2. The first cut is never unseen if its handler stood still until the ledger knew of the loss (`is_watched`; nothing is known
    of one in an open transaction), nor if it was in the middle of an answer that is longer than all buffers between the
    server and a client that does not read. granian has no such limit: it takes an answer whole.
@@ -281,7 +282,9 @@ async def check(story: Story, stand: Stand, effects: list[Effect]) -> None:
             story.forgotten += 1
         elif found is not None and found[1] == "undelivered" and stand.plan.workers > 1:
             story.elsewhere += 1
-        elif found is not None and found[1] == "undelivered" and (trial.moment, trial.how) == ("sent", "cancel"):
+        elif (trial.moment, trial.how) == ("sent", "cancel") and (
+            found is not None and (found[1] == "undelivered" or (found[1] == "pending" and story.kills))
+        ):
             story.overtaken += 1
         else:
             story.faults.append(f"doubled: another key, whose record is {found}")

@@ -11,7 +11,7 @@ from typing import IO, Literal
 import pytest
 
 from tests.lost.harness import UNKNOWN, WAYS, Run, Story, Teller, Trial, check, random_trials, raw_sender, summary
-from tests.lost.senders import PATIENCE, Answer, Order, Sender
+from tests.lost.senders import PATIENCE, Answer, How, Order, Sender
 from tests.lost.shop import Effect
 from tests.lost.stand import Delivery, Plan, Stand
 from tests.mcp.asgi import LEGACY, R4, R5
@@ -206,6 +206,26 @@ async def test_another_worker_may_not_know_of_a_loss_yet(workers: int, tmp_path:
     story = Story(SENT, Order("unknown", "o"), "me", "raw /rpc", answer=Answer("r2"))
     await check(story, stand, MINE)
     assert (story.elsewhere, bool(story.faults)) == (workers - 1, workers == 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "end", "kills", "overtaken"),
+    [
+        ("cancel", "undelivered", 0, 1),
+        ("cut", "undelivered", 0, 0),
+        ("cancel", "pending", 1, 1),
+        ("cancel", "pending", 0, 0),
+    ],
+)
+async def test_a_cancellation_may_overtake_its_call(
+    how: How, end: str, kills: int, overtaken: int, tmp_path: Path, log: IO[bytes]
+) -> None:
+    stand = Silent(Plan("uvicorn", "sqlite"), Store("memory", "memory:"), tmp_path, log)
+    stand.found = ("done", end)
+    trial = Trial(mode="unknown", moment="sent", how=how)
+    story = Story(trial, Order("unknown", "o"), "me", "raw /rpc", kills=kills, answer=Answer("r2"))
+    await check(story, stand, MINE)
+    assert (story.overtaken, bool(story.faults)) == (overtaken, not overtaken)
 
 
 def test_a_seed_repeats_the_choices_of_a_run(tmp_path: Path, log: IO[bytes]) -> None:
