@@ -345,11 +345,10 @@ class PythonSdk(Sdk):
                     if not answered.done():
                         answered.set_result(read_answer({"result": told}))
         except Exception as error:
-            if answered is None or answered.done():
-                with suppress(asyncio.QueueEmpty):  # it could not even connect
-                    _, answered = self._orders.get_nowait()
             if answered is not None:
                 _fail(answered, repr(error))
+            while not self._orders.empty():  # it could not even connect, or was ending when the order came
+                _fail(self._orders.get_nowait()[1], repr(error))
 
 
 def _fail(answered: "asyncio.Future[Answer]", why: str) -> None:
