@@ -347,9 +347,10 @@ class Delivery:
         exchange = Exchange(make_batch(messages) if array else messages[0], sendable, array, self._settled)
         # 2. The time: the longest of the entries. Those that wait less long have timers of their own.
         now, silence = self.clock.time(), self.options.retry.silence
-        left = sendable[0].deadline - now if len(sendable) == 1 else max(entry.deadline for entry in sendable) - now
         # An error names the time of the call, of which earlier attempts have taken a part, or that of a silent attempt.
-        given = max(entry.timeout for entry in sendable)
+        left, given = sendable[0].deadline - now, sendable[0].timeout
+        if len(sendable) > 1:
+            left, given = max(entry.deadline for entry in sendable) - now, max(entry.timeout for entry in sendable)
         if silence is not None and silence < left and all(entry.safe for entry in sendable):
             left = given = silence
         left = max(left, 0.0)
