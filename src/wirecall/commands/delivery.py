@@ -22,7 +22,7 @@ from hashlib import sha256
 
 import msgspec
 
-from wirecall.commands.background import Background
+from wirecall.commands.background import Background, wake
 from wirecall.commands.run import Run
 from wirecall.ledger.base import Claim, Delivered, Keyless, Ledger
 from wirecall.protocol.messages import Sending
@@ -84,8 +84,7 @@ class Deliveries:
 
         def end(futures: "list[asyncio.Future[None]]", _written: bool) -> None:
             for future in futures:
-                if not future.done():
-                    future.set_result(None)
+                wake(future, None)
 
         for other in self._not_lost.get(keyless.likeness, {}).values():
             if other is not None and other is not sending and not other.is_written:
