@@ -5,7 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, NewType
+from typing import Annotated, Any, NewType, cast
 
 import pytest
 
@@ -314,6 +314,35 @@ async def test_tools_resources_and_prompts() -> None:
 
 
 # --- commands -------------------------------------------------------------------------------------------------------------
+
+
+def plain_db() -> Db:
+    return Db()
+
+
+def db_of_caller(ctx: Context) -> Db:
+    return Db(ctx.caller)
+
+
+async def db_from_afar() -> Db:
+    return Db()
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("provider", [plain_db, db_of_caller, db_from_afar])
+async def test_a_wrong_result_is_reported_however_the_values_are_made(
+    provider: Callable[..., object], blocking: bool
+) -> None:
+    app = App("test", mode="development", ledger="memory:")
+    app.provide(provider)
+
+    @app.query(blocking=blocking)
+    def count(n: int, db: Db) -> int:
+        return cast(int, f"{n}")
+
+    async with app:
+        reason = error(await app.handle(call("count", {"n": 5})))["data"]["reason"]
+    assert reason == "count must return int: result: expected int, got str"
 
 
 async def test_a_replay_makes_no_value_and_the_clean_up_comes_before_the_record() -> None:

@@ -211,9 +211,10 @@ def read(
     """Return the message in the data, the list of them in a batch, or the `Invalid` that answers all of it."""
     if type(data) is not bytes:
         data = as_bytes(data)
-    if len(data) > max_bytes:
-        reason = f"{len(data)} bytes, {max_bytes} are allowed"
-        return Invalid(LimitExceeded(reason, limit="bytes_in", maximum=max_bytes, count=len(data)))
+    size = len(data)
+    if size > max_bytes:
+        reason = f"{size} bytes, {max_bytes} are allowed"
+        return Invalid(LimitExceeded(reason, limit="bytes_in", maximum=max_bytes, count=size))
     try:
         read: Message | list[Message | Invalid] = _decode_strict(data) if strict else _decode_lax(data)
         if not data.isascii():
@@ -223,7 +224,7 @@ def read(
     else:
         # A level takes two bytes as an array and five as an object (`{"":}`), so a short message needs no check. Each entry
         # of a batch opens an object of its own, so all of them but one, and the array around them, do not add to the depth.
-        if len(data) > 5 * max_depth or (len(data) > 2 * max_depth and data.find(b"[") >= 0):
+        if size > 2 * max_depth and (size > 5 * max_depth or data.find(b"[") >= 0):
             openers = data.count(b"{") + data.count(b"[") - (len(read) if type(read) is list else 0)
             if openers > max_depth and _is_deeper(data, max_depth):
                 return Invalid(_too_deep(max_depth))

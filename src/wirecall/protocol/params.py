@@ -2,7 +2,8 @@
 
 `Signature(function, inject=Context)` reads a signature once, at registration, and builds everything a call needs:
 
-    bind(raw)                raw params -> positional arguments, for a `simple` function (no context, no keyword-only)
+    caller(function)         a function of raw params that calls a `simple` function (no context, no keyword-only)
+    bind(raw)                raw params -> positional arguments, for a `simple` function
     bind_all(raw, injected)  raw params -> positional and keyword arguments, for any function
     schema, result_schema    JSON Schema 2020-12
 
@@ -23,7 +24,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -34,6 +35,8 @@ from wirecall.protocol.messages import JsonObject, Unsendable, Whole, encode
 if TYPE_CHECKING:
     from wirecall.protocol.models import Modelled, ModelledParameter
 
+T = TypeVar("T")
+
 META = "_meta"
 KEY = "idempotency_key"
 MARK = "x-mcp-header"
@@ -41,7 +44,6 @@ TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a name in a header (RFC 91
 REQUIRED: object = type("REQUIRED", (), {"__repr__": lambda _: "REQUIRED"})()
 
 ParameterKind: TypeAlias = Literal["position", "name", "rest", "others"]  # normal, keyword-only, *args, **kwargs
-Binder: TypeAlias = Callable[[Raw | UnsetType], Sequence[object]]
 Find: TypeAlias = Callable[[object], object | None]  # returns the provided type for an annotation, if there is one
 
 _NO_PARAMS = Raw(b"[]")
@@ -143,7 +145,7 @@ class Signature:
         self._has_dataclasses = any(
             hasattr(part, "__dataclass_fields__") for p in self.parameters if not p.model for part in self._parts[p.name]
         )
-        self.bind = self._binder()
+        self.bind: Callable[[Raw | UnsetType], Sequence[object]] = self.caller(lambda *args: args)
         self.result: Modelled | None = None  # writes the result, if its type is pydantic's
         self.schema, self.result_schema = self._describe()
         self.has_headers = self._mark()
@@ -251,9 +253,24 @@ class Signature:
 
         return finish
 
-    def _binder(self) -> Binder:
-        """Return the shortest way from raw params to the arguments of a simple function."""
+    def caller(self, function: Callable[..., T]) -> Callable[[Raw | UnsetType], T]:
+        """Return a function that decodes raw params and calls another one with them, as a simple function is called."""
+        called = function
+        if self._modelled:
+            called = lambda *args: function(*self._decode_models(self._named, _completed(args)))  # noqa: E731
+        elif self._has_dataclasses:
+            called = lambda *args: function(*_completed(args))  # noqa: E731
+
+        # Up to three arguments are spelled out: to unpack a tuple takes a tenth of a plain query.
+        spelled: list[Callable[[Any], T]] = [
+            lambda _: called(),
+            lambda params: called(params.f0),
+            lambda params: called(params.f0, params.f1),
+            lambda params: called(params.f0, params.f1, params.f2),
+        ]
         values = self._named_values if self._rest is None else attrgetter("f0")  # a list is the arguments as it is
+        is_short = self._rest is None and len(self._named) < len(spelled)
+        spread = spelled[len(self._named)] if is_short else lambda params: called(*values(params))
         by_name, by_position = self._by_name.decode, self._by_position.decode
 
         if self._rest or (self._positional and all(p.required for p in self._positional)):
@@ -262,25 +279,24 @@ class Signature:
             array: Any = types.GenericAlias(tuple, tuple(_wire_type(p) for p in self._positional))
             decode = self._decoder(self._by_name.type | (_wire_type(self._rest) if self._rest else array)).decode
 
-            def bind(raw: Raw | UnsetType) -> Sequence[object]:
+            def call(raw: Raw | UnsetType) -> T:
                 try:
-                    value: Sequence[object] = decode(_NO_PARAMS if raw is UNSET else raw)
+                    params = decode(_NO_PARAMS if raw is UNSET else raw)
                 except (msgspec.ValidationError, RecursionError) as error:
                     raise self._misfit(raw, error) from None
-                return values(value) if type(value) is struct else value
+                return spread(params) if type(params) is struct else called(*params)
 
         else:
 
-            def bind(raw: Raw | UnsetType) -> Sequence[object]:
+            def call(raw: Raw | UnsetType) -> T:
                 given = _NO_PARAMS if raw is UNSET else raw
                 try:
-                    return values(by_name(given) if bytes(given)[:1] == b"{" else by_position(given))
+                    params = by_name(given) if bytes(given)[:1] == b"{" else by_position(given)
                 except (msgspec.ValidationError, RecursionError) as error:
                     raise self._misfit(given, error) from None
+                return spread(params)
 
-        if self._modelled:
-            return lambda raw: self._decode_models(self._named, _completed(bind(raw)))
-        return (lambda raw: _completed(bind(raw))) if self._has_dataclasses else bind
+        return call
 
     def _describe(self) -> tuple[JsonObject, JsonObject]:
         """Return the JSON Schemas of params and result, each with its own definitions.

@@ -22,19 +22,24 @@ from wirecall.stepping import beside, cancels, start
 
 T = TypeVar("T")
 E = TypeVar("E")
+F = TypeVar("F")
 
 
 async def run_batch(
+    frame: F,
     entries: Sequence[E],
-    begin: Callable[[E, int], "T | Coroutine[Any, Any, T]"],
+    begin: Callable[[F, E, int], "T | Coroutine[Any, Any, T]"],
     in_lane: Callable[[E], bool],
     *,
     concurrency: int,
 ) -> list[T]:
-    """Return the outcome of every entry, in input order. `begin` returns the outcome, or a coroutine of it."""
+    """Return the outcome of every entry, in input order. `begin` returns the outcome, or a coroutine of it.
+
+    `frame` is what the entries share; `begin` gets it with each.
+    """
     outcomes: list[Any] = [None] * len(entries)
     context = contextvars.copy_context()
-    batch: _Batch[E, T] = _Batch(enumerate(entries), outcomes, begin, in_lane, concurrency, cancels(), context)
+    batch: _Batch[F, E, T] = _Batch(frame, enumerate(entries), outcomes, begin, in_lane, concurrency, cancels(), context)
     workers = batch.workers
     try:
         await batch.work()
@@ -56,12 +61,13 @@ async def run_batch(
         raise
 
 
-class _Batch(Struct, Generic[E, T], eq=False):
+class _Batch(Struct, Generic[F, E, T], eq=False):
     # A class and not closures: two functions that refer to each other would be a cycle for the garbage collector.
 
+    frame: F
     rest: Iterator[tuple[int, E]]
     outcomes: list[Any]
-    begin: Callable[[E, int], "T | Coroutine[Any, Any, T]"]
+    begin: Callable[[F, E, int], "T | Coroutine[Any, Any, T]"]
     in_lane: Callable[[E], bool]
     concurrency: int
     calm: int  # cancels of the sender's task that came before
@@ -73,9 +79,9 @@ class _Batch(Struct, Generic[E, T], eq=False):
 
     async def work(self) -> None:
         """Take entries until none are left."""
-        outcomes, begin, aside = self.outcomes, self.begin, self.aside
+        frame, outcomes, begin, aside = self.frame, self.outcomes, self.begin, self.aside
         for position, entry in self.rest:
-            outcome = begin(entry, position)
+            outcome = begin(frame, entry, position)
             if type(outcome) is not CoroutineType:
                 outcomes[position] = outcome
                 continue

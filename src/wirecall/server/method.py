@@ -195,7 +195,7 @@ class Method:
         self._write = self.signature.finisher(self.name, is_checked=False)
         finish = self.signature.finisher(self.name, is_checked=True) if check_result else self._write
         self.function = function if finish is None else _finishing(function, finish, is_async=self.is_async)
-        self.bind = self.signature.bind
+        self.call = self.signature.caller(self.function)  # decodes the params of a plain method, and calls the function
         self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
         self._is_quick = not (self.is_command or self.blocking or task) and timeout is None and execution != "sequential"
@@ -204,11 +204,12 @@ class Method:
     def prepare(self, providers: "Providers") -> None:
         """Find out how the provided arguments are made, when the app starts."""
         if self.signature.provided:
-            self.provided = providers.of(self.signature)
-            self.bind = self.provided.bind or self.signature.bind
-            self.plain = self._is_quick and self.provided.bind is not None
+            self.provided = providers.of(self.signature, self.function)
+            if self.provided.call_directly is not None:
+                self.call = self.signature.caller(self.provided.call_directly)
+            self.plain = self._is_quick and self.provided.call_directly is not None
         if self._reconciler is not None and self._reconciler.provided:
-            self._reconciler_provided = providers.of(self._reconciler)
+            self._reconciler_provided = providers.of(self._reconciler, self._reconciler.function)
 
     def written(self, value: object) -> object:
         """Return a value that stands for that of the function, such as that of `Done`, in the form of a result."""

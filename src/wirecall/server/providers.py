@@ -84,9 +84,9 @@ class Providers:
         for type in self._providers:
             self.plan([type])
 
-    def of(self, signature: Signature) -> "Provided":
-        """Return the way to call a function that takes provided values."""
-        return Provided(signature, self)
+    def of(self, signature: Signature, function: Callable[..., object]) -> "Provided":
+        """Return the way to call a function that takes provided values; it has this signature."""
+        return Provided(signature, function, self)
 
     def plan(self, types: Sequence[object]) -> "list[Step]":
         """Return the steps that make values of these types, each after the values that it takes."""
@@ -135,40 +135,41 @@ class Step(Struct, frozen=True):
 class Provided:
     """Calls a function with its arguments and with the values of its providers."""
 
-    def __init__(self, signature: Signature, providers: Providers) -> None:
-        self._function = signature.function
+    def __init__(self, signature: Signature, function: Callable[..., object], providers: Providers) -> None:
+        self._function = function
         self._steps = providers.plan(list(dict.fromkeys(type for type, _ in signature.provided.values())))
         numbers = {step.provider.type: number for number, step in enumerate(self._steps, 1)}
         self._places = [(name, index, numbers[type]) for name, (type, index) in signature.provided.items()]
         self._is_direct = not any(each.provider.is_async or each.provider.cleans_up for each in self._steps)
         self._is_direct &= not any(each.provider.blocking for each in self._steps)
-        # Where nothing waits and no provider takes the context, the values are arguments like any other, so that a query
-        # still takes the short path.
-        self.bind: Callable[[Any], Sequence[object]] | None = None
+        # Where nothing waits and no provider takes the context, the function can be called with the arguments of its caller
+        # alone, so that a query still takes the short path.
         needs_context = signature.injected or any(0 in each.takes.values() for each in self._steps)
         is_positional = signature.is_flat and all(index is not None for _, index, _ in self._places)
+        self.call_directly: Callable[..., object] | None = None
         if self._is_direct and is_positional and not needs_context:
-            self.bind = self._bound(signature.bind)
+            self.call_directly = self._completing(function)
 
-    def _bound(self, bind: Callable[[Any], Sequence[object]]) -> Callable[[Any], Sequence[object]]:
+    def _completing(self, function: Callable[..., object]) -> Callable[..., object]:
+        """Return a function that is called without the provided arguments."""
         if len(self._steps) == 1 and len(self._places) == 1:  # the common case, which needs no list of values
             make, index = self._steps[0].provider.function, self._places[0][1]
 
-            def bind_one(raw: Any) -> Sequence[object]:
-                args = [*bind(raw)]
-                args.insert(index or 0, make())
-                return args
+            def complete(*given: object) -> object:
+                if index == len(given):
+                    return function(*given, make())
+                return function(*given[:index], make(), *given[index:])
 
-            return bind_one
+            return complete
 
-        def bind_all(raw: Any) -> Sequence[object]:
-            args = list(bind(raw))
+        def complete_all(*given: object) -> object:
+            args = list(given)
             values = self._values(None)
             for _, index, number in self._places:
                 args.insert(index or 0, values[number])
-            return args
+            return function(*args)
 
-        return bind_all
+        return complete_all
 
     def call(
         self,

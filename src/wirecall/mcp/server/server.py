@@ -375,7 +375,7 @@ class Server:
         """
         left = self._limits.bytes_out
 
-        async def begin(message: tuple[Incoming, Any], position: int) -> bytes | None:
+        async def begin(session: Session, message: tuple[Incoming, Any], position: int) -> bytes | None:
             nonlocal left
             entry, params = message
             beside: Beside = {"caller": caller, "identity": identity, "position": position}
@@ -399,7 +399,7 @@ class Server:
 
         messages = [(entry, self.params_of(entry) if isinstance(entry, Envelope) else None) for entry in entries]
         limit = self._limits.concurrency
-        answers: list[bytes | None] = await run_batch(messages, begin, changes_something, concurrency=limit)
+        answers: list[bytes | None] = await run_batch(session, messages, begin, changes_something, concurrency=limit)
         return list(filter(None, answers))
 
     def take(self, message: "Envelope | ClientAnswer", session: Session) -> bool:
