@@ -23,6 +23,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -595,6 +596,22 @@ def _getter(count: int) -> Callable[[object], tuple[Any, ...]]:
     """Return a function that takes the first fields of a struct as a tuple."""
     few: list[Callable[[Any], tuple[Any, ...]]] = [lambda _: (), lambda s: (s.f0,), lambda s: (s.f0, s.f1)]
     return few[count] if count < len(few) else attrgetter(*(f"f{index}" for index in range(count)))
+
+
+def finishing(function: Callable[..., Any], finish: Callable[[object], object], *, is_async: bool) -> Callable[..., object]:
+    """Return a function whose values pass through a `finisher`."""
+
+    async def run(*args: object, **keywords: object) -> object:
+        return finish(await function(*args, **keywords))
+
+    async def later(value: Any) -> object:
+        return finish(await value)
+
+    def run_plain(*args: object, **keywords: object) -> object:
+        value = function(*args, **keywords)
+        return later(value) if hasattr(value, "__await__") else finish(value)
+
+    return update_wrapper(run if is_async else run_plain, function)
 
 
 def name_of(function: object) -> str:

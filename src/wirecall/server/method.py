@@ -7,15 +7,15 @@ and checked at registration, before the first call. A contradiction is an error 
 import enum
 import types
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Struct
 
 from wirecall.errors import UsageError
 from wirecall.protocol.messages import JsonObject
-from wirecall.protocol.params import Find, Signature, place_of
+from wirecall.protocol.params import Find, Signature, finishing, place_of
 from wirecall.server.call import Context
 from wirecall.server.identity import ScopeRule, Scopes
 
@@ -194,7 +194,7 @@ class Method:
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
         self._write = self.signature.finisher(self.name, is_checked=False)
         finish = self.signature.finisher(self.name, is_checked=True) if check_result else self._write
-        self.function = function if finish is None else _finishing(function, finish, is_async=self.is_async)
+        self.function = function if finish is None else finishing(function, finish, is_async=self.is_async)
         self.call = self.signature.caller(self.function)  # decodes the params of a plain method, and calls the function
         self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
         # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
@@ -230,22 +230,6 @@ class Method:
 
     def __repr__(self) -> str:
         return f"<{self.kind.value} {self.name}>"
-
-
-def _finishing(function: Callable[..., Any], finish: Callable[[object], object], *, is_async: bool) -> Callable[..., object]:
-    """Return a function whose values are finished."""
-
-    async def run(*args: object, **keywords: object) -> object:
-        return finish(await function(*args, **keywords))
-
-    async def later(value: Any) -> object:
-        return finish(await value)
-
-    def run_plain(*args: object, **keywords: object) -> object:
-        value = function(*args, **keywords)
-        return later(value) if hasattr(value, "__await__") else finish(value)
-
-    return update_wrapper(run if is_async else run_plain, function)
 
 
 class Registry:
