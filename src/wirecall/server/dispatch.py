@@ -416,28 +416,30 @@ class Dispatcher:
         """Take steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
         call.reached = True
         method, frame = call.method, call.frame
-        # A command's params are decoded twice: here into the types of the function, by the decoder that is made for them,
-        # and once without types, at admission, for the key and the fingerprint, which depend on the JSON alone.
-        threaded = method.blocking and not frame.alone
-        handler: Handler
-        if method.plain:
-            handler = partial(method.call, call.params)
-        elif method.signature.simple:
-            handler = partial(method.function, *method.signature.bind(call.params))
-        else:
-            context = context or Context(call)
-            args, keywords = method.signature.bind_all(call.params, context)
-            handler = partial(method.function, *args, **keywords)
-            if method.provided is not None:
-                handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
-        if threaded and method.provided is None:
-            handler = partial(in_thread, handler)
-        if self._told is not None and not threaded and not method.is_async:
-            handler = partial(self._watched, method, handler)
         is_recorded = call.key is not None or call.keyless
-        if is_recorded or (method.is_command and self._events.observed):
-            call.fingerprint = call.identity or fingerprint(call.params)
-        result: Any = self.commands.execute(call, handler) if is_recorded else handler()
+        result: Any
+        if method.plain and method.provided is None and self._told is None:
+            result = method.call(call.params)
+        else:
+            # A command's params are decoded twice: here into the types of the function, by the decoder that is made for
+            # them, and once without types, at admission, for the key and the fingerprint, which depend on the JSON alone.
+            threaded = method.blocking and not frame.alone
+            handler: Handler
+            if method.signature.simple:
+                handler = partial(method.function, *method.signature.bind(call.params))
+            else:
+                context = context or Context(call)
+                args, keywords = method.signature.bind_all(call.params, context)
+                handler = partial(method.function, *args, **keywords)
+                if method.provided is not None:
+                    handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
+            if threaded and method.provided is None:
+                handler = partial(in_thread, handler)
+            if self._told is not None and not threaded and not method.is_async:
+                handler = partial(self._watched, method, handler)
+            if is_recorded or (method.is_command and self._events.observed):
+                call.fingerprint = call.identity or fingerprint(call.params)
+            result = self.commands.execute(call, handler) if is_recorded else handler()
         if is_recorded or hasattr(result, "__await__"):
             work = result if is_recorded else settled(result)
             if method.timeout is None or frame.alone:
