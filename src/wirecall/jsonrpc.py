@@ -22,13 +22,14 @@ from wirecall.errors import (
     RpcError,
 )
 from wirecall.protocol.messages import (
-    MAX_BATCH,
+    LIMITS,
     Data,
     ErrorObject,
     Id,
     Invalid,
     Json,
     JsonObject,
+    Limits,
     Message,
     Success,
     as_bytes,
@@ -147,15 +148,15 @@ def _given(params: Params) -> JsonObject:
 
 def parse_request(data: Data, *, strict: bool = True) -> Request:
     """Parse one request or notification; an array is refused."""
-    message = read(data, strict=strict)
+    message = read(data, LIMITS, strict)
     if isinstance(message, list):
         message = Invalid(InvalidRequest("expected one request object, got an array"))
     return _request(message)
 
 
-def parse_batch(data: Data, *, strict: bool = True, max_batch: int = MAX_BATCH) -> Batch:
+def parse_batch(data: Data, *, strict: bool = True, max_batch: int = LIMITS.batch) -> Batch:
     """Parse a message of one request or of many; a bad entry does not affect the others."""
-    message = read(data, strict=strict, max_batch=max_batch)
+    message = read(data, LIMITS if max_batch == LIMITS.batch else Limits(batch=max_batch), strict)
     if isinstance(message, list):
         return Batch(True, [_request(entry) for entry in message])
     request = _request(message)

@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 from msgspec import UNSET, Raw, Struct
 
 from wirecall.errors import BadAnswer, CallFailed, LimitExceeded, Refused, RpcError, UsageError, WirecallError
-from wirecall.protocol.messages import MAX_BATCH, Arrived, Received, Unreadable, read_messages, remote_error
+from wirecall.protocol.messages import LIMITS, Arrived, Received, Unreadable, read_messages, remote_error
 from wirecall.stepping import Timeout
 
 T = TypeVar("T")
@@ -273,7 +273,7 @@ class Arrays:
     def __init__(self, legal: bool = True, reason: str = "JSON-RPC 2.0 has arrays") -> None:
         self.legal = legal
         self.reason = reason
-        self.chunk = MAX_BATCH
+        self.chunk = LIMITS.batch
 
     def learn(self, exchange: Exchange) -> bool:
         """Learn from the refusal of an array; return whether its entries may be sent in another way."""

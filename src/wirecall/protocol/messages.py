@@ -36,11 +36,6 @@ Data: TypeAlias = bytes | bytearray | memoryview | str
 Json: TypeAlias = Any  # a JSON value, as it is decoded
 JsonObject: TypeAlias = dict[str, Json]
 
-# The default limits of a message; `Limits` gives the reasons.
-MAX_BYTES = 1 << 20
-MAX_DEPTH = 64
-MAX_BATCH = 50
-
 # Python reads and writes integers of up to 4,300 digits; an id, which is echoed and logged, may be as long as that.
 MAX_ID = 4300
 
@@ -49,13 +44,13 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Every limit of an app. A message beyond one of them is refused before anything runs (J11)."""
 
     # Entries in one batch. Fifty calls of a few milliseconds stay within the patience of a proxy.
-    batch: int = MAX_BATCH
+    batch: int = 50
     # Bytes of one message. A message is held and decoded as a whole; a megabyte of params is a file, not a call.
-    bytes_in: int = MAX_BYTES
+    bytes_in: int = 1 << 20
     # Bytes of one reply. Ten times the message: fifty results of 200 KB, and no more memory per call than that.
     bytes_out: int = 10 << 20
     # Nesting of arrays and objects. Decoders recurse; 64 is deeper than documents people write and a tenth of the stack.
-    depth: int = MAX_DEPTH
+    depth: int = 64
     # Calls of one app in flight at once. Beyond, a caller loses less time when it is refused and retries.
     in_flight: int = 1024
     # The same for one authenticated caller. It counts only if it is less than `in_flight`: by default one caller may take
@@ -101,6 +96,9 @@ class Limits(Struct, frozen=True, kw_only=True):
         for field in self.__struct_fields__:
             if not getattr(self, field) >= 1:
                 raise UsageError(f"Limits({field}={getattr(self, field)!r}) admits nothing.", fix="use a number above 0")
+
+
+LIMITS = Limits()  # the default ones
 
 
 class ErrorObject(Struct, frozen=True, gc=False):
@@ -201,20 +199,14 @@ decode_value = msgspec.json.Decoder().decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-def read(
-    data: Data,
-    strict: bool = True,
-    max_bytes: int = MAX_BYTES,
-    max_depth: int = MAX_DEPTH,
-    max_batch: int = MAX_BATCH,
-) -> Message | Invalid | list[Message | Invalid]:
+def read(data: Data, limits: Limits, strict: bool = True) -> Message | Invalid | list[Message | Invalid]:
     """Return the message in the data, the list of them in a batch, or the `Invalid` that answers all of it."""
     if type(data) is not bytes:
         data = as_bytes(data)
-    size = len(data)
-    if size > max_bytes:
-        reason = f"{size} bytes, {max_bytes} are allowed"
-        return Invalid(LimitExceeded(reason, limit="bytes_in", maximum=max_bytes, count=size))
+    size, max_depth = len(data), limits.depth
+    if size > limits.bytes_in:
+        reason = f"{size} bytes, {limits.bytes_in} are allowed"
+        return Invalid(LimitExceeded(reason, limit="bytes_in", maximum=limits.bytes_in, count=size))
     try:
         read: Message | list[Message | Invalid] = _decode_strict(data) if strict else _decode_lax(data)
         if not data.isascii():
@@ -228,8 +220,8 @@ def read(
             openers = data.count(b"{") + data.count(b"[") - (len(read) if type(read) is list else 0)
             if openers > max_depth and _is_deeper(data, max_depth):
                 return Invalid(_too_deep(max_depth))
-        if type(read) is list and not 0 < len(read) <= max_batch:
-            return Invalid(_batch_error(len(read), max_batch))
+        if type(read) is list and not 0 < len(read) <= limits.batch:
+            return Invalid(_batch_error(len(read), limits.batch))
         return read
 
     # The slow path: the message is broken, or some part of it is unusual. Syntax outranks shape (J8): a message that is not
@@ -247,8 +239,8 @@ def read(
         return Invalid(_too_deep(max_depth))
     except msgspec.DecodeError as error:
         return Invalid(ParseError(str(error)))
-    if not 0 < len(items) <= max_batch:
-        return Invalid(_batch_error(len(items), max_batch))
+    if not 0 < len(items) <= limits.batch:
+        return Invalid(_batch_error(len(items), limits.batch))
     return [_salvage(item, strict) for item in items]
 
 

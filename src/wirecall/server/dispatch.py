@@ -169,7 +169,7 @@ class Dispatcher:
         """
         limits = self._policy.limits
         # `Any`, since a type checker does not follow `type(read) is list`, and `isinstance` costs every call some per cent.
-        read: Any = frames.read(data, self._strict, limits.bytes_in, limits.depth, limits.batch)
+        read: Any = frames.read(data, limits, self._strict)
         is_batch = type(read) is list
         if key is not None and is_batch:
             raise UsageError(

@@ -100,7 +100,7 @@ class StdioConnection:
         # What MCP refuses may be plain JSON-RPC, which has params by position and ids of other kinds.
         read: object = message
         if isinstance(message, Invalid):
-            read = jsonrpc.read(line, True, self._limits.bytes_in, self._limits.depth, self._limits.batch)
+            read = jsonrpc.read(line, self._limits)
         is_plain = self._session is None
         if isinstance(read, Envelope):
             is_plain = not self._is_mcp(read) and (is_plain or read.method in self._methods)

@@ -56,7 +56,7 @@ _decode_keys = msgspec.json.Decoder(_Keys).decode
 
 def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
     """Return one message, or the messages of an array."""
-    found = jsonrpc.read(data, True, limits.bytes_in, limits.depth, limits.batch)
+    found = jsonrpc.read(data, limits)
     if isinstance(found, list):
         items = None if all(isinstance(entry, Envelope) for entry in found) else _decode_items(data)
         return [_checked(entry, b"" if items is None else items[position]) for position, entry in enumerate(found)]
