@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.clock import LoopClock
 from tests.servers import KINDS, MEMORIES, Postgres, Redis, RedisCluster, Store, make_store, open_memory
 from tests.size import sized
 from wirecall.ledger import memory
@@ -71,6 +72,11 @@ def tmp_path() -> Iterator[Path]:
     """In place of pytest's: the path of a Unix socket has at most 107 bytes, and pytest's folders are deeper than that."""
     with TemporaryDirectory(prefix="wirecall-", ignore_cleanup_errors=True) as folder:
         yield Path(folder).resolve()
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
+    return LoopClock(monkeypatch)
 
 
 @pytest.fixture(scope="session")
