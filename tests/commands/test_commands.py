@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.calls import batch, call, error, lose_completions, make_app, read, result
+from tests.clock import LoopClock
 from wirecall import App, CannotTell, Context, DomainError, Done, NotDone, RpcError, UsageError
 from wirecall.errors import Busy, InternalError, InvalidParams
 from wirecall.ledger.base import Claim, LedgerDown, Record, RecordId, State
@@ -180,19 +181,22 @@ def test_commit_point_without_a_key_does_nothing_and_warns_of_nothing() -> None:
     assert result(app.handle_sync(call("put"))) == 1
 
 
-async def test_a_cancelled_thread_stops_at_its_commit_point() -> None:
+async def test_a_cancelled_thread_stops_at_its_commit_point(clock: LoopClock) -> None:
     """The caller left before the commit point, so nothing may be done after it, and a retry runs."""
     app, begun, go, effects = make_app(), threading.Event(), threading.Event(), list[str]()
 
-    @app.command(timeout=0.5)
+    @app.command(timeout=60)
     def put(ctx: Context) -> int:
         begun.set()
-        go.wait(10)
+        assert go.wait(60)
         ctx.commit_point()
         effects.append("effect")
         return 1
 
-    refused = error(await app.handle(call("put", key="k")))
+    calling = asyncio.create_task(app.handle(call("put", key="k")))
+    assert await asyncio.to_thread(begun.wait, 60)
+    clock.advance(60)
+    refused = error(await calling)
     assert (refused["code"], refused["data"]["ran"]) == (50410, "no")
     go.set()
     assert result(await app.handle(call("put", key="k"))) == 1
