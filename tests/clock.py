@@ -18,5 +18,5 @@ class LoopClock:
         return self._real() + self._ahead
 
     def advance(self, seconds: float) -> None:
-        """Let so many seconds pass at once. What they end goes on in the next turn of the loop."""
+        """Let so many seconds pass at once. Their timers ring in the next turn of the loop."""
         self._ahead += seconds
