@@ -45,6 +45,16 @@ def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     return escaped((yield))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: takes seconds of its own, so it begins before the others")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long tests first: while the last test of a run takes its time, all other processes have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Collect no garbage while modules are imported and tests are found: all of it stays."""

@@ -57,6 +57,7 @@ def start(server: Servers) -> None:
             client.config_set("appendfsync", "always")
 
 
+@pytest.mark.long
 async def test_a_server_killed_under_load_doubles_nothing_and_loses_nothing(
     own_server: Servers, effects: Effects, caller: Caller
 ) -> None:
