@@ -87,9 +87,9 @@ async def cutting(port: int, cuts: int) -> AsyncIterator[int]:
     proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with proxy:
         yield proxy.sockets[0].getsockname()[1]
-    for connection in connections:
-        connection.cancel()
-    await asyncio.gather(*connections, return_exceptions=True)
+        for connection in connections:  # since Python 3.12 the end of the block waits for them
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.clock import LoopClock
 from tests.servers import KINDS, MEMORIES, Postgres, Redis, RedisCluster, Store, make_store, open_memory
 from tests.size import sized
 from wirecall.ledger import memory
@@ -44,6 +45,16 @@ def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     return escaped((yield))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: takes seconds of its own, so it begins before the others")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long tests first: while the last test of a run takes its time, all other processes have nothing to do."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Collect no garbage while modules are imported and tests are found: all of it stays."""
@@ -71,6 +82,11 @@ def tmp_path() -> Iterator[Path]:
     """In place of pytest's: the path of a Unix socket has at most 107 bytes, and pytest's folders are deeper than that."""
     with TemporaryDirectory(prefix="wirecall-", ignore_cleanup_errors=True) as folder:
         yield Path(folder).resolve()
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
+    return LoopClock(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,7 @@ def test_batch_client() -> None:
     ]
 
 
+@pytest.mark.long
 def test_demo() -> None:
     shown = run("examples/demo.py")
     assert shown.endswith("\nall answers as they should be\n")

@@ -54,6 +54,7 @@ def command(tmp_path: Path) -> Command:
     return Command(tmp_path)
 
 
+@pytest.mark.long
 async def test_a_login_serves_every_verb_until_the_logout(world: World, command: Command) -> None:
     code, out, err = await command.run("login", world.url, "--scope", "read write", "--json")
     assert (code, json.loads(out)["ok"]) == (0, True), err

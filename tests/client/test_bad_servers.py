@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from tests.client.peers import PATIENCE, Behaviour, Peer, Writer, answers, http, ok, until
+from tests.clock import LoopClock
 from wirecall import connect
+from wirecall.client import client as clients
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused, RpcError, TimedOut
 
 encode = msgspec.json.encode
@@ -48,7 +50,7 @@ def replies(make: Any) -> Behaviour:
 
 
 CASES: list[tuple[str, Behaviour, type[Exception], str]] = [
-    ("never", never, TimedOut, r"no answer within 0\.3 s"),  # the call's time, not the rest of it
+    ("never", never, TimedOut, "no answer within 60 s"),  # the call's time, not the rest of it
     ("dies", dies, ConnectionLost, "the connection broke"),
     ("half an answer", half, ConnectionLost, "the connection broke"),
     ("garbage", says(b"<html>hello</html>"), BadAnswer, "it sent text that is not JSON: invalid character"),
@@ -157,11 +159,15 @@ def test_an_error_with_megabytes_of_data_has_a_short_text() -> None:
 
 
 @pytest.mark.parametrize(("behave", "kind", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-async def test_one_clear_error_in_time(behave: Behaviour, kind: type[Exception], words: str) -> None:
+async def test_one_clear_error_in_time(behave: Behaviour, kind: type[Exception], words: str, clock: LoopClock) -> None:
     async with Peer(behave) as peer, connect(peer.url, discover=False) as client:
         began = time.monotonic()
+        calling = asyncio.create_task(client.call("x", timeout=PATIENCE))
+        if kind is TimedOut:
+            await until(lambda: peer.bodies)
+            clock.advance(PATIENCE)
         with pytest.raises(kind, match=words) as caught:
-            await client.call("x", timeout=0.3 if kind is TimedOut else PATIENCE)
+            await calling
         assert time.monotonic() - began < PATIENCE / 2
         expected = RAN.get(kind, "unknown")
         assert expected is None or caught.value.ran == expected  # type: ignore[attr-defined]
@@ -183,21 +189,28 @@ async def test_a_batch_ends_as_well(behave: Behaviour) -> None:
         assert all(isinstance(entry.error, CallFailed | RpcError) for entry in entries if not entry.ok)
 
 
-async def test_an_answer_after_the_deadline_is_dropped() -> None:
+async def test_an_answer_after_the_deadline_is_dropped(clock: LoopClock) -> None:
     async with Peer(too_late) as peer, connect(peer.url, discover=False) as client:
+        first = asyncio.create_task(client.call("first", timeout=PATIENCE))
+        await until(lambda: peer.bodies)
+        clock.advance(PATIENCE)
         with pytest.raises(TimedOut):
-            await client.call("first", timeout=0.1)
+            await first
         assert await client.call("second") == "second"
 
 
-async def test_each_call_in_flight_has_its_own_deadline() -> None:
+async def test_each_call_in_flight_has_its_own_deadline(clock: LoopClock) -> None:
     async with Peer(never) as peer, connect(peer.url, discover=False) as client:
-        patient = asyncio.create_task(client.call("x", timeout=PATIENCE))
-        await until(lambda: peer.bodies)
-        for timeout in (0.6, 0.3):  # each ends before the calls that began earlier; a busy machine connects in that time
+        calls = []
+        for timeout in (9 * PATIENCE, 6 * PATIENCE, 3 * PATIENCE):  # each ends before the calls that began earlier
+            calls.append(asyncio.create_task(client.call("x", timeout=timeout)))
+            await until(lambda: len(peer.bodies) == len(calls))
+        patient = calls[0]
+        for hasty, longer in ((calls[2], calls[1]), (calls[1], patient)):
+            clock.advance(3 * PATIENCE)
             with pytest.raises(TimedOut):
-                await client.call("x", timeout=timeout)
-        assert not patient.done()
+                await hasty
+            assert not longer.done()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await client.call("x", timeout=PATIENCE)
@@ -269,26 +282,36 @@ async def test_a_server_that_does_not_accept_is_not_sent_to() -> None:
                 await client.call("x", timeout=0.1)
 
 
-async def test_a_mute_server_costs_half_of_the_first_call_at_most() -> None:
+async def test_a_mute_server_costs_half_of_the_first_call_at_most(clock: LoopClock) -> None:
     async def only_discover_is_mute(_peer: Peer, body: bytes, writer: Writer) -> None:
         message = msgspec.json.decode(body)
         if message["method"] == "rpc.discover":
             await asyncio.Event().wait()
         writer.write(http(encode(ok(message["id"]))))
 
-    async with Peer(only_discover_is_mute) as peer, connect(peer.url) as client:
-        assert await client.call("x", timeout=1.0) == "fine"
-        assert await client.call("x", timeout=0.5) == "fine"
-
-
-async def test_a_call_waits_for_rpc_discover_no_longer_than_its_own_timeout() -> None:
-    async with Peer(never) as peer, connect(peer.url) as client:
+    async with Peer(only_discover_is_mute) as peer, connect(peer.url, clock=clock) as client:
         first = asyncio.create_task(client.call("x", timeout=PATIENCE))
         await until(lambda: peer.bodies)
-        began = time.monotonic()
+        clock.advance(PATIENCE / 2)
+        assert await first == "fine"
+        assert await client.call("x", timeout=PATIENCE) == "fine"
+
+
+async def test_a_call_waits_for_rpc_discover_no_longer_than_its_own_timeout(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
+    monkeypatch.setattr(clients, "DISCOVERY", 10 * PATIENCE)
+    async with Peer(never) as peer, connect(peer.url) as client:
+        first = asyncio.create_task(client.call("x", timeout=20 * PATIENCE))
+        await until(lambda: peer.bodies)
+        second = asyncio.create_task(client.call("x", timeout=PATIENCE))
+        await asyncio.sleep(0)
+        clock.advance(0.6 * PATIENCE)
+        await until(lambda: peer.calls)  # without the answer to `rpc.discover`
+        clock.advance(PATIENCE)
         with pytest.raises(TimedOut):
-            await client.call("x", timeout=0.2)
-        assert time.monotonic() - began < PATIENCE / 2
+            await second
+        assert not first.done()
         first.cancel()
         await asyncio.wait({first})
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.client.peers import PATIENCE, Peer, Writer, answers, http, ok, served, until
 from tests.client.test_calls import WAYS, connected, shop
+from tests.clock import LoopClock
 from wirecall import App, Limits, UsageError, connect
 from wirecall.errors import BadAnswer, MethodNotFound, NotSent, RpcError, TimedOut
 from wirecall.testing import client as in_memory
@@ -180,7 +181,7 @@ async def test_an_array_of_too_many_bytes_is_halved() -> None:
         assert [entry.result() for entry in entries] == [300] * 8
 
 
-async def test_each_entry_has_its_own_timeout() -> None:
+async def test_each_entry_has_its_own_timeout(clock: LoopClock) -> None:
     gate = asyncio.Event()
 
     async def slow(_peer: Peer, body: bytes, writer: Writer) -> None:
@@ -190,9 +191,11 @@ async def test_each_entry_has_its_own_timeout() -> None:
 
     async with Peer(slow) as peer, connect(peer.url, discover=False) as client:
         batch = client.batch()
-        short = batch.call("x", timeout=0.05)
-        long = batch.call("x", timeout=PATIENCE)
+        short = batch.call("x", timeout=PATIENCE)
+        long = batch.call("x", timeout=9 * PATIENCE)
         sending = asyncio.create_task(batch.__aexit__(None))
+        await until(lambda: peer.bodies)
+        clock.advance(PATIENCE)
         await until(lambda: short.is_settled)
         gate.set()
         await asyncio.wait_for(sending, PATIENCE)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from tests.client.peers import PATIENCE, Peer, answers, http, ok, until
+from tests.clock import LoopClock
 from wirecall import UsageError, connect
 from wirecall.errors import ConnectionLost, TimedOut
 
@@ -108,16 +109,18 @@ async def test_one_that_gives_up_and_closing() -> None:
         assert all(isinstance(outcome, ConnectionLost) for outcome in outcomes)
 
 
-async def test_a_call_in_company_keeps_its_own_timeout() -> None:
+async def test_a_call_in_company_keeps_its_own_timeout(clock: LoopClock) -> None:
     gate = asyncio.Event()
 
     async def held(_peer: Peer, body: bytes, writer: Any) -> None:
         await gate.wait()
         writer.write(answered(msgspec.json.decode(body)))
 
-    async with Peer(held) as peer, connect(peer.url, discover=False, coalesce=0.001) as client:
-        short = asyncio.create_task(client.call("q", [1], query=True, timeout=0.1))
-        long = asyncio.create_task(client.call("q", [2], query=True))
+    async with Peer(held) as peer, connect(peer.url, discover=False, coalesce=0.001, clock=clock) as client:
+        short = asyncio.create_task(client.call("q", [1], query=True, timeout=PATIENCE))
+        long = asyncio.create_task(client.call("q", [2], query=True, timeout=9 * PATIENCE))
+        await until(lambda: peer.bodies)
+        clock.advance(PATIENCE)
         with pytest.raises(TimedOut):
             await asyncio.wait_for(short, PATIENCE)
         gate.set()

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.client.peers import PATIENCE, Peer, Writer, answers, http, ok, served
+from tests.client.peers import PATIENCE, Peer, Writer, answers, http, ok, served, until
+from tests.clock import LoopClock
 from wirecall import App, Retry, UsageError, connect
 from wirecall.client.delivery import mint_key
 from wirecall.errors import (
@@ -322,21 +323,26 @@ async def test_thousands_of_attempts_do_not_overflow_the_back_off() -> None:
             await client.call("look")
 
 
-async def test_silence_is_a_lost_attempt() -> None:
+async def test_silence_is_a_lost_attempt(clock: LoopClock) -> None:
     async def deaf_at_first(peer: Peer, body: bytes, writer: Writer) -> None:
         if len(peer.bodies) < 3:
             await asyncio.Event().wait()
         writer.write(http(encode(ok(msgspec.json.decode(body)["id"]))))
 
-    async with (
-        Peer(deaf_at_first) as peer,
-        connect(peer.url, discover=False, retry=Retry(silence=0.1, first=0.01)) as client,
-    ):
-        assert await client.call("x", query=True) == "fine"
+    options: Any = {"discover": False, "retry": Retry(silence=PATIENCE, first=0.01), "clock": clock, "timeout": 9 * PATIENCE}
+    async with Peer(deaf_at_first) as peer, connect(peer.url, **options) as client:
+        calling = asyncio.create_task(client.call("x", query=True))
+        for attempts in (1, 2):
+            await until(lambda attempts=attempts: len(peer.bodies) == attempts)  # type: ignore[misc]
+            clock.advance(PATIENCE)
+        assert await calling == "fine"
         assert len(peer.bodies) == 3
-    async with Peer(deaf_at_first) as peer, connect(peer.url, discover=False, retry=Retry(silence=0.1)) as client:
-        with pytest.raises(TimedOut, match=r"within 0\.3 s"):
-            await client.call("x", timeout=0.3)  # not to be repeated: it has all the time of the call
+    async with Peer(deaf_at_first) as peer, connect(peer.url, **options) as client:
+        calling = asyncio.create_task(client.call("x"))  # not to be repeated: it has all the time of the call
+        await until(lambda: peer.bodies)
+        clock.advance(9 * PATIENCE)
+        with pytest.raises(TimedOut, match="within 540 s"):
+            await calling
 
 
 async def test_a_refusal_after_a_lost_attempt_is_unknown() -> None:

@@ -28,6 +28,7 @@ PRINT = fingerprint(Raw(b'{"cents":5}'))
 
 CONFLICT = {"type": "idempotency_key_conflict", "ran": "no"}
 DEADLINE = 50410
+PATIENCE = 60.0
 
 transactional = pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 

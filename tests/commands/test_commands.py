@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.calls import batch, call, error, lose_completions, make_app, read, result
+from tests.clock import LoopClock
 from wirecall import App, CannotTell, Context, DomainError, Done, NotDone, RpcError, UsageError
 from wirecall.errors import Busy, InternalError, InvalidParams
 from wirecall.ledger.base import Claim, LedgerDown, Record, RecordId, State
@@ -138,7 +139,7 @@ async def test_a_thread_that_raises_stop_iteration_is_answered(key: str | None) 
     """A future cannot carry that exception: asyncio's own to_thread waits for ever."""
     app = make_app()
     app.command(name="put", blocking=True)(lambda: next(iter(())))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert error(await app.handle(call("put", key=key)))["code"] == -32603
     await app.aclose()
 
@@ -147,7 +148,7 @@ async def test_a_reconcile_function_in_a_thread_that_raises_stop_iteration_is_an
     app = make_app()
     app.command(name="put", on_crash="reconcile", reconcile=lambda n: next(iter(())), blocking=True)(lambda n: n)
     await vanished(app, "reconcile")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert error(await app.handle(call("put", {"n": 1}, key="k")))["data"]["ran"] == "unknown"
     await app.aclose()
 
@@ -180,19 +181,22 @@ def test_commit_point_without_a_key_does_nothing_and_warns_of_nothing() -> None:
     assert result(app.handle_sync(call("put"))) == 1
 
 
-async def test_a_cancelled_thread_stops_at_its_commit_point() -> None:
+async def test_a_cancelled_thread_stops_at_its_commit_point(clock: LoopClock) -> None:
     """The caller left before the commit point, so nothing may be done after it, and a retry runs."""
     app, begun, go, effects = make_app(), threading.Event(), threading.Event(), list[str]()
 
-    @app.command(timeout=0.5)
+    @app.command(timeout=60)
     def put(ctx: Context) -> int:
         begun.set()
-        go.wait(10)
+        assert go.wait(60)
         ctx.commit_point()
         effects.append("effect")
         return 1
 
-    refused = error(await app.handle(call("put", key="k")))
+    calling = asyncio.create_task(app.handle(call("put", key="k")))
+    assert await asyncio.to_thread(begun.wait, 60)
+    clock.advance(60)
+    refused = error(await calling)
     assert (refused["code"], refused["data"]["ran"]) == (50410, "no")
     go.set()
     assert result(await app.handle(call("put", key="k"))) == 1
@@ -523,7 +527,7 @@ async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_the_a
 
     caller = asyncio.create_task(app.handle(call("put", key="k")))
     await begun.wait()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await app.aclose(0.01)
     release.set()
     await asyncio.wait([caller])
@@ -542,7 +546,7 @@ async def test_a_handler_that_does_not_heed_its_cancellation_does_not_hold_its_c
         await ctx.commit_point()
         effects.append(1)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         refused = error(await app.handle(call("put", key="k")))
     assert (refused["code"], refused["data"]["ran"]) == (50410, "no")
     release.set()

@@ -7,18 +7,22 @@ import pytest
 from msgspec import structs
 
 from tests.calls import batch, call, error, result
-from tests.commands.charges import DEADLINE, ID, PARAMS, NewApp, World, charge, stands
+from tests.clock import LoopClock
+from tests.commands.charges import DEADLINE, ID, PARAMS, PATIENCE, NewApp, World, charge, stands, watch
 from wirecall import App
 from wirecall.ledger.base import Ledger, State
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_deadline_before_the_commit_point_did_nothing(app: App, ledger: Ledger, world: World) -> None:
-    app.command(name="charge", timeout=0.3)(world.held_before)
-    await app.ledger()
-    refused = error(await app.handle(charge()))
-    assert world.begun.is_set()
+async def test_a_deadline_before_the_commit_point_did_nothing(
+    app: App, ledger: Ledger, world: World, clock: LoopClock
+) -> None:
+    app.command(name="charge", timeout=PATIENCE)(world.held_before)
+    first = asyncio.create_task(app.handle(charge()))
+    await world.begun.wait()
+    clock.advance(PATIENCE)
+    refused = error(await first)
     assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "no"})
     assert await ledger.get(ID) is None
     world.gate.set()
@@ -27,12 +31,14 @@ async def test_a_deadline_before_the_commit_point_did_nothing(app: App, ledger: 
 
 @pytest.mark.parametrize("handler", ["held_between", "held_after"])
 async def test_a_deadline_after_the_commit_point_lets_the_handler_finish(
-    handler: str, app: App, ledger: Ledger, world: World
+    handler: str, app: App, ledger: Ledger, world: World, clock: LoopClock
 ) -> None:
     """The caller gets `ran: "unknown"`; the outcome is recorded, and a retry gets it."""
-    app.command(name="charge", timeout=1.5)(getattr(world, handler))
-    await (await app.ledger()).counts()  # connected: the deadline is for the handler, and a busy machine is slow
-    refused = error(await app.handle(charge(1)))
+    app.command(name="charge", timeout=PATIENCE)(getattr(world, handler))
+    first = asyncio.create_task(app.handle(charge(1)))
+    await world.begun.wait()
+    clock.advance(PATIENCE)
+    refused = error(await first)
     assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
     assert await stands(ledger) is State.RUNNING
     replayed: list[Any] = []
@@ -45,24 +51,35 @@ async def test_a_deadline_after_the_commit_point_lets_the_handler_finish(
     assert world.effects == [5]
 
 
-async def test_a_deadline_of_a_duplicate_says_nothing_about_the_first(new_app: NewApp, world: World) -> None:
+async def test_a_deadline_of_a_duplicate_says_nothing_about_the_first(
+    new_app: NewApp, world: World, clock: LoopClock
+) -> None:
     """The first runs elsewhere: "no" would invite its caller to send it under another key."""
     here, there = new_app(), new_app()
     here.command(name="charge")(world.held_after)
-    there.command(name="charge", timeout=0.3)(world.charge)
-    await there.ledger()
+    there.command(name="charge", timeout=20)(world.charge)
     first = asyncio.create_task(here.handle(charge()))
     await world.begun.wait()
-    refused = error(await there.handle(charge()))
+    claims = await watch(there, "claim")
+    second = asyncio.create_task(there.handle(charge()))
+    await claims.get()
+    clock.advance(20)  # a duplicate waits for 25 s at most
+    refused = error(await second)
     assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
     world.gate.set()
     assert result(await first)["number"] == 1
 
 
-async def test_a_deadline_of_a_duplicate_in_the_same_process_counts_as_well(app: App, world: World) -> None:
-    app.command(name="charge", timeout=0.3)(world.held_after)
+async def test_a_deadline_of_a_duplicate_in_the_same_process_counts_as_well(
+    app: App, world: World, clock: LoopClock
+) -> None:
+    app.command(name="charge", timeout=PATIENCE)(world.held_after)
     for _ in range(2):
-        refused = error(await app.handle(charge()))
+        calling = asyncio.create_task(app.handle(charge()))
+        await asyncio.sleep(0)
+        await world.begun.wait()
+        clock.advance(PATIENCE)
+        refused = error(await calling)
         assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
     world.gate.set()
     assert result(await app.handle(charge()))["number"] == 1

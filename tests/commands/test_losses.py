@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import LoopClock
 from tests.commands.charges import PARAMS, NewApp, World, watch
 from tests.commands.wires import (
     HTTP,
@@ -373,13 +374,16 @@ async def test_a_call_that_is_cancelled_after_its_commit_point_finishes_and_is_u
 
 @every_way
 async def test_a_caller_whose_time_is_over_has_not_got_the_outcome(
-    way: str, new_app: NewApp, wires: Wires, world: World
+    way: str, new_app: NewApp, wires: Wires, world: World, clock: LoopClock
 ) -> None:
     app = new_app(**known(way))
-    app.command(name="charge", timeout=0.05)(world.held_after)
+    app.command(name="charge", timeout=PATIENCE / 2)(world.held_after)
     wire = await wires(way, app)
     ends = await watch(app, "complete")
-    late = await wire.call("charge", PARAMS)
+    calling = asyncio.create_task(wire.call("charge", PARAMS))
+    await world.begun.wait()
+    clock.advance(PATIENCE / 2)
+    late = await calling
     assert late.error["code"] == 50410
     world.gate.set()
     assert await next_of(ends)

@@ -7,10 +7,12 @@ import pytest
 from msgspec import structs
 
 from tests.calls import call, error, read, result
+from tests.clock import LoopClock
 from tests.commands.charges import (
     CONFLICT,
     DEADLINE,
     ID,
+    PATIENCE,
     PRINT,
     Effects,
     NewApp,
@@ -129,18 +131,17 @@ async def test_a_handler_that_fails_leaves_nothing(app: App, effects: Effects, l
 @transactional
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
 async def test_a_transaction_that_is_interrupted_leaves_nothing(
-    how: str, app: App, effects: Effects, ledger: Ledger, world: World
+    how: str, app: App, effects: Effects, ledger: Ledger, world: World, clock: LoopClock
 ) -> None:
     """B1: until the commit, everything can be undone."""
 
-    @app.command(name="charge", on_crash="transactional", timeout=0.3 if how == "deadline" else None)
+    @app.command(name="charge", on_crash="transactional", timeout=PATIENCE if how == "deadline" else None)
     async def handler(cents: int, ctx: Context) -> Any:
         number = await effects.add(ctx, cents)
         world.begun.set()
         await world.gate.wait()
         return {"number": number}
 
-    await app.ledger()
     first = asyncio.create_task(app.handle(charge()))
     await world.begun.wait()
     if how == "cancel":
@@ -148,6 +149,7 @@ async def test_a_transaction_that_is_interrupted_leaves_nothing(
         with pytest.raises(asyncio.CancelledError):
             await first
     else:
+        clock.advance(PATIENCE)
         refused = error(await first)
         assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "no"})
     assert effects.all == []
@@ -160,13 +162,13 @@ async def test_a_transaction_that_is_interrupted_leaves_nothing(
 @transactional
 @pytest.mark.parametrize("is_late", [True, False])
 async def test_a_transaction_past_a_commit_point_of_its_own_is_finished(
-    app: App, effects: Effects, ledger: Ledger, world: World, is_late: bool
+    app: App, effects: Effects, ledger: Ledger, world: World, clock: LoopClock, is_late: bool
 ) -> None:
     """B1: it may have done something elsewhere, so its caller cannot stop it any more."""
 
     runs = []
 
-    @app.command(name="charge", on_crash="transactional", timeout=0.2 if is_late else None)
+    @app.command(name="charge", on_crash="transactional", timeout=PATIENCE if is_late else None)
     async def handler(cents: int, ctx: Context) -> Any:
         runs.append(1)
         await ctx.commit_point()
@@ -178,6 +180,7 @@ async def test_a_transaction_past_a_commit_point_of_its_own_is_finished(
     first = asyncio.create_task(app.handle(charge()))
     await world.begun.wait()
     if is_late:
+        clock.advance(PATIENCE)
         assert error(await first)["data"]["ran"] == "unknown"
     else:
         first.cancel()

@@ -212,9 +212,10 @@ async def test_a_duplicate_that_waits_for_an_open_transaction_can_be_left(
     """A duplicate that leaves gets "unknown" about the first call, and an app that stops does not wait for it."""
     here, there = new_app(), new_app()
     await here.ledger()
+    await (await there.ledger()).counts()  # connected: the deadline is for the wait
     in_short_turns(monkeypatch)
     for each in (here, there):
-        holding(each, effects, world, timeout=0.3 if how == "deadline" and each is there else None)
+        holding(each, effects, world, timeout=1.0 if how == "deadline" and each is there else None)
     first = asyncio.create_task(here.handle(charge(1)))
     await world.begun.wait()
     second = asyncio.create_task(there.handle(charge(2)))

@@ -47,6 +47,7 @@ def test_every_step_is_killed_in_every_mode() -> None:
     assert sum(len(all_trials(kind, random.Random(SEED))) for kind in DURABLE) >= 200
 
 
+@pytest.mark.long
 @durable
 def test_a_retry_gets_the_promised_answer(bench: Bench, crew: Crew, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(SEED)

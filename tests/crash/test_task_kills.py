@@ -293,6 +293,7 @@ def test_every_step_is_killed_in_every_mode() -> None:
     assert {case.mode for case in CASES} == {*get_args(OnCrash)}
 
 
+@pytest.mark.long
 async def test_a_task_outlives_its_server(stores: Stores, forks: Forks, capsys: pytest.CaptureFixture[str]) -> None:
     cases = [case for case in CASES if case.mode != "transactional" or stores.kind in TRANSACTIONAL]
     cases = sized(small=random.Random(SEED).sample(cases, 8), full=cases)

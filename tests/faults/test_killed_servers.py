@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
 from itertools import count, cycle
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import psycopg
@@ -16,7 +17,7 @@ import redis
 from tests.calls import call, make_app, result
 from tests.faults import LEASE, Caller, Effect, Effects, check, eventually, make_shop
 from tests.faults.fronts import Front, Loss, find, losses
-from tests.servers import Postgres, Redis, RedisCluster
+from tests.servers import Postgres, Redis, RedisCluster, make_store
 from wirecall import App, Context, DomainError
 from wirecall.ledger.postgres import transaction as postgres_transaction
 
@@ -40,8 +41,15 @@ Servers: TypeAlias = Redis | OnePrimary | Postgres
 
 
 @pytest.fixture(params=[Redis, OnePrimary, Postgres])
-def own_server(request: pytest.FixtureRequest) -> Iterator[Servers]:
-    """A server that this test may kill."""
+def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
+    """A server that this test may kill. PostgreSQL is that of all tests: a new one takes longer than most of them."""
+    if request.param is Postgres:
+        make_store("postgres", tmp_path, request.getfixturevalue)  # empties it
+        shared: Postgres = request.getfixturevalue("postgres_server")
+        yield shared
+        if shared.process is None:  # the test failed
+            shared.start()
+        return
     server: Servers = request.param()
     try:
         start(server)
@@ -57,6 +65,7 @@ def start(server: Servers) -> None:
             client.config_set("appendfsync", "always")
 
 
+@pytest.mark.long
 async def test_a_server_killed_under_load_doubles_nothing_and_loses_nothing(
     own_server: Servers, effects: Effects, caller: Caller
 ) -> None:

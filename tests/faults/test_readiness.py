@@ -38,9 +38,9 @@ class Probe:
         return await self.status() == 503
 
 
-@pytest.fixture(params=[Redis, RedisCluster, Postgres])
+@pytest.fixture(scope="module", params=[Redis, RedisCluster, Postgres])
 def server(request: pytest.FixtureRequest) -> Iterator[Redis | RedisCluster | Postgres]:
-    """A server that this test may kill."""
+    """A server that a test may kill, as long as it starts it again."""
     server = request.param()
     try:
         server.start()
@@ -93,7 +93,7 @@ def frozen(server: Redis | RedisCluster | Postgres) -> Iterator[None]:
             one.send(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("server", [Redis, Postgres], indirect=True)
+@pytest.mark.parametrize("server", [Redis, Postgres], indirect=True, scope="module")
 async def test_a_server_that_refuses_writes_is_not_ready(server: Redis | Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wirecall.app.ASK_EVERY", 0)
     monkeypatch.setattr("wirecall.app.ASK_WITHIN", PATIENCE)

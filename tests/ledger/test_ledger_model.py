@@ -528,12 +528,12 @@ MUTANTS = dict(mutants())
 RARE = {"claim without continuation", "commit_point without lease"}
 
 
-def searched(model: type[RuleBasedStateMachine], *, rare: bool) -> None:
+def searched(model: type[RuleBasedStateMachine], *, rare: bool, first: int = 0) -> None:
     """Run a model until it notices something. A search begins with short histories; what they rarely show is found sooner
-    by many searches, each of which comes to long histories at once."""
+    by many searches, each of which comes to long histories at once; `first` is the seed of the first of them."""
     if not rare:
         run_state_machine_as_test(model, settings=settings(QUIET, max_examples=2000, phases=[Phase.generate]))
-    for number in range(200):
+    for number in range(first, first + 200):
         again = seed(number)(type("Again", (model,), {}))
         run_state_machine_as_test(again, settings=settings(QUIET, max_examples=10, phases=[Phase.generate]))
 

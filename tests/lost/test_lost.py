@@ -39,6 +39,7 @@ def make_stand(plan: Plan, store: Store, tmp_path: Path, log: IO[bytes], key: Li
 # --- at random ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("store", "plan"),
     [

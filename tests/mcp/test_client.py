@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import CuttingProxy, served, until
+from tests.clock import LoopClock
 from tests.mcp.asgi import LEGACY, R1, R2, R4, R5, REVISIONS
 from tests.mcp.everything import PROGRAM, Everything
 from wirecall import App, Context, Limits, Retry, ToolAnnotations, ToolError, UsageError, connect, connect_sync
@@ -392,14 +393,17 @@ async def test_without_a_key_a_lost_answer_is_unknown(shop: App) -> None:
     assert calls(shop)["order tea"] == 1
 
 
-async def test_a_caller_that_stops_waiting_cancels_the_call(shop: App) -> None:
+async def test_a_caller_that_stops_waiting_cancels_the_call(shop: App, clock: LoopClock) -> None:
     """Older revisions and pipes: `notifications/cancelled`. 2026-07-28 over HTTP: the stream is closed."""
     async with served(shop) as url:
         targets: list[Any] = [(shop, R4), (shop, R5), (f"{url}/mcp", R4), (f"{url}/mcp", R5)]
         for count, (target, revision) in enumerate(targets, 1):
             async with client_of(target, revision) as client:
+                calling = asyncio.create_task(client.call_tool("wait", timeout=PATIENCE / 2, key=False))
+                await until(lambda count=count: calls(shop)["waiting"] == count)  # type: ignore[misc]
+                clock.advance(PATIENCE / 2)
                 with pytest.raises(TimedOut):
-                    await client.call_tool("wait", timeout=0.2, key=False)
+                    await calling
                 await until(lambda count=count: calls(shop)["cancelled"] == count)  # type: ignore[misc]
 
 

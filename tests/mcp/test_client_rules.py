@@ -9,8 +9,9 @@ import pytest
 
 from tests.client.conftest import nothing_is_left as nothing_is_left
 from tests.client.peers import until
+from tests.clock import LoopClock
 from tests.mcp.asgi import R2, R3, R4, R5, REVISIONS
-from tests.mcp.scripted import Reply, Scripted, Seen, event, newest, older, refusal, result, text
+from tests.mcp.scripted import PATIENCE, Reply, Scripted, Seen, event, newest, older, refusal, result, text
 from tests.mcp.test_client import client_of
 from wirecall import Retry, RpcError
 from wirecall.errors import BadAnswer, ConnectionLost, HeaderMismatch, NotSent, Refused, TimedOut, UnknownVersion
@@ -113,14 +114,15 @@ async def test_a_server_without_a_handshake_works_without_one(revision: str | No
         assert client.revision == R5 and (await client.call_tool("t")).text == "done"
 
 
-async def test_a_server_that_never_answers_is_given_up_in_time() -> None:
+async def test_a_server_that_never_answers_is_given_up_in_time(clock: LoopClock) -> None:
     async def never(_message: Any, _seen: Seen) -> Reply:
+        clock.advance(PATIENCE / 2)
         await server.over.wait()
         return Reply()
 
     async with Scripted(never) as server:
         with pytest.raises(TimedOut):
-            async with client_of(server.url, timeout=0.3):
+            async with client_of(server.url, timeout=PATIENCE / 2, clock=clock):
                 raise AssertionError
     assert server.methods() == ["server/discover"]
 

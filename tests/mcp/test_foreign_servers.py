@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +70,27 @@ def wait_for(process: "subprocess.Popen[bytes]", port: int) -> None:
     raise RuntimeError(f"the server did not start: {process.args!r}")
 
 
-@pytest.fixture(scope="module", autouse=True)  # before the tests count their processes
-def urls() -> Iterator[dict[str, str]]:
-    with ExitStack() as stack:
-        found = {kind: stack.enter_context(running(kind)) for kind in NEWEST}
-        yield {**found, "old": stack.enter_context(running("sdk", "--transport", "sse", path="/sse"))}
-
-
 PEERS = [(kind, way) for kind in NEWEST for way in ("http", "stdio")]
 # A process on stdio takes seconds to import its modules, so what one of them shows is not asked of all.
 FEW = sized(small=[*((kind, "http") for kind in NEWEST), ("typescript-2", "stdio")], full=PEERS)
 
 
-@pytest.fixture(params=PEERS, ids="-".join)
-def peer(request: pytest.FixtureRequest, urls: dict[str, str]) -> tuple[str, str, Any]:
+# Of a module: pytest runs the tests of one server together, and a process that tests it starts no other. A server is there
+# before a test counts its processes.
+@pytest.fixture(scope="module", params=PEERS, ids="-".join)
+def peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, Any]]:
     kind, way = request.param
-    return kind, way, urls[kind] if way == "http" else command(kind)
+    if way == "stdio":
+        yield kind, way, command(kind)
+    else:
+        with running(kind) as url:
+            yield kind, way, url
+
+
+@pytest.fixture(scope="module")
+def old() -> Iterator[str]:
+    with running("sdk", "--transport", "sse", path="/sse") as url:
+        yield url
 
 
 def options_of(way: str) -> dict[str, Any]:
@@ -108,9 +113,9 @@ async def test_the_story_at_the_newest_revision(peer: tuple[str, str, Any]) -> N
 
 
 @pytest.mark.parametrize("revision", [None, R1, R2])
-async def test_the_transport_of_the_first_revision(urls: dict[str, str], revision: str | None) -> None:
+async def test_the_transport_of_the_first_revision(old: str, revision: str | None) -> None:
     """HTTP with SSE: found out by the refusal of `initialize`, and spoken at any revision with a handshake."""
-    async with client_of(urls["old"], revision, timeout=PATIENCE, elicit=lambda _: {"name": "Ann"}) as client:
+    async with client_of(old, revision, timeout=PATIENCE, elicit=lambda _: {"name": "Ann"}) as client:
         assert client.revision == (revision or R4)
         await tell(client)
         if revision is None:
@@ -135,7 +140,7 @@ async def tell(client: Any) -> None:
     await client.ping()
 
 
-@pytest.mark.parametrize("peer", FEW, indirect=True, ids="-".join)
+@pytest.mark.parametrize("peer", FEW, indirect=True, ids="-".join, scope="module")
 async def test_a_person_is_asked_with_a_handshake(peer: tuple[str, str, Any]) -> None:
     kind, way, target = peer
     if (kind, way) == ("typescript-2", "http"):
@@ -162,7 +167,7 @@ async def test_a_batch_at_the_revision_that_has_arrays(peer: tuple[str, str, Any
                 assert batch.wire == "singles" and batch.reason.startswith(reason)
 
 
-@pytest.mark.parametrize("peer", FEW, indirect=True, ids="-".join)
+@pytest.mark.parametrize("peer", FEW, indirect=True, ids="-".join, scope="module")
 async def test_a_destructive_tool_is_confirmed(peer: tuple[str, str, Any]) -> None:
     """T3, T4: the hints of a trusted server spare the questions that need not be asked."""
     _, way, target = peer

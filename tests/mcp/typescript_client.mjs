@@ -1,14 +1,14 @@
-// The official client for TypeScript, 1.x or 2.x, lives through the story of test_foreign_clients.py and prints what it saw
-// as one line of JSON. Its only argument:
+// The official client for TypeScript, 1.x or 2.x, lives through the story of test_foreign_clients.py at each revision and
+// prints what it saw as one line of JSON each. Its only argument:
 //
-//     {"modules": ".../node_modules", "sdk": 1, "revision": "2025-11-25", "url": "http://127.0.0.1:8420/mcp"}
-//     {"modules": ".../node_modules", "sdk": 2, "revision": "2026-07-28", "command": ["python", "examples/everything.py"]}
+//     {"modules": ".../node_modules", "sdk": 1, "revisions": ["2025-11-25"], "url": "http://127.0.0.1:8420/mcp"}
+//     {"modules": ".../node_modules", "sdk": 2, "revisions": ["2026-07-28"], "command": ["python", "examples/everything.py"]}
 
 import { createRequire } from "node:module";
 import { join } from "node:path";
 
 const wanted = JSON.parse(process.argv[2]);
-let negotiated;
+let offered, negotiated;
 const load = createRequire(join(wanted.modules, "here.js"));
 
 const ANSWERS = {
@@ -37,7 +37,7 @@ function first() {
 
 function second() {
   const http = load("@modelcontextprotocol/client");
-  const mode = wanted.revision === "2026-07-28" ? "auto" : "legacy";
+  const mode = offered === "2026-07-28" ? "auto" : "legacy";
   const options = { capabilities: CAPABILITIES, versionNegotiation: { mode } };
   const client = new http.Client({ name: "story", version: "1" }, options);
   for (const [method, answer] of Object.entries(ANSWERS)) client.setRequestHandler(method, answer);
@@ -55,7 +55,7 @@ function transport(Http, Stdio) {
   // The clients always offer their newest revision of the handshake; this is how they come to offer another one.
   made.send = (message, options) => {
     const offers = message.method === "initialize";
-    return send(offers ? { ...message, params: { ...message.params, protocolVersion: wanted.revision } } : message, options);
+    return send(offers ? { ...message, params: { ...message.params, protocolVersion: offered } } : message, options);
   };
   // Called with what the handshake came to, if there was one.
   const set = made.setProtocolVersion?.bind(made);
@@ -104,7 +104,10 @@ async function story({ client, call }) {
   };
 }
 
-const sdk = SDKS[wanted.sdk]();
-await sdk.client.connect(sdk.transport);
-console.log(JSON.stringify(await story(sdk)));
-await sdk.client.close();
+for (offered of wanted.revisions) {
+  negotiated = undefined;
+  const sdk = SDKS[wanted.sdk]();
+  await sdk.client.connect(sdk.transport);
+  console.log(JSON.stringify(await story(sdk)));
+  await sdk.client.close();
+}

@@ -142,6 +142,7 @@ class Verdict(NamedTuple):
     errors: set[tuple[str, int]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_types_are_inferred_and_mistakes_are_found(checker: str, tmp_path: Path) -> None:
     odd = contract_of({name: {"type": "integer"} for name in NAMES}, errors={"5": "Gone"})
