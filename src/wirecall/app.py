@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from wirecall.declarations import Declarations, milliseconds
+from wirecall.declarations import Declarations, checks_options, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.messages import Data, Id, JsonObject, Limits, Sending
@@ -77,6 +77,7 @@ class App(Declarations):
     it after the last one; its value is `ctx.state`.
     """
 
+    @checks_options
     def __init__(
         self,
         name: str,
@@ -180,6 +181,7 @@ class App(Declarations):
 
         self.registry.add(Method(discover, Kind.QUERY, name="rpc.discover", reserved=True))
 
+    @checks_options
     def configure(
         self,
         *,
@@ -364,6 +366,7 @@ class App(Declarations):
             shutdown=shutdown,
         )
 
+    @checks_options
     def run(
         self,
         transport: Literal["stdio", "http"] = "stdio",

@@ -1,5 +1,6 @@
 """Registration: what is declared, and what contradicts itself."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -271,10 +272,49 @@ def test_options_in_the_form_of_other_libraries_are_named() -> None:
         app.query(expose="mcp")
 
 
-def test_an_option_that_a_decorator_does_not_have_is_refused() -> None:
-    app = App("x")
-    for verb, option, meant in (("query", "titel", "title"), ("command", "on_crashh", "on_crash"), ("tool", "tag", "tags")):
-        with pytest.raises(UsageError, match=rf"There is no option '{option}'[\s\S]*use {meant}="):
-            getattr(app, verb)(**{option: "x"})
-    with pytest.raises(UsageError, match="There is no option 'wholly_new'"):
-        app.query(wholly_new=1)  # type: ignore[call-overload]
+@pytest.mark.parametrize("made", [App("x"), Router()], ids=["app", "router"])
+def test_an_option_that_a_decorator_does_not_have_is_refused(made: Any) -> None:
+    wrong: list[tuple[Callable[..., Any], str, str]] = [
+        (made.query, "titel", "title"),
+        (made.command, "on_crashh", "on_crash"),
+        (made.tool, "tag", "tags"),
+        (made.prompt, "titel", "title"),
+        (partial(made.resource, "shop://articles"), "mimetype", "mime_type"),
+        (partial(made.extension_method, "com.example/x"), "timeouts", "timeout"),
+        (made.provide, "block", "blocking"),
+        (partial(made.include, Router()), "prefx", "prefix"),
+        (partial(App, "x"), "ledgr", "ledger"),
+        (Router, "preffix", "prefix"),
+        (App("x").configure, "origin", "origins"),
+        (App("x").run, "prot", "port"),
+    ]
+    for declare, option, meant in wrong:
+        with pytest.raises(UsageError, match=rf"\w\(\) has no option '{option}'[\s\S]*use {meant}="):
+            declare(**{option: "x"})
+    with pytest.raises(UsageError, match=r"query\(\) has no option 'wholly_new'\.$"):
+        made.query(wholly_new=1)
+    with pytest.raises(UsageError, match=r"completion\(\) has no option 'title'"):
+        made.completion("review", "code", title="x")
+
+
+def test_an_option_of_another_decorator_leads_to_that_one() -> None:
+    app: Any = App("x")
+    with pytest.raises(
+        UsageError, match=r"query\(\) has no option 'retention'[\s\S]*command and tool can[\s\S]*@app\.command"
+    ):
+        app.query(retention=60)
+    # The annotations of a tool would replace it without a word.
+    with pytest.raises(UsageError, match=r"tool\(\) has no option 'destructive'"):
+        app.tool(destructive=True)
+    with pytest.raises(UsageError, match=r"resource\(\) has no option 'uri'[\s\S]*without its name"):
+        app.resource(uri="shop://articles")
+
+
+def test_an_option_without_its_name_is_named() -> None:
+    app: Any = App("x")
+    with pytest.raises(UsageError, match=r"include\(\) takes its options by name[\s\S]*use prefix='orders\.'"):
+        app.include(Router(), "orders.")
+    with pytest.raises(UsageError, match=r"Router\(\) takes its options by name[\s\S]*use prefix='orders\.'"):
+        Router("orders.")  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match=r"App\(\) takes its options by name[\s\S]*use version='1\.0'"):
+        App("x", "1.0")  # type: ignore[call-arg]
