@@ -567,7 +567,7 @@ class Dispatcher:
                         frames.encode(answer)
             if len(data) <= self._policy.limits.bytes_out:
                 return data
-            error: RpcError = self._too_long()
+            error: RpcError = self._too_long(answers)
         except Exception as reason:  # the data of an error, or a text with half a character
             if not isinstance(answers, list):
                 failed("a reply", correlation_of(answers.id), reason)
@@ -577,15 +577,18 @@ class Dispatcher:
         sealed, limit = [], self._policy.limits.bytes_out  # one by one
         for answer in answers:
             data = self._seal(answer)
-            data = data if len(data) <= limit else frames.encode(failure(answer.id, self._too_long()))
+            data = data if len(data) <= limit else frames.encode(failure(answer.id, self._too_long(answer)))
             limit -= len(data)
             sealed.append(data)
         return make_batch(sealed)
 
-    def _too_long(self) -> InternalError:
+    def _too_long(self, answer: Answer | list[Answer] | None = None) -> InternalError:
+        """Return the error in place of an answer that is too long. It tells of the call what the answer told: `ran`."""
         limit = self._policy.limits.bytes_out
+        told = answer.error if isinstance(answer, Failure) else None
+        ran = "yes" if told is None else RpcError(told.code, "", told.data).ran
         reason = f"the reply is longer than {limit} bytes"
-        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran="yes")
+        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran=ran)
 
 
 def _around(layer: Middleware, inner: Next) -> Next:
