@@ -147,6 +147,9 @@ class Session(Struct, eq=False):
         left = loop.create_task(peer.outlet.until_left(limits.away_time))
         try:
             message = encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params})
+            if len(message) > limits.bytes_out:
+                why = f"{method} of {len(message)} bytes is longer than Limits.bytes_out, {limits.bytes_out}"
+                raise UsageError("The handler asked its client.", why, "ask a shorter question")
             if not await sent(peer.outlet.send(message)):
                 raise NotCapable("the question could not be sent to the client", ran="unknown")
             coming: list[asyncio.Future[Raw | RpcError] | asyncio.Task[None]] = [answer, left]
@@ -393,8 +396,13 @@ class Peer(Struct, eq=False):
 
     async def _tell(self, method: str, params: JsonObject) -> None:
         """Send a notification, unless the call is answered."""
-        if not self._closed:
-            await sent(self.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params})))
+        if self._closed:
+            return
+        message, most = encode({"jsonrpc": "2.0", "method": method, "params": params}), self.questions.limits.bytes_out
+        if len(message) <= most:
+            await sent(self.outlet.send(message))
+        else:  # the handler goes on: its outcome counts, and not what it reports on the way
+            logger.warning("%s of %d bytes is not sent: Limits.bytes_out is %d", method, len(message), most)
 
     async def hang_up(self, retry: float) -> None:
         if not self._closed:

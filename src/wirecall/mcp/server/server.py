@@ -40,7 +40,7 @@ from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision, offered
 from wirecall.mcp.server.calls import Calls
 from wirecall.mcp.server.catalog import Catalog, MethodEntry
 from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
-from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming, failure
+from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming
 from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session, named_client
 from wirecall.mcp.server.sessions import Seals
 from wirecall.mcp.server.tasks import Tasks
@@ -164,9 +164,9 @@ class Server:
         self._limits = limits
         self._access = access
         # Every result of 2026-07-28 names its server, and only `server/discover` shows it in full: an icon may be long.
-        self._answers = Answers({"name": info.name, "version": info.version}, limits.bytes_out)
+        self.answers = Answers({"name": info.name, "version": info.version}, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
-        self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers, is_public=is_public)
+        self.calls = calls = Calls(catalog, dispatcher, self._questions, self.answers, is_public=is_public)
         self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, self.hub, limits, dispatcher, ledger)
         tasks.permit = None if access is None else access.permit
         # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
@@ -268,7 +268,7 @@ class Server:
         try:
             return await self.respond(message, session, outlet, params=params, **beside)
         except RpcError as error:
-            return failure(None if message.id is UNSET else message.id, error, session.revision)
+            return self.answers.failure(None if message.id is UNSET else message.id, error, session.revision)
 
     async def respond(
         self, message: Incoming, session: Session, outlet: Outlet, *, params: Any = None, **beside: Unpack[Beside]
@@ -320,7 +320,7 @@ class Server:
         except Exception as error:
             failed(name, id, error)
             raise InternalError from error
-        return None if result is None else self._answers.to(id, result, revision)
+        return None if result is None else self.answers.to(id, result, revision)
 
     def permit(self, identity: Identity | None, scopes: Collection[str]) -> None:
         """HttpError 403 unless the caller has these scopes, and those that every request asks for."""
@@ -386,7 +386,7 @@ class Server:
                 await outlet.send(answer)
                 return None
             if len(answer) > left:
-                answer = failure(entry.id, self._answers.too_long(), session.revision)
+                answer = self.answers.failure(entry.id, self.answers.too_long(answer), session.revision)
                 await asyncio.sleep(0)  # making and encoding a long answer blocks the loop: other calls get their turn
             left -= len(answer)
             return answer
@@ -430,7 +430,7 @@ class Server:
         introduction = {"protocolVersion": revision.name, "capabilities": self.capabilities(revision)}
         told = {**introduction, "serverInfo": self._info.described(revision), **self._instructions}
         session = Session(revision, params.capabilities, client=named_client(params.client))
-        return session, self._answers.to(message.id, told, revision)
+        return session, self.answers.to(message.id, told, revision)
 
     def described(self, message: Envelope, fields: headers.Fields | None = None) -> Params:
         """Return the params of a request that describes itself (2026-07-28). Raises if envelope, headers or version are
