@@ -85,7 +85,7 @@ class McpEndpoint:
         self._relay = Relay(
             server.hub, server.seals, shared=shared, on_end=lambda ended: self.sessions.end(ended), on_message=self._heard
         )
-        self.sessions = Sessions(server.seals, self._relay.know_ended, server.extensions)
+        self.sessions = Sessions(server.seals, self._relay.know_ended, server.extensions, server.subscribed)
         self.shelf = Shelf()
         self._work: set[asyncio.Task[bytes | None]] = set()
 

@@ -126,6 +126,7 @@ class Session(Struct, eq=False):
     level: str | None = None  # the least log level it wants to see; None: none was set
     calls: dict[Id, asyncio.Task[object]] = {}  # what it may cancel
     subscriptions: set[str] = set()  # URIs of resources
+    caller: str | None = None  # of a session that this process keeps: its subscriptions count as the caller's
     waiting: int = 0  # calls that wait for its answers
     client: dict[str, str] | None = None  # its name and version, from `initialize`
     id: str | None = None  # of a session over HTTP: the random part of its token, which opens nothing by itself

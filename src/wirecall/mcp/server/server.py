@@ -39,7 +39,7 @@ from wirecall.mcp import headers, types
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision, offered
 from wirecall.mcp.server.calls import Calls
 from wirecall.mcp.server.catalog import Catalog, MethodEntry
-from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
+from wirecall.mcp.server.changes import Hub, Subscribed, listen, subscribe, unsubscribe
 from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming
 from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session, named_client
 from wirecall.mcp.server.sessions import Seals
@@ -157,7 +157,8 @@ class Server:
     ) -> None:
         self.catalog = catalog
         self.seals = seals
-        self.hub = Hub()
+        self.hub = hub = Hub()
+        self.subscribed = subscribed = Subscribed(limits.subscribed_bytes)
         self.extensions: dict[str, Extension] = {}  # by id
         self._info = info
         self._instructions = {"instructions": info.instructions} if info.instructions else {}
@@ -167,7 +168,7 @@ class Server:
         self.answers = Answers({"name": info.name, "version": info.version}, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
         self.calls = calls = Calls(catalog, dispatcher, self._questions, self.answers, is_public=is_public)
-        self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, self.hub, limits, dispatcher, ledger)
+        self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, hub, limits, dispatcher, ledger)
         tasks.permit = None if access is None else access.permit
         # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
         self._kept = {"ttlMs": list_ttl_ms, "cacheScope": "public" if is_public else "private"}
@@ -183,9 +184,10 @@ class Server:
         self.add("resources/list", partial(self._list, "resources"), types.ListPage, needs="resources")
         self.add("resources/templates/list", partial(self._list, "resourceTemplates"), types.ListPage, needs="resources")
         self.add("resources/read", calls.read_resource, types.ReadResource, needs="resources", is_long=True)
-        self.add("resources/subscribe", subscribe, types.Subscribe, needs="resources")
-        self.add("resources/unsubscribe", unsubscribe, types.Subscribe, needs="resources")
-        self.add("subscriptions/listen", partial(listen, self.hub, catalog, tasks, self.lasts), types.Listen, is_long=True)
+        self.add("resources/subscribe", partial(subscribe, subscribed), types.Subscribe, needs="resources")
+        self.add("resources/unsubscribe", partial(unsubscribe, subscribed), types.Subscribe, needs="resources")
+        listening = partial(listen, hub, subscribed, catalog, tasks, self.lasts)
+        self.add("subscriptions/listen", listening, types.Listen, is_long=True)
         self.add("completion/complete", calls.complete, types.Complete, needs="completions", is_long=True)
 
         self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=lambda: tasks.is_needed)
