@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from wirecall.errors import Busy, InvalidRequest, NotCapable
 from wirecall.mcp.types import PREFIX, TASKS
 from wirecall.protocol.messages import JsonObject, encode
+from wirecall.stepping import wake
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
@@ -53,16 +54,12 @@ class Listener:
         params = {**({"uri": uri} if uri is not None else {}), **({"_meta": self._meta} if self._meta else {})}
         message = encode({"jsonrpc": "2.0", "method": method, **({"params": params} if params else {})})
         self._pending[message] = None
-        self._ring()
+        wake(self._news, None)
 
     def close(self) -> None:
         """Make `next` return None."""
         self._closed = True
-        self._ring()
-
-    def _ring(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        wake(self._news, None)
 
     async def next(self) -> bytes | None:
         """Wait for the next message, and return it; None when the listener is closed."""

@@ -54,7 +54,7 @@ from wirecall.server.call import Call, ClientInfo, InputRequired
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
-from wirecall.stepping import Signal
+from wirecall.stepping import Signal, wake
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.sessions import Seals
@@ -169,8 +169,8 @@ class Session(Struct, eq=False):
     def abandon(self, peer: "Peer | None" = None) -> None:
         """End the wait for answers that will not come: those of one call, or all of them if the client has left."""
         for asking, answer in self.asked.values():
-            if peer in (None, asking) and not answer.done():
-                answer.set_result(NotCapable("the client has left without an answer", ran="unknown"))
+            if peer in (None, asking):
+                wake(answer, NotCapable("the client has left without an answer", ran="unknown"))
 
     def answered(self, id: Id, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
         """Take an answer of the client; False if no question has this id."""
