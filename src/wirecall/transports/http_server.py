@@ -252,6 +252,11 @@ class HttpServer:
         if task is not None:
             task.cancel()
 
+    def abandon(self) -> None:
+        """Cancel every request that is left."""
+        for request in self._active:
+            self.cancel(request)
+
     # --- lifespan ----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
