@@ -386,7 +386,7 @@ class App(Declarations):
             raise UsageError(
                 "app.run() cannot be called inside a running event loop.",
                 "it starts a loop of its own",
-                "call it outside of asyncio.run(), or serve app.asgi() with an ASGI server",
+                "use `await app.serve()` or app.asgi() for HTTP, or call app.run() outside of asyncio.run()",
             )
         if transport == "http" and workers > 1 and self._ledger_scheme == "memory":
             raise UsageError(
@@ -394,14 +394,7 @@ class App(Declarations):
                 "each would know only its own commands, and a retry that reaches another worker would run again",
                 'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."',
             )
-        # A client that loses its server sends its commands again to the next one, and that one has to know of them.
-        if self._ledger_scheme == "memory" and any(method.is_command for method in self.registry):
-            from wirecall.logs import logger
-
-            logger.warning(
-                "the ledger is in memory: a command that is sent again after a restart runs again; "
-                'where that matters, use ledger="sqlite:PATH"'
-            )
+        self._warn_of_memory()
         if transport == "stdio":
             from wirecall.transports import stdio
 
@@ -411,6 +404,37 @@ class App(Declarations):
 
             self._is_shared = self._is_shared or workers > 1
             run_http.serve(self.asgi, host, port, server=server, workers=workers, grace=grace)
+
+    @checks_options
+    async def serve(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8420,
+        server: "ServerName" = "granian",
+        grace: float = 10.0,
+        listening: Callable[[str], None] | None = None,
+    ) -> None:
+        """Serve everything of `asgi` over HTTP inside a running event loop, until the task is cancelled.
+
+        Then the server stops as `run` does, within `grace` seconds, and the cancellation goes on. Signals are the caller's.
+        `listening` gets the address when connections are accepted; without it, a line on stderr names the address.
+        """
+        from wirecall.transports.serve import serve_here  # late: `import wirecall` stays light
+
+        self._warn_of_memory()
+        told = {} if listening is None else {"listening": lambda address, _: listening(address)}
+        await serve_here(self.asgi(), host, port, server=server, grace=grace, **told)
+
+    def _warn_of_memory(self) -> None:
+        # A client that loses its server sends its commands again to the next one, and that one has to know of them.
+        if self._ledger_scheme == "memory" and any(method.is_command for method in self.registry):
+            from wirecall.logs import logger
+
+            logger.warning(
+                "the ledger is in memory: a command that is sent again after a restart runs again; "
+                'where that matters, use ledger="sqlite:PATH"'
+            )
 
     def _connect(self, send: Callable[[bytes], Awaitable[None]]) -> "StdioConnection":
         """Return a connection of lines, as on stdio; `client.connect` and the command line open one in memory."""
