@@ -18,7 +18,7 @@ from wirecall.declarations import Declarations, checks_options, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.messages import Data, Id, JsonObject, Limits, Sending
-from wirecall.server.call import ANONYMOUS, Context, Events, Middleware
+from wirecall.server.call import ANONYMOUS, Context, Events, Fields, Middleware
 from wirecall.server.identity import Identity
 from wirecall.server.method import Done, Execution, Kind, Method, Mode, NotDone, Terms
 
@@ -296,13 +296,14 @@ class App(Declarations):
         key: str | None,
         sending: Sending,
         identity: Identity | None,
+        headers: Fields,
     ) -> "bytes | Awaitable[bytes | None] | None":
         """Answer a message that came over HTTP: at once, or by the awaitable that is returned."""
         if self._ready is not None:
-            return self._ready.handle(data, caller, False, replayed, key, sending, None, identity)
+            return self._ready.handle(data, caller, False, replayed, key, sending, None, identity, headers)
 
         async def later() -> bytes | None:
-            reply = (await self._start()).handle(data, caller, False, replayed, key, sending, None, identity)
+            reply = (await self._start()).handle(data, caller, False, replayed, key, sending, None, identity, headers)
             return reply if reply is None or isinstance(reply, bytes) else await reply
 
         return later()

@@ -66,6 +66,7 @@ from wirecall.server.call import (
     Context,
     CorrelationId,
     Events,
+    Fields,
     Frame,
     Handler,
     InputRequired,
@@ -160,12 +161,13 @@ class Dispatcher:
         sending: Sending | None = None,
         peer: str | None = None,
         identity: Identity | None = None,
+        headers: Fields | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         """Return the reply to a message: at once where nothing waits, else as a coroutine, which costs a quarter of a call.
 
         `alone` says that there is no event loop, so that nothing may wait. `key` is that of a single call. `sending` is the
         way of the reply, where a transport watches it. `peer` names an anonymous sender that is the only one of its kind.
-        `identity` is the sender's, where a token named it.
+        `identity` is the sender's, where a token named it, and `headers` are those of the HTTP request.
         """
         limits = self._policy.limits
         # `Any`, since a type checker does not follow `type(read) is list`, and `isinstance` costs every call some per cent.
@@ -205,7 +207,7 @@ class Dispatcher:
         if is_batch or logged or not is_bare:
             in_full, reported = logged or self._in_full, logged or self._events.observed
             room, peer = limits.bytes_out if is_batch else None, self._user or peer
-            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, peer, sending, identity)
+            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, peer, sending, identity, headers)
         else:
             frame = self._quiet[alone]
         if is_batch:
