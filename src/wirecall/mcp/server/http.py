@@ -173,7 +173,12 @@ class McpEndpoint:
             outlet = Direct(request)
             work: Coroutine[Any, Any, bytes | None] | None = ready
             if work is None:
-                beside: Beside = {"caller": request.caller, "identity": request.identity, "key": request.key()}
+                beside: Beside = {
+                    "caller": request.caller,
+                    "identity": request.identity,
+                    "headers": request.headers,
+                    "key": request.key(),
+                }
                 work = self._server.respond(message, described_session(params), outlet, params=params, **beside)
             answer = await _while_there(request, work, outlet)
         except Gone:
@@ -258,7 +263,8 @@ class McpEndpoint:
         self, request: HttpRequest, known: Known, message: Envelope | list[Incoming], params: Params | None = None
     ) -> None:
         """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
-        session, caller, identity, key = known.session, request.caller, request.identity, request.key()
+        session, key = known.session, request.key()
+        caller, identity, fields = request.caller, request.identity, request.headers
         # A plain function that reads gives its answer at once. It has no events, and nothing could cancel it.
         begun: Coroutine[Any, Any, bytes | None] | None = None
         if params is not None and isinstance(message, Envelope):
@@ -279,11 +285,13 @@ class McpEndpoint:
 
         async def work() -> bytes | None:
             if isinstance(message, list):
-                answers = await self._server.answer_array(message, session, channel, caller=caller, identity=identity)
+                answers = await self._server.answer_array(
+                    message, session, channel, caller=caller, identity=identity, headers=fields
+                )
             else:
                 answer: bytes | None
                 try:
-                    beside: Beside = {"caller": caller, "identity": identity, "key": key}
+                    beside: Beside = {"caller": caller, "identity": identity, "headers": fields, "key": key}
                     answer = await (begun or self._server.respond(message, session, channel, params=params, **beside))
                 except RpcError as error:
                     answer = self._server.answers.failure(message.id, error, session.revision)

@@ -47,6 +47,7 @@ from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.server.batch import run_batch
+from wirecall.server.call import Fields
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.transports.request import HttpError
@@ -115,6 +116,7 @@ class Beside(TypedDict, total=False):
 
     caller: Required[str]
     identity: Identity | None  # of the caller, where a token named it
+    headers: Fields | None  # of the HTTP request
     key: str | None  # from the HTTP header
     position: int | None  # in an array
 
@@ -369,6 +371,7 @@ class Server:
         *,
         caller: str,
         identity: Identity | None = None,
+        headers: Fields | None = None,
     ) -> list[bytes]:
         """Return the answers to the messages of an array (2025-03-26) in their order, without those that a stream has sent.
 
@@ -380,7 +383,7 @@ class Server:
         async def begin(message: tuple[Incoming, Any], position: int) -> bytes | None:
             nonlocal left
             entry, params = message
-            beside: Beside = {"caller": caller, "identity": identity, "position": position}
+            beside: Beside = {"caller": caller, "identity": identity, "headers": headers, "position": position}
             answer = await self.answer(entry, session, outlet, params=params, **beside)
             if answer is None:
                 return None
