@@ -104,6 +104,8 @@ class App(Declarations):
         single_user: bool = False,
         lifespan: "Callable[[App], AbstractAsyncContextManager[object]] | None" = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise UsageError(f"The name of an app must be a text, got {type(name).__name__}.", fix='use App("shop")')
         self.name = name
         self.version = version
         self.title = title
@@ -129,6 +131,9 @@ class App(Declarations):
             raise UsageError(f"secret must be a text, got {type(secret).__name__}.", fix="use a long random text")
         if callable(middleware) or isinstance(middleware, str):
             raise UsageError("middleware must be a list.", fix="use middleware=[RateLimit(100, per=60)]")
+        for layer in middleware:
+            if not callable(layer):
+                raise UsageError(f"middleware: expected a function (context, next), got {type(layer).__name__}.")
         self.mode = cast(Mode, chosen)
         self.limits = _limits(limits) or Limits()
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")

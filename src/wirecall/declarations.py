@@ -43,6 +43,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Scope: TypeAlias = Literal["public", "private"]
 
+# Options that are texts, of decorators, apps and routers alike.
+TEXTS = frozenset(
+    {"audit", "description", "instructions", "ledger", "mime_type", "name", "prefix", "title", "version", "website"}
+)
 # Options of one decorator that `Method` refuses of another, with its reason.
 EXPLAINED = ("key", "notification_allowed")
 
@@ -62,13 +66,15 @@ def checks_options(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_options(function: Any, args: Sequence[object], options: Mapping[str, object]) -> None:
-    """Raise `UsageError` for an option that a function does not have, and for one that is passed without its name."""
+    """Raise `UsageError` for an option that a function does not have, that has no name, or that must be a text."""
     known, code = _options(function), function.__code__
     called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     if len(args) > code.co_argcount and known:
         first = next(name for name in known if name not in code.co_varnames[: code.co_argcount])
         raise UsageError(f"{called}() takes its options by name.", fix=f"use {first}={args[code.co_argcount]!r:.100}")
-    for name in options:
+    for name, value in options.items():
+        if name in TEXTS and name in known and not (value is None or isinstance(value, str)):
+            raise UsageError(f"{called}(): {name} must be a text, got {type(value).__name__}.", fix=f'use {name}="..."')
         if name in known or (name in EXPLAINED and called in NAMED):
             continue
         from difflib import get_close_matches  # late: mistakes are rare
@@ -414,6 +420,11 @@ class Declarations:
 
         `prefix` comes before the router's own; `tags` and `scopes` are added to those of each declaration.
         """
+        if not isinstance(router, Router):
+            raise UsageError(
+                f"include() takes a Router, got {type(router).__name__}.",
+                fix="declare the part with router = Router(), and use app.include(router)",
+            )
         self._include(Inclusion(router, prefix, tags, scope_names("scopes of include", scopes)))
 
     def _include(self, inclusion: "Inclusion") -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.calls import call, make_app, result
-from wirecall import App, Context, Kind, Router, UsageError
+from wirecall import App, Context, Kind, Limits, Router, UsageError
 from wirecall.mcp.revisions import NOTIFICATIONS, REQUESTS
 
 
@@ -318,3 +318,35 @@ def test_an_option_without_its_name_is_named() -> None:
         Router("orders.")  # type: ignore[call-arg]
     with pytest.raises(UsageError, match=r"App\(\) takes its options by name[\s\S]*use version='1\.0'"):
         App("x", "1.0")  # type: ignore[call-arg]
+
+
+# A program without a type checker passes values of any type.
+AnyApp: Any = App
+AnyRouter: Any = Router
+AnyLimits: Any = Limits
+
+
+@pytest.mark.parametrize(
+    ("declare", "why"),
+    [
+        (lambda: AnyApp("x").query(name=5), r"query\(\): name must be a text, got int"),
+        (lambda: AnyApp("x").tool(title=5), r"tool\(\): title must be a text"),
+        (lambda: AnyRouter().prompt(name=5), r"prompt\(\): name must be a text"),
+        (lambda: AnyApp("x").resource("shop://a", mime_type=5), r"resource\(\): mime_type must be a text"),
+        (lambda: AnyRouter(prefix=5), r"Router\(\): prefix must be a text"),
+        (lambda: AnyApp("x").include(Router(), prefix=5), r"include\(\): prefix must be a text"),
+        (lambda: AnyApp("x").include(App("y")), r"include\(\) takes a Router, got App"),
+        (lambda: AnyApp(5), r"The name of an app must be a text, got int"),
+        (lambda: AnyApp("x", version=1), r"App\(\): version must be a text"),
+        (lambda: AnyApp("x", ledger=5), r"App\(\): ledger must be a text"),
+        (lambda: AnyApp("x").configure(ledger=5), r"configure\(\): ledger must be a text"),
+        (lambda: AnyApp("x", middleware=[5]), r"middleware: expected a function \(context, next\), got int"),
+        (lambda: AnyLimits(batch="10"), r"Limits\(batch='10'\): expected a number, got str"),
+        (lambda: AnyLimits(batch=True), r"expected a number, got bool"),
+        (lambda: AnyApp("x").run("http", port="80"), r"port must be a number from 0 to 65535, got '80'"),
+        (lambda: AnyApp("x").run("http", port=80.5), r"port must be a number from 0 to 65535, got 80\.5"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(declare: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        declare()

@@ -102,8 +102,11 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
-            if not getattr(self, field) >= 1:
-                raise UsageError(f"Limits({field}={getattr(self, field)!r}) admits nothing.", fix="use a number above 0")
+            value: object = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UsageError(f"Limits({field}={value!r}): expected a number, got {type(value).__name__}.")
+            if not value >= 1:
+                raise UsageError(f"Limits({field}={value!r}) admits nothing.", fix="use a number above 0")
 
 
 class ErrorObject(Struct, frozen=True, gc=False):

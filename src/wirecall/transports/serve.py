@@ -245,7 +245,7 @@ def bind(host: str, port: int, *, again: bool = False) -> socket.socket:
 
     `again` makes one more socket at an address that is kept already.
     """
-    if not 0 <= port <= 65535:  # the system would take it modulo 65536
+    if type(port) is not int or not 0 <= port <= 65535:  # the system would take it modulo 65536
         raise UsageError(f"port must be a number from 0 to 65535, got {port!r}.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
