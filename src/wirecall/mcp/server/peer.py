@@ -300,6 +300,11 @@ class Question(Struct, eq=False):
         answers = yield from self.peer.ask([self]).__await__()
         return answers[0]
 
+    if not TYPE_CHECKING:  # a type checker reports the missing `await` itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"a question has no {name!r}, its answer may have: use `await ctx.elicit(...)`")
+
 
 class Peer(Struct, eq=False):
     """One request, and the client at its other end."""
