@@ -287,7 +287,7 @@ def test_an_option_of_a_wrong_type_is_refused_when_the_app_is_made(option: Any, 
 
 @pytest.mark.parametrize("transport", ["stdio", "http"])
 async def test_run_inside_of_an_event_loop_says_what_to_use(transport: Any) -> None:
-    with pytest.raises(UsageError, match=r"inside a running event loop[\s\S]*app\.asgi\(\)"):
+    with pytest.raises(UsageError, match=r"inside a running event loop[\s\S]*await app\.serve\(\)` or app\.asgi\(\)"):
         App("x").run(transport)
 
 

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from wirecall.declarations import Declarations, milliseconds
+from wirecall.declarations import Declarations, checks_options, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.messages import Data, Id, JsonObject, Limits, Sending
-from wirecall.server.call import ANONYMOUS, Context, Events, Middleware
+from wirecall.server.call import ANONYMOUS, Context, Events, Fields, Middleware
 from wirecall.server.identity import Identity
 from wirecall.server.method import Done, Execution, Kind, Method, Mode, NotDone, Terms
 
@@ -77,6 +77,7 @@ class App(Declarations):
     it after the last one; its value is `ctx.state`.
     """
 
+    @checks_options
     def __init__(
         self,
         name: str,
@@ -103,6 +104,8 @@ class App(Declarations):
         single_user: bool = False,
         lifespan: "Callable[[App], AbstractAsyncContextManager[object]] | None" = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise UsageError(f"The name of an app must be a text, got {type(name).__name__}.", fix='use App("shop")')
         self.name = name
         self.version = version
         self.title = title
@@ -128,6 +131,9 @@ class App(Declarations):
             raise UsageError(f"secret must be a text, got {type(secret).__name__}.", fix="use a long random text")
         if callable(middleware) or isinstance(middleware, str):
             raise UsageError("middleware must be a list.", fix="use middleware=[RateLimit(100, per=60)]")
+        for layer in middleware:
+            if not callable(layer):
+                raise UsageError(f"middleware: expected a function (context, next), got {type(layer).__name__}.")
         self.mode = cast(Mode, chosen)
         self.limits = _limits(limits) or Limits()
         self.ledger_url = ledger or (PRODUCTION_LEDGER if self.mode == "production" else "memory:")
@@ -180,6 +186,7 @@ class App(Declarations):
 
         self.registry.add(Method(discover, Kind.QUERY, name="rpc.discover", reserved=True))
 
+    @checks_options
     def configure(
         self,
         *,
@@ -294,13 +301,14 @@ class App(Declarations):
         key: str | None,
         sending: Sending,
         identity: Identity | None,
+        headers: Fields,
     ) -> "bytes | Awaitable[bytes | None] | None":
         """Answer a message that came over HTTP: at once, or by the awaitable that is returned."""
         if self._ready is not None:
-            return self._ready.handle(data, caller, False, replayed, key, sending, None, identity)
+            return self._ready.handle(data, caller, False, replayed, key, sending, None, identity, headers)
 
         async def later() -> bytes | None:
-            reply = (await self._start()).handle(data, caller, False, replayed, key, sending, None, identity)
+            reply = (await self._start()).handle(data, caller, False, replayed, key, sending, None, identity, headers)
             return reply if reply is None or isinstance(reply, bytes) else await reply
 
         return later()
@@ -364,6 +372,7 @@ class App(Declarations):
             shutdown=shutdown,
         )
 
+    @checks_options
     def run(
         self,
         transport: Literal["stdio", "http"] = "stdio",
@@ -383,7 +392,7 @@ class App(Declarations):
             raise UsageError(
                 "app.run() cannot be called inside a running event loop.",
                 "it starts a loop of its own",
-                "call it outside of asyncio.run(), or serve app.asgi() with an ASGI server",
+                "use `await app.serve()` or app.asgi() for HTTP, or call app.run() outside of asyncio.run()",
             )
         if transport == "http" and workers > 1 and self._ledger_scheme == "memory":
             raise UsageError(
@@ -391,14 +400,7 @@ class App(Declarations):
                 "each would know only its own commands, and a retry that reaches another worker would run again",
                 'use ledger="sqlite:PATH", "redis://..." or "postgresql://..."',
             )
-        # A client that loses its server sends its commands again to the next one, and that one has to know of them.
-        if self._ledger_scheme == "memory" and any(method.is_command for method in self.registry):
-            from wirecall.logs import logger
-
-            logger.warning(
-                "the ledger is in memory: a command that is sent again after a restart runs again; "
-                'where that matters, use ledger="sqlite:PATH"'
-            )
+        self._warn_of_memory()
         if transport == "stdio":
             from wirecall.transports import stdio
 
@@ -408,6 +410,37 @@ class App(Declarations):
 
             self._is_shared = self._is_shared or workers > 1
             run_http.serve(self.asgi, host, port, server=server, workers=workers, grace=grace)
+
+    @checks_options
+    async def serve(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8420,
+        server: "ServerName" = "granian",
+        grace: float = 10.0,
+        listening: Callable[[str], None] | None = None,
+    ) -> None:
+        """Serve everything of `asgi` over HTTP inside a running event loop, until the task is cancelled.
+
+        Then the server stops as `run` does, within `grace` seconds, and the cancellation goes on. Signals are the caller's.
+        `listening` gets the address when connections are accepted; without it, a line on stderr names the address.
+        """
+        from wirecall.transports.serve import serve_here  # late: `import wirecall` stays light
+
+        self._warn_of_memory()
+        told = {} if listening is None else {"listening": lambda address, _: listening(address)}
+        await serve_here(self.asgi(), host, port, server=server, grace=grace, **told)
+
+    def _warn_of_memory(self) -> None:
+        # A client that loses its server sends its commands again to the next one, and that one has to know of them.
+        if self._ledger_scheme == "memory" and any(method.is_command for method in self.registry):
+            from wirecall.logs import logger
+
+            logger.warning(
+                "the ledger is in memory: a command that is sent again after a restart runs again; "
+                'where that matters, use ledger="sqlite:PATH"'
+            )
 
     def _connect(self, send: Callable[[bytes], Awaitable[None]]) -> "StdioConnection":
         """Return a connection of lines, as on stdio; `client.connect` and the command line open one in memory."""

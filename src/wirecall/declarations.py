@@ -1,8 +1,8 @@
 """The decorators of an app: its methods, and for MCP clients its prompts, resources, completions and methods of extensions.
 
 1. A decorator registers the function it is given and returns it unchanged; `query`, `command`, `tool` and `prompt` work bare
-   and with arguments. The overloads are for people and type checkers: they name every argument with its default. All the
-   arguments arrive as one dict, and `Method` and `Terms` check it.
+   and with arguments. The overloads name every argument with its default, for people, for type checkers, and for
+   `check_options`, which refuses all others. The arguments arrive as one dict; `Method` and `Terms` check their values.
 2. A query reads, a command changes something. The annotations of a tool say which of them it is.
 3. A command that shares the ledger's transactions can be declared only if the ledger has transactions.
 4. A `Router` has the same decorators. It keeps the declarations until an app includes it, and the app's own decorators take
@@ -10,7 +10,8 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, overload
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, get_overloads, overload
 
 from msgspec import Struct
 
@@ -38,10 +39,62 @@ if TYPE_CHECKING:
     from wirecall.server.providers import Providers
 
 F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 Scope: TypeAlias = Literal["public", "private"]
+
+# Options that are texts, of decorators, apps and routers alike.
+TEXTS = frozenset(
+    {"audit", "description", "instructions", "ledger", "mime_type", "name", "prefix", "title", "version", "website"}
+)
+# Options of one decorator that `Method` refuses of another, with its reason.
+EXPLAINED = ("key", "notification_allowed")
 
 LONGEST_TTL = 2**31  # seconds (RFC 9111, section 1.2.2)
 TRANSACTIONAL = ("sqlite", "postgresql", "postgres")
+
+
+def checks_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a wrong option of a function a `UsageError` that names the right one. Python's `TypeError` does not name it."""
+
+    @wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        check_options(function, args, options)
+        return function(*args, **options)
+
+    return checked
+
+
+def check_options(function: Any, args: Sequence[object], options: Mapping[str, object]) -> None:
+    """Raise `UsageError` for an option that a function does not have, that has no name, or that must be a text."""
+    known, code = _options(function), function.__code__
+    called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    if len(args) > code.co_argcount and known:
+        first = next(name for name in known if name not in code.co_varnames[: code.co_argcount])
+        raise UsageError(f"{called}() takes its options by name.", fix=f"use {first}={args[code.co_argcount]!r:.100}")
+    for name, value in options.items():
+        if name in TEXTS and name in known and not (value is None or isinstance(value, str)):
+            raise UsageError(f"{called}(): {name} must be a text, got {type(value).__name__}.", fix=f'use {name}="..."')
+        if name in known or (name in EXPLAINED and called in NAMED):
+            continue
+        from difflib import get_close_matches  # late: mistakes are rare
+
+        why = fix = ""
+        others = [verb for verb in NAMED if called in GUARDED and name in _options(getattr(Declarations, verb).__wrapped__)]
+        if name in code.co_varnames[: code.co_posonlyargcount]:
+            fix = "pass it first, without its name"
+        elif others:
+            why, fix = f"only {' and '.join(others)} can have it", f"drop it, or use @app.{others[0]}"
+        elif meant := get_close_matches(name, known, 1):
+            fix = f"use {meant[0]}="
+        raise UsageError(f"{called}() has no option {name!r}.", why, fix)
+
+
+def _options(function: Any) -> Sequence[str]:
+    """Return the names by which arguments of a function can be passed; those of its last overload, if it has any."""
+    code = (get_overloads(function) or [function])[-1].__code__
+    names: Sequence[str] = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+    return names
 
 
 class Declarations:
@@ -80,6 +133,7 @@ class Declarations:
         idempotent: bool | None = None,
         open_world: bool | None = None,
     ) -> Callable[[F], F]: ...
+    @checks_options
     def query(self, function: F | None = None, /, **declared: Any) -> F | Callable[[F], F]:
         """Register a function that reads. Works bare and with arguments; the function stays as it is."""
         _check_use("query", function)
@@ -119,6 +173,7 @@ class Declarations:
         idempotent: bool | None = None,
         open_world: bool | None = None,
     ) -> Callable[[F], F]: ...
+    @checks_options
     def command(self, function: F | None = None, /, **declared: Any) -> F | Callable[[F], F]:
         """Register a function that changes something: it needs an id, and takes effect once per idempotency key.
 
@@ -163,6 +218,7 @@ class Declarations:
         meta: Mapping[str, Any] | None = None,
         tags: Sequence[str] = (),
     ) -> Callable[[F], F]: ...
+    @checks_options
     def tool(
         self, function: F | None = None, /, *, annotations: ToolAnnotations | None = None, **declared: Any
     ) -> F | Callable[[F], F]:
@@ -195,6 +251,7 @@ class Declarations:
         terms = self._terms(declared)
         return self._register(Kind.COMMAND, function, {**declared, "terms": terms})
 
+    @checks_options
     def resource(
         self,
         uri: str,
@@ -257,6 +314,7 @@ class Declarations:
         meta: Mapping[str, Any] | None = None,
         tags: Sequence[str] = (),
     ) -> Callable[[F], F]: ...
+    @checks_options
     def prompt(self, function: F | None = None, /, *, name: str | None = None, **declared: Any) -> F | Callable[[F], F]:
         """Register a prompt: a function from texts to a text, a `Message`, or several."""
         _check_use("prompt", function)
@@ -270,6 +328,7 @@ class Declarations:
 
         return register if function is None else register(function)
 
+    @checks_options
     def completion(self, of: str, argument: str, /) -> Callable[[F], F]:
         """Register a function that completes an argument of a registered prompt, or of the URI of a registered resource.
 
@@ -283,6 +342,7 @@ class Declarations:
 
         return register
 
+    @checks_options
     def extension_method(
         self,
         name: str,
@@ -318,6 +378,7 @@ class Declarations:
     def provide(self, function: F, /) -> F: ...
     @overload
     def provide(self, /, *, blocking: bool = False) -> Callable[[F], F]: ...
+    @checks_options
     def provide(self, function: F | None = None, /, *, blocking: bool = False) -> F | Callable[[F], F]:
         """Register a function that makes values of its return type, for the handlers that take a parameter of that type.
 
@@ -345,6 +406,7 @@ class Declarations:
 
         return register if function is None else register(function)
 
+    @checks_options
     def include(
         self,
         router: "Router",
@@ -358,6 +420,11 @@ class Declarations:
 
         `prefix` comes before the router's own; `tags` and `scopes` are added to those of each declaration.
         """
+        if not isinstance(router, Router):
+            raise UsageError(
+                f"include() takes a Router, got {type(router).__name__}.",
+                fix="declare the part with router = Router(), and use app.include(router)",
+            )
         self._include(Inclusion(router, prefix, tags, scope_names("scopes of include", scopes)))
 
     def _include(self, inclusion: "Inclusion") -> None:
@@ -378,12 +445,6 @@ class Declarations:
         check_result = self._checks_results if stated is None else stated
         if isinstance(expose := declared.get("expose"), str):
             raise UsageError(f"expose must be a tuple, got {expose!r}.", fix=f"use expose=({expose!r},)")
-        known = (Method.__init__.__kwdefaults__ or {}).keys()
-        for name in declared.keys() - known:
-            from difflib import get_close_matches  # late: mistakes are rare
-
-            meant = get_close_matches(name, [*known, *Terms.__struct_fields__], 1)
-            raise UsageError(f"There is no option {name!r}.", fix=f"use {meant[0]}=" if meant else "")
 
         def register(function: F) -> F:
             labels = _labels(str(declared.get("name") or getattr(function, "__name__", "")), declared)
@@ -489,7 +550,10 @@ class Inclusion(Struct, frozen=True):
 def _kept(verb: str) -> Callable[..., Any]:
     """Return a decorator of a router: it keeps a declaration with the verb."""
 
+    declare = getattr(Declarations, verb).__wrapped__
+
     def decorate(self: "Router", *args: Any, **options: Any) -> Any:
+        check_options(declare, (self, *args), options)
         _check_use(verb, args[0] if args else None)
 
         def keep(function: F) -> F:
@@ -510,6 +574,7 @@ class Router(Declarations):
     `prefix` comes before the names of methods, tools and prompts: `Router(prefix="orders.")`. URIs stay as they are.
     """
 
+    @checks_options
     def __init__(self, *, prefix: str = "") -> None:
         # Not `super().__init__`: a router has no registry.
         self.prefix = prefix

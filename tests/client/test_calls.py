@@ -12,7 +12,9 @@ from msgspec import Struct
 from tests.client.peers import Peer, answers, http, served
 from tests.ports import free_port
 from wirecall import App, UsageError, connect, connect_sync
+from wirecall.client.client import MCP_ONLY, Client, SyncClient
 from wirecall.errors import BadAnswer, InvalidParams, MethodNotFound, NotSent, RpcError
+from wirecall.mcp.client.client import McpClient, SyncMcpClient
 from wirecall.testing import client as in_memory
 
 
@@ -171,6 +173,11 @@ def test_a_method_of_mcp_on_a_client_of_jsonrpc_names_the_option_that_selects_mc
                 each.call_tool("price", {"sku": "tea"})
             with pytest.raises(AttributeError, match=r"no attribute 'prize'$"):
                 _ = each.prize
+
+
+def test_every_method_of_mcp_leads_to_the_option_that_selects_mcp() -> None:
+    own = {name for name in {*dir(McpClient), *dir(SyncMcpClient)} - {*dir(Client), *dir(SyncClient)} if name[0] != "_"}
+    assert own == MCP_ONLY
 
 
 async def test_params_that_are_not_json_are_named_without_our_own_types() -> None:

@@ -387,3 +387,17 @@ async def test_a_call_that_waits_for_an_answer_can_be_cancelled(transport: str) 
         if not isinstance(client, LineClient):
             assert await asking.message() is None
         assert await client.result("ping") == {}
+
+
+@pytest.mark.parametrize("revision", [R4, R5])
+async def test_a_question_that_is_not_awaited_says_so(revision: str, caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+
+    @app.tool
+    async def ask(ctx: Context) -> str:
+        answer: Any = ctx.elicit("Sure?", bool)
+        return str(answer.content)
+
+    async with over_http(app, revision, capabilities={"elicitation": {}}) as client:
+        await client.call("tools/call", {"name": "ask"})
+    assert "a question has no 'content', its answer may have: use `await ctx.elicit(...)`" in caplog.text

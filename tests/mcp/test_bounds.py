@@ -310,6 +310,65 @@ async def test_subscriptions_are_bounded(monkeypatch: pytest.MonkeyPatch, revisi
         assert (await client.error("resources/subscribe", {"uri": "test://d"}))["code"] == -32600
 
 
+async def test_subscriptions_are_bounded_over_all_sessions_of_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 4)
+    app = make_app(limits=Limits(subscribed_bytes=4000), authenticate=lambda headers: headers.get("x-name"))
+
+    @app.resource("test://{name}")
+    def thing(name: str) -> str:
+        return name
+
+    def params(name: str) -> Any:
+        return {"uri": f"test://{name * 1000}"}
+
+    http = app.asgi()
+    clients = [HttpClient(http, R4, headers={"x-name": name}) for name in ("ann", "ann", "ann", "ann", "bob", "bob")]
+    one, two, three, four, other, another = clients
+    for client in (one, two, three):
+        await client.open()
+        await client.result("resources/subscribe", params("a"))
+        await client.result("resources/subscribe", params("a"))  # it counts once
+    await four.open()
+    error = await four.error("resources/subscribe", params("a"))
+    assert (error["code"], error["data"]["limit"], error["data"]["ran"]) == (42910, "subscribed_bytes", "no")
+    assert "unsubscribe, or end a session" in error["message"]
+
+    # What is given up no longer counts: by a call, and by the end of a session.
+    await one.result("resources/unsubscribe", params("a"))
+    await one.result("resources/unsubscribe", params("a"))
+    await four.result("resources/subscribe", params("b"))
+    assert (await two.exchange("DELETE").started()).status == 204
+    await one.result("resources/subscribe", params("b"))
+    await three.error("resources/subscribe", params("c"))
+
+    # Another caller has a limit of its own. A session of Ann is forgotten for one of Bob, with what she held in it.
+    await other.open()
+    await other.result("resources/subscribe", params("a"))
+    await another.open()
+    await another.result("resources/subscribe", params("a"))
+    await one.result("resources/subscribe", params("c"))
+    await app.aclose()
+
+
+async def test_streams_of_changes_count_as_subscriptions() -> None:
+    app = make_app(limits=Limits(subscribed_bytes=4000))
+
+    @app.resource("test://{name}")
+    def thing(name: str) -> str:
+        return name
+
+    wanted = {"notifications": {"resourceSubscriptions": [f"test://{'a' * 2500}"]}}
+    async with over_http(app) as client:
+        first = client.post(client.message("subscriptions/listen", wanted))
+        assert (await first.message())["method"] == "notifications/subscriptions/acknowledged"
+        error = await client.error("subscriptions/listen", wanted)
+        assert (error["code"], error["data"]["limit"]) == (42910, "subscribed_bytes")
+        await first.close()
+        again = client.post(client.message("subscriptions/listen", wanted))
+        assert (await again.message())["method"] == "notifications/subscriptions/acknowledged"
+        await again.close()
+
+
 async def test_an_array_is_answered_within_the_limit() -> None:
     """Limits.bytes_out limits the whole reply; an entry that does not fit gets an error."""
     app = make_app(limits=Limits(bytes_out=10_000))

@@ -25,6 +25,7 @@ from tests.mcp.asgi import (
 from tests.mcp.lab import Lab, every_revision, legacy, pairs
 from wirecall.errors import InvalidRequest
 from wirecall.mcp.revisions import REVISIONS
+from wirecall.mcp.server.changes import Subscribed
 from wirecall.mcp.server.peer import Session
 from wirecall.mcp.server.sessions import LIFETIME, Seals, Sessions
 from wirecall.transports.request import HttpError
@@ -236,7 +237,7 @@ async def test_a_notification_is_202_without_a_body(revision: str) -> None:
 
 async def test_a_token_that_was_accepted_before_is_refused_when_it_is_over() -> None:
     now = [1000.0]
-    sessions = Sessions(Seals("secret", clock=lambda: now[0]), lambda _: False, ())
+    sessions = Sessions(Seals("secret", clock=lambda: now[0]), lambda _: False, (), Subscribed(1000))
     token = sessions.token("ann", Session(REVISIONS[R4]))
     known = sessions.find("ann", token)
     assert sessions.find("ann", token) is known

@@ -8,7 +8,7 @@ import pytest
 from msgspec import Struct
 
 from tests.calls import lose_completions, make_app, returning
-from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R3, REVISIONS, over_http, speak
+from tests.mcp.asgi import EVERY_WAY, KEY, LEGACY, PATIENCE, R1, R2, R3, R5, REVISIONS, over_http, request, speak
 from wirecall import App, Context, DomainError, Limits, ProtocolError, RpcError, ToolError, connect_sync
 from wirecall.errors import InvalidParams, InvalidRequest
 from wirecall.mcp import ToolResult
@@ -210,6 +210,96 @@ async def test_a_reply_that_is_too_large_is_not_sent() -> None:
         assert client.last is not None
     assert "xxxx" not in json.dumps(answer)
     assert (answer["error"]["code"], answer["error"]["data"]["limit"]) == (-32603, "bytes_out")
+
+
+@every_way
+async def test_an_error_that_is_too_large_is_not_sent(transport: str, revision: str) -> None:
+    """J11: bytes out. The error in its place tells the same about the call: whether it ran."""
+    app, much = make_app(limits=Limits(bytes_out=10_000)), "x" * 20_000
+
+    @app.query
+    def plain() -> str:
+        raise DomainError(40401, "no such shelf", {"shelf": much})
+
+    @app.query
+    async def later(ctx: Context) -> str:
+        raise ToolError(much, {"ran": "no"})
+
+    @app.command
+    def put() -> str:
+        raise ProtocolError(40402, "no such shelf", {"shelf": much, "ran": "unknown"})
+
+    @app.query
+    def stated() -> ToolResult:
+        return ToolResult(content=[much], is_error=True)
+
+    @app.prompt
+    def ask() -> str:
+        raise DomainError(40403, much)
+
+    @app.resource("shop://shelf")
+    def shelf() -> str:
+        raise DomainError(40404, "no such shelf", much)
+
+    async with speak(transport, app, revision) as client:
+        for method, params, ran in (
+            ("tools/call", {"name": "plain"}, "yes"),
+            ("tools/call", {"name": "later"}, "no"),
+            ("tools/call", {"name": "put"}, "unknown"),
+            ("tools/call", {"name": "stated"}, "yes"),
+            ("prompts/get", {"name": "ask"}, "yes"),
+            ("resources/read", {"uri": "shop://shelf"}, "yes"),
+        ):
+            error = await client.error(method, params)
+            assert "longer than 10000 bytes" in error["message"]
+            assert (error["code"], error["data"]["limit"], error["data"]["ran"]) == (-32603, "bytes_out", ran)
+
+
+async def test_errors_count_towards_the_length_of_an_array() -> None:
+    app = make_app(limits=Limits(bytes_out=10_000))
+
+    @app.query
+    def refused() -> str:
+        raise ToolError("x" * 4000, {"ran": "no"})
+
+    async with over_http(app, R2) as client:
+        calls = [request("tools/call", {"name": "refused"}, number) for number in range(4)]
+        answers = await client.post(calls).json()
+    assert ["result" in answer for answer in answers] == [True, True, False, False]
+    assert [answer["error"]["data"]["ran"] for answer in answers[2:]] == ["no", "no"]
+
+
+@every_way
+async def test_a_message_before_the_answer_that_is_too_large_is_not_sent(
+    transport: str, revision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app, much = make_app(limits=Limits(bytes_out=10_000)), "x" * 20_000
+
+    @app.tool
+    async def tell(ctx: Context) -> str:
+        await ctx.log("error", much)
+        await ctx.log("error", "short")
+        await ctx.progress(1, message=much)
+        return "told"
+
+    @app.tool
+    async def ask(ctx: Context) -> str:
+        await ctx.elicit(much, bool)
+        return "answered"
+
+    meta = {"progressToken": "t", "io.modelcontextprotocol/logLevel": "debug"}
+    async with speak(transport, app, revision, capabilities={"elicitation": {}}) as client:
+        assert (await client.tool("tell", meta=meta))["content"][0]["text"] == "told"
+        assert [told["data"] for told in client.told("notifications/message")] == ["short"]
+        assert "notifications/message of 20" in caplog.text and "Limits.bytes_out is 10000" in caplog.text
+        if revision in (R1, R2):
+            return  # they have no questions
+        answer = await client.call("tools/call", {"name": "ask"})
+        assert "xxxx" not in json.dumps(answer)
+        if revision == R5:  # the questions are its answer
+            assert (answer["error"]["data"]["limit"], answer["error"]["data"]["ran"]) == ("bytes_out", "unknown")
+        else:
+            assert answer["result"]["isError"] is True and "ask a shorter question" in caplog.text
 
 
 async def test_a_tool_that_takes_too_long_times_out() -> None:

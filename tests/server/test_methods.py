@@ -1,12 +1,13 @@
 """Registration: what is declared, and what contradicts itself."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.calls import call, make_app, result
-from wirecall import App, Context, Kind, Router, UsageError
+from wirecall import App, Context, Kind, Limits, Router, UsageError
 from wirecall.mcp.revisions import NOTIFICATIONS, REQUESTS
 
 
@@ -271,10 +272,81 @@ def test_options_in_the_form_of_other_libraries_are_named() -> None:
         app.query(expose="mcp")
 
 
-def test_an_option_that_a_decorator_does_not_have_is_refused() -> None:
-    app = App("x")
-    for verb, option, meant in (("query", "titel", "title"), ("command", "on_crashh", "on_crash"), ("tool", "tag", "tags")):
-        with pytest.raises(UsageError, match=rf"There is no option '{option}'[\s\S]*use {meant}="):
-            getattr(app, verb)(**{option: "x"})
-    with pytest.raises(UsageError, match="There is no option 'wholly_new'"):
-        app.query(wholly_new=1)  # type: ignore[call-overload]
+@pytest.mark.parametrize("made", [App("x"), Router()], ids=["app", "router"])
+def test_an_option_that_a_decorator_does_not_have_is_refused(made: Any) -> None:
+    wrong: list[tuple[Callable[..., Any], str, str]] = [
+        (made.query, "titel", "title"),
+        (made.command, "on_crashh", "on_crash"),
+        (made.tool, "tag", "tags"),
+        (made.prompt, "titel", "title"),
+        (partial(made.resource, "shop://articles"), "mimetype", "mime_type"),
+        (partial(made.extension_method, "com.example/x"), "timeouts", "timeout"),
+        (made.provide, "block", "blocking"),
+        (partial(made.include, Router()), "prefx", "prefix"),
+        (partial(App, "x"), "ledgr", "ledger"),
+        (Router, "preffix", "prefix"),
+        (App("x").configure, "origin", "origins"),
+        (App("x").run, "prot", "port"),
+    ]
+    for declare, option, meant in wrong:
+        with pytest.raises(UsageError, match=rf"\w\(\) has no option '{option}'[\s\S]*use {meant}="):
+            declare(**{option: "x"})
+    with pytest.raises(UsageError, match=r"query\(\) has no option 'wholly_new'\.$"):
+        made.query(wholly_new=1)
+    with pytest.raises(UsageError, match=r"completion\(\) has no option 'title'"):
+        made.completion("review", "code", title="x")
+
+
+def test_an_option_of_another_decorator_leads_to_that_one() -> None:
+    app: Any = App("x")
+    with pytest.raises(
+        UsageError, match=r"query\(\) has no option 'retention'[\s\S]*command and tool can[\s\S]*@app\.command"
+    ):
+        app.query(retention=60)
+    # The annotations of a tool would replace it without a word.
+    with pytest.raises(UsageError, match=r"tool\(\) has no option 'destructive'"):
+        app.tool(destructive=True)
+    with pytest.raises(UsageError, match=r"resource\(\) has no option 'uri'[\s\S]*without its name"):
+        app.resource(uri="shop://articles")
+
+
+def test_an_option_without_its_name_is_named() -> None:
+    app: Any = App("x")
+    with pytest.raises(UsageError, match=r"include\(\) takes its options by name[\s\S]*use prefix='orders\.'"):
+        app.include(Router(), "orders.")
+    with pytest.raises(UsageError, match=r"Router\(\) takes its options by name[\s\S]*use prefix='orders\.'"):
+        Router("orders.")  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match=r"App\(\) takes its options by name[\s\S]*use version='1\.0'"):
+        App("x", "1.0")  # type: ignore[call-arg]
+
+
+# A program without a type checker passes values of any type.
+AnyApp: Any = App
+AnyRouter: Any = Router
+AnyLimits: Any = Limits
+
+
+@pytest.mark.parametrize(
+    ("declare", "why"),
+    [
+        (lambda: AnyApp("x").query(name=5), r"query\(\): name must be a text, got int"),
+        (lambda: AnyApp("x").tool(title=5), r"tool\(\): title must be a text"),
+        (lambda: AnyRouter().prompt(name=5), r"prompt\(\): name must be a text"),
+        (lambda: AnyApp("x").resource("shop://a", mime_type=5), r"resource\(\): mime_type must be a text"),
+        (lambda: AnyRouter(prefix=5), r"Router\(\): prefix must be a text"),
+        (lambda: AnyApp("x").include(Router(), prefix=5), r"include\(\): prefix must be a text"),
+        (lambda: AnyApp("x").include(App("y")), r"include\(\) takes a Router, got App"),
+        (lambda: AnyApp(5), r"The name of an app must be a text, got int"),
+        (lambda: AnyApp("x", version=1), r"App\(\): version must be a text"),
+        (lambda: AnyApp("x", ledger=5), r"App\(\): ledger must be a text"),
+        (lambda: AnyApp("x").configure(ledger=5), r"configure\(\): ledger must be a text"),
+        (lambda: AnyApp("x", middleware=[5]), r"middleware: expected a function \(context, next\), got int"),
+        (lambda: AnyLimits(batch="10"), r"Limits\(batch='10'\): expected a number, got str"),
+        (lambda: AnyLimits(batch=True), r"expected a number, got bool"),
+        (lambda: AnyApp("x").run("http", port="80"), r"port must be a number from 0 to 65535, got '80'"),
+        (lambda: AnyApp("x").run("http", port=80.5), r"port must be a number from 0 to 65535, got 80\.5"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(declare: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        declare()

@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw
 from tests.calls import batch, call, error, make_app, read, result
 from tests.size import sized
 from tests.test_jsonrpc import json_values
-from wirecall import App, Context, Limits, UsageError, connect, jsonrpc
+from wirecall import App, Context, DomainError, Limits, UsageError, connect, jsonrpc
 from wirecall.errors import InvalidParams, KeyConflict
 from wirecall.server.policy import fingerprint
 
@@ -83,6 +83,19 @@ def test_bytes_out_costs_the_entries_that_do_not_fit() -> None:
     answers = read(app.handle_sync(batch(*[call("repeat", [n], id=n) for n in (300, 900, 301, 302)])))
     assert [answer["id"] for answer in answers] == [300, 900, 301, 302]
     assert ["result" in answer for answer in answers] == [True, False, True, False]
+
+
+def test_an_error_that_is_too_long_tells_whether_the_call_ran() -> None:
+    app = make_app(limits=Limits(bytes_out=1000))
+
+    @app.query
+    def refuse(data: dict[str, Any]) -> None:
+        raise DomainError(40401, "x" * 1000, data)
+
+    for data, ran in (({}, "yes"), ({"ran": "no"}, "no")):
+        assert error(app.handle_sync(call("refuse", {"data": data})))["data"]["ran"] == ran
+        [answer] = read(app.handle_sync(batch(call("refuse", {"data": data}))))
+        assert (answer["error"]["data"]["limit"], answer["error"]["data"]["ran"]) == ("bytes_out", ran)
 
 
 @pytest.mark.parametrize("watched", [False, True])

@@ -19,7 +19,7 @@ from wirecall.protocol.messages import Data, Id, Sending
 from wirecall.server.identity import Identity
 from wirecall.transports import request
 from wirecall.transports.http_server import HttpServer, health_endpoints, rpc_endpoint
-from wirecall.transports.request import Endpoint, HttpRequest
+from wirecall.transports.request import Endpoint, Headers, HttpRequest
 from wirecall.transports.serve import serve
 
 PATIENCE = 60.0
@@ -138,6 +138,7 @@ def make_server(limits: Limits, **options: Any) -> HttpServer:
         key: str | None,
         sending: Sending,
         identity: Identity | None,
+        headers: Headers,
     ) -> bytes | None:
         return await app.handle(data, caller=caller, replayed=replayed)
 

@@ -52,6 +52,7 @@ class Handler:
         key: str | None,
         sending: Sending,
         identity: Identity | None,
+        headers: Headers,
     ) -> bytes | None:
         assert isinstance(data, bytes)
         self.calls.append((data, caller, key))

@@ -91,7 +91,30 @@ class Openable(ABC):
         await self.aclose()
 
 
-MCP_ONLY = ("list_tools", "call_tool", "start_tool", "task", "list_resources", "read_resource", "list_prompts", "get_prompt")
+# The members of MCP's clients that this one lacks. They lie in a higher layer, so a test compares the names with theirs.
+MCP_ONLY = {
+    "call_tool",
+    "capabilities",
+    "complete",
+    "extension",
+    "get_prompt",
+    "honours_keys",
+    "instructions",
+    "list_prompts",
+    "list_resource_templates",
+    "list_resources",
+    "list_tools",
+    "listen",
+    "ping",
+    "read_resource",
+    "server",
+    "set_log_level",
+    "start_tool",
+    "subscribe",
+    "task",
+    "tool_entry",
+    "unsubscribe",
+}
 
 
 def _missing(client: object, name: str) -> Any:

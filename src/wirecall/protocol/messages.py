@@ -85,6 +85,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     # Streams of one caller, or of one session of an anonymous caller. One caller must not take the places of all others;
     # an agent that makes a hundred calls side by side still sees the progress of each.
     streams_per_caller: int = 100
+    # Bytes that the URIs of all MCP subscriptions of one caller take; beyond, `42910`. The anonymous callers count as one.
+    # A caller may open any number of sessions, and each is full at 128 KB. This is 60 full ones, or 60,000 common URIs.
+    subscribed_bytes: int = 8 << 20
     # Seconds that the lifespan of the app may take until it is entered: a database that does not answer must not look like
     # an app that starts slowly.
     start_time: float = 30.0
@@ -94,8 +97,11 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
-            if not getattr(self, field) >= 1:
-                raise UsageError(f"Limits({field}={getattr(self, field)!r}) admits nothing.", fix="use a number above 0")
+            value: object = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UsageError(f"Limits({field}={value!r}): expected a number, got {type(value).__name__}.")
+            if not value >= 1:
+                raise UsageError(f"Limits({field}={value!r}) admits nothing.", fix="use a number above 0")
 
 
 LIMITS = Limits()  # the default ones

@@ -9,8 +9,9 @@
 """
 
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -26,10 +27,19 @@ if TYPE_CHECKING:
     from wirecall.server.method import Method
 
 ANONYMOUS = ""  # the name of a caller that has none
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 CorrelationId: TypeAlias = int | str | float | None
 Handler: TypeAlias = Callable[[], object]  # calls the function; returns its result, or an awaitable of it
 Shape: TypeAlias = Callable[[Json], object]  # makes the result of a call from the value of its function
+
+
+class Fields(Protocol):
+    """The header of an HTTP request."""
+
+    def shown(self) -> Mapping[str, str]:
+        """Return the fields that a handler may see."""
+        ...
 
 
 class Frame(Struct, eq=False):
@@ -46,6 +56,7 @@ class Frame(Struct, eq=False):
     peer: str | None = None  # names an anonymous sender that is the only one of its kind, such as a session or a pipe
     sending: Sending | None = None  # the way of the answers, where a transport watches it
     identity: Identity | None = None  # of the sender, where a token named it
+    headers: Fields | None = None  # of the HTTP request that the message came with
 
     @property
     def whose(self) -> str | None:
@@ -212,6 +223,15 @@ class Context:
     def identity(self) -> Identity | None:
         """The sender as its token describes it: subject, client, issuer, scopes, claims; None without `App(auth=...)`."""
         return self._call.frame.identity
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The HTTP headers of the request, without those that carry credentials; empty where the call has no request.
+
+        Names are in lower case, and a lookup takes them in any case. A task has none, since it outlives its request.
+        """
+        headers = self._call.frame.headers
+        return _NO_HEADERS if headers is None else headers.shown()
 
     @property
     def idempotency_key(self) -> str | None:

@@ -66,6 +66,7 @@ from wirecall.server.call import (
     Context,
     CorrelationId,
     Events,
+    Fields,
     Frame,
     Handler,
     InputRequired,
@@ -160,12 +161,13 @@ class Dispatcher:
         sending: Sending | None = None,
         peer: str | None = None,
         identity: Identity | None = None,
+        headers: Fields | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         """Return the reply to a message: at once where nothing waits, else as a coroutine, which costs a quarter of a call.
 
         `alone` says that there is no event loop, so that nothing may wait. `key` is that of a single call. `sending` is the
         way of the reply, where a transport watches it. `peer` names an anonymous sender that is the only one of its kind.
-        `identity` is the sender's, where a token named it.
+        `identity` is the sender's, where a token named it, and `headers` are those of the HTTP request.
         """
         limits = self._policy.limits
         # `Any`, since a type checker does not follow `type(read) is list`, and `isinstance` costs every call some per cent.
@@ -205,7 +207,7 @@ class Dispatcher:
         if is_batch or logged or not is_bare:
             in_full, reported = logged or self._in_full, logged or self._events.observed
             room, peer = limits.bytes_out if is_batch else None, self._user or peer
-            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, peer, sending, identity)
+            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, peer, sending, identity, headers)
         else:
             frame = self._quiet[alone]
         if is_batch:
@@ -571,7 +573,7 @@ class Dispatcher:
                         frames.encode(answer)
             if len(data) <= self._policy.limits.bytes_out:
                 return data
-            error: RpcError = self._too_long()
+            error: RpcError = self._too_long(answers)
         except Exception as reason:  # the data of an error, or a text with half a character
             if not isinstance(answers, list):
                 failed("a reply", correlation_of(answers.id), reason)
@@ -581,15 +583,18 @@ class Dispatcher:
         sealed, limit = [], self._policy.limits.bytes_out  # one by one
         for answer in answers:
             data = self._seal(answer)
-            data = data if len(data) <= limit else frames.encode(failure(answer.id, self._too_long()))
+            data = data if len(data) <= limit else frames.encode(failure(answer.id, self._too_long(answer)))
             limit -= len(data)
             sealed.append(data)
         return make_batch(sealed)
 
-    def _too_long(self) -> InternalError:
+    def _too_long(self, answer: Answer | list[Answer] | None = None) -> InternalError:
+        """Return the error in place of an answer that is too long. It tells of the call what the answer told: `ran`."""
         limit = self._policy.limits.bytes_out
+        told = answer.error if isinstance(answer, Failure) else None
+        ran = "yes" if told is None else RpcError(told.code, "", told.data).ran
         reason = f"the reply is longer than {limit} bytes"
-        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran="yes")
+        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran=ran)
 
 
 def _around(layer: Middleware, inner: Next) -> Next:

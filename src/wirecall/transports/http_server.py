@@ -252,6 +252,11 @@ class HttpServer:
         if task is not None:
             task.cancel()
 
+    def abandon(self) -> None:
+        """Cancel every request that is left."""
+        for request in self._active:
+            self.cancel(request)
+
     # --- lifespan ----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
@@ -422,6 +427,7 @@ class Handle(Protocol):
         key: str | None,
         sending: Sending,
         identity: "Identity | None",
+        headers: Headers,
     ) -> "bytes | Awaitable[bytes | None] | None": ...
 
 
@@ -457,8 +463,8 @@ def rpc_endpoint(handle: Handle) -> Endpoint:
             return
         replayed: list[Id] = []
         sending = request.sending = Sending(request.watch)
-        caller, identity = request.caller, request.identity
-        answer = handle(body, caller=caller, replayed=replayed, key=key, sending=sending, identity=identity)
+        caller, identity, headers = request.caller, request.identity, request.headers
+        answer = handle(body, caller=caller, replayed=replayed, key=key, sending=sending, identity=identity, headers=headers)
         if answer is not None and not isinstance(answer, bytes):
             answer = await answer
         if answer is None:

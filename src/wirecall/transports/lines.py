@@ -19,6 +19,7 @@ from wirecall.errors import Gone
 from wirecall.files import IS_PORTABLE
 from wirecall.logs import logger
 from wirecall.protocol.messages import Sending
+from wirecall.stepping import wake
 
 CHUNK = 1 << 16  # what a pipe holds
 HIGH = 1 << 16  # bytes that wait for the peer: beyond, no line is begun, and senders wait
@@ -96,8 +97,7 @@ class Threaded:
             os.close(self._fd)
 
     def _give(self, data: bytes) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_result(data)
+        wake(self._future, data)
 
     def close(self) -> None:
         self._closed = True

@@ -62,6 +62,7 @@ UNREADABLE = "\ufffd"
 
 JSON = "application/json"
 KEY = "idempotency-key"
+SECRET = frozenset({"authorization", "proxy-authorization", "cookie", "mcp-session-id"})
 REPLAYED = "idempotent-replayed"  # marks an answer from the ledger
 LONGEST_MARK = 4096  # characters of its value; many clients and proxies refuse an answer with a field of 8 KiB
 CLOSE = ("connection", "close")
@@ -127,6 +128,10 @@ class Headers(Mapping[str, str]):
         if wanted not in self.first:
             return []
         return [value.strip(" \t") for key, value in self.pairs if key == wanted]
+
+    def shown(self) -> "Headers":
+        """Return the fields that handlers may see. The others carry credentials, which would end up in logs."""
+        return Headers([field for field in self.pairs if field[0] not in SECRET and field[1] != UNREADABLE])
 
     def __getitem__(self, name: str) -> str:
         value = self.get(name)

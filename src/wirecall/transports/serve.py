@@ -2,7 +2,7 @@
 
     bind      one socket keeps the port, so that a taken port is reported in words
     startup   `HttpServer.open`, not the lifespan of the servers, so that the order is the same under both
-    serve     until SIGTERM or SIGINT
+    serve     until SIGTERM or SIGINT; inside a loop of the user's (`serve_here`) until its task is cancelled
     stop      no new connections; streams are asked to end
     cut       every connection that is left after three quarters of the grace time
     shutdown  `HttpServer.aclose`: the application closes its resources
@@ -66,18 +66,12 @@ def serve(
     `app` is the application, or a function that makes it, called in each worker. `listening` gets the address, and
     the names of the server, its interface and its event loop.
     """
-    if server not in FRONTS:
-        raise UsageError(f"server must be one of {', '.join(FRONTS)}, got {server!r}.")
-    package = server.partition("-")[0]
-    if find_spec(package) is None:
-        raise UsageError(f"{package} is not installed.", fix=f"pip install {package}")
+    how = _described(server, loop_name())
     if workers < 1:
         raise UsageError(f"workers must be at least 1, got {workers}.")
     with bind(host, port) as kept:
         address, number = kept.getsockname()[:2]
-        url = f"http://{f'[{address}]' if ':' in address else address}:{number}"
-        interface = "RSGI" if server == "granian" and FILES else "ASGI"
-        how = f"{package} ({interface}, {loop_name()})"
+        url = _url(kept)
         if workers == 1:
             _work(app, host, kept, server, grace, lambda: listening(url, how))
             return
@@ -93,6 +87,50 @@ def serve(
         Workers(work, workers, grace, lambda: listening(url, how)).run()
 
 
+async def serve_here(
+    app: HttpServer,
+    host: str,
+    port: int,
+    *,
+    server: ServerName,
+    grace: float,
+    listening: Callable[[str, str], None] = _print,
+) -> None:
+    """Serve inside a running event loop until the task is cancelled, then stop within `grace` seconds."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    how = _described(server, type(loop).__module__.partition(".")[0])
+    with bind(host, port) as kept:
+        app.allow_host(host)
+        serving = partial(listening, _url(kept), how)
+        # A task of its own: a cancelled task could not stop in peace, since it must not wait any more.
+        work = loop.create_task(
+            serve_until(app, kept, server=server, grace=grace, stop=stop, serving=serving, signals=False)
+        )
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            stop.set()
+            await work  # a second cancel ends the stop as well
+            raise
+        finally:
+            app.abandon()  # else a handler that does not end would stay in the loop, which goes on
+
+
+def _described(server: ServerName, loop: str) -> str:
+    """Return the names of a server, its interface and its event loop. Raises `UsageError` if it cannot serve."""
+    if server not in FRONTS:
+        raise UsageError(f"server must be one of {', '.join(FRONTS)}, got {server!r}.")
+    package = server.partition("-")[0]
+    if find_spec(package) is None:
+        raise UsageError(f"{package} is not installed.", fix=f"pip install {package}")
+    return f"{package} ({'RSGI' if server == 'granian' and FILES else 'ASGI'}, {loop})"
+
+
+def _url(bound: socket.socket) -> str:
+    address, number = bound.getsockname()[:2]
+    return f"http://{f'[{address}]' if ':' in address else address}:{number}"
+
+
 async def serve_until(
     app: HttpServer,
     bound: socket.socket,
@@ -101,6 +139,7 @@ async def serve_until(
     grace: float = GRACE,
     stop: asyncio.Event | None = None,
     serving: Serving = lambda: None,
+    signals: bool = True,
 ) -> None:
     """Serve inside a running event loop until a signal, or until `stop` is set. `bound` comes from `bind`."""
     stop = stop or asyncio.Event()
@@ -115,13 +154,13 @@ async def serve_until(
     front = FRONTS[server](app, bound)
     await app.open()
     caught = []
+    running = asyncio.create_task(front.serve(serving))
     try:
         # Not in a thread, nor on Windows, where Ctrl+C ends asyncio.run by an exception.
         with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
-            for number in SIGNALS:
+            for number in SIGNALS if signals else ():
                 loop.add_signal_handler(number, ask, number)
                 caught.append(number)
-        running = asyncio.create_task(front.serve(serving))
         asked = asyncio.create_task(stop.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
@@ -136,9 +175,18 @@ async def serve_until(
         await asyncio.wait({running}, timeout=grace * 0.05)
         if running.done() and not running.cancelled() and (error := running.exception()) is not None:
             raise error
+    except asyncio.CancelledError:  # stop at once
+        app.stop(grace)
+        front.stop()
+        for _ in range(2):  # a client that was cut may come again before the server takes no more connections
+            app.abandon()
+            front.cut()
+            await asyncio.wait({running}, timeout=LAST / 2)
+        raise
     finally:
         for number in caught:
             loop.remove_signal_handler(number)
+        running.cancel()
         await app.aclose()
 
 
@@ -197,7 +245,7 @@ def bind(host: str, port: int, *, again: bool = False) -> socket.socket:
 
     `again` makes one more socket at an address that is kept already.
     """
-    if not 0 <= port <= 65535:  # the system would take it modulo 65536
+    if type(port) is not int or not 0 <= port <= 65535:  # the system would take it modulo 65536
         raise UsageError(f"port must be a number from 0 to 65535, got {port!r}.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -399,6 +447,7 @@ class Uvicorn:
 
     def stop(self) -> None:
         self._server.should_exit = True
+        self._bound.close()  # uvicorn closes its own: clients that came to this one would wait until the end
 
     def cut(self) -> None:
         for connection in list(self._connections.values()):

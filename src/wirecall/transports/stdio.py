@@ -35,7 +35,7 @@ from wirecall.errors import UsageError
 from wirecall.files import IS_PORTABLE
 from wirecall.logs import logger
 from wirecall.protocol.messages import Limits, Sending
-from wirecall.stepping import beside, start
+from wirecall.stepping import beside, start, wake
 from wirecall.transports.lines import HIGH, Output, Splitter, ThreadedOutput, open_input
 
 Send: TypeAlias = Callable[[bytes], Awaitable[None]]  # writes one line, adds the newline; raises Gone
@@ -178,7 +178,7 @@ class _Session:
     def stop(self) -> None:
         """Begin no further line; the second time, cancel the calls."""
         self._stops += 1
-        _resolve(self._over)
+        wake(self._over, None)
         if self._stops > 1:
             self.deadline = self._loop.time()
             self._give_up()
@@ -188,8 +188,8 @@ class _Session:
         self._output.abandon()
         for call in self._calls:
             call.cancel()
-        _resolve(self._over)
-        _resolve(self._freed)
+        wake(self._over, None)
+        wake(self._freed, None)
 
     async def _ended(self, more: float) -> None:
         """Wait for the calls in flight until the grace time is over, and `more` seconds."""
@@ -210,7 +210,7 @@ class _Session:
         if not task.cancelled() and task.exception() is not None:
             self._error = task.exception()
             self._give_up()
-        _resolve(self._freed)
+        wake(self._freed, None)
 
     async def _lead(self) -> None:
         """Begin line after line, until one of them waits: that call keeps this task."""
@@ -222,7 +222,7 @@ class _Session:
                 data = await self._input.read()
                 lines.extend(self._cut.feed(data) if data else self._cut.rest())
                 if not data and not lines:
-                    _resolve(self._over)
+                    wake(self._over, None)
                     return
             if len(self._calls) >= self._places or output.size > HIGH:
                 await output.shrink(HIGH)
@@ -253,11 +253,6 @@ class _Session:
         """Let a new task lead: the call of the leader waits."""
         self._calls.add(self._leader)
         self._leader = self._lead_on()
-
-
-def _resolve(future: "asyncio.Future[None] | None") -> None:
-    if future is not None and not future.done():
-        future.set_result(None)
 
 
 # --- the process: its signals, its stdin and stdout ------------------------------------------------------------------

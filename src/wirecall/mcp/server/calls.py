@@ -279,7 +279,7 @@ class Calls:
         outlet = peer.outlet
         call = Call(
             method,
-            Frame(peer.caller, peer=outlet.peer, sending=outlet.sending, identity=peer.identity),
+            Frame(peer.caller, peer=outlet.peer, sending=outlet.sending, identity=peer.identity, headers=peer.headers),
             id=peer.id,
             params=arguments,
             position=peer.position,

@@ -6,17 +6,20 @@
 3. At 2026-07-28 a client asks for a stream (`subscriptions/listen`) and names the changes it wants. The server first sends
    those that it honours, then changes, until the client leaves or the server stops.
 4. A stream of changes ends with the token that it was opened with: its client comes back with another one.
-5. Subscriptions are bounded: in number, and in characters of all URIs.
+5. Subscriptions are bounded: those of a session in number and in characters, those of a caller in bytes (`Subscribed`).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from functools import partial
+from sys import getsizeof
 from typing import TYPE_CHECKING, TypeAlias
 
-from wirecall.errors import InvalidRequest, NotCapable
+from wirecall.errors import Busy, InvalidRequest, NotCapable
 from wirecall.mcp.types import PREFIX, TASKS
 from wirecall.protocol.messages import JsonObject, encode
+from wirecall.stepping import wake
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.catalog import Catalog
@@ -51,16 +54,12 @@ class Listener:
         params = {**({"uri": uri} if uri is not None else {}), **({"_meta": self._meta} if self._meta else {})}
         message = encode({"jsonrpc": "2.0", "method": method, **({"params": params} if params else {})})
         self._pending[message] = None
-        self._ring()
+        wake(self._news, None)
 
     def close(self) -> None:
         """Make `next` return None."""
         self._closed = True
-        self._ring()
-
-    def _ring(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        wake(self._news, None)
 
     async def next(self) -> bytes | None:
         """Wait for the next message, and return it; None when the listener is closed."""
@@ -103,6 +102,33 @@ class Hub:
                 listener.loop.call_soon_threadsafe(listener.hear, kind, uri)
 
 
+class Subscribed:
+    """Counts the bytes of the URIs that each caller has subscribed to, over all its sessions and streams."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    def hold(self, caller: str, uris: Collection[str]) -> None:
+        """Count URIs from now on. Raises `Busy` if they are too many."""
+        held = self._held[caller] + sum(map(getsizeof, uris))
+        if held > self._most:
+            reason = f"all subscriptions of one caller may take {self._most} bytes: unsubscribe, or end a session"
+            raise Busy(reason, ran="no", limit="subscribed_bytes", max=self._most)
+        self._held[caller] = held
+
+    def release(self, caller: str, uris: Collection[str]) -> None:
+        self._held[caller] -= sum(map(getsizeof, uris))
+        if not self._held[caller]:
+            del self._held[caller]
+
+    def forget(self, session: "Session") -> None:
+        """Release the subscriptions of a session that has ended. Those that a request in flight adds do not count."""
+        if session.caller is not None:
+            self.release(session.caller, session.subscriptions)
+            session.caller = None
+
+
 async def forward(listener: Listener, outlet: "Outlet", seconds: float | None = None) -> None:
     """Send the messages of a listener, until it is closed, or its seconds are over, or the server stops."""
     outlet.stopping.listen(listener.close)
@@ -124,9 +150,9 @@ def session_listener(session: "Session") -> Listener:
     return Listener(lambda kind, uri: uri in session.subscriptions if kind == "updated" else kind != "task")
 
 
-async def subscribe(peer: "Peer") -> object:
+async def subscribe(subscribed: Subscribed, peer: "Peer") -> object:
     """Answer `resources/subscribe`."""
-    subscriptions = peer.session.subscriptions
+    subscriptions, caller = peer.session.subscriptions, peer.session.caller
     if peer.params.uri in subscriptions:
         return b"{}"
     if len(subscriptions) >= MAX_SUBSCRIPTIONS:
@@ -136,20 +162,28 @@ async def subscribe(peer: "Peer") -> object:
     if len(peer.params.uri) + sum(map(len, subscriptions)) > MAX_SUBSCRIBED:
         reason = f"the URIs of all subscriptions of a session may have at most {MAX_SUBSCRIBED} characters"
         raise InvalidRequest(reason, limit="subscriptions")
+    if caller is not None:
+        subscribed.hold(caller, [peer.params.uri])
     subscriptions.add(peer.params.uri)
     return b"{}"
 
 
-async def unsubscribe(peer: "Peer") -> object:
+async def unsubscribe(subscribed: Subscribed, peer: "Peer") -> object:
     """Answer `resources/unsubscribe`."""
-    peer.session.subscriptions.discard(peer.params.uri)
+    subscriptions, caller = peer.session.subscriptions, peer.session.caller
+    if peer.params.uri in subscriptions:
+        subscriptions.remove(peer.params.uri)
+        if caller is not None:
+            subscribed.release(caller, [peer.params.uri])
     return b"{}"
 
 
 # --- without one (2026-07-28) ----------------------------------------------------------------------------------------
 
 
-async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", lasts: "Lasts", peer: "Peer") -> object:
+async def listen(
+    hub: Hub, subscribed: Subscribed, catalog: "Catalog", tasks: "Tasks", lasts: "Lasts", peer: "Peer"
+) -> object:
     """Answer `subscriptions/listen`: send changes until the client leaves, its token ends, or the server stops."""
     # Of what the client asks for, only what can happen here is honoured. The acknowledgement says which, and comes before
     # any change (2026-07-28, basic/patterns/subscriptions, "Acknowledgment").
@@ -175,6 +209,7 @@ async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", lasts: "Lasts", p
         await peer.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": {"_meta": meta, **params}}))
 
     followed: asyncio.Task[None] | None = None
+    subscribed.hold(peer.caller, uris)
     hub.add(listener)
     try:
         await send("notifications/subscriptions/acknowledged", {"notifications": honoured})
@@ -185,6 +220,7 @@ async def listen(hub: Hub, catalog: "Catalog", tasks: "Tasks", lasts: "Lasts", p
         await forward(listener, peer.outlet, lasts(peer.identity))
     finally:
         hub.remove(listener)
+        subscribed.release(peer.caller, uris)
         if followed is not None:
             followed.cancel()
             await asyncio.wait({followed})

@@ -38,7 +38,7 @@ from wirecall.mcp.revisions import REVISIONS, STATELESS, UNSTATED, Revision
 from wirecall.mcp.server import messages
 from wirecall.mcp.server.catalog import input_schema
 from wirecall.mcp.server.changes import forward, session_listener
-from wirecall.mcp.server.messages import BadEnvelope, ClientAnswer, Incoming, failure
+from wirecall.mcp.server.messages import BadEnvelope, ClientAnswer, Incoming
 from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.server.sessions import Known, Sessions
 from wirecall.mcp.server.streams import Channel, Direct, Nowhere, Shelf, event
@@ -85,7 +85,7 @@ class McpEndpoint:
         self._relay = Relay(
             server.hub, server.seals, shared=shared, on_end=lambda ended: self.sessions.end(ended), on_message=self._heard
         )
-        self.sessions = Sessions(server.seals, self._relay.know_ended, server.extensions)
+        self.sessions = Sessions(server.seals, self._relay.know_ended, server.extensions, server.subscribed)
         self.shelf = Shelf()
         self._work: set[asyncio.Task[bytes | None]] = set()
 
@@ -128,7 +128,7 @@ class McpEndpoint:
         if isinstance(message, list):
             await self._post_array(request, message, version)
         elif isinstance(message, Invalid):
-            await _refuse(request, message.error, message.id, REVISIONS.get(version or "", UNSTATED))
+            await self._refuse(request, message.error, message.id, REVISIONS.get(version or "", UNSTATED))
         elif isinstance(message, Envelope) and (_is_newer(version) or messages.has_envelope(message)):
             await self._post_described(request, message)
         else:
@@ -144,7 +144,7 @@ class McpEndpoint:
                 headers.check_notification(request.headers, message.method)
                 self._server.permit(request.identity, ())
             except RpcError as error:
-                await _refuse(request, error, None, STATELESS[-1])
+                await self._refuse(request, error, None, STATELESS[-1])
                 return
             await request.respond(202)
             return
@@ -173,7 +173,12 @@ class McpEndpoint:
             outlet = Direct(request)
             work: Coroutine[Any, Any, bytes | None] | None = ready
             if work is None:
-                beside: Beside = {"caller": request.caller, "identity": request.identity, "key": request.key()}
+                beside: Beside = {
+                    "caller": request.caller,
+                    "identity": request.identity,
+                    "headers": request.headers,
+                    "key": request.key(),
+                }
                 work = self._server.respond(message, described_session(params), outlet, params=params, **beside)
             answer = await _while_there(request, work, outlet)
         except Gone:
@@ -182,9 +187,9 @@ class McpEndpoint:
             raise
         except RpcError as error:
             if outlet is None or not outlet.is_stream:
-                await _refuse(request, error, message.id, STATELESS[-1], _STATUS.get(type(error), 200))
+                await self._refuse(request, error, message.id, STATELESS[-1], _STATUS.get(type(error), 200))
                 return
-            answer = failure(message.id, error, STATELESS[-1])
+            answer = self._server.answers.failure(message.id, error, STATELESS[-1])
         finally:
             if outlet is not None:
                 outlet.close()
@@ -207,7 +212,7 @@ class McpEndpoint:
             try:
                 session, answer = self._server.opened(message)
             except RpcError as error:
-                await _refuse(request, error, message.id, UNSTATED)
+                await self._refuse(request, error, message.id, UNSTATED)
                 return
             token: Pairs = ()
             if session.revision.has("http session"):
@@ -216,7 +221,7 @@ class McpEndpoint:
             return
         if isinstance(message, ClientAnswer) and _is_newer(version):
             refused = InvalidRequest(f"MCP {version} does not send requests to clients, so this answers no request")
-            await _refuse(request, refused, None, STATELESS[-1])
+            await self._refuse(request, refused, None, STATELESS[-1])
             return
         known = self._session(request, version)
         session = known.session
@@ -226,7 +231,7 @@ class McpEndpoint:
             try:
                 is_useful = self._server.take(message, session)
             except RpcError as error:
-                await _refuse(request, error, None, session.revision)
+                await self._refuse(request, error, None, session.revision)
                 return
             if not is_useful:
                 self._relay.pass_on(request.caller, request.headers.get(SESSION), await request.body())
@@ -246,7 +251,7 @@ class McpEndpoint:
             if _single(request, KEY) is not None:
                 raise InvalidParams("Idempotency-Key is for a single call: use _meta in each entry")
         except RpcError as error:
-            await _refuse(request, error, None, revision)
+            await self._refuse(request, error, None, revision)
             return
         assert known is not None
         # One entry without its scopes refuses them all: a client that gets more scope sends the whole array again.
@@ -258,7 +263,8 @@ class McpEndpoint:
         self, request: HttpRequest, known: Known, message: Envelope | list[Incoming], params: Params | None = None
     ) -> None:
         """Answer a request or an array of an older revision: with its answers, or with the events of its channel."""
-        session, caller, identity, key = known.session, request.caller, request.identity, request.key()
+        session, key = known.session, request.key()
+        caller, identity, fields = request.caller, request.identity, request.headers
         # A plain function that reads gives its answer at once. It has no events, and nothing could cancel it.
         begun: Coroutine[Any, Any, bytes | None] | None = None
         if params is not None and isinstance(message, Envelope):
@@ -266,7 +272,7 @@ class McpEndpoint:
             try:
                 ready = self._server.calls.at_once(message.id, params, session.revision)
             except RpcError as error:
-                ready = failure(message.id, error, session.revision)
+                ready = self._server.answers.failure(message.id, error, session.revision)
             if isinstance(ready, bytes):
                 await request.respond(200, ready)
                 return
@@ -279,14 +285,16 @@ class McpEndpoint:
 
         async def work() -> bytes | None:
             if isinstance(message, list):
-                answers = await self._server.answer_array(message, session, channel, caller=caller, identity=identity)
+                answers = await self._server.answer_array(
+                    message, session, channel, caller=caller, identity=identity, headers=fields
+                )
             else:
                 answer: bytes | None
                 try:
-                    beside: Beside = {"caller": caller, "identity": identity, "key": key}
+                    beside: Beside = {"caller": caller, "identity": identity, "headers": fields, "key": key}
                     answer = await (begun or self._server.respond(message, session, channel, params=params, **beside))
                 except RpcError as error:
-                    answer = failure(message.id, error, session.revision)
+                    answer = self._server.answers.failure(message.id, error, session.revision)
                 answers = [] if answer is None else [answer]
             if not channel.is_stream:
                 return None if not answers else make_batch(answers) if isinstance(message, list) else answers[0]
@@ -375,6 +383,12 @@ class McpEndpoint:
         self._relay.tell_ended(ended)
         await request.respond(204)
 
+    async def _refuse(
+        self, request: HttpRequest, error: RpcError, id: object, revision: Revision, status: int = 400
+    ) -> None:
+        """Answer with an error and its status."""
+        await request.respond(status, self._server.answers.failure(None if id is UNSET else id, error, revision))
+
     def _standing_session(self, request: HttpRequest) -> Known:
         """Return the session of a GET or a DELETE, which need one."""
         version = _single(request, headers.VERSION)
@@ -418,11 +432,6 @@ def _single(request: HttpRequest, name: str) -> str | None:
 def _is_newer(version: str | None) -> bool:
     """Return whether a version header names something else than an older revision."""
     return version is not None and (version not in REVISIONS or REVISIONS[version].is_stateless)
-
-
-async def _refuse(request: HttpRequest, error: RpcError, id: object, revision: Revision, status: int = 400) -> None:
-    """Answer with an error and its status."""
-    await request.respond(status, failure(None if id is UNSET else id, error, revision))
 
 
 async def _while_there(request: HttpRequest, work: Coroutine[Any, Any, T], outlet: Direct) -> T:

@@ -16,7 +16,7 @@ from wirecall.jsonrpc import make_batch
 from wirecall.mcp.revisions import HANDSHAKE, STATELESS, Revision
 from wirecall.mcp.server import messages
 from wirecall.mcp.server.changes import forward, session_listener
-from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming, failure
+from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming
 from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol import messages as jsonrpc
@@ -70,6 +70,7 @@ class StdioConnection:
         limits: Limits,
     ) -> None:
         self._server = server
+        self._failure = server.answers.failure
         self._plain = plain
         self._methods = methods  # what plain JSON-RPC serves
         self._limits = limits
@@ -91,7 +92,7 @@ class StdioConnection:
             try:
                 entries = messages.admitted(message, revision)
             except RpcError as error:
-                return failure(None, error, revision)
+                return self._failure(None, error, revision)
             return self._answer_array(entries, sending)
         if isinstance(message, ClientAnswer):
             if self._session is not None:
@@ -107,7 +108,7 @@ class StdioConnection:
         if is_plain:
             return self._plain(line, sending)
         if isinstance(message, Invalid):
-            return failure(message.id, message.error, revision)
+            return self._failure(message.id, message.error, revision)
         return self._answer(message, sending)
 
     def ending(self) -> None:
@@ -134,7 +135,7 @@ class StdioConnection:
                 if self._session is not None:
                     raise InvalidRequest("initialize was sent before: send it once")
                 if message.id is UNSET:
-                    return failure(None, InvalidRequest("initialize is a request: it needs an id"), None)
+                    return self._failure(None, InvalidRequest("initialize is a request: it needs an id"), None)
                 self._session, answer = self._server.opened(message)
                 self._session.calls = self._calls
                 return answer
@@ -146,7 +147,7 @@ class StdioConnection:
                 raise InvalidRequest("send initialize first, or the envelope of MCP 2026-07-28 in params._meta")
         except RpcError as error:
             revision = None if self._session is None else self._session.revision
-            return None if message.id is UNSET else failure(message.id, error, revision)
+            return None if message.id is UNSET else self._failure(message.id, error, revision)
         if message.method == "notifications/initialized" and session is self._session and self._told is None:
             listener = session_listener(session)
             self._server.hub.add(listener)  # at once: the client hears of a change in the same moment
@@ -164,9 +165,9 @@ class StdioConnection:
             try:
                 ready = self._server.calls.at_once(id, params, revision)
             except RpcError as error:
-                return failure(id, error, revision)
+                return self._failure(id, error, revision)
             if ready is not None:
-                return ready if isinstance(ready, bytes) else _or_error(ready, id, revision)
+                return ready if isinstance(ready, bytes) else self._or_error(ready, id, revision)
         outlet = PipeOutlet(self._send, self._stopping, sending)
         return self._server.answer(message, session, outlet, caller=ANONYMOUS, params=params)
 
@@ -197,9 +198,8 @@ class StdioConnection:
         is_named = self._server.is_request(message.method) or message.method.startswith("notifications/")
         return is_named or messages.has_envelope(message)
 
-
-async def _or_error(coming: Awaitable[bytes], id: Id, revision: Revision) -> bytes:
-    try:
-        return await coming
-    except RpcError as error:
-        return failure(id, error, revision)
+    async def _or_error(self, coming: Awaitable[bytes], id: Id, revision: Revision) -> bytes:
+        try:
+            return await coming
+        except RpcError as error:
+            return self._failure(id, error, revision)

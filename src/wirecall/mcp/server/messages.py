@@ -7,7 +7,7 @@
 2. 2026-07-28 wants a `resultType` and the server's name in every result. `Answers` puts them in front of the bytes, so only
    a result with a `_meta` of its own is taken apart again.
 3. An error's message has its reason in it: most clients show nothing else, neither to people nor to models.
-4. No answer is longer than `Limits.bytes_out`: an error takes the place of one that is.
+4. No answer is longer than `Limits.bytes_out`, whether a result or an error: an error takes the place of one that is.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from wirecall.errors import EncodeError, FixedError, InternalError, InvalidParams, InvalidRequest, RpcError
 from wirecall.logs import failed
 from wirecall.mcp.revisions import Revision
-from wirecall.mcp.types import PREFIX
+from wirecall.mcp.types import ERROR_META, PREFIX
 from wirecall.protocol import messages as jsonrpc
 from wirecall.protocol.messages import Envelope, ErrorObject, Invalid, Limits, encode
 
@@ -160,13 +160,24 @@ class Answers:
         told = b"%d" % id if type(id) is int else encode(id)
         answer = b'{"jsonrpc":"2.0","id":%b,"result":%b}' % (told, data)
         if len(answer) > self.bytes_out:
-            raise self.too_long()
+            raise self.too_long(answer)
         return answer
 
-    def too_long(self) -> RpcError:
-        """Return the error in place of an answer that is too long."""
+    def failure(self, id: object, error: RpcError, revision: Revision | None) -> bytes:
+        """Return the answer that reports an error. Without a revision, none was negotiated yet."""
+        answer = _failure(id, error, revision)
+        return answer if len(answer) <= self.bytes_out else _failure(id, self.too_long(answer), revision)
+
+    def too_long(self, answer: bytes) -> RpcError:
+        """Return the error in place of an answer that is too long. It tells of the call what the answer told: `ran`."""
+        told = msgspec.json.decode(answer)
+        result = told.get("result", {})
+        error = told.get("error") or result.get("_meta", {}).get(ERROR_META)
+        ran = "unknown" if result.get("resultType") == "input_required" else "yes"
+        if isinstance(error, dict) and type(error.get("code")) is int:
+            ran = RpcError(error["code"], "", error.get("data")).ran
         reason = f"the answer is longer than {self.bytes_out} bytes"
-        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self.bytes_out, ran="yes")
+        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self.bytes_out, ran=ran)
 
 
 def error_object(error: RpcError) -> ErrorObject:
@@ -176,8 +187,8 @@ def error_object(error: RpcError) -> ErrorObject:
     return ErrorObject(error.code, words, UNSET if error.data is None else error.data)
 
 
-def failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
-    """Return the answer that reports an error. Without a revision, none was negotiated yet."""
+def _failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
+    """Return the answer that reports an error, however long it is."""
     try:
         body = encode(error_object(error))
     except EncodeError as reason:  # the message and the data are the handler's own

@@ -50,11 +50,11 @@ from wirecall.mcp.types import (
 )
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, Sending, decode_any, decode_value, encode
 from wirecall.protocol.params import explain
-from wirecall.server.call import Call, ClientInfo, InputRequired
+from wirecall.server.call import Call, ClientInfo, Fields, InputRequired
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
-from wirecall.stepping import Signal
+from wirecall.stepping import Signal, wake
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.sessions import Seals
@@ -126,6 +126,7 @@ class Session(Struct, eq=False):
     level: str | None = None  # the least log level it wants to see; None: none was set
     calls: dict[Id, asyncio.Task[object]] = {}  # what it may cancel
     subscriptions: set[str] = set()  # URIs of resources
+    caller: str | None = None  # of a session that this process keeps: its subscriptions count as the caller's
     waiting: int = 0  # calls that wait for its answers
     client: dict[str, str] | None = None  # its name and version, from `initialize`
     id: str | None = None  # of a session over HTTP: the random part of its token, which opens nothing by itself
@@ -147,6 +148,9 @@ class Session(Struct, eq=False):
         left = loop.create_task(peer.outlet.until_left(limits.away_time))
         try:
             message = encode({"jsonrpc": "2.0", "id": id, "method": method, "params": params})
+            if len(message) > limits.bytes_out:
+                why = f"{method} of {len(message)} bytes is longer than Limits.bytes_out, {limits.bytes_out}"
+                raise UsageError("The handler asked its client.", why, "ask a shorter question")
             if not await sent(peer.outlet.send(message)):
                 raise NotCapable("the question could not be sent to the client", ran="unknown")
             coming: list[asyncio.Future[Raw | RpcError] | asyncio.Task[None]] = [answer, left]
@@ -165,8 +169,8 @@ class Session(Struct, eq=False):
     def abandon(self, peer: "Peer | None" = None) -> None:
         """End the wait for answers that will not come: those of one call, or all of them if the client has left."""
         for asking, answer in self.asked.values():
-            if peer in (None, asking) and not answer.done():
-                answer.set_result(NotCapable("the client has left without an answer", ran="unknown"))
+            if peer in (None, asking):
+                wake(answer, NotCapable("the client has left without an answer", ran="unknown"))
 
     def answered(self, id: Id, result: Raw | UnsetType, error: Raw | UnsetType) -> bool:
         """Take an answer of the client; False if no question has this id."""
@@ -296,6 +300,11 @@ class Question(Struct, eq=False):
         answers = yield from self.peer.ask([self]).__await__()
         return answers[0]
 
+    if not TYPE_CHECKING:  # a type checker reports the missing `await` itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"a question has no {name!r}, its answer may have: use `await ctx.elicit(...)`")
+
 
 class Peer(Struct, eq=False):
     """One request, and the client at its other end."""
@@ -310,6 +319,7 @@ class Peer(Struct, eq=False):
     key: str | None = None  # from the HTTP header
     position: int | None = None  # in an array
     identity: Identity | None = None  # of the caller, where a token named it
+    headers: Fields | None = None  # of the HTTP request
     answers: dict[str, JsonObject] = {}  # by the key of their question
     continues: str | None = None  # the state of the round before; None in the first round
     is_committed: bool = False  # the handler has called ctx.commit_point()
@@ -393,8 +403,13 @@ class Peer(Struct, eq=False):
 
     async def _tell(self, method: str, params: JsonObject) -> None:
         """Send a notification, unless the call is answered."""
-        if not self._closed:
-            await sent(self.outlet.send(encode({"jsonrpc": "2.0", "method": method, "params": params})))
+        if self._closed:
+            return
+        message, most = encode({"jsonrpc": "2.0", "method": method, "params": params}), self.questions.limits.bytes_out
+        if len(message) <= most:
+            await sent(self.outlet.send(message))
+        else:  # the handler goes on: its outcome counts, and not what it reports on the way
+            logger.warning("%s of %d bytes is not sent: Limits.bytes_out is %d", method, len(message), most)
 
     async def hang_up(self, retry: float) -> None:
         if not self._closed:

@@ -39,14 +39,15 @@ from wirecall.mcp import headers, types
 from wirecall.mcp.revisions import REVISIONS, STATELESS, Revision, offered
 from wirecall.mcp.server.calls import Calls
 from wirecall.mcp.server.catalog import Catalog, MethodEntry
-from wirecall.mcp.server.changes import Hub, listen, subscribe, unsubscribe
-from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming, failure
+from wirecall.mcp.server.changes import Hub, Subscribed, listen, subscribe, unsubscribe
+from wirecall.mcp.server.messages import Answers, BadEnvelope, ClientAnswer, Incoming
 from wirecall.mcp.server.peer import Outlet, Peer, Questions, Session, named_client
 from wirecall.mcp.server.sessions import Seals
 from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.server.batch import run_batch
+from wirecall.server.call import Fields
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.transports.request import HttpError
@@ -115,6 +116,7 @@ class Beside(TypedDict, total=False):
 
     caller: Required[str]
     identity: Identity | None  # of the caller, where a token named it
+    headers: Fields | None  # of the HTTP request
     key: str | None  # from the HTTP header
     position: int | None  # in an array
 
@@ -157,17 +159,18 @@ class Server:
     ) -> None:
         self.catalog = catalog
         self.seals = seals
-        self.hub = Hub()
+        self.hub = hub = Hub()
+        self.subscribed = subscribed = Subscribed(limits.subscribed_bytes)
         self.extensions: dict[str, Extension] = {}  # by id
         self._info = info
         self._instructions = {"instructions": info.instructions} if info.instructions else {}
         self._limits = limits
         self._access = access
         # Every result of 2026-07-28 names its server, and only `server/discover` shows it in full: an icon may be long.
-        self._answers = Answers({"name": info.name, "version": info.version}, limits.bytes_out)
+        self.answers = Answers({"name": info.name, "version": info.version}, limits.bytes_out)
         self._questions = Questions(seals, limits, dispatcher)
-        self.calls = calls = Calls(catalog, dispatcher, self._questions, self._answers, is_public=is_public)
-        self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, self.hub, limits, dispatcher, ledger)
+        self.calls = calls = Calls(catalog, dispatcher, self._questions, self.answers, is_public=is_public)
+        self.tasks = calls.tasks = tasks = Tasks(catalog, calls, self._questions, hub, limits, dispatcher, ledger)
         tasks.permit = None if access is None else access.permit
         # How long a client may keep a list (2026-07-28). It may share the list only if all callers are anonymous.
         self._kept = {"ttlMs": list_ttl_ms, "cacheScope": "public" if is_public else "private"}
@@ -183,9 +186,10 @@ class Server:
         self.add("resources/list", partial(self._list, "resources"), types.ListPage, needs="resources")
         self.add("resources/templates/list", partial(self._list, "resourceTemplates"), types.ListPage, needs="resources")
         self.add("resources/read", calls.read_resource, types.ReadResource, needs="resources", is_long=True)
-        self.add("resources/subscribe", subscribe, types.Subscribe, needs="resources")
-        self.add("resources/unsubscribe", unsubscribe, types.Subscribe, needs="resources")
-        self.add("subscriptions/listen", partial(listen, self.hub, catalog, tasks, self.lasts), types.Listen, is_long=True)
+        self.add("resources/subscribe", partial(subscribe, subscribed), types.Subscribe, needs="resources")
+        self.add("resources/unsubscribe", partial(unsubscribe, subscribed), types.Subscribe, needs="resources")
+        listening = partial(listen, hub, subscribed, catalog, tasks, self.lasts)
+        self.add("subscriptions/listen", listening, types.Listen, is_long=True)
         self.add("completion/complete", calls.complete, types.Complete, needs="completions", is_long=True)
 
         self.offer(types.TASKS, {}, revisions=STATELESS, is_needed=lambda: tasks.is_needed)
@@ -268,7 +272,7 @@ class Server:
         try:
             return await self.respond(message, session, outlet, params=params, **beside)
         except RpcError as error:
-            return failure(None if message.id is UNSET else message.id, error, session.revision)
+            return self.answers.failure(None if message.id is UNSET else message.id, error, session.revision)
 
     async def respond(
         self, message: Incoming, session: Session, outlet: Outlet, *, params: Any = None, **beside: Unpack[Beside]
@@ -320,7 +324,7 @@ class Server:
         except Exception as error:
             failed(name, id, error)
             raise InternalError from error
-        return None if result is None else self._answers.to(id, result, revision)
+        return None if result is None else self.answers.to(id, result, revision)
 
     def permit(self, identity: Identity | None, scopes: Collection[str]) -> None:
         """HttpError 403 unless the caller has these scopes, and those that every request asks for."""
@@ -367,6 +371,7 @@ class Server:
         *,
         caller: str,
         identity: Identity | None = None,
+        headers: Fields | None = None,
     ) -> list[bytes]:
         """Return the answers to the messages of an array (2025-03-26) in their order, without those that a stream has sent.
 
@@ -378,7 +383,7 @@ class Server:
         async def begin(session: Session, message: tuple[Incoming, Any], position: int) -> bytes | None:
             nonlocal left
             entry, params = message
-            beside: Beside = {"caller": caller, "identity": identity, "position": position}
+            beside: Beside = {"caller": caller, "identity": identity, "headers": headers, "position": position}
             answer = await self.answer(entry, session, outlet, params=params, **beside)
             if answer is None:
                 return None
@@ -386,7 +391,7 @@ class Server:
                 await outlet.send(answer)
                 return None
             if len(answer) > left:
-                answer = failure(entry.id, self._answers.too_long(), session.revision)
+                answer = self.answers.failure(entry.id, self.answers.too_long(answer), session.revision)
                 await asyncio.sleep(0)  # making and encoding a long answer blocks the loop: other calls get their turn
             left -= len(answer)
             return answer
@@ -430,7 +435,7 @@ class Server:
         introduction = {"protocolVersion": revision.name, "capabilities": self.capabilities(revision)}
         told = {**introduction, "serverInfo": self._info.described(revision), **self._instructions}
         session = Session(revision, params.capabilities, client=named_client(params.client))
-        return session, self._answers.to(message.id, told, revision)
+        return session, self.answers.to(message.id, told, revision)
 
     def described(self, message: Envelope, fields: headers.Fields | None = None) -> Params:
         """Return the params of a request that describes itself (2026-07-28). Raises if envelope, headers or version are

@@ -25,7 +25,7 @@ from wirecall.protocol.messages import JsonObject, encode
 from wirecall.transports.request import HttpError
 
 if TYPE_CHECKING:
-    from wirecall.mcp.server.changes import Listener
+    from wirecall.mcp.server.changes import Listener, Subscribed
     from wirecall.mcp.server.streams import Channel
 
 LIFETIME = 86_400.0
@@ -88,7 +88,14 @@ class Known:
 class Sessions:
     """The sessions that this process knows. `is_ended` says whether another process has seen the end of one."""
 
-    def __init__(self, seals: "Seals", is_ended: Callable[[EndedSession], bool], offered: Container[str]) -> None:
+    def __init__(
+        self,
+        seals: "Seals",
+        is_ended: Callable[[EndedSession], bool],
+        offered: Container[str],
+        subscribed: "Subscribed",
+    ) -> None:
+        self._subscribed = subscribed
         self._seals = seals
         self._offered = offered  # extensions that the server has
         self._is_ended = is_ended
@@ -139,7 +146,7 @@ class Sessions:
             ended = EndedSession(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
             if ended.is_among(self._ended.get) or self._is_ended(ended):
                 raise HttpError(404, "the session has ended: send initialize")
-            session = Session(REVISIONS[told.revision], told.capabilities, client=told.client, id=id)
+            session = Session(REVISIONS[told.revision], told.capabilities, client=told.client, id=id, caller=caller)
             known = self._known[id] = Known(session, ended, found.until)
             # Forget the session that was silent for longest. One that waits for its client's answer must not be forgotten,
             # or a caller that opens many sessions could cut off the others.
@@ -149,7 +156,7 @@ class Sessions:
                     if not silent.is_busy:
                         break
                     self._known.move_to_end(oldest)
-                self._known.popitem(last=False)
+                self._subscribed.forget(self._known.popitem(last=False)[1].session)
         self._known.move_to_end(id)
         self._verified[caller, token] = id
         if len(self._verified) > MAX_SESSIONS:
@@ -162,6 +169,7 @@ class Sessions:
         if known is not None:
             known.stand(None)
             known.session.abandon()
+            self._subscribed.forget(known.session)
         self._ended[ended.name] = ended.opened
         if len(self._ended) > MAX_ENDED:
             self._ended = within(self._ended, int((time.time() - LIFETIME) * 1000), MAX_ENDED)
