@@ -331,14 +331,19 @@ class Commands:
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
                     else:
-                        # In a task of its own: a claim on its way to a server cannot be called back, only undone.
-                        claiming = run.loop.create_task(ledger.claim(run.claim))
+                        # In a task of its own: a claim on its way to a server cannot be called back, only undone. The task
+                        # wakes this one, since `asyncio.shield` would take a turn of the loop more.
+                        asked: asyncio.Future[Record | Exception] = run.loop.create_future()
+                        claiming = run.loop.create_task(_ask(ledger, run.claim, asked))
                         try:
-                            record = await asyncio.shield(claiming)
+                            answered = await asked
                         except asyncio.CancelledError:
                             mine.is_forsaken = True
                             self._background.start(self._forsake(ledger, run, claiming))
                             raise
+                        if isinstance(answered, Exception):
+                            raise answered
+                        record = answered
                 except LedgerDown as error:
                     self._background.unclaim(ledger, run.claim)
                     raise unavailable(error) from error
@@ -384,10 +389,12 @@ class Commands:
             run.grant(record)
         return found
 
-    async def _forsake(self, ledger: Ledger, run: Run, claiming: "asyncio.Task[Record]") -> None:
+    async def _forsake(self, ledger: Ledger, run: Run, claiming: "asyncio.Task[Record | Exception]") -> None:
         """Give back a record whose caller left while it was being claimed, before a duplicate here asks for it."""
         try:
             record = await claiming
+            if isinstance(record, Exception):
+                raise record
             if run.holds(record):
                 await give_back(ledger, record)
             if record.id != run.claim.id and record.deliverer == run.claim.nonce:
@@ -708,6 +715,20 @@ class Undecided(Exception):
 
 class _Orphaned(Exception):
     """A transaction found a record whose holder, in another mode, has vanished."""
+
+
+async def _ask(ledger: Ledger, claim: Claim, asked: "asyncio.Future[Record | Exception]") -> Record | Exception:
+    """Claim a record and wake the run that waits for it. An error is an answer, which a run that has left need not hear."""
+    answered: Record | Exception
+    try:
+        answered = await ledger.claim(claim)
+    except Exception as error:
+        answered = error
+    except BaseException:  # the loop ends
+        asked.cancel()
+        raise
+    wake(asked, answered)
+    return answered
 
 
 def _recognised(call: Call, run: Run) -> None:
