@@ -115,15 +115,14 @@ class RedisLedger:
         window = f"1{micros(keyless.window)}" if keyless else "0"
         flags = f"{claim.committed:d}{claim.continues:d}{self._replicas > 0:d}{window}"
         terms = f"{micros(claim.lease)} {micros(claim.retention)} {claim.on_crash} {flags}"
-        args = claim.fingerprint, claim.nonce, terms
         if keyless is None or keyless.likeness is None:
-            return record_of(claim.id, await self._run("claim", claim.id, *args))
+            return record_of(claim.id, await self._run("claim", claim.id, claim.fingerprint, claim.nonce, terms))
         # The script is sent to the index of the likeness. It knows the records there by the ends of their keys.
         like, own = claim.id.key[:-KEY_END], claim.id.key[-KEY_END:]
         index = self._name(claim.id)[: -KEY_END - 1]
         beside = [key[-KEY_END:] for key in keyless.beside if key.startswith(like)]
         while True:
-            seen = await self._run_on("claim", [index], *args, own, *beside)
+            seen = await self._run_on("claim", [index], claim.fingerprint, claim.nonce, f"{terms} {own}", *beside)
             if isinstance(seen, bytes):
                 end = seen[:KEY_END].decode()
                 id = claim.id if end == own else RecordId(claim.id.caller, claim.id.method, like + end)
