@@ -73,7 +73,7 @@ EXPLAINED: dict[type[FixedError], tuple[str, str]] = {
     errors.LedgerUnavailable: ("the server cannot reach its ledger; nothing ran", "retry later with the same key"),
     errors.DeadlineExceeded: (
         "the method did not finish within its timeout",
-        "see `data.ran`; a retry with the same key is safe",
+        "see `data.ran`; a retry with the same key is safe; `data.reason` names the method and the timeout",
     ),
     errors.OutcomeUnknown: (
         "the server does not know whether the command took effect",

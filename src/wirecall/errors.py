@@ -192,7 +192,7 @@ SHOWN = 1000  # characters of the data of an error that its text has
 class RpcError(WirecallError):
     """An error that reaches the caller: `code`, `message` and, when not None, `data`."""
 
-    is_remote = False  # another server sent it, about a call there
+    is_remote = False  # it came as a message: from a server that was called, or from a client that was asked
 
     def __init__(self, code: int, message: str, data: Any = None) -> None:
         # Checked here, where the mistake is made: sent as it is, it would break a client far away.

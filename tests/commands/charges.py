@@ -27,10 +27,15 @@ PARAMS = {"cents": 5}
 PRINT = fingerprint(Raw(b'{"cents":5}'))
 
 CONFLICT = {"type": "idempotency_key_conflict", "ran": "no"}
-DEADLINE = 50410
 PATIENCE = 60.0
 
 transactional = pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+
+
+def late(ran: str, seconds: float) -> Any:
+    """The error of a charge that took longer than its timeout."""
+    data = {"type": "deadline_exceeded", "reason": f"charge took longer than its timeout of {seconds:g} s", "ran": ran}
+    return {"code": 50410, "message": "Deadline exceeded", "data": data}
 
 
 class World:

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from tests.calls import batch, call, error, result
 from tests.clock import LoopClock
-from tests.commands.charges import DEADLINE, ID, PARAMS, PATIENCE, NewApp, World, charge, stands, watch
+from tests.commands.charges import ID, PARAMS, PATIENCE, NewApp, World, charge, late, stands, watch
 from wirecall import App
 from wirecall.ledger.base import Ledger, State
 
@@ -23,7 +23,7 @@ async def test_a_deadline_before_the_commit_point_did_nothing(
     await world.begun.wait()
     clock.advance(PATIENCE)
     refused = error(await first)
-    assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "no"})
+    assert refused == late("no", PATIENCE)
     assert await ledger.get(ID) is None
     world.gate.set()
     assert result(await app.handle(charge()))["number"] == 1
@@ -39,7 +39,7 @@ async def test_a_deadline_after_the_commit_point_lets_the_handler_finish(
     await world.begun.wait()
     clock.advance(PATIENCE)
     refused = error(await first)
-    assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
+    assert refused == late("unknown", PATIENCE)
     assert await stands(ledger) is State.RUNNING
     replayed: list[Any] = []
     retry = asyncio.create_task(app.handle(charge(2), replayed=replayed))
@@ -65,7 +65,7 @@ async def test_a_deadline_of_a_duplicate_says_nothing_about_the_first(
     await claims.get()
     clock.advance(20)  # a duplicate waits for 25 s at most
     refused = error(await second)
-    assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
+    assert refused == late("unknown", 20)
     world.gate.set()
     assert result(await first)["number"] == 1
 
@@ -80,7 +80,7 @@ async def test_a_deadline_of_a_duplicate_in_the_same_process_counts_as_well(
         await world.begun.wait()
         clock.advance(PATIENCE)
         refused = error(await calling)
-        assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "unknown"})
+        assert refused == late("unknown", PATIENCE)
     world.gate.set()
     assert result(await app.handle(charge()))["number"] == 1
 

@@ -181,6 +181,35 @@ async def test_a_domain_error_of_another_server_is_the_command_s_answer(app: App
     }
 
 
+@pytest.mark.parametrize(
+    "data", [{"ran": "no"}, {"ran": "unknown", "why": 1}, {"ran": "yes"}], ids=lambda data: str(data["ran"])
+)
+async def test_an_error_of_another_server_does_not_decide_whether_the_command_ran(data: Any, app: App) -> None:
+    """Its `ran` is about the call there. Here it becomes the answer of a command that has passed its commit point or not."""
+
+    @app.command
+    async def put() -> None:
+        raise remote_error(ErrorObject(4020, "not enough money", data))
+
+    @app.command(commit_point=True)
+    async def ask() -> None:
+        raise remote_error(ErrorObject(4020, "not enough money", data))
+
+    for method, ran in (("put", "yes"), ("ask", "no")):
+        assert error(await app.handle(call(method, key="k")))["data"] == {**data, "ran": ran}
+        assert error(await app.handle(call(method, key="k")))["data"] == {**data, "ran": ran, "replayed": True}
+
+
+@pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
+async def test_an_error_of_another_server_undoes_a_transaction_and_says_so(app: App) -> None:
+    @app.command(on_crash="transactional")
+    async def put(ctx: Context) -> None:
+        raise remote_error(ErrorObject(4020, "not enough money", {"ran": "yes"}))
+
+    for marks in ({}, {"replayed": True}):
+        assert error(await app.handle(call("put", key="k")))["data"] == {"ran": "no", **marks}
+
+
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 @pytest.mark.parametrize("theirs", REMOTE, ids=lambda theirs: str(theirs.code))
 async def test_a_refusal_of_another_server_undoes_a_transaction(theirs: ErrorObject, app: App) -> None:

@@ -10,7 +10,6 @@ from tests.calls import call, error, read, result
 from tests.clock import LoopClock
 from tests.commands.charges import (
     CONFLICT,
-    DEADLINE,
     ID,
     PATIENCE,
     PRINT,
@@ -20,6 +19,7 @@ from tests.commands.charges import (
     charge,
     is_in_progress,
     is_unknown,
+    late,
     stands,
     transactional,
 )
@@ -151,7 +151,7 @@ async def test_a_transaction_that_is_interrupted_leaves_nothing(
     else:
         clock.advance(PATIENCE)
         refused = error(await first)
-        assert (refused["code"], refused["data"]) == (DEADLINE, {"type": "deadline_exceeded", "ran": "no"})
+        assert refused == late("no", PATIENCE)
     assert effects.all == []
     assert await ledger.get(ID) is None
     world.gate.set()

@@ -239,6 +239,7 @@ class Refusal(NamedTuple):
 
     code: int
     message: str
+    data: Any = None
 
 
 class Client:
@@ -297,7 +298,8 @@ class Client:
         wanted = self.replies[asked["method"]]
         value = wanted(asked.get("params", {})) if callable(wanted) else wanted
         if isinstance(value, Refusal):
-            return {"jsonrpc": "2.0", "id": asked["id"], "error": value._asdict()}
+            told = {name: member for name, member in value._asdict().items() if member is not None}
+            return {"jsonrpc": "2.0", "id": asked["id"], "error": told}
         return response(asked["id"], value)
 
 

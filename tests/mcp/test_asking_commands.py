@@ -22,6 +22,7 @@ from tests.mcp.asgi import (
     REPLAYED,
     REVISIONS,
     HttpClient,
+    Refusal,
     over_http,
     over_stdio,
     speak,
@@ -244,6 +245,38 @@ async def test_a_question_that_is_refused_after_the_commit_point_does_not_say_th
     refused = -32602 if capable else -32021
     assert (error["code"], error["data"]["ran"]) == (-32603 if name == "hasty" else refused, "unknown")
     assert till.paid == ["hasty"]
+
+
+@every_transport
+@pytest.mark.parametrize("name", ["hasty", "unrecorded"])
+@pytest.mark.parametrize(
+    "refusal", [Refusal(4001, "no", {"ran": "no"}), Refusal(-32601, "no such question"), Refusal(-32602, "no", ["why"])]
+)
+async def test_a_client_that_answers_with_an_error_does_not_decide_whether_the_command_ran(
+    refusal: Refusal, name: str, transport: str
+) -> None:
+    """The handler is past its commit point. The `ran` of the client, or its code, is about the question, not the call."""
+    till = Till()
+    async with speak(transport, till.app, R4, ALL, {"elicitation/create": refusal}) as client:
+        for _ in range(2 if name == "hasty" else 1):  # the second is a replay
+            answer = await client.call("tools/call", {"name": name}, meta=KEYED if name == "hasty" else None)
+            error = answer["error"] if "error" in answer else answer["result"]["_meta"]["io.wirecall/error"]
+            assert (error["code"], error["data"]["ran"]) == (refusal.code, "yes" if name == "hasty" else "unknown")
+    assert till.paid == ["hasty"]
+
+
+async def test_a_client_that_answers_with_an_error_before_the_commit_point_does_not_make_the_command_done() -> None:
+    app = make_app()
+
+    @app.command
+    async def careful(ctx: Context) -> None:
+        await ctx.elicit("Sure?", FORM)
+        await ctx.commit_point()
+
+    replies = {"elicitation/create": Refusal(4001, "no", {"ran": "yes", "why": "busy"})}
+    async with over_http(app, R4, capabilities=ALL, replies=replies) as client:
+        refused = await client.tool("careful", meta=KEYED)
+    assert refused["_meta"]["io.wirecall/error"] == {"code": 4001, "data": {"ran": "no", "why": "busy"}}
 
 
 # --- one state, one outcome ------------------------------------------------------------------------------------------

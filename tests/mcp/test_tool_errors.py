@@ -313,6 +313,7 @@ async def test_a_tool_that_takes_too_long_times_out() -> None:
     async with over_http(app) as client:
         answer = await client.call("tools/call", {"name": "slow"})
     assert answer["error"]["data"]["type"] == "deadline_exceeded"
+    assert answer["error"]["message"] == "Deadline exceeded: slow took longer than its timeout of 0.05 s"
 
 
 async def test_too_many_calls_at_once_get_busy() -> None:

@@ -57,7 +57,7 @@ class Deliveries:
         self._not_lost: dict[bytes, dict[str, Sending | None]] = {}
         self.lost: dict[bytes, list[Delivered]] = {}  # not marked yet
         self.doubtful: dict[bytes, dict[str, asyncio.Future[None]]] = {}  # lost before their claims were answered
-        self._written: list[tuple[Ledger, Keyless, Delivered]] = []
+        self._written: list[Run] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, keyless: Keyless, key: str, sending: Sending | None) -> bool:
@@ -128,12 +128,11 @@ class Deliveries:
 
     def note_written(self, run: Run) -> None:
         """Note that the answer that is this run's to give has arrived; the mark follows with those of others."""
-        ledger, keyless, id = run.ledger, run.keyless, run.answers
-        assert ledger is not None and keyless is not None and id is not None
         if run.is_open:  # the ledger has no such record yet
-            self.forget(keyless, id.key)
+            assert run.keyless is not None and run.answers is not None
+            self.forget(run.keyless, run.answers.key)
             return
-        self._written.append((ledger, keyless, Delivered(id, run.claim.nonce, "written")))
+        self._written.append(run)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
 
@@ -165,16 +164,21 @@ class Deliveries:
             self._timer.cancel()
             self._timer = None
         written, self._written = self._written, []
+        if not written:
+            return
+        ledger = written[0].ledger
+        assert ledger is not None
+        ends = [Delivered(run.answers, run.claim.nonce, "written") for run in written if run.answers is not None]
 
         async def mark() -> None:
             try:
-                await self._background.persist(partial(written[0][0].deliver, [end for _, _, end in written]))
+                await self._background.persist(partial(ledger.deliver, ends))
             finally:
-                for _, keyless, end in written:
-                    self.forget(keyless, end.id.key)
+                for run, end in zip(written, ends, strict=True):
+                    if run.keyless is not None:
+                        self.forget(run.keyless, end.id.key)
 
-        if written:
-            self._background.start(mark())
+        self._background.start(mark())
 
     def forget(self, keyless: Keyless, key: str) -> None:
         """Note that an answer is not on its way any more, or not from the record with this key."""

@@ -54,6 +54,7 @@ from wirecall.errors import (
     OtherLoop,
     RpcError,
     UsageError,
+    rebuilt,
 )
 from wirecall.ledger.base import (
     Claim,
@@ -106,7 +107,11 @@ class Commands:
         """Run the command, or answer with the outcome of an earlier run."""
         method, frame, terms, peer = call.method, call.frame, call.method.terms, call.peer
         assert call.fingerprint is not None
-        loop = None if frame.alone else self._bind()
+        loop: asyncio.AbstractEventLoop | None = None
+        if not frame.alone:
+            loop = asyncio.get_running_loop()
+            if loop is not self._loop:
+                self._bind(loop)
         keyless: Keyless | None = None
         nonce = os.urandom(16)
         if call.key is None:
@@ -128,32 +133,7 @@ class Commands:
             keyless=None if loop is None else keyless,  # without a loop there is no transport that could lose the answer
         )
         run = call.run = Run(method, claim, loop, peer.continues if peer is not None else None, task=call.task)
-        return self._run(call, run, handler) if claim.keyless is None else self._deliver(call, run, handler, claim.keyless)
-
-    async def _deliver(self, call: Call, run: Run, handler: Handler, keyless: Keyless) -> Raw:
-        """Run a command without a key, and see what becomes of its answer, which is on its way from here on.
-
-        Where no transport watches the answer, it has arrived when this coroutine returns. A caller that cancels, whose time
-        is over, or that shall come again has not got the outcome, whatever is sent to it afterwards.
-        """
-        id, deliveries = run.claim.id, self._deliveries
-        run.keyless, run.sending = keyless, (sending := call.frame.sending)
-        # Before the claim is on its way: equal calls that come meanwhile are new ones, and need not wait for its record.
-        run.has_equals = deliveries.begin(keyless, id.key, sending)
-        if sending is not None:
-            sending.listen(partial(self._sent, run, call))
-        try:
-            return await self._run(call, run, handler)
-        except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
-            self._sent(run, call, False)
-            run.is_left = True
-            raise
-        finally:
-            if sending is None and run.answers is not None and not run.is_left:
-                deliveries.note_written(run)
-            if run.answers != id:  # there is no record with this key
-                deliveries.settle(keyless, id.key)
-                deliveries.forget(keyless, id.key)
+        return self._run(call, run, handler)
 
     def _sent(self, run: Run, call: Call, written: bool) -> None:
         """Called when the answer to a call without a key is written or lost. A resumed stream may write what was lost."""
@@ -169,88 +149,111 @@ class Commands:
 
     async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
         """Run the command of a claim, or answer with the outcome of an earlier run."""
-        method, loop = run.method, run.loop
-
-        # Step 1: whose run is it? Another run answers for this call, or the ledger has granted the record.
+        # Step 1: without a key, the answer is on its way from here on, before its claim is: equal calls that come meanwhile
+        # are new ones, and need not wait for its record.
+        id, keyless, deliveries = run.claim.id, run.claim.keyless, self._deliveries
+        if keyless is not None:
+            run.keyless, run.sending = keyless, (sending := call.frame.sending)
+            run.has_equals = deliveries.begin(keyless, id.key, sending)
+            if sending is not None:
+                sending.listen(partial(self._sent, run, call))
         try:
-            if run.has_equals and run.keyless is not None:
-                await self._deliveries.notice(run.keyless, run.sending)
-                if run.is_lost:  # a repetition has overtaken it, or will come
-                    raise in_progress()
-            found = await self._claim(run)
-            if run.claim.id.key != call.key:
-                _recognised(call, run)
-            call.replayed = found is not None
-            result = None if found is None else answer(found, replayed=True)
-        except BaseException as error:
-            # A recorded error is a replay too, and so is the task that an earlier call has become.
-            call.replayed = call.replayed or isinstance(error, InputRequired)
-            if call.frame.reported:
-                self._report(call, error)
-            raise
-        if result is not None:
-            if call.frame.reported:
-                self._report(call, None)
-            return result
-
-        # Step 2: a function that cannot wait is called here and now: nothing interrupts it. It may still return an
-        # awaitable.
-        waits = method.can_wait
-        if not waits:
-            run.begin()
-            value: object = None
-            raised: BaseException | None = None
+            # Step 2: whose run is it? Another run answers for this call, or the ledger has granted the record.
             try:
-                value = handler()
-                waits = hasattr(value, "__await__")
+                if run.has_equals and keyless is not None:
+                    await deliveries.notice(keyless, run.sending)
+                    if run.is_lost:  # a repetition has overtaken it, or will come
+                        raise in_progress()
+                found = await self._claim(run)
+                if run.claim.id.key != call.key:
+                    _recognised(call, run)
+                if found is not None:
+                    call.replayed = True
+                    result = answer(found, replayed=True)
             except BaseException as error:
-                raised = error
+                # A recorded error is a replay too, and so is the task that an earlier call has become.
+                call.replayed = call.replayed or isinstance(error, InputRequired)
+                if call.frame.reported:
+                    self._report(call, error)
+                raise
+            if found is not None:
+                if call.frame.reported:
+                    self._report(call, None)
+                return result
 
-            def called() -> object:
-                if raised is not None:
-                    raise raised
-                return value
+            # Step 3: a function that cannot wait is called here and now: nothing interrupts it. It may still return an
+            # awaitable.
+            method, loop = run.method, run.loop
+            waits = method.can_wait
+            if not waits:
+                run.begin()
+                value: object = None
+                raised: BaseException | None = None
+                try:
+                    value = handler()
+                    waits = hasattr(value, "__await__")
+                except BaseException as error:
+                    raised = error
 
-            handler = called
-        if loop is None or not waits:
-            ending = await self._lead(call, run, handler)
-            if isinstance(ending, BaseException):
-                raise ending
-            return ending
+                def called() -> object:
+                    if raised is not None:
+                        raise raised
+                    return value
 
-        # Step 3: the handler gets a task of its own, which wakes this one: awaiting the task costs a turn of the
-        # loop more. A cancel of this wait is a cancel of the command only if nothing is done yet.
-        run.ended = loop.create_future()
-        task = self._tasks[run] = start(loop, self._lead(call, run, handler), name=method.name)
-        try:
-            return await run.ended
-        except asyncio.CancelledError:
-            if run.stops and not task.done():
-                run.cancel(task)
-                await asyncio.wait([task], timeout=LAST_WORDS)
-            if not task.done():
-                self.left += 1
+                handler = called
+            if loop is None or not waits:
+                ending = await self._lead(call, run, handler)
+                if isinstance(ending, BaseException):
+                    raise ending
+                return ending
 
-                def back(_: "asyncio.Task[Raw | BaseException]") -> None:
-                    self.left -= 1
+            # Step 4: the handler gets a task of its own, which wakes this one: awaiting the task costs a turn of the
+            # loop more. A cancel of this wait is a cancel of the command only if nothing is done yet.
+            run.ended = loop.create_future()
+            task = self._tasks[run] = start(loop, self._lead(call, run, handler), name=method.name)
+            try:
+                return await run.ended
+            except asyncio.CancelledError:
+                if run.stops and not task.done():
+                    run.cancel(task)
+                    await asyncio.wait([task], timeout=LAST_WORDS)
+                if not task.done():
+                    self.left += 1
 
-                task.add_done_callback(back)
+                    def back(_: "asyncio.Task[Raw | BaseException]") -> None:
+                        self.left -= 1
+
+                    task.add_done_callback(back)
+                raise
+        except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
+            # A caller that cancels, whose time is over, or that shall come again has not got the outcome, whatever is sent
+            # to it afterwards.
+            if keyless is not None:
+                self._sent(run, call, False)
+                run.is_left = True
             raise
+        finally:
+            if keyless is not None:
+                # Where no transport watches the answer, it arrives now.
+                if run.sending is None and run.answers is not None and not run.is_left:
+                    deliveries.note_written(run)
+                if run.answers != id:  # there is no record with this key
+                    deliveries.settle(keyless, id.key)
+                    deliveries.forget(keyless, id.key)
 
-    def _bind(self) -> asyncio.AbstractEventLoop:
-        """Belong to the running loop, and return it. The runs of a loop that is closed never end, so they are forgotten."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._loop is not None:
-                if not self._loop.is_closed():
-                    raise OtherLoop
-                closing = self._background.closing
-                self.left, self._flights, self._tasks, self._background = 0, {}, {}, Background()
-                self._background.closing = closing
-                self._deliveries = Deliveries(self._background)
-            self._loop = loop
-            self._background.plan_sweep(self._ledger)
-        return loop
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Belong to the running loop. The runs of a loop that is closed never end, so they are forgotten."""
+        if self._loop is loop:
+            return
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                raise OtherLoop
+            closing = self._background.closing
+            self.left, self._flights, self._tasks, self._background = 0, {}, {}, Background()
+            self._background.closing = closing
+            self._deliveries = Deliveries(self._background)
+        self._loop = loop
+        self._background.plan_sweep(self._ledger)
 
     async def _lead(self, call: Call, run: Run, handler: Handler) -> Raw | BaseException:
         """Lead the run to its end, and wake all that wait for it: the duplicates, and its caller if it has its own task."""
@@ -328,14 +331,19 @@ class Commands:
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
                     else:
-                        # In a task of its own: a claim on its way to a server cannot be called back, only undone.
-                        claiming = run.loop.create_task(ledger.claim(run.claim))
+                        # In a task of its own: a claim on its way to a server cannot be called back, only undone. The task
+                        # wakes this one, since `asyncio.shield` would take a turn of the loop more.
+                        asked: asyncio.Future[Record | Exception] = run.loop.create_future()
+                        claiming = run.loop.create_task(_ask(ledger, run.claim, asked))
                         try:
-                            record = await asyncio.shield(claiming)
+                            answered = await asked
                         except asyncio.CancelledError:
                             mine.is_forsaken = True
                             self._background.start(self._forsake(ledger, run, claiming))
                             raise
+                        if isinstance(answered, Exception):
+                            raise answered
+                        record = answered
                 except LedgerDown as error:
                     self._background.unclaim(ledger, run.claim)
                     raise unavailable(error) from error
@@ -381,10 +389,12 @@ class Commands:
             run.grant(record)
         return found
 
-    async def _forsake(self, ledger: Ledger, run: Run, claiming: "asyncio.Task[Record]") -> None:
+    async def _forsake(self, ledger: Ledger, run: Run, claiming: "asyncio.Task[Record | Exception]") -> None:
         """Give back a record whose caller left while it was being claimed, before a duplicate here asks for it."""
         try:
             record = await claiming
+            if isinstance(record, Exception):
+                raise record
             if run.holds(record):
                 await give_back(ledger, record)
             if record.id != run.claim.id and record.deliverer == run.claim.nonce:
@@ -424,7 +434,8 @@ class Commands:
 
     async def _hold(self, call: Call, run: Run, handler: Handler) -> tuple[Outcome, bool]:
         """Run the handler while the lease is renewed, and record its outcome."""
-        assert run.ledger is not None and run.token is not None
+        ledger, token = run.ledger, run.token
+        assert ledger is not None and token is not None
         if run.ended is not None:  # else the handler is over already
             self._background.renew(run)
         terms, is_transaction = run.method.terms, run.claim.on_crash == "transactional"
@@ -433,7 +444,7 @@ class Commands:
                 raise _Queued
             outcome = await _reconciled(call, run) if run.attempt > 1 and terms.reconcile else None
             if run.task is not None and outcome is None and run.task.at_once and not (terms.commit_point or is_transaction):
-                if not await run.ledger.commit_point(run.token, terms.lease):
+                if not await ledger.commit_point(token, terms.lease):
                     raise LostLease(f"{run.claim.id}: the lease was over before the handler started")
                 run.claim = msgspec.structs.replace(run.claim, committed=True)
             if is_transaction:
@@ -442,7 +453,7 @@ class Commands:
         except _Queued:
             # The task waits for a process that has a place for it: nothing was done, and the lease is over.
             with suppress(LedgerDown):
-                await run.ledger.lapse(run.token)
+                await ledger.lapse(token)
             raise in_progress() from None
         except InputRequired as pause:
             # The handler asks its caller: the record waits for the round that brings the answer.
@@ -454,7 +465,7 @@ class Commands:
             interim = Outcome("result", pause.interim, sha256(pause.interim).digest())
             task = run.task if run.task is not None and run.task.is_handed_over else None
             retention = terms.retention if task is None else max(terms.retention, run.method.task_ttl)
-            wait = partial(run.ledger.suspend, run.token, interim, retention)
+            wait = partial(ledger.suspend, token, interim, retention)
 
             async def suspend() -> None:
                 if task is not None:
@@ -465,7 +476,7 @@ class Commands:
                 await suspend()
             except LedgerDown as error:
                 if task is None:
-                    self._background.unclaim(run.ledger, run.claim)
+                    self._background.unclaim(ledger, run.claim)
                     raise unavailable(error) from pause
                 self._background.start(self._background.persist(suspend))  # the client has the task, and waits
             raise
@@ -477,15 +488,15 @@ class Commands:
 
         kept = stored(outcome, terms.max_stored_result)
         try:
-            if await run.ledger.complete(run.token, kept, terms.retention):
+            if await ledger.complete(token, kept, terms.retention):
                 return outcome, False
             # Another holder has the record. Its outcome counts; where it has none, this one is the truth about this run.
             logger.warning("lost lease: %s was taken over while it ran", run.claim.id)
-            record = await run.ledger.get(run.claim.id)
+            record = await ledger.get(run.claim.id)
             if record is not None and record.state is State.DONE:
                 return recorded(record), True
         except (LedgerDown, asyncio.CancelledError) as error:
-            write = partial(run.ledger.complete, run.token, kept, terms.retention)
+            write = partial(ledger.complete, token, kept, terms.retention)
             self._background.start(self._background.persist(write))
             if isinstance(error, LedgerDown):
                 logger.error("%s is done but not recorded yet: %s", run.claim.id, error)
@@ -626,7 +637,7 @@ class Commands:
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as background work, which `aclose` waits for."""
-        self._bind()
+        self._bind(asyncio.get_running_loop())
         self._background.start(work)
 
     def cancel(self, id: RecordId) -> None:
@@ -639,7 +650,7 @@ class Commands:
 
     async def aclose(self, grace: float) -> None:
         """Stop claiming, end runs that have done nothing yet, let handlers past their commit point finish within `grace`."""
-        self._bind()
+        self._bind(asyncio.get_running_loop())
         self._deliveries.flush()
         self._background.stop()
         for run, task in list(self._tasks.items()):
@@ -706,6 +717,20 @@ class _Orphaned(Exception):
     """A transaction found a record whose holder, in another mode, has vanished."""
 
 
+async def _ask(ledger: Ledger, claim: Claim, asked: "asyncio.Future[Record | Exception]") -> Record | Exception:
+    """Claim a record and wake the run that waits for it. An error is an answer, which a run that has left need not hear."""
+    answered: Record | Exception
+    try:
+        answered = await ledger.claim(claim)
+    except Exception as error:
+        answered = error
+    except BaseException:  # the loop ends
+        asked.cancel()
+        raise
+    wake(asked, answered)
+    return answered
+
+
 def _recognised(call: Call, run: Run) -> None:
     """Give a call the key of the earlier call that it repeats."""
     call.key, call.recognised = run.claim.id.key, True
@@ -733,6 +758,11 @@ async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
     except RpcError as error:
         if not call.reached:  # a provider raised it, so the handler did not start
             raise
+        ran = "no" if run.ran == "no" else "yes"
+        if error.is_remote and error.ran != ran:
+            # Another server, or a client that was asked, reports `ran` of its own part. The answer reports that of this run.
+            told = error.data if isinstance(error.data, dict) else {} if error.data is None else {"data": error.data}
+            error = rebuilt(type(error), error.code, error.message, {**told, "ran": ran})
         outcome = outcome_of("error", error, run.claim.id)
     run.to(_RETURN)
     return outcome

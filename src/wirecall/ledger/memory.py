@@ -51,17 +51,18 @@ class MemoryLedger:
                 row.delivery, row.deliverer, row.answer_at = "pending", claim.nonce, now
             elif "wait" in found:
                 return found["wait"].view(now)
-        if row is None:  # `decide` says "insert"
-            facts = claim.id, claim.fingerprint, next(self._fences), claim.nonce, claim.committed, 1, self._wall()
-            until, kept = now + claim.lease, claim.retention
-            row = self._rows[claim.id] = _Row(*facts, until, kept, until + kept)
-            if keyless is not None:
-                row.delivery, row.deliverer, row.likeness = "pending", claim.nonce, likeness
+        if row is None:  # `decide` says "insert"; values are in the order of the fields of `_Row` and `Record`
+            id, print, nonce, committed, lease = claim.id, claim.fingerprint, claim.nonce, claim.committed, claim.lease
+            fence, wall, until, kept = next(self._fences), self._wall(), now + lease, claim.retention
+            row = self._rows[id] = _Row(id, print, fence, nonce, committed, 1, wall, until, kept, until + kept)
+            if keyless is None:
+                return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
+            row.delivery, row.deliverer, row.likeness = "pending", nonce, likeness
             if likes is not None:
                 likes.append(row)
             elif likeness is not None:
                 self._likes[likeness] = [row]
-            return row.view(now)
+            return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall, None, None, "pending", nonce)
         verdict = decide(row.view(now), claim, expired=row.expires <= now)
         if verdict == "renew":
             row.state = State.RUNNING

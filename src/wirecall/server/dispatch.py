@@ -456,7 +456,9 @@ class Dispatcher:
                         raise
                     # A command without a record was cut somewhere in the middle; a query changes nothing wherever it is cut.
                     ran = call.run.ran if call.run else "unknown" if method.is_command else "no"
-                    raise DeadlineExceeded(ran=ran) from None
+                    raise DeadlineExceeded(
+                        f"{method.name} took longer than its timeout of {method.timeout:g} s", ran=ran
+                    ) from None
         if call.key is None:  # else the command has shaped and encoded its result, for the ledger
             result = call.shape(result) if call.shape else result
             result = result if type(result) in _CONSTANT and not frame.in_full else Raw(frames.encode(result))

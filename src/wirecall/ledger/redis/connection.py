@@ -163,7 +163,7 @@ class Connections:
 
     async def ask(self, name: bytes, command: Command, *, writes: bool) -> Any:
         """The answer of the server that holds this key."""
-        node = await self.holder(name)
+        node = None if self._cluster is None else await self.holder(name)
         commands: tuple[Command, ...] = (command,)
         for _ in range(HOPS):
             answer = await self._answer(node, commands, writes)

@@ -26,7 +26,7 @@ import hashlib
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
@@ -111,19 +111,18 @@ class RedisLedger:
     # --- transitions -------------------------------------------------------------------------------------------------
 
     async def claim(self, claim: Claim) -> Record:
-        times = micros(claim.lease), micros(claim.retention)
         keyless = claim.keyless
         window = f"1{micros(keyless.window)}" if keyless else "0"
         flags = f"{claim.committed:d}{claim.continues:d}{self._replicas > 0:d}{window}"
-        args = claim.fingerprint, claim.nonce, *times, claim.on_crash, flags
+        terms = f"{micros(claim.lease)} {micros(claim.retention)} {claim.on_crash} {flags}"
         if keyless is None or keyless.likeness is None:
-            return record_of(claim.id, await self._run("claim", claim.id, *args))
+            return record_of(claim.id, await self._run("claim", claim.id, claim.fingerprint, claim.nonce, terms))
         # The script is sent to the index of the likeness. It knows the records there by the ends of their keys.
         like, own = claim.id.key[:-KEY_END], claim.id.key[-KEY_END:]
         index = self._name(claim.id)[: -KEY_END - 1]
         beside = [key[-KEY_END:] for key in keyless.beside if key.startswith(like)]
         while True:
-            seen = await self._run_on("claim", [index], *args, own, *beside)
+            seen = await self._run_on("claim", [index], claim.fingerprint, claim.nonce, f"{terms} {own}", *beside)
             if isinstance(seen, bytes):
                 end = seen[:KEY_END].decode()
                 id = claim.id if end == own else RecordId(claim.id.caller, claim.id.method, like + end)
@@ -379,8 +378,8 @@ class RedisLedger:
     async def _ask(self, command: str, name: bytes, *args: Any, writes: bool = False) -> Any:
         return await (await self._here()).ask(name, (command, name, *args), writes=writes)
 
-    async def _run(self, script: str, id: RecordId, *args: Any) -> Any:
-        return await self._run_on(script, [self._name(id)], *args)
+    def _run(self, script: str, id: RecordId, *args: Any) -> Coroutine[Any, Any, Any]:
+        return self._run_on(script, [self._name(id)], *args)
 
     async def _run_on(self, script: str, names: Sequence[bytes], *args: Any) -> Any:
         connections, given = await self._here(), (len(names), *names, *args)

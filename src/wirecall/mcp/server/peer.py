@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError
+from wirecall.errors import BadInput, Busy, Gone, NotCapable, RpcError, UsageError, rebuilt
 from wirecall.logs import logger
 from wirecall.mcp.revisions import REVISIONS, Revision
 from wirecall.mcp.server.forms import RequestedForm, form_of
@@ -182,7 +182,7 @@ class Session(Struct, eq=False):
             return True
         try:
             told = msgspec.json.decode(error, type=ErrorObject)
-            answer.set_result(RpcError(told.code, told.message, None if told.data is UNSET else told.data))
+            answer.set_result(rebuilt(RpcError, told.code, told.message, None if told.data is UNSET else told.data))
         except msgspec.ValidationError:
             answer.set_result(BadInput("the client's answer: error: expected an object with code and message"))
         return True

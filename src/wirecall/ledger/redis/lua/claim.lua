@@ -1,20 +1,21 @@
 -- Apply `decide` of base.py, for a call without a key first `recognise`, and give the record back.
--- ARGV: fingerprint, nonce, lease, retention, on_crash, flags; and where there is a likeness: the end of the key, and the
--- ends of the keys `beside`. The flags are one text, since the driver takes its time over each argument: committed, continues,
--- replicated and keyless, each 0 or 1, and the window.
+-- ARGV: fingerprint, nonce, terms; and the ends of the keys `beside`. The terms are one text, since the driver takes its time
+-- over each argument: lease, retention, on_crash; in one word committed, continues, replicated and keyless, each 0 or 1, and
+-- the window; and where there is a likeness, the end of the key.
 --
 -- With a likeness, KEYS[1] is its index, and the reply begins with the end of the record's key. The names of the records are
 -- made here, so they are not among the KEYS: they have the hash tag of the index, so they are in its slot. If KEYS named the
 -- new record as well, a cluster would refuse all such claims while it moves the slot (TRYAGAIN).
 
-local fingerprint, nonce, lease, retention, on_crash, flags, own = unpack(ARGV, 1, 7)
-local committed, continues, replicated, keyless, window = string.match(flags, '(.)(.)(.)(.)(.*)')
-local index, verdict = own and KEYS[1], nil
+local fingerprint, nonce, terms = unpack(ARGV, 1, 3)
+local lease, retention, on_crash, committed, continues, replicated, keyless, window, own =
+  string.match(terms, '(%d+) (%d+) (%l+) (.)(.)(.)(.)(%d*) ?(%S*)')
+local index, verdict = own ~= '' and KEYS[1], nil
 
 if index then
   window, record = tonumber(window), index .. '-' .. own
   local beside, found, gone = {}, {}, {}
-  for place = 8, #ARGV do beside[ARGV[place]] = true end
+  for place = 4, #ARGV do beside[ARGV[place]] = true end
 
   local function recognise(name, is_beside)
     local state, delivery, deliverer, lost_at, completed_at, taken_at, lease_until = unpack(redis.call(
