@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from wirecall.client.client import Client, JsonRpc, SyncClient
 from wirecall.client.delivery import Clock, Options, Retry
 from wirecall.client.exchange import Link
-from wirecall.client.links import HttpLink, LineLink, MemoryLink, MemoryPipe
+from wirecall.client.links import HttpLink, LineLink, MemoryLink
 from wirecall.errors import UsageError
 from wirecall.transports.child import Child, Stderr
 from wirecall.transports.http_client import Auth, HttpClient
@@ -131,7 +131,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     if _protocol(target, protocol) == "mcp":
         from wirecall.mcp.client.client import McpClient
         from wirecall.mcp.client.conversation import Settings
-        from wirecall.mcp.client.links import McpHttpLink, McpLineLink, McpLink, SsePipe
+        from wirecall.mcp.client.links import McpHttpLink, McpLineLink, McpLink, McpMemoryLink, SsePipe
 
         link: McpLink
         if isinstance(target, str):
@@ -140,7 +140,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
         elif isinstance(target, Sequence):
             link = McpLineLink(partial(child, target))
         else:
-            link = McpLineLink(partial(MemoryPipe, target._connect, target._enter, target._leave))
+            link = McpMemoryLink(target._connect, target._enter, target._leave)
         return McpClient(link, Settings(**given), shared)
 
     if names := [name for name, value in given.items() if value is not False]:
