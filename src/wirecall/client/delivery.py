@@ -40,7 +40,7 @@ from wirecall.errors import (
 from wirecall.jsonrpc import make_batch
 from wirecall.protocol.messages import UNREADABLE, decode_value, encode
 from wirecall.protocol.models import wanted
-from wirecall.stepping import Timeouts, cancel_all
+from wirecall.stepping import Timeouts, cancel_all, first_step
 from wirecall.transports.sse import LONGEST_WAIT
 
 if TYPE_CHECKING:
@@ -144,11 +144,14 @@ def asked_pause(error: Exception | None) -> float:
     return min(max(told, 0), LONGEST_WAIT * 1000) / 1000  # the bound first: a JSON number can be too large for a float
 
 
+# The first two bits of this digit are 10 (RFC 9562, section 4.1), the others are chance.
+_VARIANTS = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
+
+
 def mint_key() -> str:
     """Return a UUID of version 7 (RFC 9562, section 5.7): 48 bits of Unix time in milliseconds, the version, and chance."""
-    text = ((time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(10)).hex()
-    variant = "89ab"[int(text[16], 16) & 3]
-    return f"{text[:8]}-{text[8:12]}-7{text[13:16]}-{variant}{text[17:20]}-{text[20:]}"
+    moment, chance = f"{time.time_ns() // 1_000_000:012x}", os.urandom(10).hex()
+    return f"{moment[:8]}-{moment[8:]}-7{chance[:3]}-{_VARIANTS[chance[3]]}{chance[4:7]}-{chance[7:19]}"
 
 
 # --- delivery --------------------------------------------------------------------------------------------------------
@@ -170,7 +173,10 @@ class Dialect:
         """Raise UsageError for an entry that the dialect cannot carry."""
 
     async def prepare(self, entry: AnyEntry) -> None:
-        """Decide on the key of an entry and on whether it may be repeated (`safe`), before the first attempt."""
+        """Decide on the key of an entry and on whether it may be repeated (`safe`), before the first attempt.
+
+        An entry that is not to be sent is settled afterwards.
+        """
 
     def params(self, entry: AnyEntry) -> Any:
         """Return the params as they travel; UNSET for none."""
@@ -248,7 +254,8 @@ class Delivery:
         """Settle one entry."""
         self._begin(entry)
         try:
-            await self._prepare(entry)
+            if not entry.is_notification:
+                await self._dialect.prepare(entry)
             if entry.is_settled:
                 return
             if self._coalescer is not None and entry.safe and self.arrays.legal:
@@ -264,7 +271,8 @@ class Delivery:
             self._begin(entry)
         try:
             for entry in entries:
-                await self._prepare(entry)
+                if not entry.is_notification:
+                    await self._dialect.prepare(entry)
             left = [entry for entry in entries if not entry.is_settled]
             wire = await self._deliver_together(left)
         finally:
@@ -277,15 +285,6 @@ class Delivery:
             raise UsageError("The client is not open.", fix="async with connect(...) as client: ...")
         entry.deadline = self.clock.time() + entry.timeout
 
-    async def _prepare(self, entry: AnyEntry) -> None:
-        if entry.is_notification:
-            entry.key = None
-            return
-        try:
-            await self._dialect.prepare(entry)
-        except (CallFailed, RpcError) as error:
-            entry.fail(error)
-
     # --- attempts ----------------------------------------------------------------------------------------------------
 
     async def deliver(self, entries: list[AnyEntry], *, array: bool = False) -> list[AnyEntry]:
@@ -295,7 +294,9 @@ class Delivery:
         while left:
             exchange = await self._attempt(left, array)
             if len(left) == 1 and left[0].error is None and left[0].waiter is None:
-                break  # the straight way
+                if left is entries and left[0].is_settled:
+                    return returned  # the straight way
+                break
             if exchange is not None and self.arrays.learn(exchange):
                 returned = exchange.entries
                 break
@@ -390,9 +391,12 @@ class Delivery:
 
         If the time runs out, the error names `given` seconds, or else these.
         """
+        begun = self.clock.time()
         try:
-            with self.timeouts.within(seconds) as exchange.limit:
-                await send(exchange)
+            is_done, rest = first_step(send(exchange))
+            if not is_done:  # an app in memory answers most calls without a wait, and so without a timer
+                with self.timeouts.within(max(begun + seconds - self.clock.time(), 0.0)) as exchange.limit:
+                    await rest
             exchange.end_of_answers()
         except CallFailed as error:
             if isinstance(error, ConnectionLost):

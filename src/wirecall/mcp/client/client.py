@@ -30,7 +30,7 @@ class ToolOptions(CallOptions, total=False):
 
 def _read_tool(entry: AnyEntry) -> Any:
     """Return the result in a tool's answer, or raise its error."""
-    called = results.read_called(entry.raw)
+    called = results.read_called(entry.raw, entry.extra.answer)
     entry.replayed = entry.replayed or called.replayed
     if called.is_error and entry.extra.check and (error := called.error()):
         raise error
