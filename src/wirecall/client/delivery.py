@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from msgspec import UNSET, Struct
 
-from wirecall.client.exchange import AnyEntry, Arrays, Exchange, Link, Wire
+from wirecall.client.exchange import AnyEntry, Arrays, Exchange, Link, LocalLink, Wire
 from wirecall.errors import (
     BadAnswer,
     Busy,
@@ -144,14 +144,11 @@ def asked_pause(error: Exception | None) -> float:
     return min(max(told, 0), LONGEST_WAIT * 1000) / 1000  # the bound first: a JSON number can be too large for a float
 
 
-# The first two bits of this digit are 10 (RFC 9562, section 4.1), the others are chance.
-_VARIANTS = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
-
-
 def mint_key() -> str:
     """Return a UUID of version 7 (RFC 9562, section 5.7): 48 bits of Unix time in milliseconds, the version, and chance."""
-    moment, chance = f"{time.time_ns() // 1_000_000:012x}", os.urandom(10).hex()
-    return f"{moment[:8]}-{moment[8:]}-7{chance[:3]}-{_VARIANTS[chance[3]]}{chance[4:7]}-{chance[7:19]}"
+    text = ((time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(10)).hex()
+    variant = "89ab"[int(text[16], 16) & 3]
+    return f"{text[:8]}-{text[8:12]}-7{text[13:16]}-{variant}{text[17:20]}-{text[20:]}"
 
 
 # --- delivery --------------------------------------------------------------------------------------------------------
@@ -222,6 +219,7 @@ class Delivery:
         self.arrays = Arrays()
         self.timeouts = Timeouts()
         self.state: Literal["new", "open", "closed"] = "new"
+        self._is_local = isinstance(link, LocalLink)
         self._dialect = dialect
         dialect.delivery = self
         self._last_id = 0
@@ -391,12 +389,15 @@ class Delivery:
 
         If the time runs out, the error names `given` seconds, or else these.
         """
-        begun = self.clock.time()
         try:
-            is_done, rest = first_step(send(exchange))
-            if not is_done:  # an app in memory answers most calls without a wait, and so without a timer
-                with self.timeouts.within(max(begun + seconds - self.clock.time(), 0.0)) as exchange.limit:
-                    await rest
+            is_done, sending, left = False, send(exchange), seconds
+            if self._is_local:  # most calls of an app in memory are answered without a wait, and need no timer
+                begun = self.clock.time()
+                is_done, sending = first_step(sending)
+                left = max(begun + seconds - self.clock.time(), 0.0)
+            if not is_done:
+                with self.timeouts.within(left) as exchange.limit:
+                    await sending
             exchange.end_of_answers()
         except CallFailed as error:
             if isinstance(error, ConnectionLost):

@@ -264,6 +264,10 @@ class Link(Protocol):
     async def aclose(self) -> None: ...
 
 
+class LocalLink(Link):
+    """A link to an app of this process."""
+
+
 # --- how a batch leaves ---------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wirecall.client.exchange import Exchange
+from wirecall.client.exchange import Exchange, LocalLink
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
 from wirecall.logs import logger
 from wirecall.protocol.messages import Arrived, Received, Sending, decode_value, read_messages
@@ -196,7 +196,7 @@ class _Handle(Protocol):
     def __call__(self, data: bytes, *, replayed: list[Any] | None) -> Awaitable[bytes | None]: ...
 
 
-class MemoryLink:
+class MemoryLink(LocalLink):
     """Straight into an app of this process."""
 
     def __init__(self, handle: _Handle, enter: Step, leave: Step) -> None:

@@ -482,15 +482,16 @@ class Conversation(Dialect):
         extra: Extra = entry.extra
         if self.is_stateless:
             try:
-                is_tool, extra.asked, extra.answer = entry.method == "tools/call", None, None
+                is_tool, extra.asked = entry.method == "tools/call", None
                 try:
                     typed = decode_typed(entry.raw) if is_tool else _kind_of(entry.raw)
-                except msgspec.ValidationError:  # in its other members, `extra.read` reports it if the result is complete
+                except msgspec.ValidationError:  # of another member: `extra.read` reports it, if the result is complete
                     typed = _kind_of(entry.raw)
                 kind = typed.result_type
-                if isinstance(typed, TypedAnswer):
-                    extra.answer = typed
-                if kind == "input_required" and entry.method in _MAY_ASK and extra.task is None:
+                extra.answer = typed if isinstance(typed, TypedAnswer) else None
+                if kind == "complete":
+                    pass
+                elif kind == "input_required" and entry.method in _MAY_ASK and extra.task is None:
                     extra.asked = _asked_in(entry.raw)
                 elif kind == "task" and is_tool and extra.tasks and self._settings.tasks and extra.task is None:
                     state = read_state(entry.raw)
@@ -498,7 +499,7 @@ class Conversation(Dialect):
                     entry.replayed = entry.replayed or (state.meta or {}).get(REPLAYED_META) is True
                 # A result of an unknown type is invalid (2026-07-28, basic); so is a task where it may not be one. But some
                 # servers answer `tasks/get` with that type, as two examples of SEP-2663 do.
-                elif kind != "complete" and (kind != "task" or entry.method != "tasks/get"):
+                elif kind != "task" or entry.method != "tasks/get":
                     raise BadAnswer(f"{entry.method}: a result of the unknown type {kind[:40]!r}")
             except UNREADABLE as error:
                 raise BadAnswer(f"{entry.method}: the result cannot be read: {error}") from None

@@ -28,8 +28,10 @@ from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urljoin, urlsplit
 
+from msgspec import UNSET
+
 from wirecall.client.delivery import DOUBLINGS, Clock
-from wirecall.client.exchange import AnyEntry, Exchange, Link
+from wirecall.client.exchange import AnyEntry, Exchange, Link, LocalLink
 from wirecall.client.links import LineLink, Pipe, Step, mark_replayed, refuse_by_status, status_error
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidRequest, NotSent, WirecallError
 from wirecall.logs import logger
@@ -92,7 +94,7 @@ class McpLink(Link):
         if in_array and not messages and exchange is not None:
             exchange.stray = exchange.stray or "an empty array"
         for message in messages:
-            if isinstance(message, Arrived) and not message.is_answer:
+            if isinstance(message, Arrived) and message.method is not UNSET:
                 self.on_message(message)
             elif exchange is not None:
                 exchange.take(message, odd)
@@ -377,7 +379,7 @@ class McpLineLink(LineLink, McpLink):
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-class McpMemoryLink(McpLink):
+class McpMemoryLink(McpLink, LocalLink):
     """Straight into an app of this process: `connect` takes the way back and returns the app's connection.
 
     The task that sends a message serves it: a task per message would cost as much as the rest of the way. So cancelling it
@@ -417,9 +419,10 @@ class McpMemoryLink(McpLink):
                 answer = await answer
             if answer is not None:
                 self._read(answer, exchange)
-            sending.written()
-        finally:
+        except BaseException:
             sending.lost()
+            raise
+        sending.written()
         if exchange.open:  # the server does not answer a call that was cancelled
             await self._closed.wait()
             raise ConnectionLost("the client was closed")

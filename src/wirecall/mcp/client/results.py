@@ -358,7 +358,7 @@ def read_called(raw: Raw | bytes, answer: _Answer | None = None) -> Called:
         answer = answer or _decode_answer(raw)
     except UNREADABLE as error:
         raise _misfit(error) from None
-    content = [_block(item) for item in answer.content]
+    content = list(map(_block, answer.content))
     return Called(content, answer.structured_content, answer.is_error is True, answer.meta or {})
 
 
