@@ -239,7 +239,7 @@ class Exchange:
         # A notification is not answered, so it is settled when it was sent (JSON-RPC 2.0, section 4.1).
         for entry in self.entries:
             if entry.is_notification and not entry.is_settled:
-                entry.succeed(_NULL)
+                entry.is_settled = True
                 self.on_settled(entry)
         if self.open:
             for entry in list(self.open.values()):
