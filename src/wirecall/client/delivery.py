@@ -105,6 +105,7 @@ class Options(Struct, kw_only=True):
     env: Mapping[str, str] | None = None
     cwd: str | None = None
     stderr: Literal["pass", "keep"] = "pass"
+    caller: str = ""
     clock: Clock = RealClock()
     chance: Callable[[], float] = random.random
     wrap: Callable[[Link], Link] = lambda link: link
@@ -394,7 +395,7 @@ class Delivery:
             if self._is_local:  # most calls of an app in memory are answered without a wait, and need no timer
                 begun = self.clock.time()
                 is_done, sending = first_step(sending)
-                left = max(begun + seconds - self.clock.time(), 0.0)
+                left = seconds if is_done else max(begun + seconds - self.clock.time(), 0.0)
             if not is_done:
                 with self.timeouts.within(left) as exchange.limit:
                     await sending
