@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from tests.client.peers import Peer, answers, http, served
 from tests.ports import free_port
-from wirecall import App, UsageError, connect, connect_sync
+from wirecall import App, Context, UsageError, connect, connect_sync
+from wirecall.auth import Tokens
 from wirecall.client.client import MCP_ONLY, Client, SyncClient
 from wirecall.errors import BadAnswer, InvalidParams, MethodNotFound, NotSent, RpcError
 from wirecall.mcp.client.client import McpClient, SyncMcpClient
@@ -226,3 +227,33 @@ async def test_an_error_of_a_server_says_whether_it_ran() -> None:
         assert RpcError(40000, "no tea", data).ran == expected
     assert RpcError(-32601, "?").ran == "no"
     assert RpcError(-32603, "?").ran == "unknown"
+
+
+async def test_a_client_in_memory_calls_as_the_caller_that_is_named() -> None:
+    app, ran = App("shop", ledger="memory:"), []
+
+    @app.command
+    def take(ctx: Context) -> str:
+        ran.append(ctx.caller)
+        return ctx.caller
+
+    async with in_memory(app) as anonymous, in_memory(app, caller="ada") as ada, in_memory(app, caller="bob") as bob:
+        assert [await client.call("take", key="one") for client in (anonymous, ada, bob, ada)] == ["", "ada", "bob", "ada"]
+    assert ran == ["", "ada", "bob"]  # two names are two callers, and the last call is a retry
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:1/rpc", [sys.executable]])
+def test_only_an_app_in_memory_takes_the_name_of_its_caller(target: str | list[str]) -> None:
+    with pytest.raises(UsageError, match="caller= is for an app in memory"):
+        connect(target, caller="ada")
+
+
+def test_an_mcp_client_in_memory_has_no_name() -> None:
+    with pytest.raises(UsageError, match="an MCP client in memory is anonymous"):
+        in_memory(shop(), protocol="mcp", caller="ada")
+
+
+def test_the_callers_of_an_app_with_tokens_are_not_named() -> None:
+    app = App("shop", auth=Tokens({}))
+    with pytest.raises(UsageError, match=r"wirecall\.testing\.auth\.AuthorizationServer"):
+        in_memory(app, caller="ada")

@@ -21,7 +21,17 @@ from tests.clock import LoopClock
 from tests.mcp.asgi import LEGACY, R1, R2, R4, R5, REVISIONS
 from tests.mcp.everything import PROGRAM, Everything
 from wirecall import App, Context, Limits, Retry, ToolAnnotations, ToolError, UsageError, connect, connect_sync
-from wirecall.errors import BadAnswer, Declined, InvalidParams, KeyConflict, NotCapable, NotSent, RpcError, TimedOut
+from wirecall.errors import (
+    BadAnswer,
+    ConnectionLost,
+    Declined,
+    InvalidParams,
+    KeyConflict,
+    NotCapable,
+    NotSent,
+    RpcError,
+    TimedOut,
+)
 from wirecall.mcp import Audio, Elicited, Image, Text, ToolResult
 from wirecall.mcp.client.client import McpClient
 from wirecall.mcp.client.inbox import Change
@@ -567,6 +577,34 @@ async def test_subscriptions_are_sent_again_to_a_new_session(everything: Everyth
         assert await anext(changes) == Change("updated", WATCHED)  # it may have changed in between
         await client.call_tool("trigger_resource_update")
         assert await anext(changes) == Change("updated", WATCHED)
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+async def test_a_notification_has_no_result_to_read(target: Any, revision: str) -> None:
+    async with client_of(target, revision) as client:
+        await client.notify("notifications/roots/list_changed")
+        async with client.batch() as batch:
+            told = batch.notify("notifications/roots/list_changed")
+        assert told.ok and told.result() is None
+
+
+async def test_a_call_that_was_cancelled_in_memory_ends_with_the_client() -> None:
+    app, begun = App("shop"), asyncio.Event()
+
+    @app.query
+    async def wait() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with client_of(app) as client:
+        calling = asyncio.create_task(client.call_tool("wait"))
+        await begun.wait()
+        for id in range(1, 5):  # one of them is the id of the call
+            await client.notify("notifications/cancelled", {"requestId": id})
+        done, _ = await asyncio.wait([calling], timeout=0)
+        assert not done  # the server does not answer it
+    with pytest.raises(ConnectionLost, match="the client was closed"):
+        await calling
 
 
 async def test_a_server_that_cannot_be_reached_or_started(shop: App) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from wirecall.client.client import Client, JsonRpc, SyncClient
 from wirecall.client.delivery import Clock, Options, Retry
 from wirecall.client.exchange import Link
-from wirecall.client.links import HttpLink, LineLink, MemoryLink, MemoryPipe
+from wirecall.client.links import HttpLink, LineLink, MemoryLink
 from wirecall.errors import UsageError
 from wirecall.transports.child import Child, Stderr
 from wirecall.transports.http_client import Auth, HttpClient
@@ -46,6 +46,7 @@ class ConnectOptions(TypedDict, total=False):
     env: Mapping[str, str] | None
     cwd: str | None
     stderr: Stderr
+    caller: str | None
     clock: Clock | None
     chance: Callable[[], float]
     wrap: Callable[[Link], Link] | None
@@ -84,7 +85,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     or another way of `wirecall.auth`, a token as a text, or an async function that returns one. `env` (added to ours), `cwd`
     and `stderr` ("pass" on, or only "keep" for errors) are a child's. `coalesce` merges calls of so many seconds into one
     array. `discover=False` does not ask the server which of its methods are commands. `max_bytes` (10 MB) is the largest
-    answer that is read.
+    answer that is read. `caller` names the caller of an app in memory, which is anonymous without it.
 
     MCP: `revision` pins one. `trust` says whether annotations of tools are believed, `confirm` is asked before destructive
     calls, with `confirm_unknown=True` also before calls of unknown tools. `sample`, `elicit`, `elicit_url` and `roots`
@@ -128,10 +129,27 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     if isinstance(target, Sequence) and not isinstance(target, str):
         child(target)  # raises if it is not a command line
 
-    if _protocol(target, protocol) == "mcp":
+    is_mcp = _protocol(target, protocol) == "mcp"
+    if shared.caller:
+        if isinstance(target, (str, Sequence)):
+            raise UsageError(
+                "caller= is for an app in memory.", "other servers know callers by credentials", "use auth= or headers="
+            )
+        if is_mcp:
+            raise UsageError(
+                "caller= is for JSON-RPC.", "an MCP client in memory is anonymous", "send HTTP requests to app.asgi()"
+            )
+        if target.access is not None:
+            raise UsageError(
+                "caller= and App(auth=...).",
+                "the tokens of requests name the callers of this app, and a client in memory has no token",
+                "send HTTP requests to app.asgi() with a token of wirecall.testing.auth.AuthorizationServer",
+            )
+
+    if is_mcp:
         from wirecall.mcp.client.client import McpClient
         from wirecall.mcp.client.conversation import Settings
-        from wirecall.mcp.client.links import McpHttpLink, McpLineLink, McpLink, SsePipe
+        from wirecall.mcp.client.links import McpHttpLink, McpLineLink, McpLink, McpMemoryLink, SsePipe
 
         link: McpLink
         if isinstance(target, str):
@@ -140,7 +158,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
         elif isinstance(target, Sequence):
             link = McpLineLink(partial(child, target))
         else:
-            link = McpLineLink(partial(MemoryPipe, target._connect, target._enter, target._leave))
+            link = McpMemoryLink(target._connect, target._enter, target._leave)
         return McpClient(link, Settings(**given), shared)
 
     if names := [name for name, value in given.items() if value is not False]:
@@ -152,10 +170,9 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     elif isinstance(target, Sequence):
         plain = LineLink(partial(child, target))
     else:
-        plain, kinds = (
-            MemoryLink(target.handle, target._enter, target._leave),
-            {method.name: method.kind.value for method in target.registry},
-        )
+        handle = partial(target.handle, caller=shared.caller) if shared.caller else target.handle
+        plain = MemoryLink(handle, target._enter, target._leave)
+        kinds = {method.name: method.kind.value for method in target.registry}
     return Client(shared.wrap(plain), JsonRpc(kinds), shared)
 
 

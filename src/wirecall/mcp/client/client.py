@@ -30,7 +30,7 @@ class ToolOptions(CallOptions, total=False):
 
 def _read_tool(entry: AnyEntry) -> Any:
     """Return the result in a tool's answer, or raise its error."""
-    called = results.read_called(entry.raw)
+    called = results.read_called(entry.raw, entry.extra.answer)
     entry.replayed = entry.replayed or called.replayed
     if called.is_error and entry.extra.check and (error := called.error()):
         raise error
@@ -112,14 +112,16 @@ class McpClient(Client):
         check: bool = True,
         progress: Progress | None = None,
         tasks: bool = True,
-        **options: Unpack[CallOptions],
+        timeout: float | None = None,
+        key: str | bool | None = None,
+        query: bool | None = None,
     ) -> AnyEntry:
         """Return a call of a tool to be made, checked."""
         if type is not None and not check:
             raise UsageError("type= and check=False do not go together.", "an error is not of the type", "use one of them")
         extra = Extra(_read_tool, check, Follower(progress) if progress else None, tasks)
         params = {"name": name, "arguments": dict(arguments) if arguments else {}}
-        return self.entry("tools/call", params, type=type, extra=extra, **options)
+        return self.entry("tools/call", params, type=type, timeout=timeout, key=key, query=query, extra=extra)
 
     @overload
     async def start_tool(

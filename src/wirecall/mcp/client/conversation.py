@@ -57,7 +57,7 @@ from wirecall.logs import logger
 from wirecall.mcp.client.inbox import QUESTIONS, ROUNDS, Changes, Follower, Host, Inbox, InputRequest, Kind, Listening
 from wirecall.mcp.client.links import FAREWELL, McpHttpLink, McpLink
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
-from wirecall.mcp.client.results import Lists, Tool, read_contents
+from wirecall.mcp.client.results import Lists, Tool, TypedAnswer, decode_typed, read_contents
 from wirecall.mcp.client.tasks import LONGEST_ID, Task, read_state
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import (
@@ -124,6 +124,7 @@ class Extra(Struct):
     check: bool = True  # an answer that is an error is raised
     follower: Follower | None = None
     tasks: bool = True  # the call may become a task
+    answer: TypedAnswer | None = None  # the last result, if a tool gave it and it was decoded for its type
     asked: _Asked | None = None  # the last result, if it is a question
     round: JsonObject = {}  # `inputResponses` and `requestState` of this attempt
     rounds: int = 0
@@ -188,11 +189,6 @@ class Conversation(Dialect):
         self._seal()
         self._speak_on(link)
 
-    @property
-    def is_stateless(self) -> bool:
-        """Whether the revision that was agreed has no sessions, and an envelope with every request."""
-        return self.revision is not None and self.revision.is_stateless
-
     def extension(self, id: str) -> JsonObject | None:
         """Return the server's settings of an extension; None if the server has not declared it."""
         return None if self.revision is None else declared_extensions(self.capabilities, self.revision).get(id)
@@ -255,6 +251,8 @@ class Conversation(Dialect):
 
     def _seal(self) -> None:
         """Keep what every request carries in `_meta`, also as it travels if there is nothing else in it."""
+        # Whether the revision that was agreed has no sessions, and an envelope with every request.
+        self.is_stateless = self.revision is not None and self.revision.is_stateless
         self.envelope = self.describe(self.revision) if self.revision is not None and self.is_stateless else {}
         self._sealed = Raw(encode(self.envelope))
 
@@ -388,22 +386,26 @@ class Conversation(Dialect):
             params = entry.params or {}
             name, arguments = str(params.get("name")), params.get("arguments")
             confirm = self._settings.confirm
-            tool = await self.lists.tool(name, entry.timeout) if self._settings.trust or confirm else None
-            if name in self.lists.left_out:
-                raise NotSent(f"the tool {name!r} cannot be called over HTTP: its x-mcp-header are against the rules")
-            is_trusted = tool is not None and self.trusts(tool)
-            # 1. Confirmation: the word of a server that is not trusted counts against a tool, and never for it.
-            if confirm is not None:
-                if tool is not None and is_trusted:
-                    is_asked = tool.destructive
-                else:
-                    is_asked = self._settings.confirm_unknown or (
-                        tool is not None and tool.annotations is not None and tool.destructive
-                    )
-                if is_asked:
-                    if not await settled(confirm(tool or Tool(name), arguments or {})):
-                        raise Declined(f"{name} was not confirmed")
-                    entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+            try:
+                tool = await self.lists.tool(name, entry.timeout) if self._settings.trust or confirm else None
+                if name in self.lists.left_out:
+                    raise NotSent(f"the tool {name!r} cannot be called over HTTP: its x-mcp-header are against the rules")
+                is_trusted = tool is not None and self.trusts(tool)
+                # 1. Confirmation: the word of a server that is not trusted counts against a tool, and never for it.
+                if confirm is not None:
+                    if tool is not None and is_trusted:
+                        is_asked = tool.destructive
+                    else:
+                        is_asked = self._settings.confirm_unknown or (
+                            tool is not None and tool.annotations is not None and tool.destructive
+                        )
+                    if is_asked:
+                        if not await settled(confirm(tool or Tool(name), arguments or {})):
+                            raise Declined(f"{name} was not confirmed")
+                        entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+            except (CallFailed, RpcError) as error:
+                entry.fail(error)
+                return
             # 2. The key: the caller's, or the model's among the arguments, or a new one where that helps.
             if not isinstance(entry.key, str):
                 own = arguments.get(KEY) if isinstance(arguments, dict) else None
@@ -456,19 +458,21 @@ class Conversation(Dialect):
     def params(self, entry: AnyEntry) -> Any:
         members: JsonObject = {**entry.params} if entry.params else {}
         extra: Extra = entry.extra
-        own: JsonObject = members.get("_meta", {})
-        if extra.trace is not None:
-            own = {**extra.trace.meta, **own}
-        if entry.key is not None and entry.method == "tools/call":
-            own = {**own, KEY_META: entry.key}
-        if extra.follower is not None:
-            own = {**own, "progressToken": entry.id}
-            self._inbox.followers[entry.id] = extra.follower
+        meta = self.envelope
         if not extra.tasks and self.revision is not None and self.is_stateless:
-            own = {**self.describe(self.revision, tasks=False), **own}
-        if own:
-            members["_meta"] = {**self.envelope, **own}
-        elif self.envelope:
+            meta = self.describe(self.revision, tasks=False)
+        if extra.trace is not None and (told := extra.trace.meta):
+            meta = {**meta, **told}
+        if own := members.get("_meta"):
+            meta = {**meta, **own}
+        if entry.key is not None and entry.method == "tools/call":
+            meta = {**meta, KEY_META: entry.key}
+        if extra.follower is not None:
+            meta = {**meta, "progressToken": entry.id}
+            self._inbox.followers[entry.id] = extra.follower
+        if meta is not self.envelope:
+            members["_meta"] = meta
+        elif meta:
             members["_meta"] = self._sealed
         if extra.round:
             members |= extra.round
@@ -478,9 +482,16 @@ class Conversation(Dialect):
         extra: Extra = entry.extra
         if self.is_stateless:
             try:
-                kind, is_tool = _kind_of(entry.raw).result_type, entry.method == "tools/call"
-                extra.asked = None
-                if kind == "input_required" and entry.method in _MAY_ASK and extra.task is None:
+                is_tool, extra.asked = entry.method == "tools/call", None
+                try:
+                    typed = decode_typed(entry.raw) if is_tool else _kind_of(entry.raw)
+                except msgspec.ValidationError:  # of another member: `extra.read` reports it, if the result is complete
+                    typed = _kind_of(entry.raw)
+                kind = typed.result_type
+                extra.answer = typed if isinstance(typed, TypedAnswer) else None
+                if kind == "complete":
+                    pass
+                elif kind == "input_required" and entry.method in _MAY_ASK and extra.task is None:
                     extra.asked = _asked_in(entry.raw)
                 elif kind == "task" and is_tool and extra.tasks and self._settings.tasks and extra.task is None:
                     state = read_state(entry.raw)
@@ -488,7 +499,7 @@ class Conversation(Dialect):
                     entry.replayed = entry.replayed or (state.meta or {}).get(REPLAYED_META) is True
                 # A result of an unknown type is invalid (2026-07-28, basic); so is a task where it may not be one. But some
                 # servers answer `tasks/get` with that type, as two examples of SEP-2663 do.
-                elif kind != "complete" and (kind != "task" or entry.method != "tasks/get"):
+                elif kind != "task" or entry.method != "tasks/get":
                     raise BadAnswer(f"{entry.method}: a result of the unknown type {kind[:40]!r}")
             except UNREADABLE as error:
                 raise BadAnswer(f"{entry.method}: the result cannot be read: {error}") from None

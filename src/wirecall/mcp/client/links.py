@@ -16,27 +16,34 @@
 2. A pipe that has ended is opened anew by the next message. Where there is a handshake, the new one is greeted first.
 3. A caller that stops waiting is announced with `notifications/cancelled`, in every revision.
 
-Both take arrays only at 2025-03-26, which has them. Requests and notifications of the server go to `on_message`.
+`McpMemoryLink` hands a message to an app of this process, and takes the answer from it.
+
+All take arrays only at 2025-03-26, which has them. Requests and notifications of the server go to `on_message`.
 """
 
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urljoin, urlsplit
 
+from msgspec import UNSET
+
 from wirecall.client.delivery import DOUBLINGS, Clock
-from wirecall.client.exchange import AnyEntry, Exchange, Link
-from wirecall.client.links import LineLink, Pipe, mark_replayed, refuse_by_status, status_error
+from wirecall.client.exchange import AnyEntry, Exchange, Link, LocalLink
+from wirecall.client.links import LineLink, Pipe, Step, mark_replayed, refuse_by_status, status_error
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidRequest, NotSent, WirecallError
 from wirecall.logs import logger
 from wirecall.mcp.headers import VERSION, Marks, named, repeated
 from wirecall.mcp.revisions import Revision
-from wirecall.protocol.messages import Arrived, Received, encode, read_messages
+from wirecall.protocol.messages import Arrived, Received, Sending, encode, read_messages
 from wirecall.stepping import cancel_all
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 from wirecall.transports.sse import UNFIT, Event, Parser
+
+if TYPE_CHECKING:
+    from wirecall.transports.stdio import Connect, Connection
 
 JSON, EVENTS = "application/json", "text/event-stream"
 SESSION, LAST_EVENT = "mcp-session-id", "last-event-id"
@@ -79,6 +86,20 @@ class McpLink(Link):
     @abstractmethod
     async def listen(self) -> None:
         """Receive what the server sends on its own."""
+
+    def _read(self, text: bytes, exchange: Exchange | None) -> None:
+        """Give answers to the exchange, and requests and notifications to `on_message`."""
+        in_array, messages = read_messages(text)
+        odd = in_array and not (self.revision and self.revision.has_arrays)
+        if in_array and not messages and exchange is not None:
+            exchange.stray = exchange.stray or "an empty array"
+        for message in messages:
+            if isinstance(message, Arrived) and message.method is not UNSET:
+                self.on_message(message)
+            elif exchange is not None:
+                exchange.take(message, odd)
+            else:
+                logger.debug("an answer to no request: %.200r", message)
 
     def _announce(self, exchange: Exchange, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Tell the server that the caller stopped waiting, in tasks of their own: the caller's task is being cancelled."""
@@ -230,20 +251,6 @@ class McpHttpLink(McpLink):
                     break
         return count
 
-    def _read(self, text: bytes, exchange: Exchange | None) -> None:
-        """Give answers to the exchange, and requests and notifications to `on_message`."""
-        in_array, messages = read_messages(text)
-        odd = in_array and not (self.revision and self.revision.has_arrays)
-        if in_array and not messages and exchange is not None:
-            exchange.strays.append("an empty array")
-        for message in messages:
-            if isinstance(message, Arrived) and not message.is_answer:
-                self.on_message(message)
-            elif exchange is not None:
-                exchange.take(message, odd)
-            else:
-                logger.debug("an answer to no request: %.200r", message)
-
     def _can_resume(self, parser: Parser) -> bool:
         return bool(parser.last_id) and self.revision is not None and self.revision.has("http resume")
 
@@ -310,7 +317,7 @@ def _pause(parser: Parser, fruitless: int) -> float:
 
 
 class McpLineLink(LineLink, McpLink):
-    """Lines to one server, and lines from it: a child process, or an app in memory."""
+    """Lines to one server, and lines from it: a child process, or HTTP with SSE."""
 
     is_pipe = True
 
@@ -367,6 +374,72 @@ class McpLineLink(LineLink, McpLink):
                 self.on_message(message)
                 return
         super()._take(message, in_array and not (self.revision and self.revision.has_arrays))
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class McpMemoryLink(McpLink, LocalLink):
+    """Straight into an app of this process: `connect` takes the way back and returns the app's connection.
+
+    The task that sends a message serves it: a task per message would cost as much as the rest of the way. So cancelling it
+    cancels the call, and closing leaves calls in flight to their deadlines.
+    """
+
+    is_pipe = True
+
+    def __init__(self, connect: "Connect", enter: Step, leave: Step) -> None:
+        super().__init__()
+        self._connect = connect
+        self._enter = enter
+        self._leave = leave
+        self._connection: Connection | None = None
+        self._closed = asyncio.Event()
+
+    async def open(self) -> None:
+        if self._connection is None:
+            await self._enter()
+            self._closed.clear()
+            self._connection = self._connect(self._receive)
+
+    async def aclose(self) -> None:
+        self._closed.set()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.aclose()
+            await self._leave()
+
+    async def exchange(self, exchange: Exchange) -> None:
+        if self._connection is None:
+            raise NotSent("the client is closed")
+        exchange.sent, sending = True, Sending()
+        try:
+            answer = self._connection.handle(exchange.data, sending)
+            if answer is not None and not isinstance(answer, bytes):
+                answer = await answer
+            if answer is not None:
+                self._read(answer, exchange)
+        except BaseException:
+            sending.lost()
+            raise
+        sending.written()
+        if exchange.open:  # the server does not answer a call that was cancelled
+            await self._closed.wait()
+            raise ConnectionLost("the client was closed")
+
+    async def post(self, exchange: Exchange) -> bool:
+        """Send a message as it is. Return False: there are no sessions that could be gone."""
+        await self.exchange(exchange)
+        return False
+
+    async def send(self, message: bytes) -> None:
+        await self.exchange(Exchange(message, [], False))
+
+    async def listen(self) -> None:
+        """Do nothing: the server's own messages come by `_receive`."""
+
+    async def _receive(self, message: bytes) -> None:
+        self._read(message, None)
 
 
 # --- HTTP with SSE ---------------------------------------------------------------------------------------------------

@@ -308,7 +308,14 @@ class _Answer(Struct, rename="camel"):
     meta: JsonObject | None = msgspec.field(default=None, name="_meta")
 
 
+class TypedAnswer(_Answer, rename="camel"):
+    """The result of a tool as it came, with its type, which older servers leave out (2026-07-28, basic)."""
+
+    result_type: str = "complete"
+
+
 _decode_answer = msgspec.json.Decoder(_Answer).decode
+decode_typed = msgspec.json.Decoder(TypedAnswer).decode
 
 
 class Called(Struct, frozen=True):
@@ -345,12 +352,13 @@ class Called(Struct, frozen=True):
         return error
 
 
-def read_called(raw: Raw | bytes) -> Called:
+def read_called(raw: Raw | bytes, answer: _Answer | None = None) -> Called:
+    """Return the result of a tool; `answer` is the result if it is decoded already."""
     try:
-        answer = _decode_answer(raw)
+        answer = answer or _decode_answer(raw)
     except UNREADABLE as error:
         raise _misfit(error) from None
-    content = [_block(item) for item in answer.content]
+    content = list(map(_block, answer.content))
     return Called(content, answer.structured_content, answer.is_error is True, answer.meta or {})
 
 
