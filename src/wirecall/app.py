@@ -18,7 +18,7 @@ from wirecall.declarations import Declarations, checks_options, milliseconds
 from wirecall.errors import UsageError
 from wirecall.ledger.base import check_url, open_ledger
 from wirecall.protocol.messages import Data, Id, JsonObject, Limits, Sending
-from wirecall.server.call import ANONYMOUS, Context, Events, Fields, Middleware
+from wirecall.server.call import ANONYMOUS, Context, Events, HttpHeader, Middleware
 from wirecall.server.identity import Identity
 from wirecall.server.method import Done, Execution, Kind, Method, Mode, NotDone, Terms
 
@@ -301,7 +301,7 @@ class App(Declarations):
         key: str | None,
         sending: Sending,
         identity: Identity | None,
-        headers: Fields,
+        headers: HttpHeader,
     ) -> "bytes | Awaitable[bytes | None] | None":
         """Answer a message that came over HTTP: at once, or by the awaitable that is returned."""
         if self._ready is not None:

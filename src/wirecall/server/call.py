@@ -34,7 +34,7 @@ Handler: TypeAlias = Callable[[], object]  # calls the function; returns its res
 Shape: TypeAlias = Callable[[Json], object]  # makes the result of a call from the value of its function
 
 
-class Fields(Protocol):
+class HttpHeader(Protocol):
     """The header of an HTTP request."""
 
     def shown(self) -> Mapping[str, str]:
@@ -56,7 +56,7 @@ class Frame(Struct, eq=False):
     peer: str | None = None  # names an anonymous sender that is the only one of its kind, such as a session or a pipe
     sending: Sending | None = None  # the way of the answers, where a transport watches it
     identity: Identity | None = None  # of the sender, where a token named it
-    headers: Fields | None = None  # of the HTTP request that the message came with
+    headers: HttpHeader | None = None  # of the HTTP request that the message came with
 
     @property
     def whose(self) -> str | None:

@@ -66,9 +66,9 @@ from wirecall.server.call import (
     Context,
     CorrelationId,
     Events,
-    Fields,
     Frame,
     Handler,
+    HttpHeader,
     InputRequired,
     Middleware,
     Next,
@@ -161,7 +161,7 @@ class Dispatcher:
         sending: Sending | None = None,
         peer: str | None = None,
         identity: Identity | None = None,
-        headers: Fields | None = None,
+        headers: HttpHeader | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
         """Return the reply to a message: at once where nothing waits, else as a coroutine, which costs a quarter of a call.
 

@@ -50,7 +50,7 @@ from wirecall.mcp.types import (
 )
 from wirecall.protocol.messages import ErrorObject, JsonObject, Limits, Sending, decode_any, decode_value, encode
 from wirecall.protocol.params import explain
-from wirecall.server.call import Call, ClientInfo, Fields, InputRequired
+from wirecall.server.call import Call, ClientInfo, HttpHeader, InputRequired
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.server.policy import fingerprint
@@ -319,7 +319,7 @@ class Peer(Struct, eq=False):
     key: str | None = None  # from the HTTP header
     position: int | None = None  # in an array
     identity: Identity | None = None  # of the caller, where a token named it
-    headers: Fields | None = None  # of the HTTP request
+    headers: HttpHeader | None = None  # of the HTTP request
     answers: dict[str, JsonObject] = {}  # by the key of their question
     continues: str | None = None  # the state of the round before; None in the first round
     is_committed: bool = False  # the handler has called ctx.commit_point()

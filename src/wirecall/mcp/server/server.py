@@ -47,7 +47,7 @@ from wirecall.mcp.server.tasks import Tasks
 from wirecall.mcp.types import LEVELS, PREFIX, CallTool, Params
 from wirecall.protocol.messages import Envelope, Invalid, JsonObject, Limits
 from wirecall.server.batch import run_batch
-from wirecall.server.call import Fields
+from wirecall.server.call import HttpHeader
 from wirecall.server.identity import Identity
 from wirecall.server.method import Method
 from wirecall.transports.request import HttpError
@@ -116,7 +116,7 @@ class Beside(TypedDict, total=False):
 
     caller: Required[str]
     identity: Identity | None  # of the caller, where a token named it
-    headers: Fields | None  # of the HTTP request
+    headers: HttpHeader | None  # of the HTTP request
     key: str | None  # from the HTTP header
     position: int | None  # in an array
 
@@ -371,7 +371,7 @@ class Server:
         *,
         caller: str,
         identity: Identity | None = None,
-        headers: Fields | None = None,
+        headers: HttpHeader | None = None,
     ) -> list[bytes]:
         """Return the answers to the messages of an array (2025-03-26) in their order, without those that a stream has sent.
 
