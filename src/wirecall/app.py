@@ -442,7 +442,7 @@ class App(Declarations):
                 'where that matters, use ledger="sqlite:PATH"'
             )
 
-    def _connect(self, send: Callable[[bytes], Awaitable[None]]) -> "StdioConnection":
+    def _connect(self, send: Callable[[bytes], Awaitable[None]], *, caller: str = ANONYMOUS) -> "StdioConnection":
         """Return a connection of lines, as on stdio; `client.connect` and the command line open one in memory."""
         from wirecall.mcp.server.lines import PIPE, StdioConnection
 
@@ -450,9 +450,10 @@ class App(Declarations):
         return StdioConnection(
             send,
             self.mcp(),
-            lambda line, sending: self._serving().handle(line, sending=sending, peer=PIPE),
+            lambda line, sending: self._serving().handle(line, caller, sending=sending, peer=PIPE),
             self.registry.methods,
             self.limits,
+            caller,
         )
 
     async def _not_ready(self) -> str | None:

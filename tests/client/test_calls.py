@@ -242,15 +242,34 @@ async def test_a_client_in_memory_calls_as_the_caller_that_is_named() -> None:
     assert ran == ["", "ada", "bob"]  # two names are two callers, and the last call is a retry
 
 
+@pytest.mark.parametrize("revision", ["2025-03-26", "2026-07-28"])
+async def test_an_mcp_client_in_memory_calls_as_the_caller_that_is_named(revision: str) -> None:
+    app = App("shop", ledger="memory:")
+
+    @app.command
+    def take(ctx: Context) -> str:
+        return ctx.caller
+
+    @app.query
+    def look(ctx: Context) -> str:
+        return ctx.caller
+
+    async with (
+        in_memory(app, protocol="mcp", revision=revision) as anonymous,
+        in_memory(app, protocol="mcp", revision=revision, caller="ada") as ada,
+    ):
+        for name in ("take", "look"):
+            assert (await anonymous.call_tool(name)).text == ""
+            assert (await ada.call_tool(name)).text == "ada"
+        async with ada.batch() as batch:  # an array at 2025-03-26
+            calls = [batch.call("tools/call", {"name": name}) for name in ("take", "look")]
+        assert [called.result()["content"][0]["text"] for called in calls] == ["ada", "ada"]
+
+
 @pytest.mark.parametrize("target", ["http://127.0.0.1:1/rpc", [sys.executable]])
 def test_only_an_app_in_memory_takes_the_name_of_its_caller(target: str | list[str]) -> None:
     with pytest.raises(UsageError, match="caller= is for an app in memory"):
         connect(target, caller="ada")
-
-
-def test_an_mcp_client_in_memory_has_no_name() -> None:
-    with pytest.raises(UsageError, match="an MCP client in memory is anonymous"):
-        in_memory(shop(), protocol="mcp", caller="ada")
 
 
 def test_the_callers_of_an_app_with_tokens_are_not_named() -> None:

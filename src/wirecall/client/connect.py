@@ -129,15 +129,10 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     if isinstance(target, Sequence) and not isinstance(target, str):
         child(target)  # raises if it is not a command line
 
-    is_mcp = _protocol(target, protocol) == "mcp"
     if shared.caller:
         if isinstance(target, (str, Sequence)):
             raise UsageError(
                 "caller= is for an app in memory.", "other servers know callers by credentials", "use auth= or headers="
-            )
-        if is_mcp:
-            raise UsageError(
-                "caller= is for JSON-RPC.", "an MCP client in memory is anonymous", "send HTTP requests to app.asgi()"
             )
         if target.access is not None:
             raise UsageError(
@@ -146,7 +141,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
                 "send HTTP requests to app.asgi() with a token of wirecall.testing.auth.AuthorizationServer",
             )
 
-    if is_mcp:
+    if _protocol(target, protocol) == "mcp":
         from wirecall.mcp.client.client import McpClient
         from wirecall.mcp.client.conversation import Settings
         from wirecall.mcp.client.links import McpHttpLink, McpLineLink, McpLink, McpMemoryLink, SsePipe
@@ -158,7 +153,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
         elif isinstance(target, Sequence):
             link = McpLineLink(partial(child, target))
         else:
-            link = McpMemoryLink(target._connect, target._enter, target._leave)
+            link = McpMemoryLink(partial(target._connect, caller=shared.caller or ""), target._enter, target._leave)
         return McpClient(link, Settings(**given), shared)
 
     if names := [name for name, value in given.items() if value is not False]:

@@ -399,7 +399,7 @@ class McpMemoryLink(McpLink, LocalLink):
     async def open(self) -> None:
         if self._connection is None:
             await self._enter()
-            self._closed.clear()
+            self._closed = asyncio.Event()  # of the loop that runs now
             self._connection = self._connect(self._receive)
 
     async def aclose(self) -> None:

@@ -68,8 +68,10 @@ class StdioConnection:
         plain: Plain,
         methods: Container[str],
         limits: Limits,
+        caller: str = ANONYMOUS,
     ) -> None:
         self._server = server
+        self._caller = caller
         self._failure = server.answers.failure
         self._plain = plain
         self._methods = methods  # what plain JSON-RPC serves
@@ -169,7 +171,7 @@ class StdioConnection:
             if ready is not None:
                 return ready if isinstance(ready, bytes) else self._or_error(ready, id, revision)
         outlet = PipeOutlet(self._send, self._stopping, sending)
-        return self._server.answer(message, session, outlet, caller=ANONYMOUS, params=params)
+        return self._server.answer(message, session, outlet, caller=self._caller, params=params)
 
     def _described(self, message: Envelope) -> Params | None:
         """Return the params of a request that describes itself (2026-07-28); None if it does not."""
@@ -191,7 +193,7 @@ class StdioConnection:
     async def _answer_array(self, entries: list[Incoming], sending: Sending) -> bytes | None:
         assert self._session is not None
         outlet = PipeOutlet(self._send, self._stopping, sending)
-        answers = await self._server.answer_array(entries, self._session, outlet, caller=ANONYMOUS)
+        answers = await self._server.answer_array(entries, self._session, outlet, caller=self._caller)
         return make_batch(answers) if answers else None
 
     def _is_mcp(self, message: Envelope) -> bool:
