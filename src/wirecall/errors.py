@@ -219,6 +219,13 @@ class RpcError(WirecallError):
     def ran(self, known: Ran) -> None:
         self._ran = known
 
+    def telling(self, ran: Ran) -> "RpcError":
+        """Return a copy that reports this `ran`. A copy, since the same object may be raised for other calls too."""
+        told = self.data if isinstance(self.data, dict) else {} if self.data is None else {"data": self.data}
+        copy = rebuilt(type(self), self.code, self.message, {**told, "ran": ran})
+        copy.is_remote = self.is_remote
+        return copy
+
     def __reduce__(self) -> tuple[Any, ...]:
         return rebuilt, (type(self), self.code, self.message, self.data)
 

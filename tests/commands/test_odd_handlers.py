@@ -200,6 +200,19 @@ async def test_an_error_of_another_server_does_not_decide_whether_the_command_ra
         assert error(await app.handle(call(method, key="k")))["data"] == {**data, "ran": ran, "replayed": True}
 
 
+async def test_an_error_of_another_server_does_not_say_that_an_unrecorded_command_did_nothing(app: App) -> None:
+    @app.command(key="off")
+    async def put() -> None:
+        raise remote_error(ErrorObject(4020, "not enough money", {"ran": "no"}))
+
+    @app.query
+    async def look() -> None:
+        raise remote_error(ErrorObject(4020, "not enough money", {"ran": "no"}))
+
+    assert error(await app.handle(call("put")))["data"] == {"ran": "unknown"}
+    assert error(await app.handle(call("look")))["data"] == {"ran": "no"}  # a query changes nothing
+
+
 @pytest.mark.parametrize("store", TRANSACTIONAL, indirect=True)
 async def test_an_error_of_another_server_undoes_a_transaction_and_says_so(app: App) -> None:
     @app.command(on_crash="transactional")

@@ -52,9 +52,9 @@ from wirecall.errors import (
     KeyInProgress,
     LedgerUnavailable,
     OtherLoop,
+    Ran,
     RpcError,
     UsageError,
-    rebuilt,
 )
 from wirecall.ledger.base import (
     Claim,
@@ -758,11 +758,10 @@ async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
     except RpcError as error:
         if not call.reached:  # a provider raised it, so the handler did not start
             raise
-        ran = "no" if run.ran == "no" else "yes"
+        ran: Ran = "no" if run.ran == "no" else "yes"
         if error.is_remote and error.ran != ran:
             # Another server, or a client that was asked, reports `ran` of its own part. The answer reports that of this run.
-            told = error.data if isinstance(error.data, dict) else {} if error.data is None else {"data": error.data}
-            error = rebuilt(type(error), error.code, error.message, {**told, "ran": ran})
+            error = error.telling(ran)
         outcome = outcome_of("error", error, run.claim.id)
     run.to(_RETURN)
     return outcome

@@ -39,7 +39,6 @@ from wirecall.errors import (
     ResultMisfit,
     RpcError,
     UsageError,
-    rebuilt,
 )
 from wirecall.ledger.base import RecordId
 from wirecall.logs import failed, logger
@@ -401,11 +400,13 @@ class Dispatcher:
         except BaseException as raised:
             error = raised
             if isinstance(raised, RpcError) and not call.reached and raised.ran != "no":
-                # The middleware refused the call, so it has not run, whatever the code of the error says. A copy, since the
-                # middleware may raise the same object for another call that has run.
-                told = raised.data if isinstance(raised.data, dict) else {} if raised.data is None else {"data": raised.data}
-                error = rebuilt(type(raised), raised.code, raised.message, {**told, "ran": "no"})
-                error.is_remote = raised.is_remote
+                # The middleware refused the call, so it has not run, whatever the code of the error says.
+                error = raised.telling("no")
+                raise error from raised
+            is_unrecorded = call.method.is_command and call.run is None
+            if isinstance(raised, RpcError) and raised.is_remote and raised.ran == "no" and call.reached and is_unrecorded:
+                # Another server, or a client that was asked, reports `ran` of its own part. That of this command is unknown.
+                error = raised.telling("unknown")
                 raise error from raised
             raise self._as_error(call.method.name, call.correlation_id, raised, call.frame.alone) from None
         finally:

@@ -32,7 +32,6 @@ from wirecall.errors import (
     NotCapable,
     ResourceNotFound,
     RpcError,
-    rebuilt,
 )
 from wirecall.logs import failed
 from wirecall.mcp.revisions import Revision
@@ -307,8 +306,7 @@ class Calls:
             # A call without a key has no run that knows of its commit point. A question that is refused behind it comes too
             # late to say that nothing was done.
             if call.key is None and peer.is_committed and error.ran == "no":
-                told = error.data if isinstance(error.data, dict) else {}
-                raise rebuilt(type(error), error.code, error.message, {**told, "ran": "unknown"}) from None
+                raise error.telling("unknown") from None
             raise
         finally:
             peer.close()
