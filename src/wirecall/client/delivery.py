@@ -40,7 +40,7 @@ from wirecall.errors import (
 from wirecall.jsonrpc import make_batch
 from wirecall.protocol.messages import UNREADABLE, decode_value, encode
 from wirecall.protocol.models import wanted
-from wirecall.stepping import Timeouts, cancel_all, first_step
+from wirecall.stepping import Timeouts, cancel_all, first_step, wake
 from wirecall.transports.sse import LONGEST_WAIT
 
 if TYPE_CHECKING:
@@ -458,8 +458,8 @@ class Delivery:
                 entry.fail(ConnectionLost(f"an attempt was lost, and the last one failed: {error}", status=error.status))
             else:
                 error.ran = "unknown"
-        if entry.waiter is not None and not entry.waiter.done():
-            entry.waiter.set_result(None)
+        if entry.waiter is not None:
+            wake(entry.waiter, None)
 
 
 def timed_out(exchange: Exchange, seconds: float) -> CallFailed:
@@ -527,8 +527,7 @@ class Coalescer:
             for entry in entries:
                 if not entry.is_settled:
                     entry.fail(ConnectionLost("the client was closed"))
-                if entry.waiter is not None and not entry.waiter.done():
-                    entry.waiter.set_result(None)
+                wake(entry.waiter, None)
 
     async def aclose(self) -> None:
         """Send what waits; it will find the client closed. Wait for what is in flight to notice."""

@@ -14,6 +14,7 @@ from wirecall.client.exchange import Exchange, LocalLink
 from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, NotSent, Refused
 from wirecall.logs import logger
 from wirecall.protocol.messages import Arrived, Received, Sending, decode_value, read_messages
+from wirecall.stepping import wake
 from wirecall.transports.http_client import HttpAnswer, HttpClient
 
 if TYPE_CHECKING:
@@ -180,8 +181,8 @@ class LineLink:
             exchange = alone[0]
         exchange.take(message, in_array)
         end = self._ends[exchange]
-        if not exchange.open and not end.done():
-            end.set_result(None)
+        if not exchange.open:
+            wake(end, None)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

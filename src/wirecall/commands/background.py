@@ -11,12 +11,13 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from wirecall.commands.run import Run
 from wirecall.errors import UsageError
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State
 from wirecall.logs import logger
+from wirecall.stepping import wake
 
 # Seconds until a ledger that is down is asked again: soon at first, and often enough later.
 FIRST_PAUSE = 0.025
@@ -32,9 +33,6 @@ LEAST_BEAT = 0.01
 
 SWEEP_EVERY = 60.0
 SWEEP_BATCH = 500
-
-
-T = TypeVar("T")
 
 
 class Background:
@@ -179,12 +177,6 @@ class Background:
 
         delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
         self._sweep = asyncio.get_running_loop().call_later(delay, lambda: self.start(sweep()))
-
-
-def wake(future: "asyncio.Future[T]", result: T) -> None:
-    """Give a future its result, unless it has one or was cancelled."""
-    if not future.done():
-        future.set_result(result)
 
 
 def give_back(ledger: Ledger, record: Record) -> Awaitable[bool]:

@@ -22,10 +22,11 @@ from hashlib import sha256
 
 import msgspec
 
-from wirecall.commands.background import Background, wake
+from wirecall.commands.background import Background
 from wirecall.commands.run import Run
 from wirecall.ledger.base import Claim, Delivered, Keyless, Ledger
 from wirecall.protocol.messages import Sending
+from wirecall.stepping import wake
 
 # Seconds after which written answers are marked: ten commands one after another share a commit. An equal call in another
 # process waits for the mark, and does not look again before 0.025 s (`execute.FIRST_POLL`).

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Raw, Struct
 
-from wirecall.commands.background import Background, give_back, wake
+from wirecall.commands.background import Background, give_back
 from wirecall.commands.delivery import Deliveries, keyless_of
 from wirecall.commands.run import (
     NOT_BEGUN,
@@ -73,7 +73,7 @@ from wirecall.ledger.base import (
 from wirecall.logs import logger
 from wirecall.server.call import Call, Context, Handler, InputRequired
 from wirecall.server.method import CannotTell, Done, NotDone
-from wirecall.stepping import settled, start
+from wirecall.stepping import settled, start, wake
 
 # Seconds that a stop waits for handlers that do not heed their cancellation.
 LAST_WORDS = 1.0

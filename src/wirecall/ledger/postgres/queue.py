@@ -33,7 +33,7 @@ from psycopg_pool import AsyncConnectionPool, PoolClosed
 
 from wirecall.ledger.base import MAX_ATTEMPTS, TOMBSTONE_FACTOR, Claim, LedgerDown, Outcome, RecordId
 from wirecall.logs import logger
-from wirecall.stepping import start
+from wirecall.stepping import start, wake
 
 # Seconds to wait for the answer to one statement, and for a free connection.
 PATIENCE = 5.0
@@ -349,8 +349,7 @@ class Queue:
         else:
             found = {row[:3]: row for row in rows}
             for waiting in batch:
-                if not waiting.answer.done():
-                    waiting.answer.set_result(found.get((waiting.id.caller, waiting.id.method, waiting.id.key)))
+                wake(waiting.answer, found.get((waiting.id.caller, waiting.id.method, waiting.id.key)))
 
     def _refuse(self, batch: list[_Waiting], error: LedgerDown) -> None:
         for waiting in batch:

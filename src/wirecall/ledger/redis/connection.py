@@ -30,7 +30,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from wirecall.errors import UsageError
 from wirecall.ledger.base import LedgerDown
 from wirecall.logs import logger
-from wirecall.stepping import start
+from wirecall.stepping import start, wake
 
 PREFIX = "wirecall:"
 OLDEST = (6, 2)
@@ -289,8 +289,7 @@ class Queue:
                 answers = [error] * len(asks)
             finally:
                 for ask, answer in zip(asks, answers, strict=True):
-                    if not ask.answer.done():
-                        ask.answer.set_result(answer)
+                    wake(ask.answer, answer)
         self.senders.discard(asyncio.current_task())  # now, not when the loop gets to it: the next ask must start another
 
 
