@@ -14,15 +14,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.calls import call
 from tests.faults import eventually
+from tests.rsgi import Fields
 from tests.size import sized
 from tests.transports import LONG, PATIENCE, Listening, Served, command, make_server, post, serving
 from wirecall import Limits, UsageError
+from wirecall.protocol.messages import Sending
+from wirecall.transports.http_server import HttpServer
+from wirecall.transports.request import HttpRequest
 from wirecall.transports.serve import Uvicorn, bind, serve, serve_until
 
 SERVERS = ["granian", "uvicorn", "granian-asgi", "uvicorn without httptools"]
@@ -433,6 +437,61 @@ async def test_an_answer_that_a_client_leaves_in_the_middle_is_lost(server: str,
             _, body = await served.post(path)
             assert body.count(b"x") == LONG
             assert await served.hear("answer") == "written"
+
+
+class ClosedAtOnce:
+    """RSGI over a real connection, which client and server have closed by the time the server has taken the last piece."""
+
+    proto, method, path, authority = "http", "POST", "/", None
+    headers = Fields([(b"host", b"localhost"), (b"content-length", b"0")])
+
+    def __init__(self, length: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.reader = socket.create_connection(listener.getsockname())
+            self.writer, _ = listener.accept()
+        self.client = ":".join(map(str, self.reader.getsockname()))
+        self.left = length
+        for end in (self.reader, self.writer):
+            end.setblocking(False)
+
+    async def __call__(self) -> bytes:
+        return b""
+
+    def client_disconnect(self) -> "asyncio.Future[None]":
+        return asyncio.get_running_loop().create_future()
+
+    def response_stream(self, status: int, headers: Any) -> "ClosedAtOnce":
+        return self
+
+    async def send_bytes(self, piece: bytes) -> None:
+        async def read() -> None:
+            unread = len(piece)
+            while unread:
+                unread -= len(await loop.sock_recv(self.reader, unread))
+
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(loop.sock_sendall(self.writer, piece), read())
+        self.left -= len(piece)
+        if not self.left:
+            self.reader.close()
+            self.writer.shutdown(socket.SHUT_RDWR)  # and the process still has the file
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the socket among the files of the process")
+async def test_an_answer_that_was_read_is_written_however_soon_its_connection_closes() -> None:
+    told: list[bool] = []
+
+    async def endpoint(request: HttpRequest) -> None:
+        request.sending = Sending(request.watch)
+        request.sending.listen(told.append)
+        await request.respond(200, b"x" * length)
+
+    length = 1 << 20
+    connection = ClosedAtOnce(length)
+    async with asyncio.timeout(PATIENCE):
+        await HttpServer({"/": endpoint}).__rsgi__(cast(Any, connection), connection)
+    connection.writer.close()
+    assert (connection.left, told) == (0, [True])
 
 
 def reset(connection: socket.socket) -> None:

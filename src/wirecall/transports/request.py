@@ -674,13 +674,16 @@ class RsgiRequest(HttpRequest):
                 await self._stream.send_bytes(piece)
             except RuntimeError as error:
                 raise ConnectionError("the client has left") from error
+        if is_last:
+            # This ends the answer: the server has all of it. To look at the socket now could take a client that has read
+            # the answer and closed the connection for one that has left.
+            self._stream = None
+            return
         self._ahead += len(piece)
         self._due += len(piece)
         if self._ahead > AHEAD:
             self._ahead = 0
             await self._until_ready()
-        if is_last:
-            self._stream = None  # this ends the answer
 
     async def _until_ready(self) -> None:
         """Wait until the kernel has nearly all bytes of the stream and takes more of them."""

@@ -640,7 +640,8 @@ ORDER BY l.caller, l.method, l.key LIMIT %(limit)s
 SELECT state, count(*) FROM wirecall.ledger GROUP BY state
 
 -- name: sweep
--- The clock is read in a subquery: as a volatile function in the condition itself it would keep the index out.
+-- The clock is read in a subquery: as a volatile function in the condition itself it would keep the index out. A list with a
+-- limit is a query of its own: inside of another one it may be made anew for each row, and then it has no limit.
 WITH due AS (
     SELECT caller, method, key, CASE WHEN state = 'running' AND NOT committed THEN 'released' ELSE state END AS state
     FROM wirecall.ledger WHERE expires_at <= (SELECT clock_timestamp()) AND state <> 'unknown'
@@ -662,12 +663,11 @@ WITH due AS (
     FROM due
     WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'running'
     RETURNING 1
+), over AS (
+    SELECT id FROM wirecall.tasks WHERE expires_at <= (SELECT clock_timestamp())
+    ORDER BY expires_at LIMIT %(limit)s - (SELECT count(*) FROM due) FOR UPDATE SKIP LOCKED
 ), forgotten AS (
-    DELETE FROM wirecall.tasks WHERE id IN (
-        SELECT id FROM wirecall.tasks WHERE expires_at <= (SELECT clock_timestamp())
-        ORDER BY expires_at LIMIT %(limit)s - (SELECT count(*) FROM due) FOR UPDATE SKIP LOCKED
-    )
-    RETURNING 1
+    DELETE FROM wirecall.tasks AS t USING over WHERE t.id = over.id RETURNING 1
 )
 SELECT (SELECT count(*) FROM gone) + (SELECT count(*) FROM buried) + (SELECT count(*) FROM lost)
     + (SELECT count(*) FROM forgotten)
