@@ -1,20 +1,30 @@
 """Tasks in PostgreSQL: a few open ones are found among very many records, and a schema of before gets their table."""
 
 import asyncio
+from urllib.parse import quote
 
 import psycopg
 import pytest
+from msgspec import structs
 
 from tests.ledger import ID, LEASE, claim_of, granted, present
 from tests.ledger.contract import TTL
 from tests.ledger.contract.test_handles import forget_schema
 from tests.servers import Store
-from wirecall.ledger.base import Ledger
+from wirecall.ledger.base import Ledger, open_ledger
 from wirecall.ledger.postgres.queue import SQL
 
 pytestmark = pytest.mark.parametrize("store", ["postgres"], indirect=True)
 
 MANY = 5000
+
+# Ways to join that are closed to the server, so that it has to take another one.
+WAYS = [
+    (),
+    ("hashjoin",),
+    ("hashjoin", "mergejoin"),
+    ("hashjoin", "mergejoin", "hashagg", "sort", "indexscan", "indexonlyscan", "bitmapscan", "material"),
+]
 
 
 def fill(db: "psycopg.Connection[tuple[object, ...]]") -> None:
@@ -79,3 +89,18 @@ async def test_a_schema_of_before_gets_the_table_of_tasks(store: Store) -> None:
     assert (await ledger.claim(claim_of(on_crash="rerun"))).attempts == 2
     assert (await present(ledger)).attempts == 2
     await ledger.aclose()
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=len)
+async def test_a_sweep_keeps_to_its_limit_by_every_plan(ways: tuple[str, ...], store: Store) -> None:
+    """A server chooses how it joins by its statistics. Here some ways are closed to it."""
+    closed = " ".join(f"-c enable_{way}=off" for way in ways)
+    ledger = await open_ledger(f"{store.url}{'&' if '?' in store.url else '?'}options={quote(closed)}")
+    try:
+        for number in range(8):
+            record = await granted(ledger, structs.replace(ID, key=str(number)))
+            assert await ledger.begin_task(record.token, f"task-{number}", b"{}", TTL)
+            store.age_task(f"task-{number}", TTL + 1)
+        assert [await ledger.sweep(limit=3) for _ in range(4)] == [3, 3, 2, 0]
+    finally:
+        await ledger.aclose()
