@@ -33,12 +33,16 @@ async def served(app: App, **options: Any) -> AsyncIterator[tuple[str, "asyncio.
 
 async def refuses(address: str) -> None:
     """Wait until no further connection comes in."""
-    with suppress(ConnectionRefusedError):
-        while True:
+    while True:
+        try:
             _, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
-            writer.close()
-            with suppress(ConnectionError):
-                await writer.wait_closed()
+        except ConnectionRefusedError:
+            return
+        except ConnectionResetError:  # it was still waiting when the server closed its socket
+            continue
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 @every_server
