@@ -256,12 +256,12 @@ class Signature:
 
     def caller(self, function: Callable[..., T]) -> Callable[[Raw | UnsetType], T]:
         """Return a function that decodes raw params and calls another one with them, as a simple function is called."""
-        called = function
-        if self._modelled:
-            called = lambda *args: function(*self._decode_models(self._named, _completed(args)))  # noqa: E731
-        elif self._has_dataclasses:
-            called = lambda *args: function(*_completed(args))  # noqa: E731
 
+        def complete(*args: object) -> T:
+            given = _completed(args)
+            return function(*(self._decode_models(self._named, given) if self._modelled else given))
+
+        called = complete if self._modelled or self._has_dataclasses else function
         # Up to three arguments are spelled out: to unpack a tuple takes a tenth of a plain query.
         spelled: list[Callable[[Any], T]] = [
             lambda _: called(),
