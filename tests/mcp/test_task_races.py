@@ -13,7 +13,7 @@ from tests.mcp.test_task_rules import BOOL, OVER, get, start, talk, until
 from tests.servers import DURABLE, Store
 from tests.size import sized
 from wirecall import App, Context
-from wirecall.ledger.base import RecordId
+from wirecall.ledger.base import Claim, Record, RecordId
 from wirecall.server.call import ANONYMOUS
 
 ROUNDS = sized(small=6, full=200)
@@ -81,6 +81,36 @@ async def test_a_task_is_cancelled_or_completed_and_its_effect_agrees(store: Sto
             assert (name in desk.effects) == (told["status"] == "completed"), told
             assert (await get(canceller, task))["status"] == told["status"]
     assert len(desk.effects) == len(set(desk.effects))
+
+
+@pytest.mark.parametrize("store", DURABLE, indirect=True)
+async def test_a_task_that_another_server_has_cancelled_does_not_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer comes first, but the claim of the next leg reaches the ledger after the record was given back."""
+    desk, claims, gate = Desk(store), asyncio.Queue[Claim](), asyncio.Event()
+    async with AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(talk(app)) for app in desk.apps]
+        task = await start(first, "ask", {"name": "n"})
+        await until(first, task, "input_required")
+        ledger = await desk.apps[0].ledger()
+        inner = ledger.claim
+
+        async def late_claim(claim: Claim) -> Record:
+            claims.put_nowait(claim)
+            await gate.wait()
+            return await inner(claim)
+
+        monkeypatch.setattr(ledger, "claim", late_claim)
+        given = {"sure": {"action": "accept", "content": {"sure": True}}}
+        await first.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
+        claim = await claims.get()
+        await second.result("tasks/cancel", {"taskId": task["taskId"]})
+        await until(second, task, "cancelled")
+        gate.set()
+        while desk.apps[0].mcp().tasks.works:
+            await get(first, task)
+        assert (await get(first, task))["status"] == "cancelled"
+        assert await ledger.get(claim.id) is None
+    assert desk.effects == []
 
 
 # In SQLite a handler's transaction locks the file, so its task cannot be adopted.

@@ -127,7 +127,14 @@ class Work:
     async def begin(self, run: Running) -> bool:
         assert isinstance(run, Run)
         self.run = run
-        if not self.at_once or self.is_handed_over:
+        if self.is_handed_over:
+            # Another process may have ended the task, and given its record back, before this one claimed it: then the claim
+            # made a new record, for a task that is over.
+            known = await (await self._tasks.ledger()).task(self.id)
+            if known is None or known.is_over:
+                raise LostLease(f"task {self.id} has ended")
+            return True
+        if not self.at_once:
             return True
         has_place = self._tasks.has_place
         known = await (await self._tasks.ledger()).task_of(run.claim.id) if run.attempt > 1 else None
