@@ -46,7 +46,7 @@ FLIGHTS = 64
 READS = ["sqlite bare read", "sqlite replay", "query, memory", "query, sqlite open"]
 
 # What should cost the same: so many pairs of rounds, of so many commands each.
-PAIRS = 30
+PAIRS = 60
 PAIRED = 10 * FLIGHTS
 
 numbers = count(time.time_ns())  # a server has the records of the starts before

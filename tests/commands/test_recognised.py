@@ -16,9 +16,9 @@ from tests.ledger import LEASE, claim_of, outcome_of
 from tests.mcp.asgi import PATIENCE
 from tests.servers import Store
 from wirecall import App, Context, DomainError
-from wirecall.commands.delivery import keyless_of
+from wirecall.commands.delivery import origin_of
 from wirecall.errors import Busy
-from wirecall.ledger.base import Ledger, Record, RecordId
+from wirecall.ledger.base import Keyless, Ledger, Record, RecordId
 
 FIRST = Told({"charged": 5, "number": 1})
 SECOND = Told({"charged": 5, "number": 2})
@@ -334,7 +334,9 @@ async def test_a_repetition_that_runs_in_place_of_the_first_is_recognised_if_it_
 
 async def die(ledger: Ledger, store: Store, *, ago: float, done: bool, **fields: Any) -> Record:
     """A call of another process, which died when its handler ran, or before its answer was written."""
-    keyless = keyless_of("caller alice", "charge", PRINT, 120)
+    origin = origin_of("alice", None, "charge")
+    assert origin is not None
+    keyless = Keyless(origin + PRINT[:8], 120)
     id = RecordId("alice", "charge", keyless.make_key(os.urandom(16)))
     record = await ledger.claim(claim_of(id, fingerprint=PRINT, keyless=keyless, **fields))
     if done:

@@ -84,7 +84,7 @@ async def test_a_task_is_cancelled_or_completed_and_its_effect_agrees(store: Sto
 
 
 @pytest.mark.parametrize("store", DURABLE, indirect=True)
-async def test_a_task_that_another_server_has_cancelled_does_not_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_task_that_another_server_cancelled_does_not_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer comes first, but the claim of the next leg reaches the ledger after the record was given back."""
     desk, claims, gate = Desk(store), asyncio.Queue[Claim](), asyncio.Event()
     async with AsyncExitStack() as stack:

@@ -16,6 +16,7 @@
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -24,8 +25,9 @@ import msgspec
 
 from wirecall.commands.background import Background
 from wirecall.commands.run import Run
-from wirecall.ledger.base import Claim, Delivered, Keyless, Ledger
+from wirecall.ledger.base import Claim, Delivered, Ledger
 from wirecall.protocol.messages import Sending
+from wirecall.server.call import ANONYMOUS
 from wirecall.stepping import wake
 
 # Seconds after which written answers are marked: ten commands one after another share a commit. An equal call in another
@@ -37,16 +39,11 @@ MARK_AFTER = 0.02
 NOTICED_AFTER = 0.25
 
 
-def keyless_of(whose: str | None, method: str, fingerprint: bytes, window: float) -> Keyless:
-    """Return what a call without a key is compared by. `whose` is None where two callers could be mistaken for one."""
-    # It is short, since the key holds it too. If 8 bytes do not tell two params apart, their fingerprints do: the call is
-    # refused with a conflict, and never gets the other answer.
-    return Keyless(None if whose is None else _origin(whose, method) + fingerprint[:8], window)
-
-
 @lru_cache(maxsize=1024)
-def _origin(whose: str, method: str) -> bytes:
-    return sha256(f"{whose}\0{method}".encode(errors="surrogatepass")).digest()[:10]
+def origin_of(caller: str, peer: str | None, method: str) -> bytes | None:
+    """Return the digest of a method and the one sender that can repeat its calls; None: there may be several."""
+    sender = peer if caller == ANONYMOUS else f"caller {caller}"
+    return None if sender is None else sha256(f"{sender}\0{method}".encode(errors="surrogatepass")).digest()[:10]
 
 
 class Deliveries:
@@ -55,31 +52,28 @@ class Deliveries:
     def __init__(self, background: Background) -> None:
         self._background = background
         # By likeness and key: answers on their way, or written and not marked yet. None: no transport watches the answer.
-        self._not_lost: dict[bytes, dict[str, Sending | None]] = {}
+        self._not_lost: defaultdict[bytes, dict[str, Sending | None]] = defaultdict(dict)
         self.lost: dict[bytes, list[Delivered]] = {}  # not marked yet
         self.doubtful: dict[bytes, dict[str, asyncio.Future[None]]] = {}  # lost before their claims were answered
-        self._written: list[Run] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._written: list[Claim] = []  # their claims; not marked yet
+        self._timer: asyncio.TimerHandle | None = None  # set while there are some
+        self._ledger: Ledger | None = None  # their ledger
 
-    def begin(self, keyless: Keyless, key: str, sending: Sending | None) -> bool:
-        """Note that an answer is on its way, or its claim, from the record with this key; return whether equal ones are."""
-        likeness = keyless.likeness
-        if likeness is None:
+    def begin(self, claim: Claim, sending: Sending | None) -> bool:
+        """Note that a claim, or the answer from its record, is on its way; return whether equal ones are."""
+        if claim.keyless is None or (likeness := claim.keyless.likeness) is None:
             return False
-        keys = self._not_lost.get(likeness)
-        if keys is None:
-            self._not_lost[likeness] = {key: sending}
-            return False
-        keys[key] = sending
+        keys = self._not_lost[likeness]
+        keys[claim.id.key] = sending
         return len(keys) > 1
 
-    async def notice(self, keyless: Keyless, sending: Sending | None) -> None:
+    async def notice(self, claim: Claim, sending: Sending | None) -> None:
         """Give the transports of equal calls a moment to notice that their callers have left.
 
         `sending` is the way of the answer to the call that waits: no call waits for the others of its own message, nor when
         its own caller has left. Where no transport watches, a caller that leaves is noticed at once.
         """
-        if keyless.likeness is None:
+        if claim.keyless is None or claim.keyless.likeness is None:
             return
         loop, noticed = asyncio.get_running_loop(), []
 
@@ -87,7 +81,7 @@ class Deliveries:
             for future in futures:
                 wake(future, None)
 
-        for other in self._not_lost.get(keyless.likeness, {}).values():
+        for other in self._not_lost.get(claim.keyless.likeness, {}).values():
             if other is not None and other is not sending and not other.is_written:
                 noticed.append(loop.create_future())
                 other.listen(partial(end, noticed[-1:]))
@@ -112,39 +106,39 @@ class Deliveries:
         beside = frozenset(self._not_lost.get(keyless.likeness, ()))
         return msgspec.structs.replace(claim, keyless=msgspec.structs.replace(keyless, beside=beside))
 
-    def doubt(self, keyless: Keyless, key: str) -> None:
-        """Note that a caller has left while its claim, with this key, is on its way."""
-        if keyless.likeness is not None:
-            self.forget(keyless, key)
-            self.doubtful.setdefault(keyless.likeness, {}).setdefault(key, asyncio.get_running_loop().create_future())
+    def doubt(self, claim: Claim) -> None:
+        """Note that a caller has left while its claim is on its way."""
+        if claim.keyless is not None and (likeness := claim.keyless.likeness) is not None:
+            self.forget(claim)
+            answered = asyncio.get_running_loop().create_future()
+            self.doubtful.setdefault(likeness, {}).setdefault(claim.id.key, answered)
 
-    def settle(self, keyless: Keyless, key: str) -> None:
+    def settle(self, claim: Claim) -> None:
         """Note that the ledger has answered that claim."""
-        if keyless.likeness is None:
+        if claim.keyless is None or (likeness := claim.keyless.likeness) is None:
             return
-        if (doubtful := self.doubtful.get(keyless.likeness)) and key in doubtful:
-            doubtful.pop(key).set_result(None)
+        if (doubtful := self.doubtful.get(likeness)) and claim.id.key in doubtful:
+            doubtful.pop(claim.id.key).set_result(None)
             if not doubtful:
-                del self.doubtful[keyless.likeness]
+                del self.doubtful[likeness]
 
     def note_written(self, run: Run) -> None:
         """Note that the answer that is this run's to give has arrived; the mark follows with those of others."""
         if run.is_open:  # the ledger has no such record yet
-            assert run.keyless is not None and run.answers is not None
-            self.forget(run.keyless, run.answers.key)
+            self.forget(run.claim)
             return
-        self._written.append(run)
+        self._written.append(run.claim)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
+            self._ledger, self._timer = run.ledger, asyncio.get_running_loop().call_later(MARK_AFTER, self.flush)
 
     def note_lost(self, run: Run) -> None:
         """Mark that the answer that is this run's to give is lost."""
-        ledger, keyless, id = run.ledger, run.keyless, run.answers
-        assert ledger is not None and keyless is not None and id is not None
-        self.forget(keyless, id.key)
+        ledger, keyless, end = run.ledger, run.claim.keyless, Delivered(run.claim.id, run.claim.nonce, "undelivered")
+        assert ledger is not None and keyless is not None
+        self.forget(run.claim)
         if run.is_open:  # the ledger hears of a loss after the commit
             return
-        likeness, end = keyless.likeness, Delivered(id, run.claim.nonce, "undelivered")
+        likeness = keyless.likeness
         if likeness is not None:
             self.lost.setdefault(likeness, []).append(end)
 
@@ -161,29 +155,27 @@ class Deliveries:
 
     def flush(self) -> None:
         """Mark the written answers now."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        written, self._written = self._written, []
-        if not written:
+        if self._timer is None:
             return
-        ledger = written[0].ledger
+        self._timer.cancel()
+        self._timer = None
+        written, self._written, ledger = self._written, [], self._ledger
         assert ledger is not None
-        ends = [Delivered(run.answers, run.claim.nonce, "written") for run in written if run.answers is not None]
+        ends = [Delivered(claim.id, claim.nonce, "written") for claim in written]
 
         async def mark() -> None:
             try:
                 await self._background.persist(partial(ledger.deliver, ends))
             finally:
-                for run, end in zip(written, ends, strict=True):
-                    if run.keyless is not None:
-                        self.forget(run.keyless, end.id.key)
+                self.forget(*written)
 
         self._background.start(mark())
 
-    def forget(self, keyless: Keyless, key: str) -> None:
-        """Note that an answer is not on its way any more, or not from the record with this key."""
-        if keyless.likeness is not None and (keys := self._not_lost.get(keyless.likeness)):
-            keys.pop(key, None)
-            if not keys:
-                del self._not_lost[keyless.likeness]
+    def forget(self, *claims: Claim) -> None:
+        """Note that neither claims nor their answers are on their way any more."""
+        for claim in claims:
+            if claim.keyless is not None and (likeness := claim.keyless.likeness) is not None:
+                keys = self._not_lost[likeness]
+                keys.pop(claim.id.key, None)
+                if not keys:
+                    del self._not_lost[likeness]

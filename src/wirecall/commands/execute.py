@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from wirecall.commands.background import Background, give_back
-from wirecall.commands.delivery import Deliveries, keyless_of
+from wirecall.commands.delivery import Deliveries, origin_of
 from wirecall.commands.run import (
     NOT_BEGUN,
     RETRY_AFTER_MS,
@@ -115,10 +115,14 @@ class Commands:
         keyless: Keyless | None = None
         nonce = os.urandom(16)
         if call.key is None:
-            keyless = keyless_of(frame.whose, call.record, call.fingerprint, terms.loss_window)
+            # The likeness is short, since the key holds it too. If 8 bytes do not tell two params apart, their fingerprints
+            # do: the call is refused with a conflict, and never gets the other answer.
+            origin = origin_of(frame.caller, frame.peer, call.record)
+            keyless = Keyless(None if origin is None else origin + call.fingerprint[:8], terms.loss_window)
             call.key = keyless.make_key(nonce)
             if peer is not None:
                 peer.named(call.key)
+        follows = None if peer is None else peer.continues
         claim = Claim(
             id=RecordId(frame.caller, call.record, call.key),
             fingerprint=call.fingerprint,
@@ -128,11 +132,11 @@ class Commands:
             on_crash=terms.on_crash,
             # A task counts as past its commit point when its handler starts: until then any process may take it over.
             committed=not terms.commit_point and not (call.task is not None and call.task.at_once),
-            continues=peer is not None and peer.continues is not None,
+            continues=follows is not None,
             alone=frame.alone,
             keyless=None if loop is None else keyless,  # without a loop there is no transport that could lose the answer
         )
-        run = call.run = Run(method, claim, loop, peer.continues if peer is not None else None, task=call.task)
+        run = call.run = Run(method, claim, loop, follows, call.task, frame.sending)
         return self._run(call, run, handler)
 
     def _sent(self, run: Run, call: Call, written: bool) -> None:
@@ -142,26 +146,25 @@ class Commands:
         if call.frame.reported and not written:
             self._report(call, Gone("the answer did not reach its caller"))
         run.is_lost = not written
-        if run.answers is not None:
+        if run.answers:
             (self._deliveries.note_written if written else self._deliveries.note_lost)(run)
-        elif run.is_lost and run.keyless is not None:
-            self._deliveries.doubt(run.keyless, run.claim.id.key)
+        elif run.is_lost:
+            self._deliveries.doubt(run.claim)
 
     async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
         """Run the command of a claim, or answer with the outcome of an earlier run."""
         # Step 1: without a key, the answer is on its way from here on, before its claim is: equal calls that come meanwhile
         # are new ones, and need not wait for its record.
-        id, keyless, deliveries = run.claim.id, run.claim.keyless, self._deliveries
-        if keyless is not None:
-            run.keyless, run.sending = keyless, (sending := call.frame.sending)
-            run.has_equals = deliveries.begin(keyless, id.key, sending)
-            if sending is not None:
-                sending.listen(partial(self._sent, run, call))
+        claim, deliveries = run.claim, self._deliveries
+        if claim.keyless is not None:
+            run.has_equals = deliveries.begin(claim, run.sending)
+            if run.sending is not None:
+                run.sending.listen(partial(self._sent, run, call))
         try:
             # Step 2: whose run is it? Another run answers for this call, or the ledger has granted the record.
             try:
-                if run.has_equals and keyless is not None:
-                    await deliveries.notice(keyless, run.sending)
+                if run.has_equals:
+                    await deliveries.notice(claim, run.sending)
                     if run.is_lost:  # a repetition has overtaken it, or will come
                         raise in_progress()
                 found = await self._claim(run)
@@ -228,18 +231,18 @@ class Commands:
         except (asyncio.CancelledError, KeyInProgress, LedgerUnavailable):
             # A caller that cancels, whose time is over, or that shall come again has not got the outcome, whatever is sent
             # to it afterwards.
-            if keyless is not None:
+            if claim.keyless is not None:
                 self._sent(run, call, False)
                 run.is_left = True
             raise
         finally:
-            if keyless is not None:
-                # Where no transport watches the answer, it arrives now.
-                if run.sending is None and run.answers is not None and not run.is_left:
+            if claim.keyless is not None:
+                if not run.answers:  # no record that is this run's has its key
+                    deliveries.forget(run.claim)
+                elif run.sending is None and not run.is_left:  # where no transport watches the answer, it arrives now
                     deliveries.note_written(run)
-                if run.answers != id:  # there is no record with this key
-                    deliveries.settle(keyless, id.key)
-                    deliveries.forget(keyless, id.key)
+                if run.is_lost:
+                    deliveries.settle(run.claim)
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Belong to the running loop. The runs of a loop that is closed never end, so they are forgotten."""
@@ -267,7 +270,7 @@ class Commands:
             ending = error
         if run.is_open:
             run.is_open = False
-            if run.is_lost and run.answers is not None:
+            if run.is_lost and run.answers:
                 self._deliveries.note_lost(run)
         self._land(run, outcome)
         if call.frame.reported:
@@ -290,7 +293,7 @@ class Commands:
     async def _claim(self, run: Run) -> Outcome | None:
         """Return the outcome of another run of this command; None if the ledger grants the command to this run."""
         # Step 1: duplicates in this process wait for the first.
-        fingerprint = run.claim.fingerprint
+        fingerprint, is_keyless = run.claim.fingerprint, run.claim.keyless is not None
         mine = Flight(fingerprint)
         # `setdefault` is one step: threads without an event loop may come at the same moment.
         while (first := self._flights.setdefault(run.claim.id, mine)) is not mine:
@@ -326,7 +329,7 @@ class Commands:
             patience, delay = run.method.terms.wait, FIRST_POLL
             while True:
                 try:
-                    if run.keyless is not None and (run.has_equals or self._deliveries.lost or self._deliveries.doubtful):
+                    if is_keyless and (run.has_equals or self._deliveries.lost or self._deliveries.doubtful):
                         run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                     if ledger.is_tidy or run.loop is None:
                         record = await ledger.claim(run.claim)
@@ -349,11 +352,9 @@ class Commands:
                     raise unavailable(error) from error
                 if record.fingerprint != fingerprint:
                     raise KeyConflict(ran="no")
-                if run.keyless is None or self._answers(run, record):
-                    if record.id != run.claim.id:
-                        # The call repeats one whose answer was lost: from here on it has the key of that call.
+                if not is_keyless or self._answers(run, record):
+                    if run.flight != run.claim.id:  # the call has taken the key of an earlier one
                         self._land(run, None)
-                        run.claim = msgspec.structs.replace(run.claim, id=record.id)
                         run.hear(RunEvent.LEAD)
                         return await self._claim(run)
                     if is_mine := run.holds(record):
@@ -366,7 +367,7 @@ class Commands:
                 # A caller that has left is not waited for: its repetition may come before the other run ends.
                 if patience <= 0 or run.loop is None or run.is_lost or self._background.closing:
                     raise in_progress()
-                run.has_equals = run.keyless is not None  # here or in another process
+                run.has_equals = is_keyless  # here or in another process
                 await asyncio.sleep(min(delay, patience))
                 patience -= delay
                 delay = min(2 * delay, LAST_POLL)
@@ -405,19 +406,21 @@ class Commands:
             self._land(run, None)
 
     def _answers(self, run: Run, record: Record) -> bool:
-        """Return whether this run, which has no key, is to give the answer of a record: only its deliverer does."""
-        if record.deliverer != run.claim.nonce:
-            run.answers = None
-            return False
-        run.answers = record.id
-        assert run.keyless is not None
-        if record.id != run.claim.id:
-            self._deliveries.begin(run.keyless, record.id.key, run.sending)
-        if run.is_lost:  # while the claim was on its way
-            self._deliveries.note_lost(run)
-        if self._deliveries.doubtful:
-            self._deliveries.settle(run.keyless, run.claim.id.key)
-        return True
+        """Return whether this run, which has no key, is to give the answer of a record: only its deliverer does.
+
+        If the call repeats one whose answer was lost, it has the key of that call from here on.
+        """
+        claim = run.claim
+        run.answers = record.deliverer == claim.nonce
+        if run.answers:
+            if record.id != claim.id:
+                run.claim = msgspec.structs.replace(claim, id=record.id)
+                self._deliveries.begin(run.claim, run.sending)
+                self._deliveries.forget(claim)
+            if run.is_lost:  # while the claim was on its way
+                self._deliveries.note_lost(run)
+                self._deliveries.settle(claim)
+        return run.answers
 
     def _land(self, run: Run, outcome: Outcome | None) -> None:
         """Wake the duplicates. A run may end in a thread without an event loop, so their loop is woken the safe way."""
@@ -546,21 +549,20 @@ class Commands:
         if self._background.closing:
             raise stopping(run)
         ledger: Any = run.ledger
-        terms = run.method.terms
+        terms, is_keyless = run.method.terms, run.claim.keyless is not None
         for _ in range(TRIES):
             try:
                 _check_cancelled(run)  # while the store undid the last try
                 run.to(RunEvent.FOLLOW)  # another run may have to be waited for
-                if run.keyless is not None and (run.has_equals or self._deliveries.lost or self._deliveries.doubtful):
+                if is_keyless and (run.has_equals or self._deliveries.lost or self._deliveries.doubtful):
                     run.claim = await self._deliveries.look(ledger, run.claim, lambda: run.is_lost)
                 async with ledger.transaction(run.claim, terms.wait) as transaction:
                     record, run.is_open = transaction.record, True
                     if record.fingerprint != run.claim.fingerprint:
                         raise KeyConflict(ran="no")
-                    if run.keyless is not None and not self._answers(run, record):
+                    if is_keyless and not self._answers(run, record):
                         raise in_progress()
-                    if record.id != run.claim.id:
-                        run.claim = msgspec.structs.replace(run.claim, id=record.id)
+                    if run.claim.id.key != call.key:
                         _recognised(call, run)
                     if not run.holds(record):
                         if record.state is not State.RUNNING:
@@ -577,7 +579,7 @@ class Commands:
                     return outcome, False
             except TryAgain:
                 run.hear(RunEvent.UNDO)
-                run.answers = None
+                run.answers = False
                 if run.is_lost:  # its repetition may have come first
                     raise in_progress() from None
                 run.claim = msgspec.structs.replace(run.claim, nonce=os.urandom(16))

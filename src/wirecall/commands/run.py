@@ -40,7 +40,6 @@ from wirecall.errors import (
 from wirecall.ledger.base import (
     Claim,
     CommitUnknown,
-    Keyless,
     Ledger,
     LedgerDown,
     Locked,
@@ -229,7 +228,9 @@ class Run(Struct, eq=False):
     method: "Method"
     claim: Claim
     loop: asyncio.AbstractEventLoop | None  # None: without an event loop, so nothing may wait
-    follows: str | None = None  # the state of the leg before, in a call of several rounds
+    follows: str | None  # the state of the leg before, in a call of several rounds
+    task: Detachable | None  # where the call can become a task
+    sending: Sending | None  # the way of the answer; None: no transport watches it
     state: RunState = RunState.CLAIMING
     ledger: Ledger | None = None
     record: Record | None = None  # as the ledger granted it
@@ -237,14 +238,11 @@ class Run(Struct, eq=False):
     attempt: int = 1
     fence: int = 0
     db: object = None
-    keyless: Keyless | None = None  # of a call without a client's key, which is compared with others
-    sending: Sending | None = None  # and the way of its answer; None: no transport watches it
-    has_equals: bool = False  # and answers to equal calls are on their way
-    answers: RecordId | None = None  # and the record whose answer is this run's to give
+    has_equals: bool = False  # without a client's key: answers to equal calls are on their way
+    answers: bool = False  # and the answer of its record is this run's to give
     is_lost: bool = False  # and its caller has not got the answer
     is_open: bool = False  # and the ledger cannot mark it yet: the record is in an open transaction
     is_left: bool = False  # nor will get it: whatever its caller is sent now is not the outcome
-    task: Detachable | None = None  # where the call can become a task
     flight: RecordId | None = None  # under which its duplicates in this process wait for it
     ended: asyncio.Future[Raw] | None = None  # the caller awaits it, while the run has a task of its own
 

@@ -58,11 +58,6 @@ class Frame(Struct, eq=False):
     identity: Identity | None = None  # of the sender, where a token named it
     headers: HttpHeader | None = None  # of the HTTP request that the message came with
 
-    @property
-    def whose(self) -> str | None:
-        """The one sender that can repeat the calls of the message; None: there may be several."""
-        return self.peer if self.caller == ANONYMOUS else f"caller {self.caller}"
-
 
 class Running(Protocol):
     """The run of a command, as far as a handler's context shows it."""

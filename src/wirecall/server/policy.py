@@ -51,7 +51,7 @@ class Policy(Struct, frozen=True):
 
 def needs_key(method: "Method", mode: "Mode") -> bool:
     """Return whether a call over JSON-RPC is refused without a key. In production only key="auto" allows it (P4)."""
-    return method.key in ("required", "ask") or (mode == "production" and method.key != "auto")
+    return method.key != "auto" and (mode == "production" or method.key in ("required", "ask"))
 
 
 def identify(params: Raw | UnsetType, *beside: object, position: int | None = None) -> tuple[str | None, bytes | None]:
