@@ -43,9 +43,11 @@ class Policy(Struct, frozen=True):
         if method.is_command:
             beside = UNSET if frame.key is None else frame.key
             key, identity = identify(message.params, beside, position=method.signature.key_position)
-            if key is None and needs_key(method, self.mode):
-                raise KeyRequired(f"a command needs params.{KEY}: one value per intent, the same on every retry", ran="no")
-            keyless = key is None and method.key != "off"
+            if key is None:
+                if needs_key(method, self.mode):
+                    reason = f"a command needs params.{KEY}: one value per intent, the same on every retry"
+                    raise KeyRequired(reason, ran="no")
+                keyless = method.key != "off"
         return Call(method, frame, message.id, message.params, method.name, position, key, keyless, identity)
 
 
@@ -65,8 +67,7 @@ def identify(params: Raw | UnsetType, *beside: object, position: int | None = No
     # A look at the bytes spares most params without a key the decode. An escape (\u) may hide the name. (`in` would take
     # many times as long as `find`: it tries whether the left side is a number.)
     times_named, is_escaped = text.count(_QUOTED_KEY), text.find(b"\\u") >= 0
-    may_hold_key = position is not None if text.startswith(b"[") else times_named > 0 or is_escaped
-    if not may_hold_key and beside.count(UNSET) == len(beside):
+    if not times_named and not is_escaped and position is None and beside.count(UNSET) == len(beside):
         return None, None
     value = _decode_exact(text)
     among: object = UNSET
