@@ -5,6 +5,7 @@ is in test_losses.
 """
 
 import asyncio
+import json
 import os
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.servers import Store
 from wirecall import App, Context, DomainError
 from wirecall.commands.delivery import origin_of
 from wirecall.errors import Busy
-from wirecall.ledger.base import Keyless, Ledger, Record, RecordId
+from wirecall.ledger.base import Claim, Keyless, Ledger, Record, RecordId
 
 FIRST = Told({"charged": 5, "number": 1})
 SECOND = Told({"charged": 5, "number": 2})
@@ -248,6 +249,28 @@ async def test_a_repetition_that_shall_come_again_has_not_got_the_answer(app: Ap
     await finish(app, world)
     assert await alice.call("charge", PARAMS) == REPLAY
     assert world.effects == [5]
+
+
+async def test_a_lost_error_of_a_call_that_has_no_record_holds_up_no_other(
+    app: App, alice: Wire, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger has not answered the claim, and will not: a repetition must not wait for that."""
+    app.command(name="charge")(world.charge)
+    app.query(name="text")(lambda: "a" * 1_000_000)  # in one message with it, so that the caller can leave in the middle
+    ledger = await app.ledger()
+
+    async def broken(claim: Claim) -> Record:
+        raise ValueError("a fault of the store")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "claim", broken)
+        lost = alice.post([alice.message("charge", PARAMS, 1), alice.message("text", {}, 2)])
+        lost.pause()
+        await lost.is_full()
+        await lost.leave()
+        with pytest.raises(json.JSONDecodeError):
+            await lost.told()
+    assert await alice.call("charge", PARAMS) == FIRST
 
 
 async def test_a_recorded_error_is_repeated(app: App, alice: Wire, world: World) -> None:

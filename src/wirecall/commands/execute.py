@@ -148,7 +148,7 @@ class Commands:
         run.is_lost = not written
         if run.answers:
             (self._deliveries.note_written if written else self._deliveries.note_lost)(run)
-        elif run.is_lost:
+        elif run.is_lost and not run.is_left:
             self._deliveries.doubt(run.claim)
 
     async def _run(self, call: Call, run: Run, handler: Handler) -> Raw:
@@ -237,7 +237,8 @@ class Commands:
             raise
         finally:
             if claim.keyless is not None:
-                if not run.answers:  # no record that is this run's has its key
+                if not run.answers:  # whatever its caller is sent now is not the outcome of a record
+                    run.is_left = True
                     deliveries.forget(run.claim)
                 elif run.sending is None and not run.is_left:  # where no transport watches the answer, it arrives now
                     deliveries.note_written(run)
