@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from tests.client.peers import Peer, answers, http, served
 from tests.ports import free_port
@@ -123,6 +123,34 @@ async def test_params_that_cannot_be_sent_fail_before_sending() -> None:
         with pytest.raises(UsageError, match="params of type int"):
             await client.call("price", 7)  # type: ignore[call-overload]
         assert await client.call("price", ["tea"], type=Price) == Price("tea", 300)
+
+
+@pytest.mark.parametrize("key", [None, "k-1", True, False])
+async def test_a_struct_travels_as_it_is_in_json_with_and_without_a_key(key: str | bool | None) -> None:
+    """Its members have the names that it gives them in JSON, its tag is one of them, and what is UNSET is left out."""
+    app = App("shop")
+
+    class Order(Struct, rename="camel", tag_field="kind", tag="order"):
+        order_id: int
+        note: str | UnsetType = UNSET
+
+    @app.command
+    def place(kind: str, orderId: int, note: str = "none") -> list[Any]:  # noqa: N803
+        return [kind, orderId, note]
+
+    async with connect(app) as client:
+        assert await client.call("place", Order(7), key=key) == ["order", 7, "none"]
+
+
+async def test_a_struct_that_travels_as_an_array_has_no_place_for_a_key() -> None:
+    class Pair(Struct, array_like=True):
+        sku: str
+        number: int
+
+    async with connect(shop()) as client:
+        assert await client.call("stock.add", Pair("tea", 3)) == 3
+        with pytest.raises(UsageError, match="a key needs params by name"):
+            await client.call("stock.add", Pair("tea", 3), key="k-1")
 
 
 async def test_a_client_that_is_closed_says_so() -> None:
