@@ -57,7 +57,7 @@ class Entry(Struct, Generic[T], eq=False, repr_omit_defaults=True):
     _value: Any = None
 
     def __post_init__(self) -> None:
-        if self.timeout <= 0:
+        if not self.timeout > 0:  # NaN is not, either: as a timer it would hold up all others
             raise UsageError(f"{self.method}: timeout must be greater than 0, got {self.timeout!r}.")
 
     @property
