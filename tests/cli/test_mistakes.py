@@ -301,6 +301,42 @@ def test_a_key_without_a_lasting_record_is_not_offered_for_a_retry(tmp_path: Pat
     assert error["next"] == f"repeat it with --key {error['key']}: it takes effect once"
 
 
+FOREIGN = """
+import json, sys
+told = {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}, "serverInfo": {"name": "foreign", "version": "1"}}
+tools = {"tools": [{"name": "pay", "inputSchema": {"type": "object"}}]}
+for line in sys.stdin:
+    message = json.loads(line)
+    if message["method"] == "tools/call":
+        sys.exit(9)
+    if "id" in message:
+        known = {"initialize": {"result": told}, "tools/list": {"result": tools}}
+        answer = known.get(message["method"], {"error": {"code": -32601, "message": ""}})
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("key", [(), ("--key", "k-1")])
+def test_a_key_that_the_server_does_not_honour_is_not_offered_for_a_retry(key: tuple[str, ...]) -> None:
+    """A server of MCP that does not say that it honours keys runs the same call again, with any key."""
+    run = wirecall("call", "pay", *key, "--json", "--", sys.executable, "-c", FOREIGN)
+    error = json.loads(run.stdout)["error"]
+    assert (error["exit"], error["ran"]) == (Exit.UNKNOWN, "unknown")
+    why = ": the server does not say that it honours keys" if key else ""
+    assert error["next"] == f"find out whether it took effect before you repeat it{why}"
+    assert (b"! The server does not say that it honours keys" in run.stderr) == bool(key)
+
+
+def test_a_key_of_a_line_that_nothing_keeps_is_not_offered_for_a_retry(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP + SLOW)
+    in_memory = ("--timeout", "300ms", str(tmp_path / "app.py"))
+    for target, method in ((in_memory, "slow"), (("--as", "mcp", "--", sys.executable, "-c", FOREIGN), "pay")):
+        run = wirecall("batch", *target, stdin=b'{"method":"%s","key":"k-1"}\n' % method.encode())
+        error = json.loads(run.stdout)["error"]
+        assert error["exit"] == Exit.UNKNOWN
+        assert error["next"] == "repeat the line if it only reads; else find out first whether it took effect"
+
+
 async def answering(text: bytes, *words: str) -> subprocess.CompletedProcess[bytes]:
     """The command at a server that answers everything with one text and leaves."""
 

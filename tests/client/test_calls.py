@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from tests.client.peers import Peer, answers, http, served
 from tests.ports import free_port
@@ -125,6 +125,34 @@ async def test_params_that_cannot_be_sent_fail_before_sending() -> None:
         assert await client.call("price", ["tea"], type=Price) == Price("tea", 300)
 
 
+@pytest.mark.parametrize("key", [None, "k-1", True, False])
+async def test_a_struct_travels_as_it_is_in_json_with_and_without_a_key(key: str | bool | None) -> None:
+    """Its members have the names that it gives them in JSON, its tag is one of them, and what is UNSET is left out."""
+    app = App("shop")
+
+    class Order(Struct, rename="camel", tag_field="kind", tag="order"):
+        order_id: int
+        note: str | UnsetType = UNSET
+
+    @app.command
+    def place(kind: str, orderId: int, note: str = "none") -> list[Any]:  # noqa: N803
+        return [kind, orderId, note]
+
+    async with connect(app) as client:
+        assert await client.call("place", Order(7), key=key) == ["order", 7, "none"]
+
+
+async def test_a_struct_that_travels_as_an_array_has_no_place_for_a_key() -> None:
+    class Pair(Struct, array_like=True):
+        sku: str
+        number: int
+
+    async with connect(shop()) as client:
+        assert await client.call("stock.add", Pair("tea", 3)) == 3
+        with pytest.raises(UsageError, match="a key needs params by name"):
+            await client.call("stock.add", Pair("tea", 3), key="k-1")
+
+
 async def test_a_client_that_is_closed_says_so() -> None:
     client = connect(shop())
     with pytest.raises(UsageError, match="not open"):
@@ -212,14 +240,18 @@ async def test_connections_are_reused() -> None:
         assert peer.connections == 1
 
 
-async def test_redirects_are_not_followed() -> None:
+@pytest.mark.parametrize(
+    ("status", "ran"), [("302 Found", "no"), ("303 See Other", "unknown"), ("307 Temporary Redirect", "no")]
+)
+async def test_redirects_are_not_followed(status: str, ran: str) -> None:
+    """303 is how a server answers a POST that it has carried out."""
     async with (
-        Peer(answers(lambda _m: http(b"", "307 Temporary Redirect", "Location: http://elsewhere/"))) as peer,
+        Peer(answers(lambda _m: http(b"", status, "Location: http://elsewhere/"))) as peer,
         connect(peer.url, discover=False) as client,
     ):
         with pytest.raises(Exception, match="a redirect to http://elsewhere/, which is not followed") as caught:
             await client.call("x")
-        assert caught.value.ran == "no"  # type: ignore[attr-defined]
+        assert caught.value.ran == ran  # type: ignore[attr-defined]
 
 
 async def test_an_error_of_a_server_says_whether_it_ran() -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from tests.client.peers import PATIENCE, until
 from wirecall import Retry, connect
@@ -60,6 +61,24 @@ async def test_answers_in_another_order_and_lines_that_are_none() -> None:
         async with client.batch() as batch:
             entries = [batch.call("x", [n]) for n in range(5)]
         assert [entry.result() for entry in entries] == [[n] for n in range(5)]
+
+
+async def test_a_type_that_fails_is_the_error_of_its_own_call() -> None:
+    """The code of a type runs where lines are read: the lines after that are read all the same."""
+
+    class Stock(Struct):
+        name: str
+
+        def __post_init__(self) -> None:
+            raise KeyError(self.name)
+
+    async with connect(echo(), discover=False) as client:
+        with pytest.raises(BadAnswer, match="x: the result cannot be read as the wanted type: KeyError: 'tea'") as caught:
+            await client.call("x", {"name": "tea"}, type=Stock)
+        assert caught.value.ran == "yes" and isinstance(caught.value.__cause__, KeyError)
+        async with client.batch() as batch:
+            entries = [batch.call("x", {"name": "tea"}, type=kind) for kind in (None, Stock, None)]
+        assert [entry.ok for entry in entries] == [True, False, True]
 
 
 async def test_a_child_that_dies_is_reported_with_its_last_output_and_restarted() -> None:

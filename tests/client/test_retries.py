@@ -1,6 +1,7 @@
 """Retries: what may be repeated, with the same key and within one deadline; and nothing else."""
 
 import asyncio
+import math
 import re
 import sys
 import time
@@ -380,3 +381,14 @@ async def test_options_that_cannot_be_followed() -> None:
     with pytest.raises(UsageError):
         async with connect(App("x")) as client:
             await client.call("x", timeout=-1)
+
+
+async def test_a_time_that_is_not_a_number_is_refused() -> None:
+    """A timer at NaN is before no other and after none, so it would hold up the deadlines of all calls."""
+    with pytest.raises(UsageError, match="silence > 0"):
+        Retry(silence=math.nan)
+    with pytest.raises(UsageError, match="timeout must be greater than 0, got nan"):
+        connect(App("x"), timeout=math.nan)
+    async with connect(App("x")) as client:
+        with pytest.raises(UsageError, match="timeout must be greater than 0, got nan"):
+            await client.call("x", timeout=math.nan)

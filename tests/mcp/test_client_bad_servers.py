@@ -13,7 +13,7 @@ from tests.client.peers import PATIENCE, Peer, Writer, http, until
 from tests.clock import LoopClock
 from tests.mcp.test_client import client_of
 from wirecall import Retry
-from wirecall.errors import BadAnswer, ConnectionLost, Refused, TimedOut
+from wirecall.errors import BadAnswer, ConnectionLost, NotAuthorized, Refused, TimedOut
 from wirecall.mcp.client import results
 from wirecall.testing import FakeClock
 
@@ -141,6 +141,41 @@ async def test_a_stream_that_brings_nothing_is_asked_for_less_and_less() -> None
             await client.call_tool("t")
         assert caught.value.ran == "unknown"
     assert clock.slept == sorted(clock.slept) and clock.slept[-1] > 1 and len(clock.slept) == 5
+
+
+async def test_a_call_is_lost_if_its_client_is_closed_before_its_stream_is_resumed() -> None:
+    """The call was sent and may have run, although the question for the rest of its stream cannot be sent."""
+    is_pausing, may_go = asyncio.Event(), asyncio.Event()
+
+    class Pausing(FakeClock):
+        async def sleep(self, seconds: float) -> None:
+            is_pausing.set()
+            await may_go.wait()
+
+    async with McpPeer(stream(b"id: 1\nretry: 0\n\n")) as peer:
+        async with client_of(peer.url, "2025-11-25", clock=Pausing()) as client:
+            calling = asyncio.create_task(client.call_tool("t"))
+            await is_pausing.wait()
+        may_go.set()
+        with pytest.raises(ConnectionLost, match="cannot be resumed: the client is closed") as caught:
+            await calling
+    assert caught.value.ran == "unknown"
+
+
+async def test_a_call_is_lost_if_its_stream_is_resumed_without_a_token() -> None:
+    """A token that ends between the call and its answer says nothing about whether the call ran."""
+
+    async def token() -> str:
+        if "tools/call" in peer.methods():
+            raise NotAuthorized("the login has ended")
+        return "secret"
+
+    go_on = resumed(lambda _: http(b"", "401 Unauthorized"))
+    peer = McpPeer(stream(b"id: 1\nretry: 0\n\n"), get=go_on)
+    async with peer, client_of(peer.url, "2025-11-25", clock=FakeClock(), auth=token) as client:
+        with pytest.raises(ConnectionLost, match="cannot be resumed: the login has ended") as caught:
+            await client.call_tool("t")
+    assert caught.value.ran == "unknown" and caught.value.status == 401
 
 
 async def test_a_standing_stream_that_ends_at_once_is_asked_for_every_half_minute() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 from typing import Any
 
@@ -594,6 +595,33 @@ async def test_questions_that_cannot_be_answered_are_refused() -> None:
         assert (await client.call_tool("t")).text == "done"
         await until(lambda: len(answers) == 4)
     assert sorted(answers) == [(0, -32601), (1, -32601), (2, -32602), (3, -32603)]
+
+
+async def test_an_answer_that_json_cannot_carry_is_an_error_of_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    """The server waits for an answer, so it gets one; the log says what the handler gave."""
+    answers: list[Any] = []
+    questions = [
+        {"jsonrpc": "2.0", "id": n, "method": method, "params": {}}
+        for n, method in enumerate(("elicitation/create", "sampling/createMessage", "roots/list"))
+    ]
+
+    def answer(message: Any, _seen: Seen) -> Reply:
+        if "method" not in message:
+            answers.append((message["id"], message["error"]["code"]))
+            return Reply(status=202)
+        return Reply(events=[*map(event, questions), event({"jsonrpc": "2.0", "id": message["id"], "result": text("done")})])
+
+    def roots() -> Any:
+        raise RpcError(7, "no roots", {"why": math.nan})
+
+    async with (
+        Scripted(older(answer, R4)) as server,
+        client_of(server.url, R4, elicit=lambda _: {"n": math.nan}, sample=lambda _: "\ud800", roots=roots) as client,
+    ):
+        assert (await client.call_tool("t")).text == "done"
+        await until(lambda: len(answers) == 3)
+    assert sorted(answers) == [(0, -32603), (1, -32603), (2, -32603)]
+    assert caplog.text.count("cannot be written as JSON") == 3 and "NaN and infinity are not JSON" in caplog.text
 
 
 async def test_a_stream_of_changes_that_breaks_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

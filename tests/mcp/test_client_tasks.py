@@ -406,7 +406,7 @@ async def test_a_started_task_goes_on_without_its_caller() -> None:
     assert "tasks/cancel" not in server.methods()
 
 
-@pytest.mark.parametrize("timeout", [0, -1])
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
 async def test_a_time_to_wait_is_above_zero(timeout: float) -> None:
     async with Server(task()) as server, client_to(server) as client:
         with pytest.raises(UsageError, match="timeout must be greater than 0"):

@@ -153,12 +153,17 @@ async def _batch(target: Target, source: BinaryIO, ledger: str | None, way: Way,
             advance(len(documents))
 
         async with opened(target, way, app=app) as client:
+            # A key is for a repetition if the server honours it, and keeps it longer than this command takes.
+            is_kept = app is None or not app.ledger_url.startswith("memory:")
+            has_keys = is_kept and (not is_mcp or client.honours_keys)
             while block := await lines.block(WINDOW):
                 totals.sent += len(block)
-                await _send(client, is_mcp, block, report)
+                await _send(client, is_mcp, has_keys, block, report)
 
 
-async def _send(client: Any, is_mcp: bool, block: list[Numbered], report: Callable[[list[JsonObject]], None]) -> None:
+async def _send(
+    client: Any, is_mcp: bool, has_keys: bool, block: list[Numbered], report: Callable[[list[JsonObject]], None]
+) -> None:
     """Make the calls of a block. Report finished calls while others are in flight, in the order of the lines."""
     entries: list[tuple[int, Line | None, Any]] = []  # the last is an entry of the batch, or a CliError
 
@@ -174,7 +179,7 @@ async def _send(client: Any, is_mcp: bool, block: list[Numbered], report: Callab
         while not sending.done():
             await asyncio.wait([sending], timeout=TICK)
             settled = entries if sending.done() else list(takewhile(is_final, entries))
-            report([_document(*entry) for entry in settled[reported:]])
+            report([_document(*entry, has_keys) for entry in settled[reported:]])
             reported = len(settled)
         await sending
     finally:
@@ -196,7 +201,7 @@ def _added(batch: Any, is_mcp: bool, text: bytes) -> tuple[Line | None, Any]:
         return line, failure_of(error)
 
 
-def _document(number: int, line: Line | None, entry: Any) -> JsonObject:
+def _document(number: int, line: Line | None, entry: Any, has_keys: bool) -> JsonObject:
     """Return the outcome of a line as it is printed."""
     id = {} if line is None or line.id is UNSET else {"id": line.id}
     if isinstance(entry, CliError):
@@ -207,7 +212,11 @@ def _document(number: int, line: Line | None, entry: Any) -> JsonObject:
     failure = failure_of(entry.error)
     if failure.exit == Exit.UNKNOWN:
         safe = f'repeat the line with "key": "{entry.key}": it takes effect once'
-        failure.next = safe if entry.key else "repeat the line if it only reads; else find out first whether it took effect"
+        failure.next = (
+            safe
+            if entry.key and has_keys
+            else "repeat the line if it only reads; else find out first whether it took effect"
+        )
     return {"line": number, **id, "ok": False, "error": failure.document(), **more}
 
 

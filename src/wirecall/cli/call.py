@@ -327,6 +327,7 @@ class Wanted(Struct, kw_only=True):
     answers: tuple[str, ...]
     is_sent: bool = False
     is_kept: bool = True  # the key outlives this command
+    is_honoured: bool = True  # the server says so of keys; in plain JSON-RPC it cannot, and the user knows
 
 
 @click.command("call", cls=TargetCommand)
@@ -417,6 +418,9 @@ async def _call(out: Printer, target: Target, way: Way, wanted: Wanted) -> Calla
         if wanted.key and not wanted.is_kept:
             kept = "--ledger sqlite:PATH keeps it, or [ledger] url = ... in wirecall.toml."
             out.note(f"This app's ledger is in memory: it forgets the key when this command ends. {kept}", "warning")
+        wanted.is_honoured = protocol == "jsonrpc" or client.honours_keys
+        if wanted.key and not wanted.is_honoured and not (effects and effects.read_only):
+            out.note("The server does not say that it honours keys: the same call may take effect again.", "warning")
         # A command without a key gets one: without it, a lost answer could not be retried.
         if wanted.key == "auto" or (wanted.key is None and effects and effects.keyed and isinstance(params, dict)):
             wanted.key = mint_key()
@@ -540,11 +544,14 @@ def _failed(error: Exception, key: str | None, offer: Offer, wanted: Wanted, tar
         where = wanted.ledger or (target.text if target.kind == "file" else "")
         words = ("wirecall ledger resolve", where, method, key, "--done, or --not-done")
         failure.next = f"find out whether it took effect, then: {' '.join(filter(None, words))}"
+    if key:
+        failure = _resumable(failure, key, wanted)
+    elif failure.exit == Exit.UNKNOWN:
+        hint = "; with --key it could be repeated safely" if wanted.is_honoured else ""
+        failure.next = f"find out whether it took effect before you repeat it{hint}"
     if failure.exit == Exit.UNKNOWN and offer.hints and offer.hints.read_only:
         failure.next = "repeat it: it only reads"
-    elif failure.exit == Exit.UNKNOWN and not key:
-        failure.next = "find out whether it took effect before you repeat it; with --key it could be repeated safely"
-    return _resumable(failure, key, wanted) if key else failure
+    return failure
 
 
 def _resumable(failure: CliError, key: str, wanted: Wanted) -> CliError:
@@ -552,7 +559,11 @@ def _resumable(failure: CliError, key: str, wanted: Wanted) -> CliError:
     failure.facts["key"] = key
     if failure.exit in (Exit.UNKNOWN, Exit.INTERRUPTED):
         failure.next = f"repeat it with --key {key}: it takes effect once"
-        if not wanted.is_kept:
+        if not wanted.is_honoured:
+            failure.next = (
+                "find out whether it took effect before you repeat it: the server does not say that it honours keys"
+            )
+        elif not wanted.is_kept:
             failure.next = "find out whether it took effect: the app's ledger is in memory, and has forgotten the key"
     return failure
 

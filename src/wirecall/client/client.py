@@ -17,11 +17,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar, Unpack, overload
 
-from msgspec import Struct
+import msgspec
+from msgspec import Raw, Struct
 
 from wirecall.client.delivery import Delivery, Dialect, Options, mint_key
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Link, Params, Wire
 from wirecall.errors import ConnectionLost, KeyInvalid, NotSent, UsageError
+from wirecall.protocol.messages import encode
 from wirecall.protocol.models import wanted
 from wirecall.protocol.params import KEY
 from wirecall.server.policy import check_key
@@ -32,7 +34,6 @@ R = TypeVar("R")
 
 DISCOVERY = 5.0  # seconds that `rpc.discover` may take, and no more than half of a call's time
 
-_BY_POSITION = (list, tuple)
 _PARAMS = (dict, list, tuple, Struct, Mapping)  # the common ones first
 
 
@@ -66,6 +67,11 @@ class Names(Generic[R]):
                 "use one of both",
             )
         return self._call(self._path, list(by_position) or by_name or None)
+
+
+def _is_by_position(params: Params) -> bool:
+    """Return whether params travel as an array, which has no place for a key."""
+    return isinstance(params, (list, tuple)) or (isinstance(params, Struct) and params.__struct_config__.array_like)
 
 
 class Openable(ABC):
@@ -201,7 +207,7 @@ class Client(Openable):
                     check_key(entry.key)
                 except KeyInvalid as error:
                     raise UsageError(f"{method}: {entry.key!r} is not a key.", str(error.data["reason"])) from None
-            if isinstance(params, _BY_POSITION):
+            if _is_by_position(params):
                 raise UsageError(
                     f"{method}: a key needs params by name.", f"it travels as the member {KEY}", "use a dict of params"
                 )
@@ -276,7 +282,7 @@ class JsonRpc(Dialect):
             if self._kinds is None:
                 await self._discover(entry.timeout)
             kind = (self._kinds or {}).get(entry.method)
-        if entry.key is True or (kind == "command" and not isinstance(entry.params, _BY_POSITION)):
+        if entry.key is True or (kind == "command" and not _is_by_position(entry.params)):
             entry.key = mint_key()
         entry.key = entry.key if isinstance(entry.key, str) else None
         entry.safe = entry.key is not None or entry.query is True or kind == "query"
@@ -300,10 +306,9 @@ class JsonRpc(Dialect):
     def params(self, entry: AnyEntry) -> Any:
         if entry.key is None:
             return super().params(entry)
-        if isinstance(entry.params, Struct):
-            members = {name: getattr(entry.params, name) for name in entry.params.__struct_fields__}
-        else:
-            members = dict(entry.params or {})
+        members = entry.params or {}
+        if isinstance(members, Struct):  # with the names and the members that it has in JSON
+            members = msgspec.json.decode(encode(members), type=dict[str, Raw])
         return {**members, KEY: entry.key}
 
 

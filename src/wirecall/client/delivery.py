@@ -84,7 +84,7 @@ class Retry(Struct, frozen=True, kw_only=True):
     silence: float | None = None  # seconds without an answer after which an attempt counts as lost; None: the whole timeout
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or not 0 <= self.first <= self.cap or (self.silence is not None and self.silence <= 0):
+        if self.attempts < 1 or not 0 <= self.first <= self.cap or (self.silence is not None and not self.silence > 0):
             raise UsageError(f"{self!r} cannot be followed.", fix="attempts >= 1, 0 <= first <= cap, silence > 0")
 
     def pause(self, attempt: int, asked: float, chance: float) -> float:
@@ -111,7 +111,7 @@ class Options(Struct, kw_only=True):
     wrap: Callable[[Link], Link] = lambda link: link
 
     def __post_init__(self) -> None:
-        if self.timeout <= 0:
+        if not self.timeout > 0:  # so that NaN is refused, too
             raise UsageError(f"timeout must be greater than 0, got {self.timeout!r}.")
         if not isinstance(self.retry, Retry):
             raise UsageError(

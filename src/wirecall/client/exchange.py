@@ -57,7 +57,7 @@ class Entry(Struct, Generic[T], eq=False, repr_omit_defaults=True):
     _value: Any = None
 
     def __post_init__(self) -> None:
-        if self.timeout <= 0:
+        if not self.timeout > 0:  # NaN is not, either: as a timer it would hold up all others
             raise UsageError(f"{self.method}: timeout must be greater than 0, got {self.timeout!r}.")
 
     @property
@@ -83,6 +83,10 @@ class Entry(Struct, Generic[T], eq=False, repr_omit_defaults=True):
             self._value = self.read(self)
         except WirecallError as error:
             self.error = error
+        except Exception as error:  # of the user's type; raised here, it would end the reader that other calls wait for
+            why = f"{type(error).__name__}: {error}"
+            self.error = BadAnswer(f"{self.method}: the result cannot be read as the wanted type: {why}", ran="yes")
+            self.error.__cause__ = error
 
     def fail(self, error: WirecallError) -> None:
         self.error, self.is_settled = error, True

@@ -65,13 +65,16 @@ def refuse_by_status(exchange: Exchange, answer: HttpAnswer, body: bytes) -> Non
 
 
 def status_error(answer: HttpAnswer, body: bytes) -> CallFailed:
-    """Return a status as an error. After 3xx and 4xx the request did not run (RFC 9110, section 15); else it may have."""
+    """Return a status as an error. After 3xx and 4xx the request did not run (RFC 9110, section 15); else it may have.
+
+    303 is the exception: it names the place of the answer to a request that was carried out (section 15.4.4).
+    """
     text = f"HTTP {answer.status}"
     if 300 <= answer.status < 400:
         text += f", a redirect to {ascii(answer.headers.get('location', 'nowhere')[:200])[1:-1]}, which is not followed"
     elif body and body.lstrip()[:1] != b"<":
         text += f": {body[:200].decode('utf-8', 'replace')}"
-    kind = Refused if 300 <= answer.status < 500 else BadAnswer
+    kind = Refused if 300 <= answer.status < 500 and answer.status != 303 else BadAnswer
     return kind(text, status=answer.status, retry_after=answer.retry_after)
 
 

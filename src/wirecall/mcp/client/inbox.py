@@ -32,7 +32,16 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.client.delivery import asked_pause
-from wirecall.errors import CallFailed, ConnectionLost, InvalidParams, MethodNotFound, RpcError, TimedOut, WirecallError
+from wirecall.errors import (
+    CallFailed,
+    ConnectionLost,
+    EncodeError,
+    InvalidParams,
+    MethodNotFound,
+    RpcError,
+    TimedOut,
+    WirecallError,
+)
 from wirecall.logs import logger
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import PREFIX, Cancelled, Elicited, ProgressToken, Root, Sampled
@@ -569,12 +578,16 @@ class Inbox:
                 logger.exception("a callback failed")
 
     async def _answer(self, message: Arrived) -> None:
+        asked, reply = str(message.method), {"jsonrpc": "2.0", "id": message.id}
         try:
-            asked = str(message.method)
-            result = {} if asked == "ping" else await self._host.answer(asked, message.params)
-            reply: JsonObject = {"jsonrpc": "2.0", "id": message.id, "result": result}
-        except RpcError as error:
-            told = ErrorObject(error.code, error.message, UNSET if error.data is None else error.data)
-            reply = {"jsonrpc": "2.0", "id": message.id, "error": told}
+            try:
+                result = {} if asked == "ping" else await self._host.answer(asked, message.params)
+                line = encode({**reply, "result": result})
+            except RpcError as error:
+                told = ErrorObject(error.code, error.message, UNSET if error.data is None else error.data)
+                line = encode({**reply, "error": told})
+        except EncodeError as error:  # of a value that a handler gave: the server waits for an answer all the same
+            logger.error("the answer of the handler of %.100r cannot be written as JSON: %s", asked, error)
+            line = encode({**reply, "error": ErrorObject(-32603, "Internal error")})
         with suppress(CallFailed):
-            await self._conversation.send(encode(reply))
+            await self._conversation.send(line)

@@ -33,7 +33,7 @@ from msgspec import UNSET
 from wirecall.client.delivery import DOUBLINGS, Clock
 from wirecall.client.exchange import AnyEntry, Exchange, Link, LocalLink
 from wirecall.client.links import LineLink, Pipe, Step, mark_replayed, refuse_by_status, status_error
-from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidRequest, NotSent, WirecallError
+from wirecall.errors import BadAnswer, CallFailed, ConnectionLost, InvalidRequest, NotSent, Refused, WirecallError
 from wirecall.logs import logger
 from wirecall.mcp.headers import VERSION, Marks, named, repeated
 from wirecall.mcp.revisions import Revision
@@ -260,11 +260,16 @@ class McpHttpLink(McpLink):
         while granted and fruitless < TRIES and not exchange.is_done:
             place = parser.last_id
             await self._clock.sleep(_pause(parser, fruitless))
-            with suppress(ConnectionLost):
+            try:
                 async with self._get(parser) as answer:
                     granted = answer.status == 200 and answer.media == EVENTS
                     if granted:
                         await self._read_stream(answer, parser, exchange)
+            except ConnectionLost:
+                pass  # the next try may reach the server
+            except (NotSent, Refused) as error:  # said of the question for the rest; the call itself may well have run
+                reason = f"the stream ended before the answer, and cannot be resumed: {error}"
+                raise ConnectionLost(reason, status=error.status) from error
             fruitless = fruitless + 1 if parser.last_id == place else 0
         if not exchange.is_done:
             reason = f"the stream ended before the answer, and cannot be resumed{exchange.instead}"

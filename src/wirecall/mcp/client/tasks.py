@@ -134,7 +134,7 @@ class Task(Generic[T]):
 
     async def result(self, timeout: float | None = None) -> T:
         """Wait for the result, and return it as `call_tool` does. After `timeout` seconds the task goes on without you."""
-        if timeout is not None and timeout <= 0:
+        if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout must be greater than 0, got {timeout!r}.")
         patience = math.inf if timeout is None else timeout
         async for _ in self.watch(self._conversation.delivery.clock.time() + patience, patience):
