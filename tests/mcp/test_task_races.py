@@ -113,6 +113,56 @@ async def test_a_task_that_another_server_cancelled_does_not_go_on(store: Store,
     assert desk.effects == []
 
 
+async def test_a_task_that_asks_before_it_hears_of_its_cancellation_ends(store: Store) -> None:
+    """Another server has taken the wish, and the one that runs the task hears of it with the next renewal of its lease."""
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    def make() -> App:
+        app = make_app(ledger=store.url)
+
+        @app.command(task=True, lease=SECONDS)
+        async def ask(ctx: Context) -> None:
+            begun.set()
+            await gate.wait()
+            await ctx.elicit("Sure?", BOOL)
+
+        return app
+
+    async with talk(make()) as first, talk(make()) as second:
+        task = await start(first, "ask")
+        await begun.wait()
+        await second.result("tasks/cancel", {"taskId": task["taskId"]})
+        gate.set()
+        assert (await until(first, task, *OVER))["status"] == "cancelled"
+
+
+async def test_an_answer_that_comes_before_its_server_knows_that_the_task_waits_is_not_left(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger shows the question to everybody, and the server that asked has not heard that yet."""
+    desk, suspended, gate = Desk(store), asyncio.Event(), asyncio.Event()
+    ledger = await desk.apps[0].ledger()
+    suspend = ledger.suspend
+
+    async def slow(*given: Any) -> bool:
+        is_waiting = await suspend(*given)
+        suspended.set()
+        await gate.wait()
+        return is_waiting
+
+    monkeypatch.setattr(ledger, "suspend", slow)
+    async with talk(desk.apps[0]) as client:
+        task = await start(client, "ask", {"name": "n"})
+        await suspended.wait()
+        given = {"sure": {"action": "accept", "content": {"sure": True}}}
+        await client.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
+        for _ in range(3):  # the server looks at its task, which it still has
+            await get(client, task)
+        gate.set()
+        assert (await until(client, task, *OVER))["status"] == "completed"
+    assert desk.effects == ["n"]
+
+
 # In SQLite a handler's transaction locks the file, so its task cannot be adopted.
 ADOPTED = [*((kind, "unknown") for kind in DURABLE), ("postgres", "transactional")]
 

@@ -414,6 +414,9 @@ class Tasks:
                 await self._end(found, self.ending(refusal, _decode(found.document)))
             elif found is None or summary(found)["status"] in _OVER:
                 self.leave_place(work.peer.caller, work.id)
+            elif work.run is not None and found.is_ready and found.now is not None and found.now.state is State.WAITING:
+                # It was cancelled before it asked, or answered before this process heard that it waits.
+                self.dispatcher().commands.start(self.resume(work.id))
         except LedgerDown as down:
             logger.warning("the end of task %s was not written or read: %s", work.id, down)
         self._hub.tell("task", work.id)
@@ -548,8 +551,10 @@ class Tasks:
             if not edit(document):
                 return
             document.updated = max(time.time(), document.updated)
+            # A cancelled task needs no answers to go on, which is to end. Its handler may ask before it hears of the wish.
+            is_ready = document.is_ready or document.is_cancelled
             written = msgspec.structs.replace(
-                found, document=encode(document), is_ready=document.is_ready, is_over=document.final is not None
+                found, document=encode(document), is_ready=is_ready, is_over=document.final is not None
             )
             if await ledger.change_task(written):
                 self._hub.tell("task", id)
