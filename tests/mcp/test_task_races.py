@@ -13,7 +13,7 @@ from tests.mcp.test_task_rules import BOOL, OVER, get, start, talk, until
 from tests.servers import DURABLE, Store
 from tests.size import sized
 from wirecall import App, Context
-from wirecall.ledger.base import Claim, Record, RecordId
+from wirecall.ledger.base import Claim, LedgerDown, Record, RecordId
 from wirecall.server.call import ANONYMOUS
 
 ROUNDS = sized(small=6, full=200)
@@ -161,6 +161,54 @@ async def test_an_answer_that_comes_before_its_server_knows_that_the_task_waits_
         gate.set()
         assert (await until(client, task, *OVER))["status"] == "completed"
     assert desk.effects == ["n"]
+
+
+async def test_a_question_that_is_written_again_does_not_undo_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger has the question, its reply is lost, and the client answers before the server tries again."""
+    app, effects = make_app(), list[str]()
+
+    @app.command(task=True)
+    async def ask(ctx: Context) -> None:
+        await ctx.elicit("Sure?", BOOL, key="sure")
+        await ctx.commit_point()
+        effects.append("done")
+
+    ledger = await app.ledger()
+    suspend, find = ledger.suspend, ledger.task
+    asked, answered, again, is_down = asyncio.Event(), asyncio.Event(), asyncio.Event(), False
+
+    async def lost(*given: Any) -> bool:
+        nonlocal is_down
+        is_waiting = await suspend(*given)
+        if asked.is_set():
+            again.set()
+            return is_waiting
+        asked.set()
+        await answered.wait()
+        is_down = True
+        raise LedgerDown("the reply was lost")
+
+    async def task(id: str) -> Any:
+        if is_down:
+            raise LedgerDown("still")
+        return await find(id)
+
+    monkeypatch.setattr(ledger, "suspend", lost)
+    monkeypatch.setattr(ledger, "task", task)
+    async with talk(app) as client:
+        made = await start(client, "ask")
+        await asked.wait()
+        given = {"sure": {"action": "accept", "content": {"sure": True}}}
+        await client.result("tasks/update", {"taskId": made["taskId"], "inputResponses": given})
+        answered.set()
+        while app.mcp().tasks.works:
+            await asyncio.sleep(0)
+        is_down = False
+        await again.wait()
+        assert list(await ledger.orphans()) == [made["taskId"]]
+        await app.mcp().tasks.adopt()
+        assert (await until(client, made, *OVER))["status"] == "completed"
+    assert effects == ["done"]
 
 
 # In SQLite a handler's transaction locks the file, so its task cannot be adopted.

@@ -231,8 +231,11 @@ class Work:
         leg, digests = self.document.leg + 1, {key: _digest(question) for key, question in self._questions.items()}
 
         def edit(document: Document) -> bool:
+            if document.leg > leg:  # written again, because a reply was lost, and the task has gone on
+                return False
             document.asked.update(digests)
-            document.leg, document.is_ready = leg, False
+            # The client may have answered already, where this is written again or another server has asked the same.
+            document.leg, document.is_ready = leg, digests.keys() <= document.answers.keys()
             return True
 
         await self._tasks.change(self.id, edit)
