@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import KEY
+from tests.mcp.asgi import KEY, Client
 from tests.mcp.test_task_rules import BOOL, OVER, get, start, talk, until
 from tests.servers import DURABLE, Store
 from tests.size import sized
@@ -209,6 +209,56 @@ async def test_a_question_that_is_written_again_does_not_undo_its_answer(monkeyp
         await app.mcp().tasks.adopt()
         assert (await until(client, made, *OVER))["status"] == "completed"
     assert effects == ["done"]
+
+
+@pytest.mark.parametrize("store", DURABLE, indirect=True)
+async def test_a_server_that_is_late_with_its_claim_goes_on_with_the_answers_as_they_stand(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the other one has run two legs, and the task waits for its third answer."""
+    keys = ("a", "b", "c")
+
+    def make() -> App:
+        app = make_app(ledger=store.url)
+
+        @app.command(task=True, lease=SECONDS)
+        async def ask(ctx: Context) -> int:
+            return sum([(await ctx.elicit(f"{key}?", BOOL, key=key)).content["sure"] for key in keys])
+
+        return app
+
+    apps = [make() for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(talk(app)) for app in apps]
+        task = await start(first, "ask")
+
+        async def answer(client: Client, key: str) -> None:
+            while list((await until(client, task, "input_required"))["inputRequests"]) != [key]:
+                continue
+            given = {key: {"action": "accept", "content": {"sure": True}}}
+            await client.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
+
+        ledger = await apps[1].ledger()
+        inner, claimed, gate = ledger.claim, asyncio.Event(), asyncio.Event()
+
+        async def late_claim(claim: Claim) -> Record:
+            claimed.set()
+            await gate.wait()
+            return await inner(claim)
+
+        monkeypatch.setattr(ledger, "claim", late_claim)
+        await answer(second, "a")
+        await claimed.wait()
+        await apps[0].mcp().tasks.resume(task["taskId"])
+        await answer(first, "b")
+        while list((await until(first, task, "input_required"))["inputRequests"]) != ["c"]:
+            continue
+        gate.set()
+        while apps[1].mcp().tasks.works:
+            await get(second, task)
+        assert (await get(second, task))["status"] == "input_required"
+        await answer(second, "c")
+        assert (await until(first, task, *OVER))["result"]["structuredContent"] == 3
 
 
 # In SQLite a handler's transaction locks the file, so its task cannot be adopted.

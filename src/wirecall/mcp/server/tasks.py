@@ -133,6 +133,10 @@ class Work:
             known = await (await self._tasks.ledger()).task(self.id)
             if known is None or known.is_over:
                 raise LostLease(f"task {self.id} has ended")
+            if self.peer is not None:
+                # Or that one has gone on with it, and the client has answered more since.
+                self.document = _decode(known.document)
+                self.peer.answers = self.document.answers
             return True
         if not self.at_once:
             return True
