@@ -12,6 +12,7 @@ from tests.calls import make_app
 from tests.mcp.asgi import KEY, HttpClient
 from tests.mcp.test_task_rules import BOOL, OVER, Desk, get, start, talk, until
 from wirecall import App, Context, Limits, UsageError
+from wirecall.errors import Busy
 from wirecall.ledger.base import Ledger, RecordId
 from wirecall.server.call import ANONYMOUS
 
@@ -89,6 +90,33 @@ async def test_a_call_that_asks_before_its_time_is_over_does_not_become_a_task(m
             again = (await until(client, again, *OVER))["result"]
         assert again["content"][0]["text"] == "rendered"
     assert desk.effects == ["{'sure': True}"]
+
+
+async def test_a_refusal_that_comes_while_the_ledger_begins_the_task_is_the_end_of_the_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was done, and the task says so: it ends before its record is given back."""
+    app, may_refuse = make_app(), asyncio.Event()
+
+    @app.command(task=0.01)
+    async def render(ctx: Context) -> None:
+        await may_refuse.wait()
+        raise Busy("come later", ran="no")
+
+    ledger = await app.ledger()
+    begin = ledger.begin_task
+
+    async def slow(*given: Any) -> bool:
+        begun = await begin(*given)
+        may_refuse.set()
+        for _ in range(100):  # turns of the loop, in which the handler refuses
+            await asyncio.sleep(0)
+        return begun
+
+    monkeypatch.setattr(ledger, "begin_task", slow)
+    async with talk(app) as client:
+        told = await until(client, await start(client, "render"), *OVER)
+        assert "come later" in str(told) and "unknown" not in str(told), told
 
 
 # --- transactions ------------------------------------------------------------------------------------------------------

@@ -518,6 +518,8 @@ class Commands:
         undecided, record = isinstance(error, Undecided), None
         failure = None if undecided else failure_of(call, run, error, stopped=stopped)
         try:
+            if run.task is not None:
+                await run.task.settle()
             if run.state is RunState.UNDONE and run.task is not None and run.task.is_handed_over:
                 if self._background.closing or isinstance(error, (LedgerDown, LedgerUnavailable)):
                     await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over

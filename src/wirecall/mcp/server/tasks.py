@@ -158,7 +158,7 @@ class Work:
             if self.is_handed_over:
                 return True
             run, document = self.run, self.document
-            if run is None or self.peer is None or self._is_asking:
+            if run is None or self.peer is None or self._is_asking or run.is_over:
                 return False
             # Answers that the client gave before, in the rounds of its request, go on with the task.
             document.answers = self.peer.answers
@@ -177,6 +177,10 @@ class Work:
         self.is_handed_over = True
         self._tasks.works[self.id] = self
         self.handed_over.set_result(None)
+
+    async def settle(self) -> None:
+        async with self._lock:
+            return
 
     async def end(self, error: BaseException | None) -> None:
         failed = error if isinstance(error, RpcError) else InternalError(ran="no")
