@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import KEY, HttpClient
+from tests.mcp.asgi import KEY, REPLAYED, HttpClient
 from tests.mcp.test_task_rules import BOOL, OVER, Desk, get, start, talk, until
 from wirecall import App, Context, Limits, UsageError
 from wirecall.errors import Busy
@@ -427,3 +427,30 @@ async def test_the_key_of_an_adopted_task_that_did_nothing_is_free_when_it_is_ca
             assert again["error"]["code"] == 42210
         assert (await until(client, again["result"], *OVER))["status"] == "completed"
     assert effects == ["b"]
+
+
+async def test_a_retry_gets_the_task_from_the_server_that_has_adopted_it(tmp_path: Path) -> None:
+    """At once, as from every other server: it does not wait for the end of the task."""
+    begun, gate = asyncio.Queue[None](), asyncio.Event()
+
+    def make() -> App:
+        app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+
+        @app.command(task=True, lease=SECONDS, wait=SECONDS)
+        async def pay(ctx: Context) -> str:
+            begun.put_nowait(None)
+            await gate.wait()
+            await ctx.commit_point()
+            return "paid"
+
+        return app
+
+    async with talk(make()) as client:
+        task = await start(client, "pay", meta={KEY: "k"})
+        await begun.get()
+    async with talk(make()) as client:  # the first server has stopped
+        await begun.get()
+        again = await start(client, "pay", meta={KEY: "k"})
+        assert (again["taskId"], again["_meta"][REPLAYED]) == (task["taskId"], True)
+        gate.set()
+        assert (await until(client, task, *OVER))["status"] == "completed"
