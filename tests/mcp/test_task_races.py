@@ -261,6 +261,54 @@ async def test_a_server_that_is_late_with_its_claim_goes_on_with_the_answers_as_
         assert (await until(first, task, *OVER))["result"]["structuredContent"] == 3
 
 
+@pytest.mark.parametrize("store", DURABLE, indirect=True)
+async def test_a_server_that_finds_another_at_work_does_not_end_the_task(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its patience is over in the moment in which the other server's leg ends with a question."""
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    def make() -> App:
+        app = make_app(ledger=store.url)
+
+        @app.command(task=True, lease=SECONDS, wait=0.001)
+        async def ask(ctx: Context) -> None:
+            await ctx.elicit("Sure?", BOOL, key="sure")
+            begun.set()
+            await gate.wait()
+            await ctx.elicit("Really?", BOOL, key="really")
+
+        return app
+
+    apps = [make() for _ in range(2)]
+    async with talk(apps[0]) as first:
+        task = await start(first, "ask")
+        await until(first, task, "input_required")
+        async with talk(apps[1]) as second:
+            ledger = await apps[1].ledger()
+            inner, claims, turns = ledger.claim, asyncio.Queue[Claim](), asyncio.Semaphore(0)
+
+            async def late_claim(claim: Claim) -> Record:
+                claims.put_nowait(claim)
+                await turns.acquire()
+                return await inner(claim)
+
+            monkeypatch.setattr(ledger, "claim", late_claim)
+            given = {"sure": {"action": "accept", "content": {"sure": True}}}
+            await second.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
+            await claims.get()
+            working = asyncio.create_task(apps[0].mcp().tasks.resume(task["taskId"]))
+            await begun.wait()
+            for _ in range(2):  # it claims, waits for a moment, and claims for the last time
+                turns.release()
+            while apps[1].mcp().tasks.works:
+                await get(second, task)
+            gate.set()
+            await working
+            turns.release()
+        assert (await get(first, task))["status"] == "input_required"
+
+
 # In SQLite a handler's transaction locks the file, so its task cannot be adopted.
 ADOPTED = [*((kind, "unknown") for kind in DURABLE), ("postgres", "transactional")]
 

@@ -37,6 +37,7 @@ from wirecall.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidParams,
+    KeyInProgress,
     LedgerUnavailable,
     OutcomeUnknown,
     RpcError,
@@ -417,8 +418,10 @@ class Tasks:
         self.works.pop(work.id, None)
         error = None if run.cancelled() else run.exception()
         # A leg that was refused before it had its record, because its arguments do not fit any more, or its caller may not
-        # call the tool, is refused for good. A server that is busy, or stops, is not such a reason.
-        refusal = error if isinstance(error, RpcError) and not isinstance(error, (Busy, LedgerUnavailable)) else None
+        # call the tool, is refused for good. A server that is busy, or stops, is not such a reason, nor is one that works on
+        # the task already.
+        passing = (Busy, KeyInProgress, LedgerUnavailable)
+        refusal = error if isinstance(error, RpcError) and not isinstance(error, passing) else None
         try:
             found = await (await self.ledger()).task(work.id)
             if work.run is None and refusal is not None and found is not None and not found.is_over:
