@@ -454,3 +454,41 @@ async def test_a_retry_gets_the_task_from_the_server_that_has_adopted_it(tmp_pat
         assert (again["taskId"], again["_meta"][REPLAYED]) == (task["taskId"], True)
         gate.set()
         assert (await until(client, task, *OVER))["status"] == "completed"
+
+
+async def test_a_task_whose_first_server_passed_the_commit_point_is_not_cancelled_in_the_next(tmp_path: Path) -> None:
+    """Its effect may have happened, so it finishes, although the handler has started from the top."""
+    effects, begun, gate = list[int](), asyncio.Queue[int](), asyncio.Event()
+
+    def make(number: int) -> App:
+        app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+
+        @app.command(task=True, on_crash="rerun", lease=SECONDS)
+        async def pay(ctx: Context) -> str:
+            if number == 1:
+                begun.put_nowait(number)
+                await gate.wait()
+            await ctx.commit_point()
+            effects.append(number)
+            if number == 0:
+                begun.put_nowait(number)
+                await asyncio.Event().wait()
+            return "paid"
+
+        return app
+
+    first = make(0)
+    async with talk(first) as client:
+        task = await start(client, "pay", meta={KEY: "k"})
+        assert await begun.get() == 0
+        ledger = await first.ledger()
+        (record,) = await ledger.list()
+        await ledger.lapse(record.token)  # its process counts as dead
+        async with talk(make(1)) as other:
+            assert await begun.get() == 1
+            await other.result("tasks/cancel", {"taskId": task["taskId"]})
+            for _ in range(10):  # the server looks at its task
+                assert (await get(other, task))["status"] == "working"
+            gate.set()
+            assert (await until(other, task, *OVER))["status"] == "completed"
+    assert effects == [0, 1]  # as "rerun" says

@@ -195,7 +195,9 @@ class Work:
 
     async def look(self) -> None:
         found = await (await self._tasks.ledger()).task(self.id)
-        if found is not None and _decode(found.document).is_cancelled:
+        # A run before this one may have acted, if its process died past the commit point: then the task finishes.
+        is_begun = found is not None and found.now is not None and found.now.committed
+        if found is not None and not is_begun and _decode(found.document).is_cancelled:
             self._tasks.dispatcher().commands.cancel(found.record)
 
     def note(self, message: str) -> None:
