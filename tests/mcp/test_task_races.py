@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import KEY
+from tests.mcp.asgi import KEY, Client
 from tests.mcp.test_task_rules import BOOL, OVER, get, start, talk, until
 from tests.servers import DURABLE, Store
 from tests.size import sized
 from wirecall import App, Context
-from wirecall.ledger.base import Claim, Record, RecordId
+from wirecall.ledger.base import Claim, LedgerDown, Record, RecordId
 from wirecall.server.call import ANONYMOUS
 
 ROUNDS = sized(small=6, full=200)
@@ -111,6 +111,203 @@ async def test_a_task_that_another_server_cancelled_does_not_go_on(store: Store,
         assert (await get(first, task))["status"] == "cancelled"
         assert await ledger.get(claim.id) is None
     assert desk.effects == []
+
+
+async def test_a_task_that_asks_before_it_hears_of_its_cancellation_ends(store: Store) -> None:
+    """Another server has taken the wish, and the one that runs the task hears of it with the next renewal of its lease."""
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    def make() -> App:
+        app = make_app(ledger=store.url)
+
+        @app.command(task=True, lease=SECONDS)
+        async def ask(ctx: Context) -> None:
+            begun.set()
+            await gate.wait()
+            await ctx.elicit("Sure?", BOOL)
+
+        return app
+
+    async with talk(make()) as first, talk(make()) as second:
+        task = await start(first, "ask")
+        await begun.wait()
+        await second.result("tasks/cancel", {"taskId": task["taskId"]})
+        gate.set()
+        assert (await until(first, task, *OVER))["status"] == "cancelled"
+
+
+async def test_an_answer_that_comes_before_its_server_knows_that_the_task_waits_is_not_left(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger shows the question to everybody, and the server that asked has not heard that yet."""
+    desk, suspended, gate = Desk(store), asyncio.Event(), asyncio.Event()
+    ledger = await desk.apps[0].ledger()
+    suspend = ledger.suspend
+
+    async def slow(*given: Any) -> bool:
+        is_waiting = await suspend(*given)
+        suspended.set()
+        await gate.wait()
+        return is_waiting
+
+    monkeypatch.setattr(ledger, "suspend", slow)
+    async with talk(desk.apps[0]) as client:
+        task = await start(client, "ask", {"name": "n"})
+        await suspended.wait()
+        given = {"sure": {"action": "accept", "content": {"sure": True}}}
+        await client.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
+        for _ in range(3):  # the server looks at its task, which it still has
+            await get(client, task)
+        gate.set()
+        assert (await until(client, task, *OVER))["status"] == "completed"
+    assert desk.effects == ["n"]
+
+
+async def test_a_question_that_is_written_again_does_not_undo_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger has the question, its reply is lost, and the client answers before the server tries again."""
+    app, effects = make_app(), list[str]()
+
+    @app.command(task=True)
+    async def ask(ctx: Context) -> None:
+        await ctx.elicit("Sure?", BOOL, key="sure")
+        await ctx.commit_point()
+        effects.append("done")
+
+    ledger = await app.ledger()
+    suspend, find = ledger.suspend, ledger.task
+    asked, answered, again, is_down = asyncio.Event(), asyncio.Event(), asyncio.Event(), False
+
+    async def lost(*given: Any) -> bool:
+        nonlocal is_down
+        is_waiting = await suspend(*given)
+        if asked.is_set():
+            again.set()
+            return is_waiting
+        asked.set()
+        await answered.wait()
+        is_down = True
+        raise LedgerDown("the reply was lost")
+
+    async def task(id: str) -> Any:
+        if is_down:
+            raise LedgerDown("still")
+        return await find(id)
+
+    monkeypatch.setattr(ledger, "suspend", lost)
+    monkeypatch.setattr(ledger, "task", task)
+    async with talk(app) as client:
+        made = await start(client, "ask")
+        await asked.wait()
+        given = {"sure": {"action": "accept", "content": {"sure": True}}}
+        await client.result("tasks/update", {"taskId": made["taskId"], "inputResponses": given})
+        answered.set()
+        for _ in range(100):  # turns of the loop, in which the leg ends
+            await asyncio.sleep(0)
+        assert not app.mcp().tasks.works
+        is_down = False
+        await again.wait()
+        assert list(await ledger.orphans()) == [made["taskId"]]
+        await app.mcp().tasks.adopt()
+        assert (await until(client, made, *OVER))["status"] == "completed"
+    assert effects == ["done"]
+
+
+@pytest.mark.parametrize("store", DURABLE, indirect=True)
+async def test_a_server_that_is_late_with_its_claim_goes_on_with_the_answers_as_they_stand(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the other one has run two legs, and the task waits for its third answer."""
+    keys = ("a", "b", "c")
+
+    def make() -> App:
+        app = make_app(ledger=store.url)
+
+        @app.command(task=True, lease=SECONDS)
+        async def ask(ctx: Context) -> int:
+            return sum([(await ctx.elicit(f"{key}?", BOOL, key=key)).content["sure"] for key in keys])
+
+        return app
+
+    apps = [make() for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(talk(app)) for app in apps]
+        task = await start(first, "ask")
+
+        async def answer(client: Client, key: str) -> None:
+            while list((await until(client, task, "input_required"))["inputRequests"]) != [key]:
+                continue
+            given = {key: {"action": "accept", "content": {"sure": True}}}
+            await client.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
+
+        ledger = await apps[1].ledger()
+        inner, claimed, gate = ledger.claim, asyncio.Event(), asyncio.Event()
+
+        async def late_claim(claim: Claim) -> Record:
+            claimed.set()
+            await gate.wait()
+            return await inner(claim)
+
+        monkeypatch.setattr(ledger, "claim", late_claim)
+        await answer(second, "a")
+        await claimed.wait()
+        await apps[0].mcp().tasks.resume(task["taskId"])
+        await answer(first, "b")
+        while list((await until(first, task, "input_required"))["inputRequests"]) != ["c"]:
+            continue
+        gate.set()
+        while apps[1].mcp().tasks.works:
+            await get(second, task)
+        assert (await get(second, task))["status"] == "input_required"
+        await answer(second, "c")
+        assert (await until(first, task, *OVER))["result"]["structuredContent"] == 3
+
+
+@pytest.mark.parametrize("store", DURABLE, indirect=True)
+async def test_a_server_that_finds_another_at_work_does_not_end_the_task(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its patience is over in the moment in which the other server's leg ends with a question."""
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    def make() -> App:
+        app = make_app(ledger=store.url)
+
+        @app.command(task=True, lease=SECONDS, wait=0.001)
+        async def ask(ctx: Context) -> None:
+            await ctx.elicit("Sure?", BOOL, key="sure")
+            begun.set()
+            await gate.wait()
+            await ctx.elicit("Really?", BOOL, key="really")
+
+        return app
+
+    apps = [make() for _ in range(2)]
+    async with talk(apps[0]) as first:
+        task = await start(first, "ask")
+        await until(first, task, "input_required")
+        async with talk(apps[1]) as second:
+            ledger = await apps[1].ledger()
+            inner, claims, turns = ledger.claim, asyncio.Queue[Claim](), asyncio.Semaphore(0)
+
+            async def late_claim(claim: Claim) -> Record:
+                claims.put_nowait(claim)
+                await turns.acquire()
+                return await inner(claim)
+
+            monkeypatch.setattr(ledger, "claim", late_claim)
+            given = {"sure": {"action": "accept", "content": {"sure": True}}}
+            await second.result("tasks/update", {"taskId": task["taskId"], "inputResponses": given})
+            await claims.get()
+            working = asyncio.create_task(apps[0].mcp().tasks.resume(task["taskId"]))
+            await begun.wait()
+            for _ in range(2):  # it claims, waits for a moment, and claims for the last time
+                turns.release()
+            while apps[1].mcp().tasks.works:
+                await get(second, task)
+            gate.set()
+            await working
+            turns.release()
+        assert (await get(first, task))["status"] == "input_required"
 
 
 # In SQLite a handler's transaction locks the file, so its task cannot be adopted.

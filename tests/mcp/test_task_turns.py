@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from tests.calls import make_app
-from tests.mcp.asgi import KEY, HttpClient
+from tests.mcp.asgi import KEY, REPLAYED, HttpClient
 from tests.mcp.test_task_rules import BOOL, OVER, Desk, get, start, talk, until
 from wirecall import App, Context, Limits, UsageError
+from wirecall.errors import Busy
 from wirecall.ledger.base import Ledger, RecordId
 from wirecall.server.call import ANONYMOUS
 
@@ -89,6 +90,33 @@ async def test_a_call_that_asks_before_its_time_is_over_does_not_become_a_task(m
             again = (await until(client, again, *OVER))["result"]
         assert again["content"][0]["text"] == "rendered"
     assert desk.effects == ["{'sure': True}"]
+
+
+async def test_a_refusal_that_comes_while_the_ledger_begins_the_task_is_the_end_of_the_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing was done, and the task says so: it ends before its record is given back."""
+    app, may_refuse = make_app(), asyncio.Event()
+
+    @app.command(task=0.01)
+    async def render(ctx: Context) -> None:
+        await may_refuse.wait()
+        raise Busy("come later", ran="no")
+
+    ledger = await app.ledger()
+    begin = ledger.begin_task
+
+    async def slow(*given: Any) -> bool:
+        begun = await begin(*given)
+        may_refuse.set()
+        for _ in range(100):  # turns of the loop, in which the handler refuses
+            await asyncio.sleep(0)
+        return begun
+
+    monkeypatch.setattr(ledger, "begin_task", slow)
+    async with talk(app) as client:
+        told = await until(client, await start(client, "render"), *OVER)
+        assert "come later" in str(told) and "unknown" not in str(told), told
 
 
 # --- transactions ------------------------------------------------------------------------------------------------------
@@ -399,3 +427,68 @@ async def test_the_key_of_an_adopted_task_that_did_nothing_is_free_when_it_is_ca
             assert again["error"]["code"] == 42210
         assert (await until(client, again["result"], *OVER))["status"] == "completed"
     assert effects == ["b"]
+
+
+async def test_a_retry_gets_the_task_from_the_server_that_has_adopted_it(tmp_path: Path) -> None:
+    """At once, as from every other server: it does not wait for the end of the task."""
+    begun, gate = asyncio.Queue[None](), asyncio.Event()
+
+    def make() -> App:
+        app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+
+        @app.command(task=True, lease=SECONDS, wait=SECONDS)
+        async def pay(ctx: Context) -> str:
+            begun.put_nowait(None)
+            await gate.wait()
+            await ctx.commit_point()
+            return "paid"
+
+        return app
+
+    async with talk(make()) as client:
+        task = await start(client, "pay", meta={KEY: "k"})
+        await begun.get()
+    async with talk(make()) as client:  # the first server has stopped
+        await begun.get()
+        again = await start(client, "pay", meta={KEY: "k"})
+        assert (again["taskId"], again["_meta"][REPLAYED]) == (task["taskId"], True)
+        gate.set()
+        assert (await until(client, task, *OVER))["status"] == "completed"
+
+
+async def test_a_task_whose_first_server_passed_the_commit_point_is_not_cancelled_in_the_next(tmp_path: Path) -> None:
+    """Its effect may have happened, so it finishes, although the handler has started from the top."""
+    effects, begun, gate = list[int](), asyncio.Queue[int](), asyncio.Event()
+
+    def make(number: int) -> App:
+        app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+
+        @app.command(task=True, on_crash="rerun", lease=SECONDS)
+        async def pay(ctx: Context) -> str:
+            if number == 1:
+                begun.put_nowait(number)
+                await gate.wait()
+            await ctx.commit_point()
+            effects.append(number)
+            if number == 0:
+                begun.put_nowait(number)
+                await asyncio.Event().wait()
+            return "paid"
+
+        return app
+
+    first = make(0)
+    async with talk(first) as client:
+        task = await start(client, "pay", meta={KEY: "k"})
+        assert await begun.get() == 0
+        ledger = await first.ledger()
+        (record,) = await ledger.list()
+        await ledger.lapse(record.token)  # its process counts as dead
+        async with talk(make(1)) as other:
+            assert await begun.get() == 1
+            await other.result("tasks/cancel", {"taskId": task["taskId"]})
+            for _ in range(10):  # the server looks at its task
+                assert (await get(other, task))["status"] == "working"
+            gate.set()
+            assert (await until(other, task, *OVER))["status"] == "completed"
+    assert effects == [0, 1]  # as "rerun" says

@@ -444,8 +444,12 @@ class Commands:
             self._background.renew(run)
         terms, is_transaction = run.method.terms, run.claim.on_crash == "transactional"
         try:
-            if run.task is not None and not await run.task.begin(run):
-                raise _Queued
+            if run.task is not None:
+                has_place = await run.task.begin(run)
+                if run.task.is_handed_over:
+                    self._land(run, None)  # also for a task that was adopted: duplicates get the task, and do not wait
+                if not has_place:
+                    raise _Queued
             outcome = await _reconciled(call, run) if run.attempt > 1 and terms.reconcile else None
             if run.task is not None and outcome is None and run.task.at_once and not (terms.commit_point or is_transaction):
                 if not await ledger.commit_point(token, terms.lease):
@@ -519,6 +523,8 @@ class Commands:
         undecided, record = isinstance(error, Undecided), None
         failure = None if undecided else failure_of(call, run, error, stopped=stopped)
         try:
+            if run.task is not None:
+                await run.task.settle()
             if run.state is RunState.UNDONE and run.task is not None and run.task.is_handed_over:
                 if self._background.closing or isinstance(error, (LedgerDown, LedgerUnavailable)):
                     await run.ledger.lapse(run.token)  # the next process that looks for tasks takes it over

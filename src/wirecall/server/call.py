@@ -140,6 +140,10 @@ class Detachable(Protocol):
         """Write the questions with which a leg ends, before its record waits for the answers."""
         ...
 
+    async def settle(self) -> None:
+        """Wait until it is known whether the call is a task: the ledger may be making one of it in this moment."""
+        ...
+
     async def end(self, error: BaseException | None) -> None:
         """Write how the task ended, before its record is given back because nothing was done."""
         ...

@@ -37,6 +37,7 @@ from wirecall.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidParams,
+    KeyInProgress,
     LedgerUnavailable,
     OutcomeUnknown,
     RpcError,
@@ -133,6 +134,10 @@ class Work:
             known = await (await self._tasks.ledger()).task(self.id)
             if known is None or known.is_over:
                 raise LostLease(f"task {self.id} has ended")
+            if self.peer is not None:
+                # Or that one has gone on with it, and the client has answered more since.
+                self.document = _decode(known.document)
+                self.peer.answers = self.document.answers
             return True
         if not self.at_once:
             return True
@@ -154,7 +159,7 @@ class Work:
             if self.is_handed_over:
                 return True
             run, document = self.run, self.document
-            if run is None or self.peer is None or self._is_asking:
+            if run is None or self.peer is None or self._is_asking or run.is_over:
                 return False
             # Answers that the client gave before, in the rounds of its request, go on with the task.
             document.answers = self.peer.answers
@@ -174,6 +179,10 @@ class Work:
         self._tasks.works[self.id] = self
         self.handed_over.set_result(None)
 
+    async def settle(self) -> None:
+        async with self._lock:
+            return
+
     async def end(self, error: BaseException | None) -> None:
         failed = error if isinstance(error, RpcError) else InternalError(ran="no")
 
@@ -186,7 +195,9 @@ class Work:
 
     async def look(self) -> None:
         found = await (await self._tasks.ledger()).task(self.id)
-        if found is not None and _decode(found.document).is_cancelled:
+        # A run before this one may have acted, if its process died past the commit point: then the task finishes.
+        is_begun = found is not None and found.now is not None and found.now.committed
+        if found is not None and not is_begun and _decode(found.document).is_cancelled:
             self._tasks.dispatcher().commands.cancel(found.record)
 
     def note(self, message: str) -> None:
@@ -231,8 +242,11 @@ class Work:
         leg, digests = self.document.leg + 1, {key: _digest(question) for key, question in self._questions.items()}
 
         def edit(document: Document) -> bool:
+            if document.leg > leg:  # written again, because a reply was lost, and the task has gone on
+                return False
             document.asked.update(digests)
-            document.leg, document.is_ready = leg, False
+            # The client may have answered already, where this is written again or another server has asked the same.
+            document.leg, document.is_ready = leg, digests.keys() <= document.answers.keys()
             return True
 
         await self._tasks.change(self.id, edit)
@@ -406,14 +420,19 @@ class Tasks:
         self.works.pop(work.id, None)
         error = None if run.cancelled() else run.exception()
         # A leg that was refused before it had its record, because its arguments do not fit any more, or its caller may not
-        # call the tool, is refused for good. A server that is busy, or stops, is not such a reason.
-        refusal = error if isinstance(error, RpcError) and not isinstance(error, (Busy, LedgerUnavailable)) else None
+        # call the tool, is refused for good. A server that is busy, or stops, is not such a reason, nor is one that works on
+        # the task already.
+        passing = (Busy, KeyInProgress, LedgerUnavailable)
+        refusal = error if isinstance(error, RpcError) and not isinstance(error, passing) else None
         try:
             found = await (await self.ledger()).task(work.id)
             if work.run is None and refusal is not None and found is not None and not found.is_over:
                 await self._end(found, self.ending(refusal, _decode(found.document)))
             elif found is None or summary(found)["status"] in _OVER:
                 self.leave_place(work.peer.caller, work.id)
+            elif work.run is not None and found.is_ready and found.now is not None and found.now.state is State.WAITING:
+                # It was cancelled before it asked, or answered before this process heard that it waits.
+                self.dispatcher().commands.start(self.resume(work.id))
         except LedgerDown as down:
             logger.warning("the end of task %s was not written or read: %s", work.id, down)
         self._hub.tell("task", work.id)
@@ -548,8 +567,10 @@ class Tasks:
             if not edit(document):
                 return
             document.updated = max(time.time(), document.updated)
+            # A cancelled task needs no answers to go on, which is to end. Its handler may ask before it hears of the wish.
+            is_ready = document.is_ready or document.is_cancelled
             written = msgspec.structs.replace(
-                found, document=encode(document), is_ready=document.is_ready, is_over=document.final is not None
+                found, document=encode(document), is_ready=is_ready, is_over=document.final is not None
             )
             if await ledger.change_task(written):
                 self._hub.tell("task", id)
