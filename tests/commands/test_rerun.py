@@ -9,8 +9,13 @@ from tests.calls import error, result
 from tests.commands.charges import ID, NewApp, World, charge, is_unknown, vanish
 from tests.ledger import LEASE
 from tests.servers import Store
-from wirecall import App, Context
+from wirecall import App, Context, DomainError
+from wirecall.errors import Busy
 from wirecall.ledger.base import Ledger, State
+
+
+class Price:
+    """A value that a provider makes."""
 
 
 async def test_rerun_runs_again_and_tells_the_handler(app: App, ledger: Ledger, store: Store, world: World) -> None:
@@ -84,6 +89,33 @@ async def test_a_rerun_that_stops_before_its_commit_point_leaves_the_evidence_of
     assert left.started_at == pytest.approx(before.started_at, abs=1e-3)
     assert result(await app.handle(charge()))["number"] == 1
     assert world.seen[0].attempt == 3
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("a fault"), Busy(ran="no"), DomainError(4020, "not enough")], ids=repr)
+@pytest.mark.parametrize("place", ["handler", "provider"])
+async def test_a_rerun_that_does_nothing_does_not_speak_for_the_run_before(
+    app: App, ledger: Ledger, store: Store, place: str, raised: Exception
+) -> None:
+    """`ran: "no"` would be false if the run that vanished has acted."""
+    if place == "handler" and isinstance(raised, DomainError):
+        pytest.skip("an error of the handler is an outcome, which is recorded")
+
+    @app.provide
+    def price() -> Price:
+        if place == "provider":
+            raise raised
+        return Price()
+
+    @app.command(name="charge", on_crash="rerun")
+    async def handler(cents: int, price: Price, ctx: Context) -> Any:
+        if place == "handler":
+            raise raised
+        await ctx.commit_point()
+
+    await vanish(ledger, store, on_crash="rerun")
+    assert error(await app.handle(charge()))["data"]["ran"] == "unknown"
+    # A first run that does nothing speaks for itself.
+    assert error(await app.handle(charge(key="another")))["data"]["ran"] == "no"
 
 
 async def test_an_exception_of_a_rerun_command_is_tried_again_at_once(app: App, world: World) -> None:

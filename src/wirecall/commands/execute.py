@@ -28,6 +28,7 @@ from wirecall.commands.background import Background, give_back
 from wirecall.commands.delivery import Deliveries, origin_of
 from wirecall.commands.run import (
     NOT_BEGUN,
+    NOTHING_DONE,
     RETRY_AFTER_MS,
     LostLease,
     Run,
@@ -767,7 +768,7 @@ async def _handled(call: Call, run: Run, handler: Handler) -> Outcome:
     except RpcError as error:
         if not call.reached:  # a provider raised it, so the handler did not start
             raise
-        ran: Ran = "no" if run.ran == "no" else "yes"
+        ran: Ran = "no" if run.state in NOTHING_DONE else "yes"
         if error.is_remote and error.ran != ran:
             # Another server, or a client that was asked, reports `ran` of its own part. The answer reports that of this run.
             error = error.telling(ran)

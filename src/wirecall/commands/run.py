@@ -268,8 +268,9 @@ class Run(Struct, eq=False):
 
     @property
     def ran(self) -> Ran:
-        """The word for a caller that does not get the outcome."""
-        return "no" if self.state in NOTHING_DONE else "unknown"
+        """The word for a caller that does not get the outcome. A run before this one may have acted: `rerun` allows that."""
+        had_run = self.record is not None and self.record.is_evidence and self.claim.on_crash == "rerun"
+        return "no" if self.state in NOTHING_DONE and not had_run else "unknown"
 
     @property
     def downstream_key(self) -> str:
@@ -414,13 +415,13 @@ def is_refusal(error: BaseException) -> bool:
 
 def failure_of(call: Call, run: Run, error: BaseException, *, stopped: bool) -> BaseException:
     """Return the error for the caller of a handler that ended without an outcome; `stopped` says that we cancelled it."""
-    undone = run.ran == "no"
+    undone = run.state in NOTHING_DONE
     # These end more than the call. A cancellation that we did not make is the handler's own failure.
     if is_closing(error) or isinstance(error, KeyboardInterrupt) or (isinstance(error, asyncio.CancelledError) and stopped):
         return error
-    # A handler's own refusal is passed on unchanged, unless the handler had passed its commit point.
-    if is_refusal(error) and undone:
-        return error
+    # A handler's own refusal is passed on, unless the handler had passed its commit point.
+    if isinstance(error, REFUSALS) and not error.is_remote and undone:
+        return error if error.ran == run.ran else error.telling(run.ran)
     # The same for the answer of a provider: the handler has not started.
     if isinstance(error, RpcError) and not call.reached:
         return error

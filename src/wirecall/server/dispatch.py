@@ -399,9 +399,11 @@ class Dispatcher:
             raise
         except BaseException as raised:
             error = raised
-            if isinstance(raised, RpcError) and not call.reached and raised.ran != "no":
-                # The middleware refused the call, so it has not run, whatever the code of the error says.
-                error = raised.telling("no")
+            ran = "no" if call.run is None else call.run.ran
+            if isinstance(raised, RpcError) and not call.reached and raised.ran != ran:
+                # Middleware or a provider refused the call, so it has not run, whatever the code of the error says. A run
+                # before it may have acted.
+                error = raised.telling(ran)
                 raise error from raised
             is_unrecorded = call.method.is_command and call.run is None
             if isinstance(raised, RpcError) and raised.is_remote and raised.ran == "no" and call.reached and is_unrecorded:
