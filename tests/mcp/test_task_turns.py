@@ -230,6 +230,21 @@ async def test_a_task_whose_tool_no_server_has_fails_when_its_time_is_over(
     assert told["error"]["data"]["ran"] == "unknown"
 
 
+async def test_a_task_that_the_next_server_refuses_may_have_acted(tmp_path: Path) -> None:
+    """Its arguments do not fit any more. The refusal must not read like the result of a call that did nothing."""
+    task = await orphan(tmp_path, "render")
+    app = make_app(ledger=f"sqlite:{tmp_path}/ledger.db")
+
+    @app.command(task=True, on_crash="rerun", lease=SECONDS, task_ttl=60)
+    async def render(pages: int) -> str:
+        return f"{pages} pages"
+
+    async with talk(app) as client:
+        told = await until(client, task, *OVER)
+    assert (told["status"], told["error"]["data"]["ran"]) == ("failed", "unknown")
+    assert "pages" in told["error"]["data"]["reason"]
+
+
 async def test_tasks_of_tools_that_a_server_lacks_do_not_hide_its_own(tmp_path: Path) -> None:
     effects = list[str]()
     for tool in ("first", "second"):

@@ -417,7 +417,8 @@ class Tasks:
         assert work.peer is not None
         with self.dispatcher().set_aside(work.peer.caller):
             await asyncio.wait({run})
-        self.works.pop(work.id, None)
+        if self.works.get(work.id) is work:  # else a retry has taken the task over
+            del self.works[work.id]
         error = None if run.cancelled() else run.exception()
         # A leg that was refused before it had its record, because its arguments do not fit any more, or its caller may not
         # call the tool, is refused for good. A server that is busy, or stops, is not such a reason, nor is one that works on
@@ -427,7 +428,10 @@ class Tasks:
         try:
             found = await (await self.ledger()).task(work.id)
             if work.run is None and refusal is not None and found is not None and not found.is_over:
-                await self._end(found, self.ending(refusal, _decode(found.document)))
+                # If a run before it may have acted, the refusal must not pass for a result that says that nothing was done.
+                is_begun = found.now is not None and found.now.committed and found.now.state is State.RUNNING
+                unsure = _failed(refusal.telling("unknown"))
+                await self._end(found, unsure if is_begun else self.ending(refusal, _decode(found.document)))
             elif found is None or summary(found)["status"] in _OVER:
                 self.leave_place(work.peer.caller, work.id)
             elif work.run is not None and found.is_ready and found.now is not None and found.now.state is State.WAITING:
@@ -748,7 +752,9 @@ class Tasks:
                 is_new, document.final = document.final is None, document.final or final
                 return is_new
 
-            await self._within(self.change(task.id, edit))
+            now = (await self._find(task.record.caller, task.id)).now
+            if now is not None and now.state is State.UNKNOWN:  # else the truth came in this moment
+                await self._within(self.change(task.id, edit))
             return await self._told(await self._find(task.record.caller, task.id))
         return {**told, **self.ending(error, document)}
 
