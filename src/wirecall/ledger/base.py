@@ -170,8 +170,8 @@ class Task(Struct, frozen=True, gc=False):
     now: Record | None = None  # the record as it stands; None if it is gone, also where another one has its id
 
 
-class Delivered(Struct, frozen=True, gc=False):
-    """The end of an answer's way: the transport took its last byte, or its caller was gone."""
+class Delivered(Struct, frozen=True, order=True, gc=False):
+    """The end of an answer's way: the transport took its last byte, or its caller was gone. In order, "written" is last."""
 
     id: RecordId
     deliverer: bytes

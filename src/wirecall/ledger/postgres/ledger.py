@@ -114,8 +114,7 @@ class PostgresLedger:
 
     async def deliver(self, ends: Sequence[Delivered]) -> None:
         # In the order of locks, and each answer once: what is written stays so.
-        ordered = sorted(ends, key=lambda end: (end.id, end.delivery == "written"))
-        once = {(end.id, end.deliverer): end for end in ordered}
+        once = {(end.id, end.deliverer): end for end in sorted(ends)}
         if once:
             await self._ask("deliver", items=encode(list(once.values())).decode())
 

@@ -301,9 +301,8 @@ class Queue:
     async def send(self, item: Claim | Ending | RecordId) -> Row | None:
         id = item if isinstance(item, RecordId) else item.id
         id_of(id)
-        turn = (id.caller, id.method, id.key)
-        if isinstance(item, Claim) and item.keyless is not None:
-            turn = (id.caller, id.method, (item.keyless.likeness or b"").hex())
+        keyless = item.keyless if isinstance(item, Claim) else None
+        turn = (id.caller, id.method, id.key if keyless is None else (keyless.likeness or b"").hex())
         answer: asyncio.Future[Row | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(id, turn, encode(item), answer))
         if self._free:
