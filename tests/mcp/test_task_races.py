@@ -139,7 +139,7 @@ async def test_a_task_that_asks_before_it_hears_of_its_cancellation_ends(store: 
 async def test_an_answer_that_comes_before_its_server_knows_that_the_task_waits_is_not_left(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger shows the question to everybody, and the server that asked has not heard that yet."""
+    """The ledger shows the question to every server, and the one that asked has not heard that yet."""
     desk, suspended, gate = Desk(store), asyncio.Event(), asyncio.Event()
     ledger = await desk.apps[0].ledger()
     suspend = ledger.suspend
