@@ -55,6 +55,33 @@ async def test_many_calls_at_once() -> None:
         assert [entry.result() for entry in entries] == [[n] for n in range(5)]
 
 
+async def test_a_line_above_the_limit_fails_the_call_that_it_answers_at_once() -> None:
+    """Its id is at the beginning, so the other call in flight gets its answer."""
+    long = 'replies[0]["result"] = "x" * (5000 if message.get("params", {}).get("name") == "long" else 5)'
+    calls = ("long", {"name": "long"}), ("short", {"name": "short"})
+    async with connect(echo(long), discover=False, max_bytes=1000, timeout=PATIENCE) as client:
+        failed, told = await asyncio.gather(*(client.call(*call) for call in calls), return_exceptions=True)
+        assert isinstance(failed, BadAnswer)
+        assert "a line of more than 1000 bytes; connect(max_bytes=...) allows longer ones" in str(failed)
+        assert told == "xxxxx"
+
+
+@pytest.mark.parametrize("order", ["reply", "dict(reversed(reply.items()))"])
+async def test_a_line_above_the_limit_fails_the_only_call_in_flight(order: str) -> None:
+    """Its id is beyond the limit, if it is the last member."""
+    long = f'replies = [{order} for reply in [dict(replies[0], result="x" * 5000)]]'
+    async with connect(echo(long), discover=False, max_bytes=1000, timeout=PATIENCE) as client:
+        with pytest.raises(BadAnswer, match="a line of more than 1000 bytes"):
+            await client.call("x")
+
+
+async def test_a_notification_above_the_limit_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:
+    long = 'print(json.dumps({"jsonrpc": "2.0", "method": "log", "params": ["x" * 5000]}), flush=True)'
+    async with connect(echo(long), discover=False, max_bytes=1000, timeout=PATIENCE) as client:
+        assert await client.call("x", [1]) == [1]
+    assert [line for line in caplog.messages if "1000 bytes" in line]
+
+
 async def test_answers_in_another_order_and_lines_that_are_none() -> None:
     garbage = 'print("starting up..."); print(); print(json.dumps({"jsonrpc": "2.0", "method": "hello"})); replies.reverse()'
     async with connect(echo(garbage), discover=False) as client:

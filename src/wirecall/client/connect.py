@@ -149,9 +149,9 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
         link: McpLink
         if isinstance(target, str):
             sse = partial(SsePipe, target, http)
-            link = McpHttpLink(http(target), partial(McpLineLink, sse), shared.clock)
+            link = McpHttpLink(http(target), partial(McpLineLink, sse, shared.max_bytes), shared.clock)
         elif isinstance(target, Sequence):
-            link = McpLineLink(partial(child, target))
+            link = McpLineLink(partial(child, target), shared.max_bytes)
         else:
             link = McpMemoryLink(partial(target._connect, caller=shared.caller or ""), target._enter, target._leave)
         return McpClient(link, Settings(**given), shared)
@@ -163,7 +163,7 @@ def connect(target: Target, *, protocol: Protocol | None = None, **options: Any)
     if isinstance(target, str):
         plain = HttpLink(http(target))
     elif isinstance(target, Sequence):
-        plain = LineLink(partial(child, target))
+        plain = LineLink(partial(child, target), shared.max_bytes)
     else:
         handle = partial(target.handle, caller=shared.caller) if shared.caller else target.handle
         plain = MemoryLink(handle, target._enter, target._leave)

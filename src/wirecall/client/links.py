@@ -6,6 +6,7 @@ and what an answer means.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 JSON = "application/json"
 _HEADERS = {"Content-Type": JSON, "Accept": JSON}
+
+# How most servers begin an answer, and a message of their own.
+_ANSWER = re.compile(rb'\{"jsonrpc": ?"2\.0", ?"id": ?([0-9]{1,15}),')
+_REQUEST = re.compile(rb'\{"jsonrpc": ?"2\.0", ?"(?:id": ?[^,]{1,100}, ?")?method"')
 
 
 # --- HTTP -----------------------------------------------------------------------------------------------------------
@@ -103,8 +108,9 @@ class Pipe(Protocol):
 class LineLink:
     """Messages as lines. A pipe that has ended is opened anew by the next message."""
 
-    def __init__(self, pipe: Callable[[], Pipe]) -> None:
+    def __init__(self, pipe: Callable[[], Pipe], max_bytes: int = 10 << 20) -> None:
         self._make = pipe
+        self._max_bytes = max_bytes  # a pipe cuts a longer line one byte beyond it
         self._pipe: Pipe | None = None
         self._over: list[Pipe] = []  # ended by themselves, and not cleaned up yet
         self._opening = asyncio.Lock()
@@ -167,9 +173,23 @@ class LineLink:
                 end.set_exception(ConnectionLost(str(error)))
 
     def _line(self, line: bytes) -> None:
+        if len(line) > self._max_bytes:
+            self._fail_long(line)
+            return
         in_array, messages = read_messages(line)
         for message in messages:
             self._take(message, in_array)
+
+    def _fail_long(self, line: bytes) -> None:
+        """Fail the message that a line above the limit answers: by the id at its beginning, or if it is alone in flight."""
+        reason = f"the server sent a line of more than {self._max_bytes} bytes; connect(max_bytes=...) allows longer ones"
+        logger.warning("%s", reason)
+        exchange = self._open.get(int(found[1])) if (found := _ANSWER.match(line)) else None
+        if exchange is None and not _REQUEST.match(line):
+            alone = [one for one in self._ends if not one.is_standing]
+            exchange = alone[0] if len(alone) == 1 else None
+        if exchange is not None and not self._ends[exchange].done():
+            self._ends[exchange].set_exception(BadAnswer(reason))
 
     def _take(self, message: Received, in_array: bool) -> None:
         """Give a message to the exchange that it answers."""

@@ -326,8 +326,8 @@ class McpLineLink(LineLink, McpLink):
 
     is_pipe = True
 
-    def __init__(self, pipe: Callable[[], Pipe]) -> None:
-        LineLink.__init__(self, pipe)
+    def __init__(self, pipe: Callable[[], Pipe], max_bytes: int) -> None:
+        LineLink.__init__(self, pipe, max_bytes)
         McpLink.__init__(self)
         self._greeted: Pipe | None = None
         self._greeting = asyncio.Lock()
