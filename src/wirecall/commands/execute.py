@@ -303,7 +303,8 @@ class Commands:
             if run.loop is None:
                 raise in_progress()
             outcome = await first.join(fingerprint, run.method.terms.wait)
-            if outcome is not None:
+            # The first may have followed a task in its turn. Then the answer is the task, which the ledger knows.
+            if outcome is not None and run.task is None:
                 return outcome
             run.hear(RunEvent.LEAD)
         run.flight = run.claim.id
