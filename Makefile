@@ -8,9 +8,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test check conformance docs bench pictures crash lost clean
+.PHONY: demo test check conformance frameworks docs bench pictures crash lost clean
 
-demo: $(VENV)/base  ## the main job, in a few seconds
+demo: $(VENV)/base  ## the main job, in a few seconds; the first time it makes the virtual environment
 	@$(BIN)/python examples/demo.py
 
 # Test processes. Many tests wait for other processes, so more of them than cores: make test WORKERS=8 TESTS=tests/mcp
@@ -25,13 +25,20 @@ unexport PYTHONDONTWRITEBYTECODE
 test: $(VENV)/test  ## all tests, with real SQLite, Redis and PostgreSQL
 	TEST_SIZE=$(SIZE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
-check: $(VENV)/test  ## lint, format, types
+check: $(VENV)/test  ## lint, format, types, readable lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_lines.py
 
 conformance: $(VENV)/test  ## the official suite of MCP, on Node from PyPI
 	$(BIN)/python -m tests.mcp.conformance
+
+# make frameworks ONLY="langchain mastra"
+ONLY ?=
+
+frameworks: $(VENV)/test  ## agent frameworks lose an answer, each in an environment in .venv-frameworks
+	$(BIN)/python -m tests.frameworks $(ONLY)
 
 docs: $(VENV)/docs  ## the docs as a site, in site/; a broken link or a page that is not in the navigation is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
@@ -41,7 +48,7 @@ QUICK ?=
 
 bench: $(VENV)/bench  ## ratios to bare engines and to other libraries, in one run each, and one table at the end
 	@rm -f bench/results.json; missed=0; \
-	for name in core ledger http stdio client cli; do echo "== $$name"; $(BIN)/python bench/$$name.py $(if $(QUICK),--quick) || missed=1; done; \
+	for name in core ledger http batches stdio client cli; do echo "== $$name"; $(BIN)/python bench/$$name.py $(if $(QUICK),--quick) || missed=1; done; \
 	$(BIN)/python bench/targets.py; exit $$missed
 
 pictures: $(VENV)/bench  ## the pictures of README, from the results of the last make bench
@@ -60,7 +67,7 @@ lost: $(VENV)/test  ## the long run of lost answers: make lost CUTS=5000 REPEATS
 	$(BIN)/python -m tests.lost --cuts $(CUTS) --repeats $(REPEATS) --seed $(SEED)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-frameworks
 
 $(VENV)/python:
 	$(PYTHON) -m venv $(VENV)
