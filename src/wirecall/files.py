@@ -1,8 +1,11 @@
-"""Files that other users must neither read nor replace (ledger, audit trail, logins): their paths, and their locks.
+"""The paths and locks of files that other users must not read or replace.
 
-Windows has neither locks on descriptors nor an event loop that watches pipes. `IS_PORTABLE` selects the parts that every
-system has: `TransactionLock` instead of `DescriptorLock`, and threads that read and write (`transports.lines`). Each user of
-it takes `portable=`, so that tests run both.
+These are the ledger, the audit trail and the logins.
+
+Windows does not have locks on descriptors, or an event loop that watches pipes. `IS_PORTABLE`
+selects the parts that every system has: `TransactionLock` instead of `DescriptorLock`, and threads
+that read and write (`transports.lines`). Code that uses it takes `portable=`, so that tests run
+both.
 """
 
 import errno
@@ -18,40 +21,54 @@ if TYPE_CHECKING:
     import sqlite3
 
 IS_PORTABLE = sys.platform == "win32"
-MAX_LINKS = 40  # as Linux has it
+# The limit of Linux.
+MAX_LINKS = 40
 
 
 def login_folder() -> Path:
-    """Return the folder of the user's logins, in the folder of the user's data (XDG Base Directory specification)."""
-    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "wirecall", "logins")
+    """Return the folder of the user's logins.
+
+    It is in the folder of the user's data (XDG Base Directory specification).
+    """
+    return Path(
+        os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "wirecall", "logins"
+    )
 
 
 def real_path(path: str | os.PathLike[str], what: str) -> str:
-    """Resolve the symbolic links in `path`; refuse one in a folder that other users can write.
+    """Resolve the symbolic links in `path`; refuse one in a folder that other users can write to.
 
-    Another user could have made such a link, or could replace it, and so choose the file that is read and written. This
-    holds in a folder with the sticky bit too, such as /tmp: there, the link may have been made before ours.
+    Another user could have made such a link, or could replace it, and so choose the file that is
+    read and written. This also applies to a folder with the sticky bit, such as /tmp: another user
+    may have made the link first.
     """
     here = Path(os.path.abspath(path))
     for _ in range(MAX_LINKS + 1):
-        # Links are followed one by one, from the root on, because each is judged by the folder that it is in.
-        link = next((each for each in (*reversed(here.parents), here) if os.path.islink(each)), None)
+        # Follow links one by one from the root, because the folder of each decides whether it is
+        # safe.
+        link = next(
+            (each for each in (*reversed(here.parents), here) if os.path.islink(each)), None
+        )
         if link is None:
-            return os.path.normpath(here)  # a ".." comes from a link, and can be dropped now that none is left
-        folder, target = link.parent, os.readlink(link)
+            # A ".." comes from a link; without links it can be dropped.
+            return os.path.normpath(here)
+        folder = link.parent
+        target = os.readlink(link)
         mode = stat.S_IMODE(os.stat(folder).st_mode)
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise UsageError(
                 f"{what} {os.fspath(path)} is behind a symbolic link that other users can replace.",
-                f"expected no link in a folder that others can write, got {link} in {folder} (mode {mode:o})",
-                f"name the file itself ({folder / target}), or remove the write permission: chmod go-w {folder}",
+                "expected no link in a folder that others can write, "
+                f"got {link} in {folder} (mode {mode:o})",
+                f"name the file itself ({folder / target}), "
+                f"or remove the write permission: chmod go-w {folder}",
             )
         here = folder / target / here.relative_to(link)
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
 
 
 def replace_file(path: Path, data: bytes, *, like: Path | None = None) -> None:
-    """Write a file beside its place and rename it, so that it is complete at any moment.
+    """Write a temporary file and rename it, so that the file is complete at any moment.
 
     Only its owner can read it, unless it takes the permissions of another file, `like`.
     """
@@ -73,7 +90,7 @@ def replace_file(path: Path, data: bytes, *, like: Path | None = None) -> None:
 
 
 class Lock(Protocol):
-    """A lock on a file, which one process has at a time. A process that ends gives it back."""
+    """A lock on a file, which one process holds at a time. A process that exits releases it."""
 
     def take(self, file: int) -> bool:
         """Take the lock, unless another process has it; return whether it was taken."""
@@ -105,7 +122,7 @@ class DescriptorLock:
 
 
 class TransactionLock:
-    """A lock for all systems: a transaction of SQLite in a file of its own, beside the file. The file stays empty."""
+    """A lock for all systems: an SQLite transaction in a separate file, which stays empty."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = f"{os.fspath(path)}.lock"
@@ -116,7 +133,9 @@ class TransactionLock:
 
         if self._database is None:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
-            self._database = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
+            self._database = sqlite3.connect(
+                self._path, timeout=0, isolation_level=None, check_same_thread=False
+            )
         try:
             self._database.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError as error:

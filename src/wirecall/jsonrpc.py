@@ -1,10 +1,13 @@
 """JSON-RPC 2.0 as pure functions on bytes, for use alone: no app, no event loop, no sockets.
 
-    make_request, make_notification, make_response, make_error, make_batch, make_reply     values -> bytes
-    parse_request, parse_batch, parse_response, parse_response_batch                       bytes -> values
-    dispatch_line, dispatch_line_async                                                     bytes -> bytes or None
+    make_request, make_notification, make_batch         values -> bytes
+    make_response, make_error, make_reply               values -> bytes
+    parse_request, parse_batch                          bytes -> values
+    parse_response, parse_response_batch                bytes -> values
+    dispatch_line, dispatch_line_async                  bytes -> bytes or None
 
-Parsing never raises on bad input: an unreadable message carries the error that answers it, or the reason (J2).
+Parsing never raises on bad input: an unreadable message carries the error that answers it, or the
+reason (J2).
 """
 
 from collections.abc import Awaitable, Callable
@@ -21,15 +24,14 @@ from wirecall.errors import (
     MethodNotFound,
     RpcError,
 )
+from wirecall.limits import LIMITS, Limits
 from wirecall.protocol.messages import (
-    LIMITS,
     Data,
     ErrorObject,
     Id,
     Invalid,
     Json,
     JsonObject,
-    Limits,
     Message,
     Success,
     as_bytes,
@@ -74,17 +76,23 @@ __all__ = [
 Params: TypeAlias = list[Json] | JsonObject | None
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 class Request(Struct, frozen=True):
-    """A parsed request or notification, or the error that answers it (`error_envelope`)."""
+    """A parsed request or notification, or the error that answers it (`error_envelope`).
+
+    `params_json` and `id_json` are the bytes of the two members as they were sent; None if there is
+    no such member, and for params of null, which count as none.
+    """
 
     method: str = ""
     params: Params = None
     id: Id = None
     is_notification: bool = False
     error_envelope: bytes | None = None
+    params_json: bytes | None = None
+    id_json: bytes | None = None
 
 
 class Batch(Struct, frozen=True):
@@ -109,18 +117,21 @@ class Response(Struct, frozen=True):
 
 
 class ResponseBatch(Struct, frozen=True):
-    """A parsed reply: its responses in the order of arrival, or the reason why it is not one (`malformed`)."""
+    """A parsed reply: its responses in the order of arrival.
+
+    If it is not a reply, `malformed` has the reason.
+    """
 
     is_batch: bool
     responses: list[Response]
     malformed: str | None = None
 
 
-# --- builders -------------------------------------------------------------------------------------------------------
+# --- builders -------------------------------------------------------------------------------------
 
 
 def make_request(method: str, params: Params, id: Id) -> bytes:
-    """Return a request; params of None are left out."""
+    """Return a request; params of None are omitted."""
     return encode({"jsonrpc": "2.0", "method": method, **_given(params), "id": id})
 
 
@@ -135,31 +146,43 @@ def make_response(id: Id, result: object) -> bytes:
 
 
 def make_error(id: Id, code: int, message: str, data: object = None) -> bytes:
-    """Return an error response; data of None is left out."""
+    """Return an error response; data of None is omitted."""
     return encode(failure(id, RpcError(code, message, data)))
 
 
 def _given(params: Params) -> JsonObject:
-    return {} if params is None else {"params": params}
+    if params is None:
+        return {}
+    return {"params": params}
 
 
-# --- parsers --------------------------------------------------------------------------------------------------------
+# --- parsers --------------------------------------------------------------------------------------
 
 
 def parse_request(data: Data, *, strict: bool = True) -> Request:
-    """Parse one request or notification; an array is refused."""
+    """Parse one request or notification; an array is refused.
+
+    `strict=False` is as in `parse_batch`.
+    """
     message = read(data, LIMITS, strict)
     if isinstance(message, list):
-        message = Invalid(InvalidRequest("expected one request object, got an array"))
-    return _request(message)
+        return _request(Invalid(InvalidRequest("expected one request object, got an array")), None)
+    return _request(message, _written_id(data, message))
 
 
 def parse_batch(data: Data, *, strict: bool = True, max_batch: int = LIMITS.batch) -> Batch:
-    """Parse a message of one request or of many; a bad entry does not affect the others."""
-    message = read(data, LIMITS if max_batch == LIMITS.batch else Limits(batch=max_batch), strict)
+    """Parse a message of one request or of many; a bad entry does not affect the others.
+
+    `strict=False` takes messages without `"jsonrpc": "2.0"`, and `"params": null`.
+    """
+    limits = LIMITS
+    if max_batch != LIMITS.batch:
+        limits = Limits(batch=max_batch)
+    message = read(data, limits, strict)
     if isinstance(message, list):
-        return Batch(True, [_request(entry) for entry in message])
-    request = _request(message)
+        ids = _written_ids(data, message)
+        return Batch(True, [_request(entry, id) for entry, id in zip(message, ids, strict=True)])
+    request = _request(message, _written_id(data, message))
     if isinstance(message, Invalid) and message.id is None:
         return Batch(False, [], request.error_envelope)
     return Batch(False, [request])
@@ -168,8 +191,10 @@ def parse_batch(data: Data, *, strict: bool = True, max_batch: int = LIMITS.batc
 def parse_response(data: Data) -> Response:
     """Parse one response; for anything else `malformed` has the reason."""
     parsed = parse_response_batch(data)
-    if parsed.malformed or not parsed.is_batch:
-        return parsed.responses[0] if parsed.responses else Response(malformed=parsed.malformed)
+    if parsed.malformed:
+        return Response(malformed=parsed.malformed)
+    if not parsed.is_batch:
+        return parsed.responses[0]
     return Response(malformed="expected one response object, got an array")
 
 
@@ -178,27 +203,85 @@ def parse_response_batch(data: Data) -> ResponseBatch:
     try:
         raw = as_bytes(data)
         raw.decode()  # a `Raw` is not checked for UTF-8
-        is_batch = opens_array(raw)
-        items = decode_items(raw) if is_batch else [decode_raw(raw)]
+        if not opens_array(raw):
+            return ResponseBatch(False, [_response(decode_raw(raw))])
+        items = decode_items(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         return ResponseBatch(False, [], f"not JSON: {error}")
     if not items:
         return ResponseBatch(True, [], "an empty array is not a reply")
-    return ResponseBatch(is_batch, [_response(item) for item in items])
+    return ResponseBatch(True, [_response(item) for item in items])
 
 
-def _request(message: Message | Invalid) -> Request:
+def _request(message: Message | Invalid, id_json: bytes | None) -> Request:
     if isinstance(message, Invalid):
-        return Request(id=message.id, error_envelope=encode(failure(message.id, message.error)))
+        return Request(
+            id=message.id,
+            error_envelope=encode(failure(message.id, message.error)),
+            id_json=id_json,
+        )
     is_notification = message.id is UNSET
-    id: Id = None if message.id is UNSET else message.id
+    id: Id = message.id if message.id is not UNSET else None
+    params: Params = None
+    params_json: bytes | None = None
     try:
-        check_params_shape(message.params)
-        params = None if message.params is UNSET else decode_any(message.params)
+        if message.params is not UNSET:
+            params_json = bytes(message.params)
+            check_params_shape(message.params)
+            params = decode_any(message.params)
     except RpcError as error:
         silent = is_notification and not isinstance(error, InvalidRequest)
-        return Request(message.method, None, id, silent, encode(failure(id, error)))
-    return Request(message.method, params, id, is_notification)
+        return Request(
+            message.method, None, id, silent, encode(failure(id, error)), params_json, id_json
+        )
+    return Request(message.method, params, id, is_notification, None, params_json, id_json)
+
+
+_decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+def _written_ids(data: Data, entries: list[Message | Invalid]) -> list[bytes | None]:
+    """Return the ids of a batch as they were sent."""
+    raw = as_bytes(data)
+    if not _may_differ(raw):
+        return [_encoded(entry) for entry in entries]
+    ids: list[bytes | None] = []
+    for entry, item in zip(entries, decode_items(raw), strict=True):
+        ids.append(_id_in(item) if _has_id(entry) else None)
+    return ids
+
+
+def _written_id(data: Data, message: Message | Invalid) -> bytes | None:
+    """Return the id of one message as it was sent."""
+    raw = as_bytes(data)
+    if _has_id(message) and _may_differ(raw):
+        return _id_in(decode_raw(raw))
+    return _encoded(message)
+
+
+def _has_id(message: Message | Invalid) -> bool:
+    """Return whether an id was read. An `Invalid` has None for one that is missing or broken."""
+    return message.id is not UNSET and not (message.id is None and isinstance(message, Invalid))
+
+
+def _may_differ(data: bytes) -> bool:
+    """Return whether an id's bytes may differ from its value's.
+
+    Only an escape and -0 have two spellings.
+    """
+    return b"\\" in data or b"-0" in data
+
+
+def _id_in(raw: Raw) -> bytes:
+    return bytes(_decode_members(raw)["id"])
+
+
+def _encoded(message: Message | Invalid) -> bytes | None:
+    if not _has_id(message):
+        return None
+    if isinstance(message.id, Raw):
+        return bytes(message.id)
+    return encode(message.id)
 
 
 class _WireResponse(Struct):
@@ -224,18 +307,27 @@ def _response(raw: Raw) -> Response:
         return Response(malformed=str(error))
 
 
-# --- a server in one function ---------------------------------------------------------------------------------------
+# --- a server in one function ---------------------------------------------------------------------
 
 
-def dispatch_line(data: Data, handler: Callable[[str, Params], object], *, strict: bool = True) -> bytes | None:
-    """Answer a message with a plain callable `(method, params) -> result` that may raise `RpcError`."""
-    batch, replies = parse_batch(data, strict=strict), []
+def dispatch_line(
+    data: Data, handler: Callable[[str, Params], object], *, strict: bool = True
+) -> bytes | None:
+    """Answer a message with a plain callable `(method, params) -> result`.
+
+    The callable may raise `RpcError`.
+    """
+    batch = parse_batch(data, strict=strict)
+    replies: list[bytes | None] = []
     for request in batch.requests:
         try:
-            reply = request.error_envelope or make_response(request.id, handler(request.method, request.params))
+            reply = request.error_envelope or make_response(
+                request.id, handler(request.method, request.params)
+            )
         except Exception as error:
             reply = _error_reply(request, error)
-        replies.append(None if request.is_notification else reply)
+        if not request.is_notification:
+            replies.append(reply)
     return batch.framing_error or make_reply(replies, batch.is_batch)
 
 
@@ -243,13 +335,17 @@ async def dispatch_line_async(
     data: Data, handler: Callable[[str, Params], Awaitable[object]], *, strict: bool = True
 ) -> bytes | None:
     """Answer a message with a coroutine function; the entries of a batch run one after another."""
-    batch, replies = parse_batch(data, strict=strict), []
+    batch = parse_batch(data, strict=strict)
+    replies: list[bytes | None] = []
     for request in batch.requests:
         try:
-            reply = request.error_envelope or make_response(request.id, await handler(request.method, request.params))
+            reply = request.error_envelope or make_response(
+                request.id, await handler(request.method, request.params)
+            )
         except Exception as error:
             reply = _error_reply(request, error)
-        replies.append(None if request.is_notification else reply)
+        if not request.is_notification:
+            replies.append(reply)
     return batch.framing_error or make_reply(replies, batch.is_batch)
 
 

@@ -1,3 +1,5 @@
-"""The version of wirecall, below all rooms: those that name it do not import the front door, which is above them."""
+"""The version of wirecall, in the lowest layer: modules that need it do not import `wirecall` above
+them.
+"""
 
 __version__ = "0.2.0"

@@ -1,19 +1,23 @@
 """Coroutines driven by hand, and time limits of many tasks: the only place that does either.
 
-1. `run_now` runs a coroutine to its end without an event loop; `first_step` and `resume` begin one and go on with it in the
-   running task, so that a coroutine that does not wait costs no task.
-2. `start` makes a task that begins in a later turn of the loop. With `asyncio.eager_task_factory` (Python 3.12) a task runs
-   until its first wait before its maker knows it; a maker that keeps its tasks in a table relies on the common order.
-3. `Timeouts` are for blocks that nearly always end in time. A timer for each (`asyncio.timeout`) would be a third of the
-   client's work for a call, and 6 µs of every HTTP request.
-4. `Signal` is an event with callbacks: a task that only waits for an event takes 1 KB. `wake` gives a future its result.
+1. `run_now` runs a coroutine to its end without an event loop; `first_step` begins one and `resume`
+   continues it in the running task, so that a coroutine that does not wait costs no task.
+2. `start` makes a task that begins in a later iteration of the loop. With
+   `asyncio.eager_task_factory` (Python 3.12) a task runs until its first wait before `create_task`
+   returns; code that keeps its tasks in a table relies on the usual order.
+3. `Timeouts` are for blocks that nearly always end in time. A timer for each (`asyncio.timeout`)
+   would be a third of the client's work for a call, and 6 µs of every HTTP request.
+4. `Signal` is an event with callbacks: a task that only waits for an event takes 1 KB. `wake` sets
+   a result.
 """
 
 import asyncio
 import math
+import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import Context
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar, cast
 
 from wirecall.errors import CannotWait
@@ -33,8 +37,10 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 @types.coroutine
-def beside(coroutine: Coroutine[Any, Any, T], on_wait: Callable[[], None]) -> Generator[Any, Any, T]:
-    """Await a coroutine in the running task; call `on_wait` when it waits for the first time, if it ever does."""
+def beside(
+    coroutine: Coroutine[Any, Any, T], on_wait: Callable[[], None]
+) -> Generator[Any, Any, T]:
+    """Await a coroutine in the running task; call `on_wait` when it first waits, if it does."""
     try:
         awaited = coroutine.send(None)
     except StopIteration as finished:
@@ -46,7 +52,7 @@ def beside(coroutine: Coroutine[Any, Any, T], on_wait: Callable[[], None]) -> Ge
 
 @types.coroutine
 def resume(coroutine: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
-    """Await a coroutine that was begun in the running task and has asked to wait for `awaited`."""
+    """Await a coroutine that began in the running task and has asked to wait for `awaited`."""
     while True:
         try:
             try:
@@ -63,8 +69,42 @@ def resume(coroutine: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, An
             return result
 
 
+async def timed(coroutine: Coroutine[Any, Any, T], note: Callable[[float], None]) -> T:
+    """Await a coroutine in the running task.
+
+    `note` gets the seconds for which each step blocked the loop.
+    """
+    return await _steps(coroutine, note)
+
+
+@types.coroutine
+def _steps(
+    coroutine: Coroutine[Any, Any, T], note: Callable[[float], None]
+) -> Generator[Any, Any, T]:
+    step = partial(coroutine.send, None)
+    while True:
+        began = time.perf_counter()
+        try:
+            awaited = step()
+        except StopIteration as finished:
+            result: T = finished.value
+            return result
+        finally:
+            note(time.perf_counter() - began)
+        try:
+            step = partial(coroutine.send, (yield awaited))
+        except GeneratorExit:
+            coroutine.close()
+            raise
+        except BaseException as error:
+            step = partial(coroutine.throw, error)
+
+
 def first_step(awaitable: Awaitable[Any]) -> tuple[bool, Any]:
-    """Take the first step of an awaitable: return True and its value if it did not wait, else False and the rest of it."""
+    """Take the first step of an awaitable.
+
+    Return True and its value, or False and the rest if it waits.
+    """
     if type(awaitable) is types.CoroutineType:
         try:
             return False, resume(awaitable, awaitable.send(None))
@@ -91,21 +131,28 @@ async def settled(result: object) -> object:
 
 
 def in_thread(call: Callable[[], T]) -> Awaitable[T]:
-    """Call a function that blocks in a thread beside the loop."""
+    """Call a blocking function in a thread beside the loop."""
 
     def guarded() -> T:
         try:
             return call()
-        except (StopIteration, GeneratorExit) as error:  # a future refuses the one, and the other closes its awaiter
+        # A future refuses one, the other closes its awaiter.
+        except (StopIteration, GeneratorExit) as error:
             raise RuntimeError(f"the function raised {type(error).__name__}") from error
 
     return asyncio.to_thread(guarded)
 
 
 def start(
-    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], context: Context | None = None, name: str | None = None
+    loop: asyncio.AbstractEventLoop,
+    work: Coroutine[Any, Any, T],
+    context: Context | None = None,
+    name: str | None = None,
 ) -> "asyncio.Task[T]":
-    """Make a task that begins in a later turn, also where a factory of the user makes the loop's tasks."""
+    """Make a task that begins in a later iteration.
+
+    A user's factory may make the loop's tasks: it begins no earlier then.
+    """
     if loop.get_task_factory() is None:
         return loop.create_task(work, name=name, context=context)
 
@@ -114,12 +161,16 @@ def start(
         return await work
 
     task = loop.create_task(in_a_later_turn(), name=name, context=context)
-    task.add_done_callback(lambda _: work.close())  # if the task was cancelled before that turn, `work` was never awaited
+    # If the task was cancelled before that turn, `work` was never awaited.
+    task.add_done_callback(lambda _: work.close())
     return task
 
 
 def wake(future: "asyncio.Future[T] | None", result: T) -> None:
-    """Give a future its result, unless it has one or was cancelled; None stands for a future that was not made."""
+    """Set a future's result, unless it is done or cancelled.
+
+    None stands for a future that was not made.
+    """
     if future is not None and not future.done():
         future.set_result(result)
 
@@ -138,10 +189,11 @@ def needs_loop(error: BaseException) -> bool:
 
 
 def is_closing(error: BaseException) -> bool:
-    """Return whether the coroutine that caught an exception is being closed; a handler may also raise GeneratorExit itself.
+    """Return whether the coroutine that caught an exception is being closed.
 
-    Python closes the coroutine that is awaited first, and then raises a new GeneratorExit in the one that awaits it. So that
-    exception has no traceback from a frame below; a handler's own has.
+    A handler may also raise GeneratorExit itself. Python first closes the awaited coroutine, and
+    then raises a new GeneratorExit in the one that awaits it. So that exception does not have a
+    traceback from a frame below; a handler's own has one.
     """
     trace = error.__traceback__
     return isinstance(error, GeneratorExit) and (trace is None or trace.tb_next is None)
@@ -195,13 +247,18 @@ class Signal(asyncio.Event):
 
 
 class Timeouts:
-    """Time limits with one timer for all blocks: `with timeouts.within(30)` is like `async with asyncio.timeout(30)`."""
+    """Time limits with one timer for all blocks.
+
+    `with timeouts.within(30)` is like `async with asyncio.timeout(30)`.
+    """
 
     def __init__(self) -> None:
         self._open: dict[Expiring, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None  # for the earliest moment, or an earlier one
-        self._rings = math.inf  # when it does, in the loop's time
+        # Set for the earliest limit, or before it.
+        self._timer: asyncio.TimerHandle | None = None
+        # The loop time at which the timer fires.
+        self._rings = math.inf
 
     def within(self, seconds: float) -> "Timeout":
         """Return a block that raises TimeoutError if it takes longer."""
@@ -209,25 +266,33 @@ class Timeouts:
         return Timeout(self, loop, loop.time() + seconds)
 
     def watch(self, work: Expiring, when: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Let work expire at a moment of the running loop's time, unless `forget` comes first."""
+        """Let work expire at a time of the running loop, unless `forget` is called first."""
         self._open[work] = when
         if when < self._rings or self._loop is not loop:
             self.aclose()
-            self._loop, self._timer, self._rings = loop, loop.call_at(when, self._ring), when
+            self._loop = loop
+            self._timer = loop.call_at(when, self._ring)
+            self._rings = when
 
     def forget(self, work: Expiring) -> None:
-        """Stop watching. The timer stays: the next block is likely to need it, and letting it pass is cheap."""
+        """Stop watching.
+
+        The timer remains: the next block probably needs it, and firing is cheap.
+        """
         self._open.pop(work, None)
 
     def aclose(self) -> None:
         """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer, self._rings = None, math.inf
+            self._timer = None
+            self._rings = math.inf
 
     def _ring(self) -> None:
         loop = asyncio.get_running_loop()
-        now, self._timer, self._rings = loop.time(), None, math.inf
+        now = loop.time()
+        self._timer = None
+        self._rings = math.inf
         for work in [work for work, when in self._open.items() if when <= now]:
             del self._open[work]
             work.expire()
@@ -236,25 +301,30 @@ class Timeouts:
 
 
 class Timeout:
-    """The time limit of one block. It keeps its loop: to ask for the running one is a system call until Python 3.12."""
+    """The time limit of one block.
+
+    It stores its loop: before Python 3.12, looking it up is a syscall.
+    """
 
     __slots__ = ("_all", "_before", "_is_over", "_task", "loop", "when")
 
     def __init__(self, all: Timeouts, loop: asyncio.AbstractEventLoop, when: float) -> None:
         self.loop = loop
-        self.when: float | None = when  # in the loop's time; None: it stands still
+        # The loop time of the limit. None: it is suspended.
+        self.when: float | None = when
         self._all = all
         self._is_over = False
 
     def __enter__(self) -> Self:
         task = asyncio.current_task(self.loop)
         assert task is not None and self.when is not None
-        self._task, self._before = task, task.cancelling()
+        self._task = task
+        self._before = task.cancelling()
         self._all.watch(self, self.when, self.loop)
         return self
 
     def move(self, when: float | None) -> None:
-        """Set another moment; None: the limit stands still."""
+        """Set another time; None suspends the limit."""
         self.when = when
         self._all.forget(self)
         if when is not None:
@@ -267,9 +337,16 @@ class Timeout:
             self._task.cancel()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
     ) -> None:
         self._all.forget(self)
-        # A task that others have cancelled as well stays cancelled.
-        if self._is_over and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+        # A task that was also cancelled by others stays cancelled.
+        if (
+            self._is_over
+            and self._task.uncancel() <= self._before
+            and kind is asyncio.CancelledError
+        ):
             raise TimeoutError from error

@@ -1,0 +1,134 @@
+"""The place of a command's key inside its params, besides the usual places.
+
+Other protocols on top of MCP put the key into the arguments of a tool: `meta["idempotency-key"]`,
+or `meta.idempotency_key`. `key_at="meta.idempotency-key"` declares the place.
+
+1. The value there is the key. It does not count in the fingerprint.
+2. An object that only holds the key, because the function does not declare it, is accepted beside
+   the params. The function does not see it, so nothing of it counts in the fingerprint.
+3. The published schema has the place (`with_key`), and marks it, so that a client that sends keys
+   itself does not ask its user for one (`without_key`).
+"""
+
+import re
+from collections.abc import Sequence
+
+from msgspec import UNSET, Struct
+
+from wirecall.errors import InvalidParams, UsageError
+from wirecall.protocol.messages import JsonObject
+
+# A keyword of the published schema: this member is the key.
+MARK = "x-idempotency-key"
+_STEP = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class KeyPlace(Struct, frozen=True):
+    """A path of names from the params to the key."""
+
+    path: tuple[str, ...]
+    # The function has a parameter of the first name.
+    is_declared: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The place in the words of an error."""
+        return ".".join(("params", *self.path))
+
+    @property
+    def quoted(self) -> bytes:
+        """The last name as JSON writes it."""
+        return f'"{self.path[-1]}"'.encode()
+
+    def take(self, params: JsonObject) -> object:
+        """Remove the key from params and return it; UNSET if there is none."""
+        holders = [params]
+        for at, name in enumerate(self.path[:-1], 1):
+            inner = holders[-1].get(name, UNSET)
+            if inner is UNSET:
+                return UNSET
+            if not isinstance(inner, dict):
+                where = ".".join(("params", *self.path[:at]))
+                raise InvalidParams(f"{where}: expected object, got {type(inner).__name__}")
+            holders.append(inner)
+        key = holders[-1].pop(self.path[-1], UNSET)
+        # An object that held only the key is not given if the key comes another way.
+        for holder, name in zip(reversed(holders[:-1]), reversed(self.path[:-1]), strict=True):
+            if not holder[name]:
+                del holder[name]
+        return key
+
+    def forget(self, params: JsonObject) -> None:
+        """Remove the object that only the key is read from."""
+        if not self.is_declared:
+            params.pop(self.path[0], None)
+
+
+def place_of_key(given: object) -> KeyPlace:
+    """Return the place that `key_at` declares. Raises `UsageError` if it is not a path."""
+    steps: Sequence[str] = ()
+    if isinstance(given, str):
+        steps = given.split(".")
+    if not steps or not all(_STEP.fullmatch(step) for step in steps):
+        raise UsageError(
+            f"key_at={given!r} is not a place of a key.",
+            "it is a path of names, with dots between them",
+            'use key_at="meta.idempotency-key"',
+        )
+    if steps[0] in ("_meta", "idempotency_key"):
+        raise UsageError(
+            f"key_at={given!r} cannot be the place of a key.",
+            f"{steps[0]} belongs to the protocol, and its keys are read without it",
+            "drop key_at",
+        )
+    return KeyPlace(tuple(steps))
+
+
+def with_key(schema: JsonObject, place: KeyPlace, key: JsonObject, *, required: bool) -> JsonObject:
+    """Return the schema of params with the key at its place."""
+    return _with_key(schema, place.path, {**key, MARK: True}, required)
+
+
+def _with_key(
+    schema: JsonObject, path: Sequence[str], key: JsonObject, required: bool
+) -> JsonObject:
+    name, *rest = path
+    declared = schema.get("properties", {}).get(name)
+    made = key
+    if rest:
+        inner = declared if isinstance(declared, dict) else {"type": "object"}
+        if "$ref" in inner:
+            made = {"allOf": [inner, _with_key({"type": "object"}, rest, key, required)]}
+        else:
+            made = _with_key(inner, rest, key, required)
+    whole = {**schema, "properties": {**schema.get("properties", {}), name: made}}
+    needed = list(schema.get("required", ()))
+    if required and name not in needed:
+        needed.append(name)
+    if needed or "required" in schema:
+        whole["required"] = needed
+    return whole
+
+
+def without_key(schema: JsonObject) -> JsonObject:
+    """Return the schema of params without a key that is marked, or an object that only holds it."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return schema
+    kept = {}
+    for name, declared in properties.items():
+        if not isinstance(declared, dict):
+            kept[name] = declared
+        elif not declared.get(MARK) and not _only_holds_key(declared):
+            kept[name] = without_key(declared)
+    needed = [name for name in schema.get("required", ()) if name in kept or name not in properties]
+    return {**schema, "properties": kept, **({"required": needed} if "required" in schema else {})}
+
+
+def _only_holds_key(schema: JsonObject) -> bool:
+    """Return whether an object has no other member than a key."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or len(properties) != 1:
+        return False
+    [declared] = properties.values()
+    return isinstance(declared, dict) and bool(declared.get(MARK) or _only_holds_key(declared))

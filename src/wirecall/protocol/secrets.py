@@ -1,0 +1,164 @@
+"""Params as operators may see them: without the values that a signature marks as `Secret`.
+
+A plan is made once, when a method with `record_params=True` is registered. It follows the types of
+the parameters into structs, dataclasses, typed dicts and models. A member whose annotation contains
+`Secret` is hidden as a whole. Where a value could belong to several plans, too much is hidden
+rather than too little.
+"""
+
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from wirecall.protocol.params import Signature
+
+HIDDEN = "***"
+
+# Members that are not arguments of the function.
+OUTSIDE = ("idempotency_key", "idempotencyKey", "_meta")
+
+
+class Secret(Struct, frozen=True):
+    """Marks a value to hide from operators.
+
+    It is a note: `Annotated[str, Secret]`. The ledger records "***" instead.
+    """
+
+
+# True: hidden as a whole. A dict: the plans of its members by name. None: shown.
+Plan: TypeAlias = "bool | dict[str, Plan] | None"
+
+
+class Redactor:
+    """The params of one method, as its records show them."""
+
+    def __init__(self, signature: Signature, most: int) -> None:
+        # Bytes.
+        self._most = most
+        known: dict[object, dict[str, Plan]] = {}
+        self._plans = [
+            (each.name, plan_of(each.type, known))
+            for each in signature.parameters
+            if each.kind != "rest"
+        ]
+        self._rest: Plan = None
+        for each in signature.parameters:
+            if each.kind == "rest":
+                self._rest = plan_of(each.type, known)
+
+    def __call__(self, params: Raw | UnsetType) -> bytes:
+        """Return params as JSON, without secrets; for params that are too long, their length."""
+        if params is UNSET:
+            return b"[]"
+        if len(params) > self._most:
+            return msgspec.json.encode(f"{len(params)} bytes, more than max_stored_result")
+        value = msgspec.json.decode(params)
+        if isinstance(value, dict):
+            return msgspec.json.encode(self._by_name(value))
+        return msgspec.json.encode(self._by_position(value))
+
+    def _by_name(self, members: dict[str, Any]) -> dict[str, Any]:
+        plans = dict(self._plans)
+        return {
+            name: hidden(plans.get(name, self._rest), value)
+            for name, value in members.items()
+            if name not in OUTSIDE
+        }
+
+    def _by_position(self, values: list[Any]) -> list[Any]:
+        plans = [plan for _, plan in self._plans]
+        plans += [self._rest] * (len(values) - len(plans))
+        return [hidden(plan, value) for plan, value in zip(plans, values, strict=False)]
+
+
+def hidden(plan: Plan, value: Any) -> Any:
+    """Return a value without its secrets."""
+    if plan is None or plan is False:
+        return value
+    if plan is True:
+        return HIDDEN
+    if isinstance(value, list):
+        return [hidden(plan, each) for each in value]
+    if isinstance(value, dict):
+        return {name: hidden(_member_plan(plan, name, each), each) for name, each in value.items()}
+    return value
+
+
+def _member_plan(plan: dict[str, Plan], name: str, value: object) -> Plan:
+    """Return the plan of a member.
+
+    A name that the plan does not have may be a key of a dict whose values have the plan.
+    """
+    if name in plan:
+        return plan[name]
+    if isinstance(value, (dict, list)):
+        return plan
+    return None
+
+
+def plan_of(hint: object, known: dict[object, dict[str, Plan]]) -> Plan:
+    """Return what is hidden in values of a type.
+
+    `known` has the types seen: a type may contain itself.
+    """
+    notes = getattr(hint, "__metadata__", ())
+    if any(note is Secret or isinstance(note, Secret) for note in notes):
+        return True
+    # The latter are pydantic's.
+    if hint is Secret or getattr(hint, "__name__", "") in ("SecretStr", "SecretBytes"):
+        return True
+    parts = typing.get_args(hint)
+    if notes:
+        parts = parts[:1]
+    if parts:
+        return _merged([plan_of(part, known) for part in parts])
+    if not isinstance(hint, type) or hint.__module__ == "builtins":
+        return None
+    if hint not in known:
+        known[hint] = {}
+        known[hint].update(_members(hint, known))
+    return known[hint] or None
+
+
+def _members(kind: type, known: dict[object, dict[str, Plan]]) -> dict[str, Plan]:
+    try:
+        hints: Mapping[str, object] = typing.get_type_hints(kind, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+    plans: dict[str, Plan] = {}
+    for name, hint in hints.items():
+        plan = plan_of(hint, known)
+        if plan is not None:
+            for spelling in _spellings(kind, name):
+                plans[spelling] = plan
+    return plans
+
+
+def _spellings(kind: type, name: str) -> set[str]:
+    """Return the names that a member may have in JSON: its own, and its alias."""
+    names = {name}
+    for own, field in zip(
+        getattr(kind, "__struct_fields__", ()),
+        getattr(kind, "__struct_encode_fields__", ()),
+        strict=False,
+    ):
+        if own == name:
+            names.add(field)
+    field = getattr(kind, "model_fields", {}).get(name)
+    alias = getattr(field, "alias", None)
+    if isinstance(alias, str):
+        names.add(alias)
+    return names
+
+
+def _merged(plans: list[Plan]) -> Plan:
+    if any(plan is True for plan in plans):
+        return True
+    members: dict[str, Plan] = {}
+    for plan in plans:
+        if isinstance(plan, dict):
+            members |= plan
+    return members or None
