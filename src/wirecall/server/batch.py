@@ -1,12 +1,13 @@
-"""The entries of one batch, run side by side or one after another (J13).
+"""The entries of one batch, run concurrently or one after another (J13).
 
-`run_batch` starts the entries in array order. An entry that does not wait is finished before the next one begins, and
-costs no task. The first entry that does wait keeps the task it began in, and a new worker goes on with the entries behind
-it; so every handler lives in one task from its first line to its last, as `asyncio.timeout` and `TaskGroup` inside it
-require, and tasks are made only for what really runs side by side.
+`run_batch` starts the entries in array order. An entry that does not wait finishes before the next
+one begins, and costs no task. The first entry that waits keeps the task it began in, and a new
+worker continues with the entries after it. So every handler stays in one task from its first line
+to its last, as `asyncio.timeout` and `TaskGroup` require, and tasks are made only for entries that
+really run concurrently.
 
-Entries in the lane (commands, by default) run one at a time and in array order: while one of them waits, the next ones are
-put aside, and the worker of the waiting one takes them up.
+Entries in the lane (commands, by default) run one at a time and in array order: while one of them
+waits, the next ones are put aside, and the worker of the waiting one runs them.
 """
 
 import asyncio
@@ -14,15 +15,21 @@ import contextvars
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import CoroutineType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct, field
 
-from wirecall.stepping import beside, cancels, start
+from wirecall.aio import beside, cancels, start
 
 T = TypeVar("T")
 E = TypeVar("E")
 F = TypeVar("F")
+
+
+class Outcomes(Protocol):
+    """Takes the outcome of each entry by its position: a list, or a stream of answers."""
+
+    def __setitem__(self, position: int, outcome: Any, /) -> None: ...
 
 
 async def run_batch(
@@ -32,54 +39,64 @@ async def run_batch(
     in_lane: Callable[[E], bool],
     *,
     concurrency: int,
+    into: Outcomes | None = None,
 ) -> list[T]:
-    """Return the outcome of every entry, in input order. `begin` returns the outcome, or a coroutine of it.
+    """Return the outcome of every entry, in input order, or put each into `into` when it is known.
 
-    `frame` is what the entries share; `begin` gets it with each.
+    `begin` returns the outcome, or a coroutine of it.
+
+    `frame` holds the facts that the entries share; `begin` receives it with each.
     """
     outcomes: list[Any] = [None] * len(entries)
     context = contextvars.copy_context()
-    batch: _Batch[F, E, T] = _Batch(frame, enumerate(entries), outcomes, begin, in_lane, concurrency, cancels(), context)
+    batch: _Batch[F, E, T] = _Batch(
+        frame, enumerate(entries), into or outcomes, begin, in_lane, concurrency, cancels(), context
+    )
     workers = batch.workers
     try:
         await batch.work()
         while workers:
             await asyncio.wait(workers)
         for worker in batch.made:
-            worker.result()  # an outcome is never an exception: one that is raised here ends the whole batch
+            worker.result()  # an outcome is never an exception: one raised here ends the batch
         return outcomes
     except BaseException as error:
-        # Begin no further entry, cancel those in flight, and leave no task and no coroutine behind.
+        # Begin no more entries, cancel those in flight, and leave no task and no coroutine behind.
         deque(batch.rest, maxlen=0)
         while batch.aside:
             batch.aside.popleft()[1].close()
         for worker in workers:
             if not worker.get_loop().is_closed():
                 worker.cancel()
-        while workers and not isinstance(error, GeneratorExit):  # closed from outside, it cannot wait any more
+        # A closed coroutine can no longer wait.
+        while workers and not isinstance(error, GeneratorExit):
             await asyncio.wait(workers)
         raise
 
 
 class _Batch(Struct, Generic[F, E, T], eq=False):
-    # A class and not closures: two functions that refer to each other would be a cycle for the garbage collector.
+    # A class instead of closures: two functions that refer to each other would be a
+    # garbage-collector cycle.
 
     frame: F
     rest: Iterator[tuple[int, E]]
-    outcomes: list[Any]
+    outcomes: Outcomes
     begin: Callable[[F, E, int], "T | Coroutine[Any, Any, T]"]
     in_lane: Callable[[E], bool]
     concurrency: int
-    calm: int  # cancels of the sender's task that came before
-    context: contextvars.Context  # of the sender, for every worker that joins
+    calm: int  # earlier cancellations of the sender's task
+    context: contextvars.Context  # the sender's, for every worker that joins
     aside: deque[tuple[int, Coroutine[Any, Any, T]]] = field(default_factory=deque)
-    made: list[asyncio.Task[None]] = []  # every worker beside the first one
-    workers: set[asyncio.Task[None]] = set()  # those of them that have not ended
+    made: list[asyncio.Task[None]] = []  # every worker except the first
+    workers: set[asyncio.Task[None]] = set()  # those that have not ended
     lane_taken: bool = False
 
     async def work(self) -> None:
-        """Take entries until none are left."""
-        frame, outcomes, begin, aside = self.frame, self.outcomes, self.begin, self.aside
+        """Run entries until none remain."""
+        frame = self.frame
+        outcomes = self.outcomes
+        begin = self.begin
+        aside = self.aside
         for position, entry in self.rest:
             outcome = begin(frame, entry, position)
             if type(outcome) is not CoroutineType:
@@ -92,7 +109,8 @@ class _Batch(Struct, Generic[F, E, T], eq=False):
             self.lane_taken |= in_lane
             outcomes[position] = await beside(outcome, self._join)
             while True:
-                # A handler may turn its cancellation into an answer: the entries behind it are cancelled all the same.
+                # A handler may turn its cancellation into an answer: later entries are cancelled
+                # anyway.
                 if cancels() > self.calm:
                     raise asyncio.CancelledError
                 if not in_lane or not aside:
@@ -103,7 +121,7 @@ class _Batch(Struct, Generic[F, E, T], eq=False):
                 self.lane_taken = False
 
     def _join(self) -> None:
-        """Let another worker go on with the rest, while the entry at hand waits."""
+        """Let another worker continue with the rest while the current entry waits."""
         if len(self.workers) + 1 < self.concurrency:
             worker = start(asyncio.get_running_loop(), self.work(), self.context.copy())
             self.made.append(worker)

@@ -1,66 +1,85 @@
-"""One call on its way through the server: `Call` is all that the steps know of it, `Context` the part that a handler sees.
+"""One call in the server: `Call` is its complete state for the steps.
 
-1. A call does not refer to its context, nor a run to its call: a cycle for every call would keep the garbage collector busy.
-2. A context works the same in every call: without a command or an MCP client its members have plain defaults, and it sends
-   nothing (`Passed`). A member that cannot work at all raises an error that says why.
-3. Observers of calls get one `CallEnded` per call, when its work is over: the log is one, the audit trail another. A command
-   that goes on after its caller has left ends when its handler does, and is reported then. A command without a key whose
-   answer did not reach its caller is reported once more, as undelivered.
+1. A call does not refer to its context, and a run does not refer to its call: a cycle for every
+   call would keep the garbage collector busy.
+2. Observers of calls, such as the log and the audit trail, get one `CallEnded` per call, when its
+   work is over. A command that continues after its caller has left ends when its handler does, and
+   is reported then. A command without a key whose answer did not reach its caller is reported a
+   second time, as undelivered.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from operator import attrgetter
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import Gone, InternalError, NotCapable, RpcError, UsageError
-from wirecall.protocol.messages import Id, Json, JsonObject, Sending
-from wirecall.server.identity import Identity
+from wirecall.errors import FixedError, Gone, InternalError, Ran, RpcError
+from wirecall.protocol.messages import Id, Json, JsonObject, opens_array
+from wirecall.protocol.sender import ANONYMOUS, Sender
+from wirecall.server.ids import CorrelationId, Ids
 
 if TYPE_CHECKING:
     from wirecall.ledger.base import Record
-    from wirecall.mcp.types import Elicited, Level, Message, Root, Sampled
+    from wirecall.mcp.types import Elicited, Message, Root, Sampled
     from wirecall.server.method import Method
 
-ANONYMOUS = ""  # the name of a caller that has none
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+# Stands for the method in the log record of a refused message that has none.
+INVALID = "(invalid)"
+BATCH = "(batch)"
+# The sender of all anonymous calls, if they come from one user.
+USER = "user"
 
-CorrelationId: TypeAlias = int | str | float | None
-Handler: TypeAlias = Callable[[], object]  # calls the function; returns its result, or an awaitable of it
-Shape: TypeAlias = Callable[[Json], object]  # makes the result of a call from the value of its function
-
-
-class HttpHeader(Protocol):
-    """The header of an HTTP request."""
-
-    def shown(self) -> Mapping[str, str]:
-        """Return the fields that a handler may see."""
-        ...
+# Calls the function; returns its result, or an awaitable of it.
+Handler: TypeAlias = Callable[[], object]
+# Makes the result of a call from the value of its function.
+Shape: TypeAlias = Callable[[Json], object]
 
 
 class Frame(Struct, eq=False):
-    """The facts that all calls of one message share."""
+    """The facts that all calls of one message share: its sender, and those about the message."""
 
-    caller: str
-    alone: bool = False  # without an event loop, so nothing may wait
-    in_full: bool = True  # even a plain query takes all the steps, since middleware or the log sees every call
-    reported: bool = False  # to the log, or to other observers
+    sender: Sender
+    # There is no event loop, so nothing may wait.
+    alone: bool = False
+    # Even a plain query takes all the steps, since middleware or the log sees every call.
+    in_full: bool = True
+    # The log or other observers receive the calls.
+    reported: bool = False
+    # The log receives the calls.
     logged: bool = False
-    key: str | None = None  # an idempotency key that came beside the message
-    replayed: list[Id] | None = None  # collects the ids of replayed answers, if the sender asked for them
-    room: int | None = None  # bytes that the results of a batch may still take; None for a single call
-    peer: str | None = None  # names an anonymous sender that is the only one of its kind, such as a session or a pipe
-    sending: Sending | None = None  # the way of the answers, where a transport watches it
-    identity: Identity | None = None  # of the sender, where a token named it
-    headers: HttpHeader | None = None  # of the HTTP request that the message came with
+    # An idempotency key from outside the message.
+    key: str | None = None
+    # Collects the ids of replayed answers, if the sender asked for them.
+    replayed: list[Id] | None = None
+    # Bytes that the results of a batch may still take; None for a single call.
+    room: int | None = None
+    # Stands for the method in the log record of a message that has none.
+    refused: str = INVALID
+    # Whether all anonymous calls come from one user. None: those of direct requests over the
+    # loopback do.
+    single_user: bool | None = False
+
+    def unique_sender(self) -> str | None:
+        """Return a name that no other sender has; None if several senders may share every name."""
+        sender = self.sender
+        if sender.caller != ANONYMOUS:
+            return f"caller {sender.caller}"
+        is_user = self.single_user
+        if is_user is None:
+            is_user = sender.headers is not None and sender.headers.is_direct()
+        if is_user:
+            return USER
+        return sender.link
 
 
 class Running(Protocol):
-    """The run of a command, as far as a handler's context shows it."""
+    """The part of a command's run that a handler's context shows.
+
+    `commands.run.Run` implements it. It is a protocol, since `server` is below `commands` and must
+    not import it.
+    """
 
     attempt: int
     fence: int
@@ -76,22 +95,30 @@ class Running(Protocol):
 
 
 class ClientInfo(Struct, frozen=True):
-    """The program that calls, in its own words: wirecall does not verify them."""
+    """The calling program, in its own words: wirecall does not verify them."""
 
     name: str | None = None
     version: str | None = None
-    extensions: dict[str, JsonObject] = {}  # settings by id, as the client declares them
+    # The settings of the client's extensions by id, as it declares them.
+    extensions: dict[str, JsonObject] = {}
 
     def extension(self, id: str) -> JsonObject | None:
-        """Return the client's settings of an MCP extension, `{}` if it has none; None if it has not declared it."""
+        """Return the client's settings of an MCP extension; None if it has not declared it."""
         return self.extensions.get(id)
 
 
 class Remote(Protocol):
-    """The MCP client behind a call."""
+    """The MCP client behind a call.
 
-    continues: str | None  # the state of the round before; None in the first round
+    `mcp.server.peer.Peer` implements it. It is a protocol, since `server` is below `mcp.server` and
+    must not import it.
+    """
+
+    # The state of the previous round; None in the first round.
+    continues: str | None
     is_committed: bool
+    # The params of the request, as received.
+    raw: Raw | UnsetType
 
     def named(self, key: str) -> None: ...
     @property
@@ -108,7 +135,9 @@ class Remote(Protocol):
     def client(self) -> ClientInfo: ...
     @property
     def meta(self) -> JsonObject: ...
-    def progress(self, progress: float, total: float | None, message: str | None) -> "Awaitable[None]": ...
+    def progress(
+        self, progress: float, total: float | None, message: str | None
+    ) -> "Awaitable[None]": ...
     def wants(self, level: str) -> bool: ...
     def log(self, level: str, data: object, logger: str | None) -> "Awaitable[None]": ...
     def hang_up(self, retry: float) -> "Awaitable[None]": ...
@@ -116,20 +145,30 @@ class Remote(Protocol):
     def elicit(self, message: str, schema: object, key: str | None) -> "Awaitable[Elicited]": ...
     def elicit_url(self, message: str, url: str, key: str | None) -> "Awaitable[Elicited]": ...
     def sample(
-        self, messages: "str | Sequence[Message]", max_tokens: int, system: str | None, key: str | None, more: JsonObject
+        self,
+        messages: "str | Sequence[Message]",
+        max_tokens: int,
+        system: str | None,
+        key: str | None,
+        more: JsonObject,
     ) -> "Awaitable[Sampled]": ...
     def roots(self, key: str | None) -> "Awaitable[list[Root]]": ...
     def ask(self, questions: "Sequence[Awaitable[object]]") -> "Awaitable[list[Json]]": ...
 
 
 class Detachable(Protocol):
-    """A call that can become a task: from then on it goes on without its request."""
+    """A call that can become a task: from then on it continues without its request.
 
-    at_once: bool  # it becomes one before its handler starts
+    `mcp.server.tasks.Work` implements it. It is a protocol, since `server` and `commands` are below
+    `mcp.server` and must not import it.
+    """
+
+    # The call becomes a task before its handler starts.
+    at_once: bool
     is_handed_over: bool
 
     async def found(self, record: "Record") -> None:
-        """Raise `InputRequired` with the answer if the record of another run is a task's: the call gets that task."""
+        """Raise `InputRequired` with the task if the record of another run is a task's."""
         ...
 
     async def begin(self, run: "Running") -> bool:
@@ -141,15 +180,21 @@ class Detachable(Protocol):
         ...
 
     async def settle(self) -> None:
-        """Wait until it is known whether the call is a task: the ledger may be making one of it in this moment."""
+        """Wait until it is known whether the call is a task.
+
+        The ledger may be writing the task now.
+        """
         ...
 
     async def end(self, error: BaseException | None) -> None:
-        """Write how the task ended, before its record is given back because nothing was done."""
+        """Write how the task ended, before its record is released because nothing was done."""
         ...
 
     async def look(self) -> None:
-        """Look whether the client has cancelled the task: another process may have taken its request."""
+        """Check whether the client has cancelled the task.
+
+        Another process may have received its request.
+        """
         ...
 
 
@@ -160,267 +205,132 @@ class Call(Struct, eq=False):
     frame: Frame
     id: Id | UnsetType
     params: Raw | UnsetType
-    record: str  # the ledger's name for the method
-    position: int | None = None  # in a batch, from 0
+    # The ledger's name for the method.
+    record: str
+    # The position in a batch, from 0.
+    position: int | None = None
     key: str | None = None
-    keyless: bool = False  # a command without a key, which gets a generated one when it is executed
-    identity: bytes | None = None  # the fingerprint of the params, where the key was found among them
-    peer: Remote | None = None  # the MCP client, if the call came that way
-    task: Detachable | None = None  # where the call can become a task
-    shape: Shape | None = None  # makes the call's result of the function's value, where that is not the value itself
-    values: JsonObject = {}  # that middleware leaves for the handler
-    state: object = UNSET  # of the app's lifespan, if it has one
-    run: Running | None = None  # of a command with a key
-    fingerprint: bytes | None = None  # of a command whose params fit
-    reached: bool = False  # the middleware and the providers have let the call through
+    # A command without a key, which gets a generated one when it is executed.
+    keyless: bool = False
+    # The fingerprint of the params, if admission has computed it together with the key.
+    digest: bytes | None = None
+    # The MCP client, if it made the call.
+    peer: Remote | None = None
+    # Set if the call can become a task.
+    task: Detachable | None = None
+    # Makes the call's result from the function's value, if they differ.
+    shape: Shape | None = None
+    # Values from middleware for the handler.
+    values: JsonObject = {}
+    # The value of the app's lifespan, if it has one.
+    state: object = UNSET
+    # The run of a command with a key.
+    run: Running | None = None
+    # Set for a command whose params fit.
+    fingerprint: bytes | None = None
+    # The middleware and the providers have let the call through.
+    reached: bool = False
     result: object = None
-    replayed: bool = False  # the answer comes from the ledger
-    recognised: bool = False  # the call repeats one whose answer was lost
-    recorded: bool = True  # the ledger knows of the answer
+    # The answer comes from the ledger.
+    replayed: bool = False
+    # The call repeats one whose answer was lost.
+    recognised: bool = False
+    # The ledger has the answer.
+    recorded: bool = True
     started: float = msgspec.field(default_factory=time.perf_counter)
-    _correlation: CorrelationId = None
+    # The call id of the batch tool's call that this call is an entry of.
+    batch: str | None = None
+    # Values of earlier results are in its params.
+    has_references: bool = False
+    # The names of the call in logs, spans and the audit trail.
+    _ids: Ids | None = None
 
     def begin(self) -> None:
-        """Called when the values of all providers are made, before the handler starts."""
+        """Note that all providers have made their values, before the handler starts."""
         self.reached = True
         if self.run is not None:
             self.run.enter()
 
     @property
-    def correlation_id(self) -> CorrelationId:
-        """The request's id, in every log record of the call; for a notification one is made, for logs only (P8)."""
-        if self._correlation is None:
-            self._correlation = correlation_of(self.id)
-        return self._correlation
-
-
-def correlation_of(id: Id | UnsetType) -> CorrelationId:
-    """Return the id itself where it is plain, its text where only the bytes are exact, a made-up one for a notification."""
-    if id is UNSET:
-        import secrets  # late: `import wirecall` stays light
-
-        return f"n-{secrets.token_hex(8)}"
-    return bytes(id).decode() if isinstance(id, Raw) else id
-
-
-class Context:
-    """The call, as its handler and the middleware see it."""
-
-    __slots__ = ("_call", "caller", "id", "kind", "method", "params", "position", "record")
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self.method = call.method.name
-        self.record = call.record  # the ledger's name for the method
-        self.kind = call.method.kind
-        self.id = call.id
-        self.params = call.params
-        self.caller = call.frame.caller
-        self.position = call.position
-
-    @property
-    def identity(self) -> Identity | None:
-        """The sender as its token describes it: subject, client, issuer, scopes, claims; None without `App(auth=...)`."""
-        return self._call.frame.identity
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """The HTTP headers of the request, without those that carry credentials; empty where the call has no request.
-
-        Names are in lower case, and a lookup takes them in any case. A task has none, since it outlives its request.
-        """
-        headers = self._call.frame.headers
-        return _NO_HEADERS if headers is None else headers.shown()
-
-    @property
-    def idempotency_key(self) -> str | None:
-        """The key of a command: its caller's, or a generated one; None for a command that runs without a record."""
-        return self._call.key
-
-    @property
-    def is_notification(self) -> bool:
-        return self._call.id is UNSET
+    def ids(self) -> Ids:
+        """The ids of the call in logs, spans and the audit trail."""
+        if self._ids is None:
+            params = self.params
+            if self.peer is not None:
+                params = self.peer.raw
+            self._ids = Ids(self.id, params, self.frame.sender.headers)
+        return self._ids
 
     @property
     def correlation_id(self) -> CorrelationId:
-        """The request's id, as in every log record of the call; a notification gets a made-up one, for logs only (P8)."""
-        return self._call.correlation_id
+        """The request's id, in every log record of the call.
 
-    @property
-    def replayed(self) -> bool:
-        """Whether the answer comes from the ledger."""
-        return self._call.replayed
-
-    @property
-    def recorded(self) -> bool:
-        """Whether the ledger knows of the answer."""
-        return self._call.recorded
-
-    @property
-    def state(self) -> Any:
-        """The value that the app's lifespan yields, the same in every call. Without a lifespan it is `values`."""
-        return self._call.values if self._call.state is UNSET else self._call.state
-
-    @property
-    def values(self) -> dict[str, Json]:
-        """Values of this call, which middleware leaves for the handler."""
-        return self._call.values
-
-    @property
-    def meta(self) -> JsonObject:
-        """The `_meta` object beside the params, or an empty one."""
-        if self._call.peer is not None:
-            return self._call.peer.meta
-        try:
-            meta = UNSET if self.params is UNSET else _decode_meta(self.params).meta
-        except msgspec.ValidationError:  # params by position, or `_meta` that is not an object
-            return {}
-        return {} if meta is UNSET else meta
-
-    @property
-    def traceparent(self) -> str | None:
-        """The W3C trace context the caller sent as `_meta.traceparent` (P11)."""
-        value = self.meta.get("traceparent")
-        return value if isinstance(value, str) else None
-
-    @property
-    def attempt(self) -> int:
-        """The number of this run of the command, counted from 1."""
-        return self._call.run.attempt if self._call.run else 1
-
-    @property
-    def fence(self) -> int:
-        """A number that grows with every run of this command, for conditional writes in the handler's own tables."""
-        return self._call.run.fence if self._call.run else 0
-
-    @property
-    def downstream_key(self) -> str | None:
-        """A key for calls to other services: the same on every attempt of this command, and different for any other."""
-        return self._call.run.downstream_key if self._call.run else None
-
-    @property
-    def db(self) -> Any:
-        """The open transaction of a `transactional` command."""
-        if self._call.run is None or self._call.run.db is None:
-            raise UsageError(
-                "ctx.db exists in transactional commands only.",
-                "the record and the handler's writes share one transaction",
-                'declare the command with on_crash="transactional", and use a ledger that has transactions',
-            )
-        return self._call.run.db
-
-    def commit_point(self) -> Awaitable[None]:
-        """Mark the first effect that cannot be repeated. Until here a crash, cancel or timeout means: nothing done.
-
-        A coroutine function awaits it. In a plain function it blocks, which is why such a command runs in a thread.
+        If it has none, it is one made for logs only (P8).
         """
-        if self._call.peer is not None:
-            self._call.peer.is_committed = True
-        return self._call.run.commit_point() if self._call.run else Passed()
-
-    # --- messages and questions to an MCP client ---------------------------------------------------------------------
-
-    @property
-    def revision(self) -> str | None:
-        """The revision of MCP that the caller speaks; None for plain JSON-RPC."""
-        return self._call.peer.revision if self._call.peer else None
-
-    @property
-    def client(self) -> ClientInfo:
-        """The client's name and version, and its extensions: `ctx.client.extension("com.example/loyalty")`."""
-        return self._call.peer.client if self._call.peer else ClientInfo()
-
-    @property
-    def client_capabilities(self) -> JsonObject:
-        """The capabilities that the client has declared, `{}` for plain JSON-RPC."""
-        return self._call.peer.capabilities if self._call.peer else {}
-
-    def progress(self, progress: float, total: float | None = None, message: str | None = None) -> Awaitable[None]:
-        """Send the progress of the call, if its caller asked for it. The number must grow."""
-        return self._call.peer.progress(progress, total, message) if self._call.peer else Passed()
-
-    def log(self, level: "Level", data: object, logger: str | None = None) -> Awaitable[None]:
-        """Send a log message to the client if it wants to see this level, else to the server's log."""
-        from wirecall.logs import SEVERITIES, noted  # late: `import wirecall` stays light
-
-        if level not in SEVERITIES:
-            raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(SEVERITIES)}")
-        peer = self._call.peer
-        if peer is not None and peer.wants(level):
-            return peer.log(level, data, logger)
-        noted(level, data, logger, method=self.record, correlation_id=self.correlation_id, caller=self.caller or None)
-        return Passed()
-
-    def elicit(self, message: str, schema: object, *, key: str | None = None) -> "Awaitable[Elicited]":
-        """Ask the person at the client with a form.
-
-        `schema` is a flat type (Struct, dataclass, TypedDict, pydantic model, or a single `bool`, `Literal`, ...), and the
-        answer's content is one; or it is the JSON Schema of a flat object. Answers that do not fit are refused.
-
-        At 2026-07-28 the client asks and then calls again: the function starts from the top, with the answer at hand. So
-        it must not have an effect before the last question. `key` names the question; by default questions are numbered.
-        """
-        return self._asked().elicit(message, schema, key)
-
-    def elicit_url(self, message: str, url: str, *, key: str | None = None) -> "Awaitable[Elicited]":
-        """Ask the person at the client to open a page, from 2025-11-25 on."""
-        return self._asked().elicit_url(message, url, key)
-
-    def sample(
-        self,
-        messages: "str | Sequence[Message]",
-        *,
-        max_tokens: int = 1000,
-        system: str | None = None,
-        key: str | None = None,
-        **more: Json,
-    ) -> "Awaitable[Sampled]":
-        """Ask the client's model. Further members of the request are passed on unchanged: `temperature=0.2`."""
-        return self._asked().sample(messages, max_tokens, system, key, more)
-
-    def roots(self, *, key: str | None = None) -> "Awaitable[list[Root]]":
-        """Ask the client for its roots: the places of its file system that it shows."""
-        return self._asked().roots(key)
-
-    def ask(self, *questions: Awaitable[object]) -> Awaitable[list[Json]]:
-        """Ask several of the above at once: `name, places = await ctx.ask(ctx.elicit(...), ctx.roots())`."""
-        return self._asked().ask(questions)
-
-    def hang_up(self, retry: float) -> Awaitable[None]:
-        """End the HTTP connection and go on: the client collects the answer after `retry` seconds (2025-11-25)."""
-        return self._call.peer.hang_up(retry) if self._call.peer else Passed()
-
-    def hand_over(self) -> Awaitable[None]:
-        """Answer the request with a task here, and go on as that task; for clients without tasks, just go on.
-
-        A function declared with `task=` that does not name `hand_over` becomes a task before it starts.
-        """
-        return self._call.peer.hand_over() if self._call.peer else Passed()
-
-    def _asked(self) -> Remote:
-        if self._call.peer is None:
-            raise NotCapable("the call came over plain JSON-RPC, where a client cannot be asked", ran="no")
-        return self._call.peer
+        return self.ids.correlation_id
 
 
-call_of: Callable[[Context], Call] = attrgetter("_call")  # the call behind a context, for the steps of the server
+# --- whether a call has run -----------------------------------------------------------------------
 
-Next: TypeAlias = Callable[[Context], Awaitable[Any]]  # the rest of the steps, as a layer of middleware sees them
-Middleware: TypeAlias = Callable[[Context, Next], Awaitable[Any]]
+
+def ran_if_interrupted(call: Call) -> Ran:
+    """Return the `ran` of a call that was interrupted at an unknown point."""
+    if call.run is not None:
+        return call.run.ran
+    if call.method.is_command:  # it has no record of its progress
+        return "unknown"
+    return "no"  # a query changes nothing
+
+
+def with_true_ran(call: Call, raised: RpcError) -> RpcError:
+    """Return the error that the caller gets: a copy if the call has not run as `raised` says."""
+    if not call.reached:
+        # Middleware or a provider refused the call, so it has not run, whatever the code of the
+        # error says. An earlier run may have acted.
+        ran: Ran = "no"
+        if call.run is not None:
+            ran = call.run.ran
+        if raised.ran == ran:
+            return raised
+        return raised.with_ran(ran)
+    if not call.method.is_command:
+        return raised
+    if raised.is_remote and raised.ran == "no" and call.run is None:
+        # Another server, or a questioned client, reports the `ran` of its part. This command's is
+        # unknown.
+        return raised.with_ran("unknown")
+    was_undone = call.run is not None and call.run.ran == "no"
+    if _has_misleading_code(raised) and not was_undone:
+        # Middleware raised it after the run, or the function of an unrecorded command did.
+        return raised.with_ran("yes")
+    return raised
+
+
+def _has_misleading_code(error: RpcError) -> bool:
+    """Return whether only the code of an error implies that the call did not run.
+
+    The app has raised it. The protocol reserves such codes for refusals. wirecall's own refusals
+    are instances of `FixedError`.
+    """
+    if isinstance(error, FixedError):
+        return False
+    return error.ran != "yes" and not error.states_ran
 
 
 class InputRequired(BaseException):
-    """A handler cannot go on before its caller has answered: the call ends here and begins anew with the answer.
+    """A handler needs an answer from its caller.
 
-    It is not an `Exception`, so that a handler's own `except Exception` does not catch it.
+    The call ends here and starts again with the answer. It is not an `Exception`, so that a
+    handler's own `except Exception` does not catch it.
     """
 
     def __init__(self, interim: bytes) -> None:
         super().__init__("the call needs input from its caller")
-        self.interim = interim  # the answer to the caller meanwhile
+        # The interim answer to the caller.
+        self.interim = interim
 
 
-class Passed:
+class NoOp:
     """An awaitable that does nothing."""
 
     def __await__(self) -> Generator[None, None, None]:
@@ -428,44 +338,87 @@ class Passed:
         yield
 
 
-class _Meta(Struct):
-    meta: JsonObject | UnsetType = msgspec.field(default=UNSET, name="_meta")
+# --- the end of a call ----------------------------------------------------------------------------
 
-
-_decode_meta = msgspec.json.Decoder(_Meta).decode
-
-
-# --- the end of a call -----------------------------------------------------------------------------------------------
-
-Word: TypeAlias = Literal["ok", "error", "cancelled", "input required", "undelivered"]
+Word: TypeAlias = Literal["begun", "ok", "error", "cancelled", "input required", "undelivered"]
 
 
 class CallEnded(Struct, frozen=True, kw_only=True):
-    """One call that has ended, served or refused."""
+    """One call that has ended, served or refused; or a command that is about to run ("begun")."""
 
-    correlation_id: CorrelationId
-    method: str  # as in the ledger: a tool's is tools/call:NAME
-    kind: str | None = None  # None for an unknown method
-    position: int | None = None  # in a batch, from 0
+    ids: Ids
+    # The method, as in the ledger: a tool's is tools/call:NAME.
+    method: str
+    # None for an unknown method.
+    kind: str | None = None
+    # The position in a batch, from 0.
+    position: int | None = None
+    # The call id of the batch tool's call that this call was an entry of.
+    batch: str | None = None
     caller: str = ""
     key: str | None = None
-    fingerprint: bytes | None = None  # of a command whose params fit
+    # Set for a command whose params fit.
+    fingerprint: bytes | None = None
+    # The params of a call with references, with their values in them.
+    filled: Raw | UnsetType = UNSET
     outcome: Word
     code: int | None = None
+    # Why a message was refused.
+    reason: str | None = None
     replayed: bool = False
-    recognised: bool = False  # the call came without a key, and repeats one whose answer was lost
+    # The call came without a key, and repeats one whose answer was lost.
+    recognised: bool = False
     duration_ms: float = 0.0
+    # What the method was declared to do to the world; without a declaration, True.
+    destructive: bool = False
+    open_world: bool = False
 
 
 Observer: TypeAlias = Callable[[CallEnded], None]
 
 
+Gate: TypeAlias = Callable[[CallEnded], Awaitable[None]]
+
+
+def _event(call: Call, outcome: Word, code: int | None = None) -> CallEnded:
+    method = call.method
+    filled: Raw | UnsetType = UNSET
+    if call.has_references:
+        filled = call.params
+    return CallEnded(
+        ids=call.ids,
+        method=call.record,
+        kind=method.kind.value,
+        position=call.position,
+        batch=call.batch,
+        caller=call.frame.sender.caller,
+        key=call.key,
+        fingerprint=call.fingerprint,
+        filled=filled,
+        outcome=outcome,
+        code=code,
+        replayed=call.replayed,
+        recognised=call.recognised,
+        duration_ms=(time.perf_counter() - call.started) * 1000,
+        destructive=method.is_command and method.destructive is not False,
+        open_world=method.open_world is not False,
+    )
+
+
 class Events:
     """Reports every call to the observers of an app, and to the log."""
 
-    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, observers: Sequence[Observer] = (), gate: "Gate | None" = None) -> None:
         self._observers = observers
-        self.observed = bool(observers)  # by more than the log
+        # Refuses a command before it runs.
+        self.gate = gate
+        # Not only the log observes calls.
+        self.observed = bool(observers)
+
+    async def call_begins(self, call: Call) -> None:
+        """Report a command that is about to run; the gate may refuse it."""
+        assert self.gate is not None
+        await self.gate(_event(call, "begun"))
 
     def call_ended(self, call: Call, error: BaseException | None = None) -> None:
         """Report a call that was admitted."""
@@ -480,21 +433,11 @@ class Events:
         elif isinstance(error, Gone):
             outcome = "undelivered"
         elif error is not None:
-            outcome, code = "error", error.code if isinstance(error, RpcError) else InternalError.CODE
-        ended = CallEnded(
-            correlation_id=call.correlation_id,
-            method=call.record,
-            kind=call.method.kind.value,
-            position=call.position,
-            caller=call.frame.caller,
-            key=call.key,
-            fingerprint=call.fingerprint,
-            outcome=outcome,
-            code=code,
-            replayed=call.replayed,
-            recognised=call.recognised,
-            duration_ms=(time.perf_counter() - call.started) * 1000,
-        )
+            outcome = "error"
+            code = InternalError.CODE
+            if isinstance(error, RpcError):
+                code = error.code
+        ended = _event(call, outcome, code)
         if call.frame.logged:
             log(ended)
         for observer in self._observers:
@@ -505,14 +448,57 @@ def log(ended: CallEnded) -> None:
     """Write the log record of a call."""
     from wirecall.logs import called  # late: `import wirecall` stays light
 
+    outcome: str = ended.outcome
+    if ended.replayed and outcome != "undelivered":
+        outcome = "replayed"
+    facts = ended.ids.facts()
+    if ended.batch is not None:
+        facts["batch"] = ended.batch
     called(
-        correlation_id=ended.correlation_id,
+        **facts,
         method=ended.method,
         kind=ended.kind,
         position=ended.position,
         duration_ms=ended.duration_ms,
-        outcome="replayed" if ended.replayed and ended.outcome != "undelivered" else ended.outcome,
+        outcome=outcome,
         code=ended.code,
+        reason=ended.reason,
         caller=ended.caller or None,
         idempotency_key=ended.key,
     )
+
+
+def log_refusal(
+    ids: Ids,
+    method: str,
+    error: RpcError,
+    *,
+    kind: str | None = None,
+    position: int | None = None,
+    batch: str | None = None,
+    caller: str = ANONYMOUS,
+) -> None:
+    """Write the log record of a message that was not admitted."""
+    reason = error.message
+    if isinstance(error.data, dict) and isinstance(error.data.get("reason"), str):
+        reason = error.data["reason"]
+    log(
+        CallEnded(
+            ids=ids,
+            method=method[:100],
+            kind=kind,
+            position=position,
+            batch=batch,
+            caller=caller,
+            outcome="error",
+            code=error.code,
+            reason=reason,
+        )
+    )
+
+
+def shape_of(data: bytes) -> str:
+    """Return the log's replacement for the method of an unreadable message."""
+    if opens_array(data):
+        return BATCH
+    return INVALID

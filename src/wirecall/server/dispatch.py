@@ -2,32 +2,45 @@
 
     1 parse    protocol.messages.read  bytes -> one message or a batch
     2 admit    Policy.admit            message -> Call, or the error that answers it
-    3 guard    middleware              once per entry, alike for single calls, batch entries and notifications
+    3 guard    middleware              once per entry: single calls, batch entries and notifications
     4 bind     the method's signature  raw params -> arguments
-    5 claim    commands.execute        commands with a key: run, wait, replay or refuse
-    6 invoke   the function            its result is encoded once; the same bytes are recorded and sent
+    5 claim    commands                commands with a key: run, wait, replay or refuse
+    6 invoke   the function            its result is encoded once, to be recorded and sent
     7 reply    Dispatcher._seal        answers -> bytes or nothing, in input order
 
-`Dispatcher.handle` is the whole line for JSON-RPC. `Dispatcher.run` is steps 3 to 6 for JSON-RPC and MCP alike. A plain
-query that no middleware and no log sees takes a short path: `_begin` for JSON-RPC, `call_plain` for MCP.
+`Dispatcher.handle` takes all steps for JSON-RPC. `Dispatcher.run` takes steps 3 to 6 for both
+JSON-RPC and MCP. A plain query that no middleware and no log sees takes a short path: `_begin` for
+JSON-RPC, `plain` for MCP.
 
-No step calls an earlier one. An `RpcError` at any step becomes the answer of its entry. Any other exception is logged with
-the call's correlation id and becomes -32603, without details on the wire (J15).
+No step calls an earlier one. An `RpcError` at any step becomes the answer of its entry. Any other
+exception is logged with the call's correlation id and becomes -32603, without details on the wire
+(J15).
 """
 
 import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from logging import INFO
 from types import CoroutineType, NoneType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
-from msgspec import UNSET, Raw
+from msgspec import UNSET, Raw, UnsetType, structs
 
+from wirecall.aio import (
+    cancels,
+    in_thread,
+    is_closing,
+    needs_loop,
+    resume,
+    run_now,
+    settled,
+    timed,
+)
+from wirecall.answers import Answers
 from wirecall.errors import (
     Busy,
     CannotWait,
@@ -35,13 +48,15 @@ from wirecall.errors import (
     InternalError,
     InvalidParams,
     MethodNotFound,
+    Mistake,
     OtherLoop,
     ResultMisfit,
     RpcError,
     UsageError,
+    suggested,
 )
 from wirecall.ledger.base import RecordId
-from wirecall.logs import failed, logger
+from wirecall.logs import CURRENT, failed, logger, watch_ids
 from wirecall.protocol import messages as frames
 from wirecall.protocol.messages import (
     Answer,
@@ -50,62 +65,81 @@ from wirecall.protocol.messages import (
     Id,
     Invalid,
     Message,
-    Sending,
     Success,
     failure,
     make_batch,
     make_reply,
 )
 from wirecall.protocol.params import place_of
+from wirecall.protocol.receipt import Receipt
+from wirecall.protocol.sender import ANONYMOUS, ANYONE, Sender
 from wirecall.server.batch import run_batch
 from wirecall.server.call import (
-    ANONYMOUS,
     Call,
-    CallEnded,
-    Context,
-    CorrelationId,
     Events,
     Frame,
     Handler,
-    HttpHeader,
     InputRequired,
-    Middleware,
-    Next,
     Shape,
-    call_of,
-    correlation_of,
-    log,
+    log_refusal,
+    ran_if_interrupted,
+    shape_of,
+    with_true_ran,
 )
+from wirecall.server.context import Context, Middleware, Next, call_of
 from wirecall.server.identity import Identity, Permit
+from wirecall.server.ids import Ids
 from wirecall.server.lifespan import Lifespan
-from wirecall.server.method import Execution, Method, Registry
+from wirecall.server.linking import Begin, Filled, Linking, without_links
+from wirecall.server.method import BatchRefusal, Execution, Method, Registry
 from wirecall.server.policy import Policy, fingerprint
-from wirecall.stepping import cancels, in_thread, is_closing, needs_loop, resume, run_now, settled
+from wirecall.server.streaming import Streaming
 
 Reply: TypeAlias = Answer | None  # None for a notification
 Pending: TypeAlias = Coroutine[Any, Any, Reply]
 
-# Results that cannot change between the end of their call and the writing of the reply, so that one encode serves all. A
-# float is not among them, since JSON has neither NaN nor the infinities.
+# Results that cannot change between the end of their call and the writing of the reply, so one
+# encode serves all. A float is not among them, since JSON does not have NaN or the infinities.
 _CONSTANT = frozenset({int, str, bool, NoneType})
 _SHORT = _CONSTANT - {str}
 
-# A shorter result is not counted against `Limits.bytes_out` before the reply is written: 50 of them take little memory.
+# A shorter result is not counted against `Limits.bytes_out` before the reply is written: 50 of them
+# take little memory.
 COUNTED = 1024
 
+# Entries of a refused batch that get an error each, if the app asks for that. It is the largest
+# array that common clients send; a larger one gets one error, so that a short message does not
+# cause a long answer.
+MOST_REFUSED = 1000
+
+# Milliseconds after which a caller that was refused for the load should call again.
 BUSY_RETRY_MS = 100
 
-BLOCKS = 0.1  # seconds of a plain function on the event loop that `wirecall dev` tells of
+# Seconds. `wirecall dev` warns if a step of a handler blocks the event loop longer.
+BLOCKS = 0.1
+
+# Entries of a batch for which an unknown method's nearest name is suggested.
+SUGGESTED = 3
+
+_NULL = Raw(b"null")
 
 
 class Executor(Protocol):
-    """Runs commands that have a record; `commands.execute.Commands` is one."""
+    """Runs commands that have a record.
 
-    left: int  # commands that go on although their callers have left
+    `commands.commands.Commands` implements it. It is a protocol, since `server` is below `commands`
+    and must not import it.
+    """
+
+    # The number of commands that continue although their callers have left.
+    left: int
 
     def execute(self, call: Call, handler: Handler) -> Coroutine[Any, Any, Raw]: ...
-    def hand_over(self, run: Any, id: str, document: bytes, ttl: float) -> Coroutine[Any, Any, bool]: ...
+    def hand_over(
+        self, run: Any, id: str, document: bytes, ttl: float
+    ) -> Coroutine[Any, Any, bool]: ...
     def cancel(self, id: RecordId) -> None: ...
+    def open(self) -> None: ...
     def start(self, work: Coroutine[Any, Any, None]) -> None: ...
 
     async def aclose(self, grace: float) -> None: ...
@@ -113,6 +147,9 @@ class Executor(Protocol):
 
 class Dispatcher:
     """Serves the methods of a registry."""
+
+    # Messages are read as JSON-RPC 2.0 defines them.
+    _strict = True
 
     def __init__(
         self,
@@ -123,54 +160,83 @@ class Dispatcher:
         *,
         middleware: Sequence[Middleware] = (),
         execution: Execution | None = None,
-        strict: bool = True,
+        batch_refusal: BatchRefusal = "single",
         permit: Permit | None = None,
         lifespan: Lifespan | None = None,
-        tells_blocking: bool = False,
+        warns_blocking: bool = False,
+        in_development: bool = False,
+        shows: Callable[[Method, Identity | None], bool] = lambda _method, _identity: True,
+        references: bool = False,
     ) -> None:
         self._methods = registry.methods
         self._policy = policy
         self.commands = commands
         self._events = events
-        self._in_full = bool(middleware) or execution == "sequential" or tells_blocking
+        self._is_observed = bool(middleware) or execution == "sequential" or warns_blocking
+        self._in_full = self._is_observed
         self._guarded: Next | None = None
+        around = _checked_around if in_development else _around
         for layer in reversed(middleware):  # the first one is the outermost
-            self._guarded = _around(layer, self._guarded or (lambda context: self._invoke(call_of(context), context)))
+            self._guarded = around(
+                layer, self._guarded or (lambda context: self._invoke(call_of(context), context))
+            )
         self._execution = execution
-        self._strict = strict
+        self._refuses_each = batch_refusal == "entries"
+        # Entries of a batch may refer to earlier ones.
+        self._has_references = references
         self._permit = permit
+        self._shows = shows
         self._lifespan = lifespan
-        self._told: set[Method] | None = set() if tells_blocking else None  # the methods that were told of
+        # The methods that have blocked the event loop. None: the steps of handlers are not timed.
+        self._blocking: set[Method] | None = None
+        if warns_blocking:
+            self._blocking = set()
+        # The number of calls that wait for something.
         self._in_flight = 0
-        # Calls of each caller, where one caller has fewer places than all have together.
-        is_shared = policy.limits.in_flight_per_caller < policy.limits.in_flight
-        self._held: Counter[str] | None = Counter() if is_shared else None
-        self._idle: asyncio.Event | None = None  # set when no call is in flight
-        # The frame of a single call is only read, so anonymous calls without a log share two: with a loop, and without.
-        self._user = "user" if policy.single_user else None  # all anonymous calls are this one's
-        self._quiet = [Frame(ANONYMOUS, alone, self._in_full, events.observed, peer=self._user) for alone in (False, True)]
+        # The same by caller. None: one caller may take all places.
+        self._held: Counter[str] | None = None
+        if policy.limits.in_flight_per_caller < policy.limits.in_flight:
+            self._held = Counter()
+        # Set when no call is in flight. None: `drain` does not wait for that.
+        self._idle: asyncio.Event | None = None
+        # The frame of a single call is only read, so anonymous calls without a log share two: with
+        # a loop, and without.
+        self._single_user = policy.has_single_user
+        self._quiet = [
+            Frame(ANYONE, alone, self._in_full, events.observed, single_user=self._single_user)
+            for alone in (False, True)
+        ]
+        watch_ids(self)
 
+    def ids_asked(self, is_asked: bool) -> None:
+        """Give ids to plain queries too while a `CallIds` filter asks for them.
+
+        The short path has none.
+        """
+        self._in_full = self._is_observed or is_asked
+        for frame in self._quiet:
+            frame.in_full = self._in_full
+
+    # complexity: the steps of every message in order; a further function would slow each call.
     def handle(
         self,
         data: Data,
-        caller: str = ANONYMOUS,
+        sender: Sender = ANYONE,
         alone: bool = False,
         replayed: list[Id] | None = None,
         key: str | None = None,
-        sending: Sending | None = None,
-        peer: str | None = None,
-        identity: Identity | None = None,
-        headers: HttpHeader | None = None,
+        answers: Answers | None = None,
     ) -> "bytes | Coroutine[Any, Any, bytes | None] | None":
-        """Return the reply to a message: at once where nothing waits, else as a coroutine, which costs a quarter of a call.
+        """Return the reply: at once if nothing waits, else as a coroutine.
 
-        `alone` says that there is no event loop, so that nothing may wait. `key` is that of a single call. `sending` is the
-        way of the reply, where a transport watches it. `peer` names an anonymous sender that is the only one of its kind.
-        `identity` is the sender's, where a token named it, and `headers` are those of the HTTP request.
+        A coroutine costs a quarter of a call. `alone` says that there is no event loop, so nothing
+        may wait. A list given as `replayed` receives the ids of the answers that came from the
+        ledger. `key` is that of a single call. `answers` takes those of a batch as they come: then
+        the coroutine returns nothing.
         """
-        limits = self._policy.limits
-        # `Any`, since a type checker does not follow `type(read) is list`, and `isinstance` costs every call some per cent.
-        read: Any = frames.read(data, limits, self._strict)
+        # `Any`, since type checkers do not follow `type(read) is list`; `isinstance` costs a few
+        # per cent.
+        read: Any = frames.read(data, self._policy.limits, self._strict)
         is_batch = type(read) is list
         if key is not None and is_batch:
             raise UsageError(
@@ -178,88 +244,181 @@ class Dispatcher:
                 "with one key for all, every entry would be a repetition of the first, or refused",
                 "give each entry its own: params.idempotency_key",
             )
-        if identity is not None and self._permit is not None:
-            # All entries ask for their scopes at once, before one of them runs: a client that gets more scope sends the
-            # whole message again. A replay asks as well, since this precedes the claim.
-            asked: dict[str, None] = {}
-            for entry in read if is_batch else (read,):
-                known = None if type(entry) is Invalid else self._methods.get(entry.method)
-                if known is not None and known.scopes is not None:
-                    asked.update(dict.fromkeys(known.scopes.of(entry.params)))
-            self._permit(identity, asked)
-        busy = self._in_flight + self.commands.left
-        if busy:
-            more = len(read) if is_batch else 1
-            if busy + more > limits.in_flight or (self._held is not None and self._is_greedy(caller, more)):
-                refusal = Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
-                answers = [
-                    frames.encode(failure(entry.id, entry.error if isinstance(entry, Invalid) else refusal))
-                    for entry in (read if is_batch else [read])
-                    if entry.id is not UNSET
-                ]
-                return make_reply(answers, is_batch)
+        if self._permit is not None and sender.identity is not None:
+            self._permit(sender.identity, self._scopes(read if is_batch else [read]))
+        if self._in_flight or self.commands.left:
+            entries = read if is_batch else [read]
+            try:
+                self._check_load(sender.caller, len(entries))
+            except Busy as refusal:
+                return _refused_reply(entries, is_batch, refusal)
         logged = logger.isEnabledFor(INFO)
-        is_bare = sending is None and replayed is None and caller == ANONYMOUS and key is None
-        if not (is_bare or is_batch or self._in_full or type(read) is Invalid or read.id is UNSET):
-            method = self._methods.get(read.method)
-            is_bare = method is not None and method.plain  # a plain query on its own reads nothing of its frame
-        if is_batch or logged or not is_bare:
-            in_full, reported = logged or self._in_full, logged or self._events.observed
-            room, peer = limits.bytes_out if is_batch else None, self._user or peer
-            frame = Frame(caller, alone, in_full, reported, logged, key, replayed, room, peer, sending, identity, headers)
+        is_bare = sender is ANYONE and replayed is None and key is None
+        if is_batch or logged or not (is_bare or self._is_plain(read)):
+            frame = self._frame(sender, alone, logged, replayed, key)
+            if logged and type(read) is Invalid:
+                frame.refused = shape_of(frames.as_bytes(data))
         else:
             frame = self._quiet[alone]
         if is_batch:
+            if answers is not None:
+                return self._stream_all(frame, read, answers)
+            frame.room = self._policy.limits.bytes_out
             later = self._reply_all(frame, read)
-            return run_now(later) if alone else later
-        reply = self._begin(frame, read, None)
-        if type(reply) is Success or type(reply) is Failure:
-            return self._seal(reply)
-        if reply is None:
-            return None
-        try:
-            later = self._reply_later(caller, resume(reply, reply.send(None)))
-        except StopIteration as finished:  # it did not wait
-            return None if finished.value is None else self._seal(finished.value)
-        return run_now(later) if alone else later
+        else:
+            reply = self._begin(frame, read, None)
+            if type(reply) is Success:
+                return self._seal(reply)
+            if type(reply) is Failure:
+                return self._seal_refusal(read, reply)
+            if reply is None:
+                return None
+            try:
+                later = self._reply_later(sender.caller, resume(reply, reply.send(None)))
+            except StopIteration as finished:  # it did not wait
+                return self._seal_if_owed(finished.value)
+        if alone:
+            return run_now(later)
+        return later
+
+    def _scopes(self, entries: Sequence[Message | Invalid]) -> dict[str, None]:
+        """Return the scopes that the entries of a message ask for, each once.
+
+        The scopes of all entries are checked before one of them runs: a client that gets more scope
+        sends the whole message again. A replay is checked as well, since this precedes the claim.
+        """
+        asked: dict[str, None] = {}
+        for entry in entries:
+            if isinstance(entry, Invalid):
+                if entry.linked is None or not self._has_references:
+                    continue
+                entry = entry.linked.request
+            method = self._methods.get(entry.method)
+            if method is not None and method.scopes is not None:
+                asked.update(dict.fromkeys(method.scopes.of(entry.params)))
+        return asked
+
+    def _is_plain(self, read: Message | Invalid) -> bool:
+        """Return whether a single message is a plain query, which does not read its frame."""
+        if self._in_full or type(read) is Invalid or read.id is UNSET:
+            return False
+        method = self._methods.get(read.method)
+        return method is not None and method.plain
+
+    def _frame(
+        self,
+        sender: Sender,
+        alone: bool,
+        logged: bool,
+        replayed: list[Id] | None,
+        key: str | None,
+    ) -> Frame:
+        in_full = logged or self._in_full
+        reported = logged or self._events.observed
+        return Frame(
+            sender,
+            alone,
+            in_full,
+            reported,
+            logged,
+            key,
+            replayed,
+            single_user=self._single_user,
+        )
 
     async def _reply_later(self, caller: str, begun: Awaitable[Reply]) -> bytes | None:
         """Return the reply to a single call that waits."""
         self._count(1, caller)
         try:
-            reply = await begun
-            return None if reply is None else self._seal(reply)
+            return self._seal_if_owed(await begun)
         finally:
             self._count(-1, caller)
 
     async def _reply_all(self, frame: Frame, messages: list[Message | Invalid]) -> bytes | None:
         """Return the reply to a batch."""
-
-        def in_lane(message: Message | Invalid) -> bool:
-            assert not isinstance(message, Invalid)  # those are answered on the spot
-            method = self._methods.get(message.method)
-            if method is None:  # it was removed a moment ago
-                return False
-            execution = method.execution or self._execution
-            return method.is_command if execution is None else execution == "sequential"
-
-        unwatched: Sending | None = None
-        self._count(len(messages), frame.caller)
+        unwatched: Receipt | None = None
+        self._count(len(messages), frame.sender.caller)
         try:
-            concurrency = 1 if frame.alone else self._policy.limits.concurrency
-            if frame.sending is None:  # no transport watches it: its answers have arrived when this coroutine returns
-                frame.sending = unwatched = Sending()
-            replies = await run_batch(frame, messages, self._begin, in_lane, concurrency=concurrency)
-            # A batch of notifications gets no answer at all, not even an empty array (JSON-RPC 2.0, section 6; J7).
+            concurrency = self._policy.limits.concurrency
+            if frame.alone:
+                concurrency = 1
+            # Unwatched: its answers count as delivered when this coroutine returns.
+            if frame.sender.receipt is None:
+                unwatched = Receipt()
+                frame.sender = structs.replace(frame.sender, receipt=unwatched)
+            begin: Begin = self._begin
+            if self._has_references and Invalid in map(type, messages):
+                begin = Linking(messages, self._methods, begin, self._serve).begin
+                messages = [without_links(message) for message in messages]
+            replies = await run_batch(
+                frame, messages, begin, self._in_lane, concurrency=concurrency
+            )
+            # A batch of notifications gets no answer at all, not even an empty array (JSON-RPC 2.0,
+            # section 6; J7).
             owed: list[Answer] = list(filter(None, replies))
-            sealed = self._seal(owed) if owed else None
+            sealed: bytes | None = None
+            if owed:
+                sealed = self._seal(owed)
             if unwatched is not None:
                 unwatched.written()
             return sealed
         finally:
-            self._count(-len(messages), frame.caller)
+            self._count(-len(messages), frame.sender.caller)
             if unwatched is not None:
                 unwatched.lost()
+
+    async def _stream_all(
+        self, frame: Frame, messages: list[Message | Invalid], answers: Answers
+    ) -> None:
+        """Put the answers to a batch into a queue, each when its entry ends."""
+        begin: Begin = self._begin
+        if self._has_references and Invalid in map(type, messages):
+            begin = Linking(messages, self._methods, begin, self._serve).begin
+            messages = [without_links(message) for message in messages]
+        limits = self._policy.limits
+        streaming = Streaming(
+            answers, messages, self._methods, begin, self._seal_record, limits.bytes_out
+        )
+        self._count(len(messages), frame.sender.caller)
+        try:
+            await run_batch(
+                frame,
+                messages,
+                streaming.begin,
+                self._in_lane,
+                concurrency=limits.concurrency,
+                into=streaming,
+            )
+        except asyncio.CancelledError as error:
+            streaming.fail(error)
+            raise
+        except Exception as error:
+            ids = Ids(None)
+            failed("a batch", ids.correlation_id, error, ids=ids.facts())
+            streaming.fail(error)
+        finally:
+            self._count(-len(messages), frame.sender.caller)
+            answers.finish()
+
+    def _in_lane(self, message: Message | Invalid) -> bool:
+        """Return whether an entry of a batch begins only after the earlier ones of its lane."""
+        if isinstance(message, Invalid):
+            return False
+        method = self._methods.get(message.method)
+        if method is None:  # it was removed a moment ago
+            return False
+        # As in `is_in_lane`, without a further call.
+        execution = method.execution or self._execution
+        if execution is None:
+            return method.is_command
+        return execution == "sequential"
+
+    def is_in_lane(self, method: Method) -> bool:
+        """Return whether the entries of a batch that call a method run one after another."""
+        execution = method.execution or self._execution
+        if execution is None:
+            return method.is_command
+        return execution == "sequential"
 
     async def aclose(self, grace: float) -> None:
         """Finish or release the commands that are in flight."""
@@ -277,10 +436,22 @@ class Dispatcher:
             logger.warning("stopping with %d calls in flight", self._in_flight)
         self._idle = None
 
-    def _is_greedy(self, caller: str, count: int) -> bool:
-        """Return whether a caller takes more places than one may. Anonymous calls are not counted: they have no name."""
-        held = 0 if self._held is None else self._held[caller]
-        return held > 0 and held + count > self._policy.limits.in_flight_per_caller
+    def _check_load(self, caller: str, count: int) -> None:
+        """Raise `Busy` if so many calls of a caller do not fit beside those in flight.
+
+        A message that comes alone always fits, even a batch that has more entries than there are
+        places. Anonymous calls are not counted by caller: they have no name.
+        """
+        busy = self._in_flight + self.commands.left
+        if not busy:
+            return
+        limits = self._policy.limits
+        is_full = busy + count > limits.in_flight
+        if not is_full and self._held is not None:
+            held = self._held[caller]
+            is_full = held > 0 and held + count > limits.in_flight_per_caller
+        if is_full:
+            raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
 
     def _count(self, number: int, caller: str) -> None:
         """Count calls that begin, or that end if `number` is negative."""
@@ -292,31 +463,33 @@ class Dispatcher:
         if self._idle is not None and not self._in_flight:
             self._idle.set()
 
-    # --- one entry of JSON-RPC ---------------------------------------------------------------------------------------
+    # --- one entry of JSON-RPC --------------------------------------------------------------------
 
-    def _begin(self, frame: Frame, message: Message | Invalid, position: int | None) -> "Reply | Pending":
-        """Return the reply, or a coroutine of it. A plain query is answered on the spot, without a call and its context."""
+    def _begin(
+        self, frame: Frame, message: Message | Invalid, position: int | None
+    ) -> "Reply | Pending":
+        """Return the reply, or a coroutine of it.
+
+        A plain query is answered at once, without a `Call`.
+        """
         if type(message) is Invalid:
             return self._refused(frame, message, position, message.error)
         try:
             method = self._methods[message.method]
         except KeyError:
-            error: RpcError = MethodNotFound(f"there is no method {message.method[:100]!r}")
-            try:
-                frames.check_params_shape(message.params)
-            except RpcError as shape:
-                return self._refused(frame, message, position, shape)
-            refused = self._refused(frame, message, position, error)
-            return None if message.id is UNSET else refused  # P6: a notification to an unknown method gets no answer
+            return self._unknown(frame, message, position)
         id = message.id
         if not method.plain or id is UNSET or frame.in_full:
             return self._serve(frame, message, method, position)
         try:
             result = method.call(message.params)
             if type(result) is CoroutineType:
-                # A coroutine that does not wait is run on the spot: 1.4 times faster than awaiting it, in a batch of 50.
+                # Without a wait, running it at once is 1.4 times faster than awaiting it, in a
+                # batch of 50.
                 try:
-                    return self._finish(frame, message, id, method, resume(result, result.send(None)))
+                    return self._finish(
+                        frame, message, id, method, resume(result, result.send(None))
+                    )
                 except StopIteration as finished:
                     result = finished.value
             if type(result) in _SHORT:
@@ -327,277 +500,455 @@ class Dispatcher:
         except BaseException as error:
             return self._failure(frame, message, method, error)
 
-    async def _finish(self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[object]) -> Reply:
+    async def _finish(
+        self, frame: Frame, message: Message, id: Id, method: Method, awaitable: Awaitable[object]
+    ) -> Reply:
+        """Return the reply to a plain query that waits."""
         try:
             answer = self._answer(frame, _sealed(await settled(await awaitable)), id)
-            return answer if isinstance(answer, (Success, Failure)) else await answer
+            if isinstance(answer, (Success, Failure)):
+                return answer
+            return await answer
         except BaseException as error:
             return self._failure(frame, message, method, error)
 
-    def _failure(self, frame: Frame, message: Message, method: Method, error: BaseException) -> Reply:
+    def _failure(
+        self, frame: Frame, message: Message, method: Method, error: BaseException
+    ) -> Reply:
         """Return the answer to a plain query that failed."""
         if isinstance(error, InvalidParams):
-            # Params that are neither array nor object make the request invalid (JSON-RPC 2.0, section 4.2), so that error
-            # takes precedence.
+            # Params that are not an array or an object make the request invalid (JSON-RPC 2.0,
+            # section 4.2), so that error takes precedence.
             try:
                 frames.check_params_shape(message.params)
             except RpcError as shape:
                 error = shape
-        id = None if message.id is UNSET else message.id
-        return failure(id, self._as_error(method.name, correlation_of(message.id), error, frame.alone))
+        ids = Ids(message.id, message.params, frame.sender.headers)
+        return failure(_owed_id(message), self._as_error(method.name, ids, error, frame.alone))
 
-    async def _serve(self, frame: Frame, message: Message, method: Method, position: int | None) -> Reply:
-        """Take one entry through all the steps."""
+    def _unknown(self, frame: Frame, message: Message, position: int | None) -> Reply:
+        """Return the answer to a call of an unknown method; it suggests a similar name."""
+        try:
+            frames.check_params_shape(message.params)
+        except RpcError as shape:
+            return self._refused(frame, message, position, shape)
+        if message.id is UNSET:  # P6: a notification to an unknown method gets no answer
+            self._refused(frame, message, position, MethodNotFound())
+            return None
+        name = message.method[:100]
+        reason = f"there is no method {name!r}"
+        # A search takes some milliseconds, so an array of unknown names does not get one for each.
+        is_early = position is None or position < SUGGESTED
+        near: str | None = None
+        if is_early:
+            identity = frame.sender.identity
+            known = self._methods.values()
+            near = suggested(name, (each.name for each in known if self._shows(each, identity)))
+        if near is None:
+            return self._refused(frame, message, position, MethodNotFound(reason))
+        error = MethodNotFound(f"{reason}; did you mean {near!r}?", did_you_mean=near)
+        return self._refused(frame, message, position, error)
+
+    async def _serve(
+        self,
+        frame: Frame,
+        message: Message,
+        method: Method,
+        position: int | None,
+        filled: Filled | None = None,
+    ) -> Reply:
+        """Take one entry through all the steps.
+
+        `filled` has the params of an entry with references, which is admitted as sent.
+        """
         try:
             call = self._policy.admit(message, method, frame, position)
         except RpcError as error:
             return self._refused(frame, message, position, error)
+        if filled is not None:
+            call.params = filled.params
+            call.digest = filled.digest
+            call.has_references = True
         try:
             result = await self.run(call)
         except RpcError as error:
-            return None if call.id is UNSET else failure(call.id, error)
+            if call.id is UNSET:
+                return None
+            return failure(call.id, error)
         if call.id is UNSET:
             return None
         answer = self._answer(frame, result, call.id)
-        return answer if isinstance(answer, (Success, Failure)) else await answer
+        if isinstance(answer, (Success, Failure)):
+            return answer
+        return await answer
 
-    def _refused(self, frame: Frame, message: Message | Invalid, position: int | None, error: RpcError) -> Reply:
+    def _refused(
+        self, frame: Frame, message: Message | Invalid, position: int | None, error: RpcError
+    ) -> Reply:
         """Return the answer to a message that was not admitted."""
         if frame.logged:
-            name = "" if type(message) is Invalid else message.method
+            name = frame.refused
+            params: Raw | UnsetType = UNSET
+            if type(message) is not Invalid:
+                name = message.method
+                params = message.params
             method = self._methods.get(name)
-            log(
-                CallEnded(
-                    correlation_id=correlation_of(message.id),
-                    method=name[:100],
-                    kind=method.kind.value if method else None,
-                    position=position,
-                    outcome="error",
-                    code=error.code,
-                )
-            )
-        return failure(None if message.id is UNSET else message.id, error)
+            kind: str | None = None
+            if method is not None:
+                kind = method.kind.value
+            ids = Ids(message.id, params, frame.sender.headers)
+            log_refusal(ids, name, error, kind=kind, position=position, caller=frame.sender.caller)
+        return failure(_owed_id(message), error)
 
-    # --- steps 3 to 6, for JSON-RPC and MCP --------------------------------------------------------------------------
+    def _refused_entries(self, read: Message | Invalid, refusal: Failure) -> list[Answer]:
+        """Return one answer for each entry of a batch that is refused as a whole.
+
+        There are none for any other message.
+        """
+        if type(read) is not Invalid or not 0 < len(read.entries) <= MOST_REFUSED:
+            return []
+        ids = frames.ids_of(read.entries, self._strict)
+        # Clients that match answers by id show only the message of an error.
+        first = refusal.error
+        error = structs.replace(first, message=f"{first.message}: {first.data['reason']}")
+        return [Failure(error, id) for id in ids]
+
+    # --- steps 3 to 6, for JSON-RPC and MCP -------------------------------------------------------
 
     async def run(self, call: Call) -> object:
-        """Return the result of an admitted call, as `Raw` or a constant; or raise the `RpcError` that answers it."""
+        """Return the result of an admitted call, as `Raw` or a constant.
+
+        Raises the `RpcError` that answers a call that failed.
+        """
         error: BaseException | None = None
+        before = CURRENT.set(call.ids)
         try:
             if self._lifespan is not None:
-                if not self._lifespan.is_entered:  # a client is still there after `App.aclose`
+                if not self._lifespan.is_entered:  # a client remains after `App.aclose`
                     await self._lifespan.enter()
                 call.state = self._lifespan.state
             if self._guarded is None:
                 return await self._invoke(call, None)
             result = await self._guarded(Context(call))
             if result is not call.result:  # the middleware has replaced it
-                result = Raw(frames.encode(call.shape(result) if call.shape else result))
+                if call.shape is not None:
+                    result = call.shape(result)
+                result = Raw(frames.encode(result))
             return result
         except InputRequired as pause:
             error = pause
             raise
         except BaseException as raised:
             error = raised
-            ran = "no" if call.run is None else call.run.ran
-            if isinstance(raised, RpcError) and not call.reached and raised.ran != ran:
-                # Middleware or a provider refused the call, so it has not run, whatever the code of the error says. A run
-                # before it may have acted.
-                error = raised.telling(ran)
-                raise error from raised
-            is_unrecorded = call.method.is_command and call.run is None
-            if isinstance(raised, RpcError) and raised.is_remote and raised.ran == "no" and call.reached and is_unrecorded:
-                # Another server, or a client that was asked, reports `ran` of its own part. That of this command is unknown.
-                error = raised.telling("unknown")
-                raise error from raised
-            raise self._as_error(call.method.name, call.correlation_id, raised, call.frame.alone) from None
+            if isinstance(raised, RpcError):
+                error = with_true_ran(call, raised)
+                if error is not raised:
+                    raise error from raised
+            raise self._as_error(call.method.name, call.ids, raised, call.frame.alone) from None
         finally:
-            if call.run is None and call.frame.reported:  # a command reports its own end, perhaps after its caller left
+            # A command reports its own end, perhaps after its caller left.
+            if call.run is None and call.frame.reported:
                 self._events.call_ended(call, error)
             if call.replayed and call.frame.replayed is not None:
-                call.frame.replayed.append(None if call.id is UNSET else call.id)
+                call.frame.replayed.append(_owed_id(call))
+            try:  # noqa: SIM105 - `suppress` takes a tenth of a call
+                CURRENT.reset(before)
+            except ValueError:  # the call began in another context, or is closed from there
+                pass
 
+    # complexity: steps 4 to 6 in order; a further function would slow each call.
     async def _invoke(self, call: Call, context: Context | None) -> object:
-        """Take steps 4 to 6, inside the middleware, which sees the result as the bytes that will be sent."""
+        """Take steps 4 to 6, inside the middleware.
+
+        The middleware sees the result as the bytes that will be sent.
+        """
         call.reached = True
-        method, frame = call.method, call.frame
+        method = call.method
+        frame = call.frame
         is_recorded = call.key is not None or call.keyless
         result: Any
-        if method.plain and method.provided is None and self._told is None:
-            result = method.call(call.params)
+        if method.plain and method.provided is None and self._blocking is None:
+            try:
+                result = method.call(call.params)
+            except InvalidParams as misfit:
+                _understand(call, misfit)
+                result = method.call(call.params)
         else:
-            # A command's params are decoded twice: here into the types of the function, by the decoder that is made for
-            # them, and once without types, at admission, for the key and the fingerprint, which depend on the JSON alone.
-            threaded = method.blocking and not frame.alone
-            handler: Handler
-            if method.signature.simple:
-                handler = partial(method.function, *method.signature.bind(call.params))
-            else:
-                context = context or Context(call)
-                args, keywords = method.signature.bind_all(call.params, context)
-                handler = partial(method.function, *args, **keywords)
-                if method.provided is not None:
-                    handler = partial(method.provided.call, context, args, keywords, call, in_a_thread=threaded)
-            if threaded and method.provided is None:
-                handler = partial(in_thread, handler)
-            if self._told is not None and not threaded and not method.is_async:
-                handler = partial(self._watched, method, handler)
+            try:
+                handler = self._handler(call, context)
+            except InvalidParams as misfit:
+                _understand(call, misfit)
+                handler = self._handler(call, context)
             if is_recorded or (method.is_command and self._events.observed):
-                call.fingerprint = call.identity or fingerprint(call.params)
-            result = self.commands.execute(call, handler) if is_recorded else handler()
-        if is_recorded or hasattr(result, "__await__"):
-            work = result if is_recorded else settled(result)
-            if method.timeout is None or frame.alone:
-                result = await work
+                call.fingerprint = call.digest or fingerprint(call.params, method.key_place)
+                if self._events.gate is not None:
+                    await self._events.call_begins(call)
+            if is_recorded:
+                result = self.commands.execute(call, handler)
             else:
-                deadline = asyncio.timeout(method.timeout)
-                try:
-                    async with deadline:
-                        result = await work
-                except TimeoutError:
-                    if not deadline.expired():
-                        raise
-                    # A command without a record was cut somewhere in the middle; a query changes nothing wherever it is cut.
-                    ran = call.run.ran if call.run else "unknown" if method.is_command else "no"
-                    raise DeadlineExceeded(
-                        f"{method.name} took longer than its timeout of {method.timeout:g} s", ran=ran
-                    ) from None
+                result = handler()
+        if hasattr(result, "__await__"):
+            if not is_recorded:
+                result = settled(result)
+            if method.timeout is None or frame.alone:
+                result = await result
+            else:
+                result = await _within(method.timeout, call, result)
         if call.key is None:  # else the command has shaped and encoded its result, for the ledger
-            result = call.shape(result) if call.shape else result
-            result = result if type(result) in _CONSTANT and not frame.in_full else Raw(frames.encode(result))
+            if call.shape is not None:
+                result = call.shape(result)
+            if frame.in_full or type(result) not in _CONSTANT:
+                result = Raw(frames.encode(result))
         call.result = result
         return result
 
+    def _handler(self, call: Call, context: Context | None) -> Handler:
+        """Return the function of a call with its arguments.
+
+        A command's params are decoded twice: here into the types of the function, by the decoder
+        that is made for them, and once without types, at admission, for the key and the
+        fingerprint, which depend on the JSON alone.
+        """
+        method = call.method
+        threaded = method.blocking and not call.frame.alone
+        handler: Handler
+        if method.signature.simple:
+            handler = partial(method.function, *method.signature.bind(call.params))
+        else:
+            context = context or Context(call)
+            args, keywords = method.signature.bind_all(call.params, context)
+            handler = partial(method.function, *args, **keywords)
+            if method.provided is not None:
+                handler = partial(
+                    method.provided.call, context, args, keywords, call, in_a_thread=threaded
+                )
+        if threaded and method.provided is None:
+            handler = partial(in_thread, handler)
+        if self._blocking is not None and not threaded:
+            handler = partial(self._watched, method, handler)
+        return handler
+
     def _watched(self, method: Method, handler: Handler) -> object:
-        """Call a plain function, and tell once if it keeps the event loop from everything else for long."""
+        """Call a function, and warn once if it blocks the event loop for long."""
+        note = partial(self._note_blocking, method)
         began = time.perf_counter()
         try:
-            return handler()
+            result = handler()
         finally:
-            seconds = time.perf_counter() - began
-            if seconds > BLOCKS and self._told is not None and method not in self._told:
-                self._told.add(method)
-                logger.warning(
-                    "%s has blocked the event loop for %d ms, and all other calls waited; if it waits for a disk, a lock "
-                    "or a network, declare it with blocking=True, and it runs in a thread (%s)",
-                    method.name,
-                    seconds * 1000,
-                    place_of(method.function),
-                )
+            note(time.perf_counter() - began)
+        if isinstance(result, CoroutineType):
+            return timed(result, note)
+        return result
 
-    def _as_error(self, name: str, id: CorrelationId, error: BaseException, alone: bool = False) -> RpcError:
-        """Return the answer to a call that failed. An exception that ends more than the call is raised again."""
+    def _note_blocking(self, method: Method, seconds: float) -> None:
+        """Warn if one step of a function took too long."""
+        if seconds <= BLOCKS or self._blocking is None or method in self._blocking:
+            return
+        self._blocking.add(method)
+        fix = (
+            "if it waits for a disk, a lock or a network, declare it with blocking=True, "
+            "and it runs in a thread"
+        )
+        if method.is_async:
+            fix = (
+                "await calls that do not block, or make it a plain function with blocking=True, "
+                "which runs in a thread"
+            )
+        logger.warning(
+            "%s has blocked the event loop for %d ms, and all other calls waited; %s (%s)",
+            method.name,
+            seconds * 1000,
+            fix,
+            place_of(method.function),
+        )
+
+    def _as_error(self, name: str, ids: Ids, error: BaseException, alone: bool = False) -> RpcError:
+        """Return the answer to a call that failed.
+
+        An exception that ends more than the call is raised again.
+        """
         if isinstance(error, RpcError):
             return error
         if alone and needs_loop(error):
             raise CannotWait from error
         if isinstance(error, (KeyboardInterrupt, CannotWait, OtherLoop)) or is_closing(error):
             raise error
-        # A handler may let the cancellation of another task escape; that is a failure of the handler.
+        # A handler may let the cancellation of another task escape; that is a failure of the
+        # handler.
         if isinstance(error, asyncio.CancelledError) and cancels() > 0:
             raise error
-        failed(name, id, error)
-        return InternalError(str(error)) if isinstance(error, ResultMisfit) else InternalError()
+        failed(name, ids.correlation_id, error, ids=ids.facts())
+        if isinstance(error, (Mistake, ResultMisfit)):
+            return InternalError(str(error))
+        return InternalError()
 
-    # --- MCP's way in ------------------------------------------------------------------------------------------------
+    # --- the entry for MCP ------------------------------------------------------------------------
 
-    async def call(self, call: Call) -> Raw:
-        """Run a call that was parsed and admitted elsewhere."""
-        frame, caller = call.frame, call.frame.caller
+    async def call(self, call: Call, *, has_place: bool = False) -> Raw:
+        """Run a call that was parsed and admitted elsewhere.
+
+        An entry of a batch tool has its place in flight already (`places`).
+        """
+        frame = call.frame
+        caller = frame.sender.caller
         frame.logged = logger.isEnabledFor(INFO)
-        frame.reported, frame.peer = frame.logged or self._events.observed, self._user or frame.peer
-        is_full = self._in_flight + self.commands.left >= self._policy.limits.in_flight
-        if is_full or (self._held is not None and self._is_greedy(caller, 1)):
-            raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
-        self._count(1, caller)
+        frame.reported = frame.logged or self._events.observed
+        frame.single_user = self._single_user
+        count = 0 if has_place else 1
+        if count:
+            self._check_load(caller, count)
+        self._count(count, caller)
         try:
             result = await self.run(call)
             assert isinstance(result, Raw)
             return result
         finally:
-            self._count(-1, caller)
+            self._count(-count, caller)
+
+    @contextmanager
+    def places(self, caller: str, count: int) -> Iterator[None]:
+        """Replace the place of a call in flight by those of its entries.
+
+        Raises `Busy` if they do not fit. As an array does, they fit if nothing else is in flight.
+        """
+        with self.set_aside(caller):
+            self._check_load(caller, count)
+            self._count(count, caller)
+            try:
+                yield
+            finally:
+                self._count(-count, caller)
 
     @contextmanager
     def set_aside(self, caller: str) -> Iterator[None]:
-        """Leave a running call out of those in flight while it waits for its caller. It goes on even if no place is free."""
+        """Do not count a call as in flight while it waits for its caller.
+
+        It needs no place to continue.
+        """
         self._count(-1, caller)
         try:
             yield
         finally:
             self._count(1, caller)
 
-    def call_plain(
-        self, method: Method, params: Raw, shape: Shape, id: CorrelationId
+    def plain(
+        self, method: Method, params: Raw, shape: Shape, id: Id, *, has_place: bool = False
     ) -> "bytes | Coroutine[Any, Any, bytes] | None":
         """Take the short path: return the result as bytes at once, or a coroutine of it.
 
-        None: the path is closed. It is for a plain query that neither middleware, log nor a count sees.
+        None: the path is closed. It is for a plain query without middleware, log or a count of
+        callers. A coroutine is not begun here: its caller may await it in another task. An entry of
+        a batch has its place in flight already.
         """
         if not method.plain or self._in_full or self._held is not None or logger.isEnabledFor(INFO):
             return None
         try:
-            if self._in_flight + self.commands.left >= self._policy.limits.in_flight:
-                raise Busy(ran="no", retry_after_ms=BUSY_RETRY_MS)
-            result = method.call(params)
+            if not has_place and (self._in_flight or self.commands.left):
+                self._check_load(ANONYMOUS, 1)
+            try:
+                result = method.call(params)
+            except InvalidParams as misfit:
+                result = method.call(method.understood(params, misfit))
             if hasattr(result, "__await__"):
                 return self._finish_plain(method, result, shape, id)
             return frames.encode(shape(result))
         except BaseException as error:
-            raise self._as_error(method.name, id, error) from None
+            raise self._as_error(method.name, Ids(id), error) from None
 
-    async def _finish_plain(self, method: Method, result: object, shape: Shape, id: CorrelationId) -> bytes:
+    async def _finish_plain(self, method: Method, result: object, shape: Shape, id: Id) -> bytes:
+        """Return the result of a plain query that waits."""
         self._count(1, ANONYMOUS)  # where callers are counted, the short path is closed
         try:
             return frames.encode(shape(await settled(result)))
         except BaseException as error:
-            raise self._as_error(method.name, id, error) from None
+            raise self._as_error(method.name, Ids(id), error) from None
         finally:
             self._count(-1, ANONYMOUS)
 
-    # --- the reply ---------------------------------------------------------------------------------------------------
+    # --- the reply --------------------------------------------------------------------------------
+
+    # A reply has at most `bytes_out` bytes. `_answer` applies this when an entry of a batch ends, so
+    # that no batch stores more than a reply may hold. `_seal` applies it when the reply is written.
 
     def _answer(self, frame: Frame, result: object, id: Id) -> "Answer | Pending":
-        """Return the answer with a result; or an error, if the results of the batch are too long with this one."""
-        # This is found out here and not when the reply is written, so that no batch keeps more than one reply may hold.
+        """Return the answer with a result, or an error if the reply has no room for it."""
         if frame.room is not None and isinstance(result, (str, Raw)):
-            size = len(result) if isinstance(result, str) else memoryview(result).nbytes
+            size = _size(result)
             if size > frame.room:
                 refusal = failure(id, self._too_long())
-                return refusal if frame.alone else _after_a_turn(refusal)
-            frame.room -= size if size >= COUNTED else 0
+                if frame.alone:
+                    return refusal
+                return _after_a_turn(refusal)
+            if size >= COUNTED:
+                frame.room -= size
         return Success(result, id)
 
+    def _seal_if_owed(self, reply: Reply) -> bytes | None:
+        """Encode the reply to a single message, if it gets one."""
+        if reply is None:
+            return None
+        return self._seal(reply)
+
+    def _seal_refusal(self, read: Message | Invalid, refusal: Failure) -> bytes:
+        """Encode the error that answers a single message, or one for each entry of a batch."""
+        if self._refuses_each:
+            entries = self._refused_entries(read, refusal)
+            if entries:
+                return self._seal(entries)
+        return self._seal(refusal)
+
     def _seal(self, answers: Answer | list[Answer]) -> bytes:
-        """Encode a reply. A result that cannot be sent costs its own entry, and no other."""
+        """Encode a reply. A result that cannot be sent fails only its own entry."""
         try:
             data = frames.write(answers)
             if type(answers) is not Success and data.find(b"null") >= 0:
-                # The data of an error is the user's own, and msgspec writes null for a NaN in it.
-                for answer in answers if isinstance(answers, list) else (answers,):
-                    if type(answer) is Failure:
-                        frames.encode(answer)
-            if len(data) <= self._policy.limits.bytes_out:
-                return data
-            error: RpcError = self._too_long(answers)
-        except Exception as reason:  # the data of an error, or a text with half a character
-            if not isinstance(answers, list):
-                failed("a reply", correlation_of(answers.id), reason)
-            error = InternalError()
-        if not isinstance(answers, list):
-            return frames.encode(failure(answers.id, error))
-        sealed, limit = [], self._policy.limits.bytes_out  # one by one
+                _check_errors(answers)
+        except Exception as reason:  # the data of an error, or a string with a lone surrogate
+            if isinstance(answers, list):
+                return self._seal_each(answers)
+            ids = Ids(answers.id)
+            failed("a reply", ids.correlation_id, reason, ids=ids.facts())
+            return frames.encode(failure(answers.id, InternalError()))
+        if len(data) <= self._policy.limits.bytes_out:
+            return data
+        if isinstance(answers, list):
+            return self._seal_each(answers)
+        return frames.encode(failure(answers.id, self._too_long(answers)))
+
+    def _seal_record(self, answer: Answer) -> bytes:
+        """Encode one answer of a stream. One that cannot be sent becomes an error."""
+        try:
+            data = frames.write(answer)
+            if type(answer) is Failure and data.find(b"null") >= 0:
+                _check_errors(answer)
+        except Exception as reason:  # the data of an error, or a string with a lone surrogate
+            ids = Ids(answer.id)
+            failed("a reply", ids.correlation_id, reason, ids=ids.facts())
+            return frames.encode(failure(answer.id, InternalError()))
+        return data
+
+    def _seal_each(self, answers: list[Answer]) -> bytes:
+        """Encode the answers of a batch one by one: some of them cannot be sent."""
+        sealed = []
+        room = self._policy.limits.bytes_out
         for answer in answers:
             data = self._seal(answer)
-            data = data if len(data) <= limit else frames.encode(failure(answer.id, self._too_long(answer)))
-            limit -= len(data)
+            if len(data) > room:
+                data = frames.encode(failure(answer.id, self._too_long(answer)))
+            room -= len(data)
             sealed.append(data)
         return make_batch(sealed)
 
-    def _too_long(self, answer: Answer | list[Answer] | None = None) -> InternalError:
-        """Return the error in place of an answer that is too long. It tells of the call what the answer told: `ran`."""
+    def _too_long(self, answer: Answer | None = None) -> InternalError:
+        """Return the error that replaces an answer that is too long.
+
+        It keeps the `ran` of that answer.
+        """
         limit = self._policy.limits.bytes_out
-        told = answer.error if isinstance(answer, Failure) else None
-        ran = "yes" if told is None else RpcError(told.code, "", told.data).ran
+        ran = "yes"
+        if isinstance(answer, Failure):
+            error = answer.error
+            ran = RpcError(error.code, "", error.data).ran
         reason = f"the reply is longer than {limit} bytes"
         return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=limit, ran=ran)
 
@@ -606,10 +957,117 @@ def _around(layer: Middleware, inner: Next) -> Next:
     return lambda context: layer(context, inner)
 
 
+def _checked_around(layer: Middleware, inner: Next) -> Next:
+    """Return the same, but detect a layer that drops the result it was given."""
+
+    async def guarded(context: Context) -> Any:
+        given: object = None
+
+        async def following(context: Context) -> Any:
+            nonlocal given
+            given = await inner(context)
+            return given
+
+        answer: object = layer(context, following)
+        if not hasattr(answer, "__await__"):
+            kind = type(answer).__name__
+            raise Mistake(
+                f"The middleware {_title(layer)} returned {kind}, not an awaitable.",
+                fix="make it a coroutine function: "
+                "async def layer(context, call_next): return await call_next(context)",
+            )
+        result = await cast("Awaitable[object]", answer)
+        if result is None and given is not None and given != _NULL:
+            raise Mistake(
+                f"The middleware {_title(layer)} returned None, "
+                f"and dropped the result of {context.method}.",
+                "its caller would get null",
+                "return what the next layer returned: return await call_next(context)",
+            )
+        return result
+
+    return guarded
+
+
+def _title(layer: Middleware) -> str:
+    called = getattr(layer, "__qualname__", type(layer).__qualname__)
+    if hasattr(layer, "__code__"):
+        return f"{called} ({place_of(layer)})"
+    return str(called)
+
+
+def _understand(call: Call, misfit: InvalidParams) -> None:
+    """Give a tool call the meaning of arguments that do not fit; raise the misfit if it has none.
+
+    Its identity is that of the meaning.
+    """
+    if call.peer is None:
+        raise misfit
+    call.params = call.method.understood(call.params, misfit)
+    call.digest = None
+
+
+async def _within(seconds: float, call: Call, work: Awaitable[object]) -> object:
+    """Return the result of a call, or raise `DeadlineExceeded` if it takes longer."""
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            return await work
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise DeadlineExceeded(
+            f"{call.method.name} took longer than its timeout of {seconds:g} s",
+            ran=ran_if_interrupted(call),
+        ) from None
+
+
+def _owed_id(message: Message | Invalid | Call) -> Id:
+    """Return the id under which a message is answered: null if it has none."""
+    if message.id is UNSET:
+        return None
+    return message.id
+
+
+def _refused_reply(
+    entries: list[Message | Invalid], is_batch: bool, refusal: RpcError
+) -> bytes | None:
+    """Return the reply that refuses all entries of a message."""
+    answers = []
+    for entry in entries:
+        if entry.id is UNSET:
+            continue
+        error = refusal
+        if isinstance(entry, Invalid):
+            error = entry.error
+        answers.append(frames.encode(failure(entry.id, error)))
+    return make_reply(answers, is_batch)
+
+
+def _check_errors(answers: Answer | list[Answer]) -> None:
+    """Raise if the data of an error has a NaN: it is the user's own, and msgspec writes null."""
+    if not isinstance(answers, list):
+        answers = [answers]
+    for answer in answers:
+        if type(answer) is Failure:
+            frames.encode(answer)
+
+
+def _size(result: str | Raw) -> int:
+    if isinstance(result, str):
+        return len(result)
+    return memoryview(result).nbytes
+
+
 def _sealed(result: object) -> object:
-    """Return a result that can no longer be changed: it is encoded when its entry ends, not when the reply is written."""
+    """Return an immutable result.
+
+    It is encoded when its entry ends, not when the reply is written.
+    """
     is_ready = type(result) in _CONSTANT or (type(result) is float and math.isfinite(result))
-    return result if is_ready else Raw(frames.encode(result))
+    if is_ready:
+        return result
+    return Raw(frames.encode(result))
 
 
 async def _after_a_turn(refusal: Answer) -> Answer:

@@ -1,9 +1,12 @@
-"""The lifespan of an app: an async context manager that is open while the app serves, and whose value is `ctx.state`.
+"""The lifespan of an app: an async context manager that is open while the app serves.
 
-1. It runs in a task of its own. The first call may enter it and the end of the app leave it, and a `TaskGroup` or a timeout
-   inside it still begins and ends in one task. A call that is cancelled while it waits for the start does not stop it.
-2. Servers and clients hold it; the last one that lets go leaves it. `App.aclose` leaves it in any case. If the event loop
-   ends first, its task is cancelled like any other, so its clean-up runs.
+Its value is `ctx.state`.
+
+1. It runs in a separate task. The first call may enter it and the end of the app leave it, and a
+   `TaskGroup` or a timeout inside it still begins and ends in one task. A call that is cancelled
+   while it waits for the start does not stop it.
+2. Servers and clients hold it; the last one to release it leaves it. `App.aclose` always leaves it.
+   If the event loop ends first, its task is cancelled like any other, so its clean-up runs.
 3. It belongs to one event loop at a time, like the commands of the app.
 """
 
@@ -11,21 +14,26 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
+from wirecall.aio import start
 from wirecall.errors import OtherLoop, StartFailed, UsageError
-from wirecall.logs import logger
-from wirecall.stepping import start
+from wirecall.logs import logger, outside
 
-# Seconds for the clean-up of a lifespan that was cancelled because the grace time was over.
+# Seconds for the clean-up of a lifespan that was cancelled after the grace time.
 LAST_WORDS = 1.0
 
 
 class Lifespan:
-    """Enters and leaves the context manager of an app. `within` returns the seconds that entering it may take."""
+    """Enters and leaves the context manager of an app.
 
-    def __init__(self, make: Callable[[], AbstractAsyncContextManager[object]], within: Callable[[], float]) -> None:
+    `within` returns the seconds that entering it may take.
+    """
+
+    def __init__(
+        self, make: Callable[[], AbstractAsyncContextManager[object]], within: Callable[[], float]
+    ) -> None:
         self.state: object = None
         self.is_entered = False
-        self.has_ended = False  # by itself, while the app serves
+        self.has_ended = False  # it ended while the app serves
         self._make = make
         self._within = within
         self._holders = 0
@@ -35,22 +43,24 @@ class Lifespan:
         self._leaving: asyncio.Event | None = None
 
     async def enter(self) -> None:
-        """Wait until the lifespan is entered; the first one that comes enters it. Raises `StartFailed`."""
+        """Wait until the lifespan is entered; the first caller enters it. Raises `StartFailed`."""
         loop = asyncio.get_running_loop()
         if self.is_entered and self._loop is loop:
             return
-        task, entered = self._task, self._entered
+        task = self._task
+        entered = self._entered
         if task is not None and self._loop is not loop:
             assert self._loop is not None
             if not self._loop.is_closed():
                 raise OtherLoop
-            task, self._holders = None, 0
+            task = None
+            self._holders = 0
         if task is None or entered is None or task.done():
             entered = self._begin(loop, task)
         await asyncio.shield(entered)
 
     async def hold(self) -> None:
-        """Enter the lifespan, and keep it until `let_go`."""
+        """Enter the lifespan, and hold it until `let_go`."""
         self._holders += 1
         try:
             await self.enter()
@@ -61,14 +71,21 @@ class Lifespan:
             raise
 
     def let_go(self) -> bool:
-        """Give up a hold; return whether it was the last one, so that the lifespan is to be left."""
+        """Release a hold; return whether it was the last one.
+
+        Then the caller must leave the lifespan.
+        """
         self._holders = max(0, self._holders - 1)  # `leave` has dropped all holds
         return self._holders == 0 and self._task is not None
 
     async def leave(self, grace: float) -> None:
         """Leave the lifespan, within `grace` seconds."""
-        task, leaving = self._task, self._leaving
-        self.is_entered, self.has_ended, self._holders, self.state = False, False, 0, None
+        task = self._task
+        leaving = self._leaving
+        self.is_entered = False
+        self.has_ended = False
+        self._holders = 0
+        self.state = None
         if task is None or leaving is None or task.get_loop() is not asyncio.get_running_loop():
             return
         leaving.set()
@@ -80,7 +97,9 @@ class Lifespan:
         if self._task is task:
             self._task = None
 
-    def _begin(self, loop: asyncio.AbstractEventLoop, before: "asyncio.Task[None] | None") -> "asyncio.Future[None]":
+    def _begin(
+        self, loop: asyncio.AbstractEventLoop, before: "asyncio.Task[None] | None"
+    ) -> "asyncio.Future[None]":
         entered: asyncio.Future[None] = loop.create_future()
         leaving = asyncio.Event()
         within = self._within()
@@ -89,16 +108,18 @@ class Lifespan:
         async def live() -> None:
             try:
                 if before is not None:
-                    await asyncio.wait({before})  # one life after another
+                    await asyncio.wait({before})  # two lifespans must not overlap
                 manager = self._make()
                 if not hasattr(manager, "__aenter__"):
                     raise UsageError(
-                        f"lifespan must return an async context manager, got {type(manager).__name__}.",
+                        "lifespan must return an async context manager, "
+                        f"got {type(manager).__name__}.",
                         fix="decorate the function with @contextlib.asynccontextmanager",
                     )
                 async with manager as state:
-                    if not entered.done():  # else the time was over
-                        self.state, self.is_entered = state, True
+                    if not entered.done():  # else it timed out
+                        self.state = state
+                        self.is_entered = True
                         entered.set_result(None)
                         await leaving.wait()
             except asyncio.CancelledError:
@@ -109,7 +130,9 @@ class Lifespan:
             except BaseException as error:
                 if not entered.done():
                     reason = f"the lifespan failed: {type(error).__name__}: {error}"
-                    entered.set_exception(StartFailed(str(error) if isinstance(error, UsageError) else reason, error))
+                    entered.set_exception(
+                        StartFailed(str(error) if isinstance(error, UsageError) else reason, error)
+                    )
                     entered.exception()  # retrieved: the caller that waited may have left
                 elif leaving.is_set():
                     logger.error("the lifespan failed at its end", exc_info=error)
@@ -126,8 +149,11 @@ class Lifespan:
                 entered.exception()
                 task.cancel()
 
-        task = start(loop, live())
+        task = start(loop, live(), outside())  # it outlives the call that enters it
         timer = loop.call_later(within, expire)
         entered.add_done_callback(lambda _: timer.cancel())
-        self._loop, self._task, self._entered, self._leaving = loop, task, entered, leaving
+        self._loop = loop
+        self._task = task
+        self._entered = entered
+        self._leaving = leaving
         return entered

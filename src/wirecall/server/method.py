@@ -1,22 +1,32 @@
 """Methods, and the registry that holds them.
 
-A method is one function and its declaration: its kind (P1), its parameters, and, for a command, its terms. All of it is read
-and checked at registration, before the first call. A contradiction is an error that says why, and what to write instead.
+A method is one function and its declaration: its kind (P1), its parameters, and, for a command, its
+terms. All of it is read and checked at registration, before the first call. A contradiction is an
+error that says why, and what to write instead.
 """
 
 import enum
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct, UnsetType
 
-from wirecall.errors import UsageError
+from wirecall.errors import InvalidParams, UsageError
+from wirecall.protocol.keys import KeyPlace, place_of_key
 from wirecall.protocol.messages import JsonObject
-from wirecall.protocol.params import Find, Signature, finishing, place_of
-from wirecall.server.call import Context
+from wirecall.protocol.params import (
+    Find,
+    RawSignature,
+    Signature,
+    finishing,
+    place_of,
+    tool_name_of,
+)
+from wirecall.server.context import Context
 from wirecall.server.identity import ScopeRule, Scopes
 
 if TYPE_CHECKING:
@@ -24,18 +34,24 @@ if TYPE_CHECKING:
 
 Mode: TypeAlias = Literal["development", "production"]
 Execution: TypeAlias = Literal["sequential", "parallel"]
+# One error for an oversized batch, or one per id.
+BatchRefusal: TypeAlias = Literal["single", "entries"]
 OnCrash: TypeAlias = Literal["unknown", "rerun", "reconcile", "transactional"]
 Exposed: TypeAlias = Literal["rpc", "mcp"]
-# "auto" generates a key, "required" and "ask" want the client's, "off" runs without a record. "optional" is the old name of
-# "off". None is "auto", but "required" over JSON-RPC in production (P4).
+# "lenient" also takes the arguments of MCP tools as models send them: "5" for an int.
+ArgumentRule: TypeAlias = Literal["strict", "lenient"]
+# "auto" generates a key, "required" and "ask" want the client's, "off" runs without a record.
+# "optional" is the old name of "off". None is "auto", but "required" over JSON-RPC in production
+# (P4).
 KeyRule: TypeAlias = Literal["auto", "required", "ask", "off", "optional"]
 
-# For clients that have tasks: True makes a call a task at once, a number after so many seconds, "required" refuses others.
+# For clients with tasks: True makes a call a task at once, a number after so many seconds,
+# "required" refuses others.
 TaskRule: TypeAlias = Literal[True, "required"] | float
 
 EVERYWHERE: tuple[Exposed, ...] = ("rpc", "mcp")
 
-# Every method of every revision of MCP, and the names that later ones would have.
+# Every method of every revision of MCP, and the likely names of later ones.
 MCP_METHODS = ("initialize", "ping")
 MCP_FAMILIES = (
     "completion/",
@@ -52,9 +68,14 @@ MCP_FAMILIES = (
     "tools/",
 )
 
-# MCP allows 128 characters (2025-11-25, server/tools, "Tool Names"), SEP-986 and model APIs allow 64. The lower one counts.
+# MCP allows 128 characters (2025-11-25, server/tools, "Tool Names"), SEP-986 and model APIs allow
+# 64. The lower one counts.
 LONGEST_TOOL_NAME = 64
-_NAME_MARKS = str.maketrans("_-.", "aaa")
+# The types of defaults that one call could change for all others.
+_MUTABLE = (list, dict, set, bytearray)
+
+# MCP allows dots. A generated name does not have one: several model APIs refuse it.
+_STATED_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Kind(enum.Enum):
@@ -72,9 +93,13 @@ class Terms(Struct, frozen=True, kw_only=True):
     lease: float = 30
     wait: float = 25
     loss_window: float = 120
+    resend_after: float | Literal["off"] = 2.0
     max_stored_result: int = 262_144
     reconcile: Callable[..., object] | None = None
-    commit_point: bool = False  # the handler calls ctx.commit_point() itself
+    # The handler calls ctx.commit_point() itself.
+    commit_point: bool = False
+    # The ledger keeps the params, without secrets, for operators.
+    record_params: bool = False
 
 
 class Done(Struct, frozen=True):
@@ -88,11 +113,14 @@ class NotDone(Struct, frozen=True):
 
 
 class CannotTell(Struct, frozen=True):
-    """A reconcile function's answer: it does not know; the outcome stays unknown until an operator resolves it."""
+    """A reconcile function's answer: it does not know.
+
+    The outcome stays unknown until an operator resolves it.
+    """
 
 
 class ToolAnnotations(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool's hints in MCP's words; a hint that is left out has the specification's default (T1)."""
+    """A tool's hints in MCP's words; an omitted hint has the specification's default (T1)."""
 
     title: str | None = None
     readOnlyHint: bool = False  # noqa: N815
@@ -104,12 +132,17 @@ class ToolAnnotations(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Method:
     """One registered function and its declaration."""
 
+    # It is a batch tool, whose calls call other tools.
+    is_batch = False
+
+    # complexity: a flat list of options in four steps; each has its default or one rule.
     def __init__(
         self,
         function: Callable[..., object],
         kind: Kind,
         *,
         name: str | None = None,
+        tool_name: str | None = None,
         title: str | None = None,
         notification_allowed: bool = False,
         timeout: float | None = None,
@@ -128,27 +161,44 @@ class Method:
         task_ttl: float = 3600,
         scopes: "ScopeRule | None" = None,
         check_result: bool = False,
+        in_development: bool = False,
         icons: Sequence[JsonObject] = (),
         meta: JsonObject | None = None,
         tags: Sequence[str] = (),
+        arguments: ArgumentRule = "strict",
+        key_at: str | None = None,
         reserved: bool = False,
         find: Find | None = None,
+        raw: bool = False,
+        record: str | None = None,
     ) -> None:
         import inspect  # late: `import wirecall` stays light
 
+        if isinstance(function, type):
+            raise UsageError(
+                f"The class {function.__name__} cannot be registered.",
+                "each call would make an object, and a result is data",
+                "register a function, or the method of an object: app.query(shop.price)",
+            )
+        # Step 1: the declaration.
         self.kind = kind
-        self.is_command = kind is Kind.COMMAND  # asked several times in every call
+        self.is_command = kind is Kind.COMMAND  # read several times in every call
         self.name = name or str(getattr(function, "__name__", ""))
+        # Its name in MCP's lists. Records, tasks, logs and the audit trail have `name`, so both
+        # names mean one command.
+        self.tool_name = tool_name if tool_name is not None else tool_name_of(self.name)
+        # Its name in records and in the audit trail.
+        self.record = record or self.name
         self.title = title
-        self.icons, self.meta, self.tags = list(icons), meta or {}, list(tags)  # as MCP sends them
+        # As MCP sends them.
+        self.icons = list(icons)
+        self.meta = meta or {}
+        self.tags = list(tags)
         self.description = description or inspect.cleandoc(getattr(function, "__doc__", None) or "")
         self.expose = tuple(expose)
-        if key == "optional":
-            import warnings  # late: `import wirecall` stays light
-
-            warnings.warn('key="optional" is now called key="off"; key="auto" protects such calls', DeprecationWarning, 3)
-            key = "off"
-        self.key = key
+        # Mistakes found during a call are errors of the call.
+        self.in_development = in_development
+        self.key = _current_name(key)
         self.input_schema = input_schema
         self.output_schema = output_schema
         self.notification_allowed = notification_allowed
@@ -157,52 +207,111 @@ class Method:
         self.destructive = destructive
         self.idempotent = idempotent
         self.open_world = open_world
+        self.task = task
+        if task is not None and not isinstance(task, (bool, str)):
+            self.task = float(task)
+        self.task_ttl = task_ttl
+        self.arguments = arguments
+        # Step 2: the function.
         target = getattr(function, "func", function)  # functools.partial
         self.is_async = any(map(inspect.iscoroutinefunction, (target, type(target).__call__)))
         self.is_generator = any(
-            inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in (target, type(target).__call__)
+            inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each)
+            for each in (target, type(target).__call__)
         )
-        self.signature = Signature(function, inject=Context, keyed=self.is_command, find=find)
-        self.provided: Provided | None = None  # from the start of the app on, if providers make some of its arguments
-        # A query that becomes a task has a record as well. It changes nothing, so it may always run again.
-        self.terms = terms or (Terms() if task is None else Terms(on_crash="rerun", commit_point=True))
-        self.task = task if task is None or isinstance(task, (bool, str)) else float(task)
-        self.task_ttl = task_ttl
-        # A handler that takes a context and names `commit_point` calls it; any other has passed it on entry.
+        # Where callers put the key, besides the usual places.
+        self.key_place: KeyPlace | None = None
+        if key_at is not None:
+            self.key_place = place_of_key(key_at)
+        kind_of_signature: type[Signature] = RawSignature if raw else Signature
+        self.signature = kind_of_signature(
+            function, inject=Context, keyed=self.is_command, key_at=self.key_place, find=find
+        )
+        if self.key_place is not None:
+            names = [parameter.name for parameter in self.signature.parameters]
+            is_declared = self.key_place.path[0] in names
+            self.key_place = KeyPlace(self.key_place.path, is_declared)
+        # Set when the app starts, if providers make some arguments.
+        self.provided: Provided | None = None
+        # A handler that takes a context and names `commit_point` calls it; any other has passed it
+        # on entry. In the same way, one that names `hand_over` becomes a task there; any other
+        # before it starts.
+        named = frozenset[str]()
         code = getattr(function, "__code__", None)
-        if not self.terms.commit_point and self.signature.injected and isinstance(code, types.CodeType):
-            self.terms = msgspec.structs.replace(self.terms, commit_point=_mentions(code, "commit_point"))
-        # Likewise one that names `hand_over` becomes a task there; any other before it starts.
-        self.hands_over = self.signature.injected and isinstance(code, types.CodeType) and _mentions(code, "hand_over")
-        # In a plain function ctx.commit_point() blocks, so it must not run on the loop. Nor may a task, which takes long.
+        if self.signature.injected and isinstance(code, types.CodeType):
+            named = _names_in(code)
+        self.hands_over = "hand_over" in named
+        # Step 3: the terms of a record. A query that becomes a task also has one. It changes
+        # nothing, so it may always run again.
+        self.terms = terms or Terms()
+        if terms is None and task is not None:
+            self.terms = Terms(on_crash="rerun", commit_point=True)
+        if not self.terms.commit_point and "commit_point" in named:
+            self.terms = msgspec.structs.replace(self.terms, commit_point=True)
+        # In a plain function ctx.commit_point() blocks, so it must not run on the loop. A task
+        # takes long, so it must not either.
         waits = (self.is_command and self.terms.commit_point) or task is not None
         self.blocking = blocking or (waits and not self.is_async)
-        self.can_wait = self.blocking or self.terms.on_crash in ("reconcile", "transactional") or self.is_async
-        self.can_wait |= bool(self.signature.provided)
+        self.can_wait = (
+            self.blocking
+            or self.is_async
+            or self.terms.on_crash in ("reconcile", "transactional")
+            or bool(self.signature.provided)
+        )
+        # Makes the form of the params that the ledger shows.
+        self.shown: Callable[[Raw | UnsetType], bytes] | None = None
+        if self.terms.record_params:
+            from wirecall.protocol.secrets import Redactor  # late: few methods need it
+
+            self.shown = Redactor(self.signature, self.terms.max_stored_result)
         self._reconciler: Signature | None = None
         self._reconciler_provided: Provided | None = None
-        if self.terms.reconcile is not None:  # it is asked with the params of its command
-            self._reconciler = Signature(self.terms.reconcile, inject=Context, keyed=True, find=find)
-            theirs, ours = ([p.name for p in s.parameters] for s in (self._reconciler, self.signature))
-            if theirs != ours:
-                raise UsageError(
-                    f"The reconcile function of {self.name} cannot be asked.",
-                    f"it takes ({', '.join(theirs)}), the command takes ({', '.join(ours)})",
-                    "give it the command's own parameters",
-                )
-        for why, fix in _faults(self, reserved):
+        if self.terms.reconcile is not None:
+            self._reconciler = self._signature_of_reconciler(self.terms.reconcile, find)
+        for why, fix in _faults(self, reserved, tool_name):
             raise UsageError(f"{self.name or function!r} cannot be registered.", why, fix)
+        # Step 4: how it is called.
         self._write = self.signature.finisher(self.name, is_checked=False)
-        finish = self.signature.finisher(self.name, is_checked=True) if check_result else self._write
-        self.function = function if finish is None else finishing(function, finish, is_async=self.is_async)
-        self.call = self.signature.caller(self.function)  # decodes the params of a plain method, and calls the function
-        self.scopes = None if scopes is None else Scopes(scopes, function, self.signature, self.name)
-        # The dispatcher runs a plain method without a context. This is decided once, since a declaration never changes.
-        self._is_quick = not (self.is_command or self.blocking or task) and timeout is None and execution != "sequential"
+        finish = self._write
+        if check_result:
+            finish = self.signature.finisher(self.name, is_checked=True)
+        self.function = function
+        if finish is not None:
+            self.function = finishing(function, finish, is_async=self.is_async)
+        # Decodes the params of a plain method, and calls the function.
+        self.call = self.signature.caller(self.function)
+        self.scopes: Scopes | None = None
+        if scopes is not None:
+            self.scopes = Scopes(scopes, function, self.signature, self.name)
+            self.scopes.is_lenient = arguments == "lenient"
+        # The dispatcher runs a plain method without a context. This is decided once, since a
+        # declaration never changes.
+        self._is_quick = (
+            not (self.is_command or self.blocking or task)
+            and timeout is None
+            and execution != "sequential"
+        )
         self.plain = self._is_quick and self.signature.simple
 
+    def _signature_of_reconciler(
+        self, reconcile: Callable[..., object], find: Find | None
+    ) -> Signature:
+        """Return the signature of the reconcile function, which gets the params of its command."""
+        signature = Signature(
+            reconcile, inject=Context, keyed=True, key_at=self.key_place, find=find
+        )
+        theirs = [parameter.name for parameter in signature.parameters]
+        ours = [parameter.name for parameter in self.signature.parameters]
+        if theirs != ours:
+            raise UsageError(
+                f"The reconcile function of {self.name} cannot be asked.",
+                f"it takes ({', '.join(theirs)}), the command takes ({', '.join(ours)})",
+                "give it the command's own parameters",
+            )
+        return signature
+
     def prepare(self, providers: "Providers") -> None:
-        """Find out how the provided arguments are made, when the app starts."""
+        """Plan how the provided arguments are made, when the app starts."""
         if self.signature.provided:
             self.provided = providers.of(self.signature, self.function)
             if self.provided.call_directly is not None:
@@ -211,12 +320,29 @@ class Method:
         if self._reconciler is not None and self._reconciler.provided:
             self._reconciler_provided = providers.of(self._reconciler, self._reconciler.function)
 
+    def understood(self, params: Raw | UnsetType, misfit: InvalidParams) -> Raw:
+        """Return the only other meaning of a tool's arguments; raise the misfit if there is none.
+
+        The arguments do not fit their types, so nothing has run.
+        """
+        found = None
+        if self.arguments == "lenient":
+            found = self.signature.understood(params)
+        if found is None:
+            raise misfit
+        return found
+
     def written(self, value: object) -> object:
-        """Return a value that stands for that of the function, such as that of `Done`, in the form of a result."""
-        return value if self._write is None else self._write(value)
+        """Return a value that replaces the function's, such as that of `Done`, as a result."""
+        if self._write is None:
+            return value
+        return self._write(value)
 
     def reconcile(self, context: Context, *, in_a_thread: bool) -> object:
-        """Ask the declared reconcile function about an earlier run of the same command; may return an awaitable."""
+        """Call the reconcile function about an earlier run of the same command.
+
+        It may return an awaitable.
+        """
         assert self._reconciler is not None
         args, keywords = self._reconciler.bind_all(context.params, context)
         if self._reconciler_provided is not None:
@@ -224,7 +350,7 @@ class Method:
         ask = partial(self._reconciler.function, *args, **keywords)
         if not in_a_thread:
             return ask()
-        from wirecall.stepping import in_thread  # late: `import wirecall` stays light
+        from wirecall.aio import in_thread  # late: `import wirecall` stays light
 
         return in_thread(ask)
 
@@ -233,19 +359,26 @@ class Method:
 
 
 class Registry:
-    """The methods of an app, by name, in the order of their registration: those for JSON-RPC, and the tools of MCP."""
+    """The methods of an app for JSON-RPC, and its tools for MCP.
+
+    Both are by name, in the order of their registration. A tool has two names: that of its method,
+    and the one that MCP clients see. `called` finds it by both.
+    """
 
     def __init__(self) -> None:
         self.methods: dict[str, Method] = {}
         self.tools: dict[str, Method] = {}
-        self.taken: set[str] = set()  # by methods of MCP's extensions: on stdio they share one line with JSON-RPC
+        self.called: dict[str, Method] = {}
+        # Names of extension methods: on stdio they share one line with JSON-RPC.
+        self.taken: set[str] = set()
 
     def add(self, method: Method) -> None:
         first = self.methods.get(method.name) or self.tools.get(method.name)
         if first is not None:
             raise UsageError(
                 f"There is already a method called {method.name!r}.",
-                f"{first!r} at {place_of(first.function)} was registered first, then {place_of(method.function)}",
+                f"{first!r} at {place_of(first.function)} was registered first, "
+                f"then {place_of(method.function)}",
                 'give one of them another name: @app.query(name="...")',
             )
         if "rpc" in method.expose and method.name in self.taken:
@@ -254,15 +387,34 @@ class Registry:
                 "a method of an MCP extension has the same name, and both are served on one line",
                 'give one of them another name, or serve it as a tool alone: expose=("mcp",)',
             )
+        is_tool = "mcp" in method.expose and not method.name.startswith("rpc.")
+        if is_tool:
+            self._check_tool(method)
+            self.tools[method.name] = method
+            self.called[method.name] = method
+            self.called[method.tool_name] = method
         if "rpc" in method.expose:
             self.methods[method.name] = method
-        if "mcp" in method.expose and not method.name.startswith("rpc."):
-            self.tools[method.name] = method
+
+    def _check_tool(self, method: Method) -> None:
+        """Raise `UsageError` if a call by one of a tool's names would mean another tool."""
+        for name in (method.tool_name, method.name):
+            first = self.called.get(name)
+            if first is not None:
+                raise UsageError(
+                    f"Two tools would be called {name!r}: {first.name!r} and {method.name!r}.",
+                    "an MCP client calls a tool by its MCP name "
+                    f"({first.tool_name!r}, {method.tool_name!r}) or by the name "
+                    f"of its method: {place_of(first.function)} and {place_of(method.function)}",
+                    'give one of them another MCP name: tool_name="..."',
+                )
 
     def remove(self, name: str) -> Method | None:
         """Remove a method, and return it if there was one."""
-        method, tool = self.methods.pop(name, None), self.tools.pop(name, None)
-        return method or tool
+        tool = self.tools.pop(name, None)
+        if tool is not None:
+            self.called = {each: other for each, other in self.called.items() if other is not tool}
+        return self.methods.pop(name, None) or tool
 
     def get(self, name: str) -> Method | None:
         return self.methods.get(name)
@@ -274,101 +426,272 @@ class Registry:
         return len(self.methods)
 
 
-def _mentions(code: types.CodeType, name: str) -> bool:
-    """Return whether a name is read in the code, or in a function inside it."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return name in code.co_names or any(_mentions(const, name) for const in inner)
+def _current_name(key: KeyRule | None) -> KeyRule | None:
+    """Return a rule about keys by its present name; warn about an old name."""
+    if key != "optional":
+        return key
+    import warnings  # late: `import wirecall` stays light
+
+    # The warning is about the line that registers the method.
+    warnings.warn(
+        'key="optional" is now called key="off"; key="auto" protects such calls',
+        DeprecationWarning,
+        4,
+    )
+    return "off"
 
 
-def _faults(method: Method, reserved: bool) -> Iterator[tuple[str, str]]:
-    """Yield everything that is wrong with a declaration, as (why, fix). A method of the protocol's own is `reserved`."""
-    # The name.
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names that are read in the code, and in the functions inside it."""
+    names = frozenset(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names |= _names_in(const)
+    return names
+
+
+# --- faults of a declaration ----------------------------------------------------------------------
+
+Fault: TypeAlias = tuple[str, str]  # the reason, and what to write instead
+
+
+def _faults(method: Method, reserved: bool, tool_name: object) -> Iterator[Fault]:
+    """Yield every fault of a declaration. The protocol's own methods are `reserved`."""
+    yield from _name_faults(method, reserved)
+    yield from _kind_faults(method)
+    yield from _function_faults(method)
+    yield from _terms_faults(method)
+    yield from _word_faults(method)
+    yield from _number_faults(method)
+    if method.input_schema is not None and method.signature.has_headers:
+        yield (
+            "input_schema takes the place of the function's own schema, and with it of Header",
+            "write x-mcp-header there",
+        )
+    yield from _task_faults(method)
+    yield from _place_faults(method, reserved, tool_name)
+
+
+def _name_faults(method: Method, reserved: bool) -> Iterator[Fault]:
     if not method.name:
         yield "a method needs a name", 'name="..."'
-    if not reserved:
-        # JSON-RPC 2.0, section 4.1: names that begin with "rpc." are reserved for the protocol and its extensions.
-        if method.name.startswith("rpc."):
-            yield 'names that begin with "rpc." belong to the protocol', "choose another name"
-        # JSON-RPC and MCP share one line on stdio, so a method of the one must not have the name of a method of the other.
-        if "rpc" in method.expose and (method.name in MCP_METHODS or method.name.startswith(MCP_FAMILIES)):
-            yield "the name is that of a method of MCP", 'choose another name, or serve it as a tool alone: expose=("mcp",)'
+    if reserved:
+        return
+    # JSON-RPC 2.0, section 4.1: names that begin with "rpc." are reserved for the protocol and its
+    # extensions.
+    if method.name.startswith("rpc."):
+        yield 'names that begin with "rpc." belong to the protocol', "choose another name"
+    # JSON-RPC and MCP share one line on stdio, so their methods must not have the same names.
+    is_of_mcp = method.name in MCP_METHODS or method.name.startswith(MCP_FAMILIES)
+    if "rpc" in method.expose and is_of_mcp:
+        yield (
+            "the name is that of a method of MCP",
+            'choose another name, or serve it as a tool alone: expose=("mcp",)',
+        )
 
-    # Query or command.
-    if method.is_command and method.notification_allowed:
-        why = "a command without an id is never executed, so it cannot be a notification"
-        yield why, "make it a query, or drop notification_allowed"
-    if not method.is_command and method.destructive:
+
+def _kind_faults(method: Method) -> Iterator[Fault]:
+    """Yield the faults of a query that is declared like a command, and the reverse."""
+    if method.is_command:
+        if method.notification_allowed:
+            yield (
+                "a command without an id is never executed, so it cannot be a notification",
+                "make it a query, or drop notification_allowed",
+            )
+        return
+    if method.destructive:
         yield "a query reads, so it cannot be destructive", "register it with @app.command"
-    if not method.is_command and method.idempotent is False:
-        yield "a query reads, so it can be repeated", "drop idempotent=False, or register it with @app.command"
+    if method.idempotent is False:
+        yield (
+            "a query reads, so it can be repeated",
+            "drop idempotent=False, or register it with @app.command",
+        )
 
-    # The function, and how it runs.
+
+def _function_faults(method: Method) -> Iterator[Fault]:
+    """Yield the faults of the function, and of how it runs."""
+    if isinstance(method.signature, RawSignature):
+        takes = ", ".join(parameter.name for parameter in method.signature.parameters)
+        if takes or not (method.signature.injected or method.signature.provided):
+            yield (
+                f"with raw=True the params are read from the context, got a function of ({takes})",
+                "give it one parameter: def f(ctx: Context)",
+            )
     if method.is_generator:
-        why = "a generator function gives a generator and not a result"
-        yield why, "return a list, or report progress with ctx.progress"
+        yield (
+            "a generator function gives a generator and not a result",
+            "return a list, or report progress with ctx.progress",
+        )
     if any(parameter.name == "self" for parameter in method.signature.parameters):
-        yield "a caller would have to send `self`", "register the method of an object: app.query(shop.price)"
+        yield (
+            "a caller would have to send `self`",
+            "register the method of an object: app.query(shop.price)",
+        )
+    for parameter in method.signature.parameters:
+        if (
+            parameter.keyword == "ctx"
+            and parameter.type is Any
+            and not _is_annotated(method.signature.function, "ctx")
+        ):
+            yield (
+                "the parameter ctx has no annotation, so a caller would have to send it",
+                "annotate it: ctx: Context, or give the caller's parameter another name",
+            )
+        if isinstance(parameter.default, _MUTABLE):
+            kind = type(parameter.default).__name__
+            yield (
+                f"the default of {parameter.keyword} is a {kind}: all callers would share it, "
+                "and what one puts into it",
+                f"{parameter.keyword}=None, or a default that cannot change: a tuple, a frozenset",
+            )
     if method.blocking and method.is_async:
-        why = "a coroutine function runs on the event loop, blocking=True is for plain functions"
-        yield why, "drop blocking=True, or make the function a plain one"
-    if method.timeout is not None and not _is_amount(method.timeout):
+        yield (
+            "a coroutine function runs on the event loop, blocking=True is for plain functions",
+            "drop blocking=True, or make the function a plain one",
+        )
+    if method.timeout is None:
+        return
+    if not _is_amount(method.timeout):
         yield f"timeout must be a number of seconds above 0, got {method.timeout!r}", "timeout=5"
-    if method.timeout is not None and not (method.is_async or method.blocking):
+    if not (method.is_async or method.blocking):
         yield "a plain function cannot be interrupted", "make it async, or declare blocking=True"
 
-    # The terms of a command.
-    on_crash, reconcile = method.terms.on_crash, method.terms.reconcile
-    if on_crash == "reconcile" and reconcile is None:
-        fix = "reconcile=a function that takes the command's params and returns Done(result), NotDone() or CannotTell()"
-        yield 'on_crash="reconcile" needs a function that tells what happened', fix
-    if on_crash != "reconcile" and reconcile is not None:
-        why = 'a reconcile function is asked only with on_crash="reconcile"'
-        yield why, 'declare on_crash="reconcile", or drop the function'
+
+def _terms_faults(method: Method) -> Iterator[Fault]:
+    has_reconciler = method.terms.reconcile is not None
+    if method.terms.on_crash == "reconcile" and not has_reconciler:
+        yield (
+            'on_crash="reconcile" needs a function that tells what happened',
+            "reconcile=a function that takes the command's params "
+            "and returns Done(result), NotDone() or CannotTell()",
+        )
+    if method.terms.on_crash != "reconcile" and has_reconciler:
+        yield (
+            'a reconcile function is asked only with on_crash="reconcile"',
+            'declare on_crash="reconcile", or drop the function',
+        )
+
+
+def _word_faults(method: Method) -> Iterator[Fault]:
+    """Yield the options whose words are unknown, or do not fit the kind of the method."""
+    on_crash = method.terms.on_crash
     for option, value, words in (
         ("on_crash", on_crash, get_args(OnCrash)),
         ("key", method.key, (None, *get_args(KeyRule)[:-1])),
         ("execution", method.execution, (None, *get_args(Execution))),
+        ("arguments", method.arguments, get_args(ArgumentRule)),
     ):
         if value not in words:
             known = [word for word in words if word is not None]
-            yield f"{option} must be one of {', '.join(known)}, got {value!r}", f'{option}="{known[0]}"'
+            yield (
+                f"{option} must be one of {', '.join(known)}, got {value!r}",
+                f'{option}="{known[0]}"',
+            )
+    if method.arguments == "lenient" and "mcp" not in method.expose:
+        yield (
+            'arguments="lenient" is for MCP tools, and the method is not served there',
+            'drop arguments=, or expose=("rpc", "mcp")',
+        )
     if on_crash == "transactional" and method.key == "off":
         yield 'a transactional command needs a record, and key="off" runs without one', 'key="auto"'
     if not method.is_command and method.key is not None:
-        yield "only a command has an idempotency key", f'drop key="{method.key}", or make it a command'
+        yield (
+            "only a command has an idempotency key",
+            f'drop key="{method.key}", or make it a command',
+        )
+    if not method.is_command and method.key_place is not None:
+        yield "only a command has an idempotency key", "drop key_at=, or make it a command"
+
+
+def _number_faults(method: Method) -> Iterator[Fault]:
     for field in ("retention", "lease", "wait", "loss_window", "max_stored_result"):
         if not _is_amount(getattr(method.terms, field)):
             yield f"{field} must be a number above 0", f"{field}={getattr(Terms(), field)}"
+    resend_after = method.terms.resend_after
+    if resend_after != "off" and not _is_amount(resend_after):
+        yield (
+            f'resend_after must be a number of seconds above 0 or "off", got {resend_after!r}',
+            "resend_after=2.0",
+        )
 
-    if method.input_schema is not None and method.signature.has_headers:
-        yield "input_schema takes the place of the function's own schema, and with it of Header", "write x-mcp-header there"
 
-    # The task that it may become.
+def _task_faults(method: Method) -> Iterator[Fault]:
+    """Yield the faults of the task that a call may become."""
     if method.task not in (None, True, "required") and not _is_amount(method.task):
-        yield f'task must be True, "required" or a number of seconds above 0, got {method.task!r}', "task=True"
+        yield (
+            f'task must be True, "required" or a number of seconds above 0, got {method.task!r}',
+            "task=True",
+        )
     if not _is_amount(method.task_ttl):
-        yield f"task_ttl must be a number of seconds above 0, got {method.task_ttl!r}", "task_ttl=3600"
-    if method.task is not None and "mcp" not in method.expose:
-        yield "only MCP has tasks, and the method is not served there", 'drop task=, or expose=("rpc", "mcp")'
-    if method.hands_over and method.task is None:
-        yield "its handler calls ctx.hand_over(), which needs a task", "task=True"
-    # The row of a task is written and seen by other processes before its handler goes on, so not in an open transaction.
-    if on_crash == "transactional" and method.task is not None:
+        yield (
+            f"task_ttl must be a number of seconds above 0, got {method.task_ttl!r}",
+            "task_ttl=3600",
+        )
+    if method.task is None:
         if method.hands_over:
-            why = "its handler calls ctx.hand_over() inside its transaction, and a transaction is of the task as a whole"
-            yield why, "drop ctx.hand_over(): with task=True the function becomes a task before it starts"
-        elif type(method.task) is float:
-            yield f"a transaction cannot become a task after {method.task:g} seconds, in its middle", "task=True"
+            yield "its handler calls ctx.hand_over(), which needs a task", "task=True"
+        return
+    if "mcp" not in method.expose:
+        yield (
+            "only MCP has tasks, and the method is not served there",
+            'drop task=, or expose=("rpc", "mcp")',
+        )
+    # Other processes see the row of a task before its handler continues, so not in an open
+    # transaction.
+    if method.terms.on_crash != "transactional":
+        return
+    if method.hands_over:
+        yield (
+            "its handler calls ctx.hand_over() inside its transaction, "
+            "and a transaction is of the task as a whole",
+            "drop ctx.hand_over(): with task=True the function becomes a task before it starts",
+        )
+    elif type(method.task) is float:
+        yield (
+            f"a transaction cannot become a task after {method.task:g} seconds, in its middle",
+            "task=True",
+        )
 
-    # Where it is served.
+
+def _place_faults(method: Method, reserved: bool, tool_name: object) -> Iterator[Fault]:
+    """Yield the faults of the places where a method is served, and of its name there."""
     if not method.expose or not {*method.expose} <= {*EVERYWHERE}:
-        why = f"{method.expose!r}: a method is served as {' and '.join(EVERYWHERE)}, or as one of them"
-        yield why, 'expose=("rpc",)'
+        places = " and ".join(EVERYWHERE)
+        yield (
+            f"{method.expose!r}: a method is served as {places}, or as one of them",
+            'expose=("rpc",)',
+        )
     if "mcp" in method.expose and not reserved:
-        plain = method.name.translate(_NAME_MARKS)
-        if not (plain.isascii() and plain.isalnum() and len(plain) <= LONGEST_TOOL_NAME):
-            why = f"the name of a tool has 1 to {LONGEST_TOOL_NAME} of the characters A-Z, a-z, 0-9, _, - and ."
-            yield why, 'choose another name, or serve it over JSON-RPC alone: expose=("rpc",)'
+        yield from _tool_name_faults(method.tool_name, is_stated=tool_name is not None)
+    if tool_name is not None and "mcp" not in method.expose:
+        yield (
+            "tool_name is a name for MCP clients, and the method is not served to them",
+            "drop tool_name",
+        )
+
+
+def _tool_name_faults(name: object, *, is_stated: bool) -> Iterator[Fault]:
+    fix = 'choose another: tool_name="..."'
+    if not isinstance(name, str):
+        yield f"tool_name must be a string, got {type(name).__name__}", 'tool_name="..."'
+    elif len(name) > LONGEST_TOOL_NAME:
+        yield (
+            f"its MCP name {name!r} has {len(name)} characters, "
+            f"and a tool's may have {LONGEST_TOOL_NAME}",
+            fix,
+        )
+    elif is_stated and not _STATED_TOOL_NAME.fullmatch(name):
+        yield (
+            f"tool_name has 1 to {LONGEST_TOOL_NAME} of the characters A-Z, a-z, 0-9, _, - and ., "
+            f"got {name!r}",
+            fix,
+        )
+
+
+def _is_annotated(function: object, name: str) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return name in getattr(function, "__annotations__", {})
 
 
 def _is_amount(value: object) -> bool:

@@ -1,31 +1,51 @@
 """Providers: functions that make the values which handlers take by type.
 
-1. A provider is known by its return annotation: `def`, `async def`, or a generator of one value whose rest is the clean-up.
-2. Every value is made once per call, after the arguments are bound and, for a command, after the ledger has granted it. The
-   clean-ups run when the handler has ended, last value first, and before the outcome of a command is recorded: they count as
-   a part of the handler. A handler's exception is raised at the `yield`; a provider cannot turn it into a result.
-3. The order in which values are made is found when the app starts (`Providers.plan`), not in a call.
+1. The return annotation identifies a provider: a `def`, an `async def`, or a generator that yields
+   one value and then cleans up.
+2. Every value is made once per call, after the arguments are bound and, for a command, after the
+   ledger has granted it. The clean-ups run when the handler has ended, last value first, and before
+   the outcome of a command is recorded: they are part of the handler. A handler's exception is
+   raised at the `yield`; a provider cannot turn it into a result.
+3. The order of the values is determined when the app starts (`Providers.plan`), not in a call.
 """
 
 import asyncio
 import inspect
 import types
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
+from wirecall.aio import in_thread, settled
 from wirecall.errors import UsageError
-from wirecall.protocol.params import REQUIRED, Signature, name_of, place_of, read_signature
-from wirecall.server.call import Call, Context
-from wirecall.stepping import in_thread, settled
+from wirecall.protocol.params import (
+    REQUIRED,
+    Signature,
+    choices_of,
+    name_of,
+    place_of,
+    read_signature,
+)
+from wirecall.server.call import Call
+from wirecall.server.context import Context
 
 _YIELDS = (Iterator, AsyncIterator, Generator, AsyncGenerator)
 # A provider of one of these would fill parameters that callers send.
-_COMMON = frozenset({Any, object, str, bytes, int, float, bool, None, type(None), list, dict, tuple, set, Context})
+_COMMON = frozenset(
+    {Any, object, str, bytes, int, float, bool, None, type(None), list, dict, tuple, set, Context}
+)
 
 
 class Provider:
@@ -41,17 +61,26 @@ class Provider:
         if self.cleans_up and typing.get_origin(returns) in _YIELDS:
             returns = typing.get_args(returns)[0]
         self.type = returns
-        self.manager: Callable[..., Any] = asynccontextmanager(function) if is_async_generator else contextmanager(function)
+        self.manager: Callable[..., Any] = contextmanager(function)
+        if is_async_generator:
+            self.manager = asynccontextmanager(function)
         origin = typing.get_origin(returns)
-        if returns in _COMMON or origin in _COMMON - {None} or origin in (typing.Union, types.UnionType, *_YIELDS):
+        if (
+            returns in _COMMON
+            or origin in _COMMON - {None}
+            or origin in (typing.Union, types.UnionType, *_YIELDS)
+        ):
             raise UsageError(
-                f"{self} provides {name_of(returns)}, which is not a type of its own.",
+                f"{self} provides {name_of(returns)}, which is not its own type.",
                 "a parameter of this type would no longer be the caller's, in every method",
-                "annotate the return with a class or a NewType; a generator with Iterator[...] or AsyncIterator[...] of it",
+                "annotate the return with a class or a NewType; "
+                "a generator with Iterator[...] or AsyncIterator[...] of it",
             )
         if blocking and self.is_async:
             raise UsageError(
-                f"{self} is a coroutine function.", "blocking=True is for plain functions", "drop blocking=True, or async"
+                f"{self} is a coroutine function.",
+                "blocking=True is for plain functions",
+                "drop blocking=True, or async",
             )
 
     def __str__(self) -> str:
@@ -70,14 +99,15 @@ class Providers:
             raise UsageError(
                 f"There are two providers of {name_of(provider.type)}.",
                 f"{first} was registered first, then {provider}",
-                "keep one of them, or give one a type of its own: a subclass or a NewType",
+                "keep one of them, or give one its own type: a subclass or a NewType",
             )
 
     def find(self, hint: object) -> object | None:
         """Return the provided type that a parameter with this annotation takes, if there is one."""
-        bare = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
-        choices = typing.get_args(bare) if typing.get_origin(bare) in (typing.Union, types.UnionType) else (bare,)
-        return next((each for each in (hint, *choices) if _is_known(each, self._providers)), None)
+        for each in (hint, *choices_of(hint)):
+            if _is_known(each, self._providers):
+                return each
+        return None
 
     def check(self) -> None:
         """Raise `UsageError` if a provider takes a value that cannot be made."""
@@ -85,7 +115,7 @@ class Providers:
             self.plan([type])
 
     def of(self, signature: Signature, function: Callable[..., object]) -> "Provided":
-        """Return the way to call a function that takes provided values; it has this signature."""
+        """Return the caller of a function with this signature that takes provided values."""
         return Provided(signature, function, self)
 
     def plan(self, types: Sequence[object]) -> "list[Step]":
@@ -112,8 +142,11 @@ class Providers:
                 if found is None:
                     raise UsageError(
                         f"{name_of(parameter.type)} is not provided.",
-                        " -> ".join([*map(str, [*chain, provider]), f"the parameter {parameter.name}"]),
-                        "register a provider of it with @app.provide; a provider takes provided types and a Context",
+                        " -> ".join(
+                            [*map(str, [*chain, provider]), f"the parameter {parameter.name}"]
+                        ),
+                        "register a provider of it with @app.provide; "
+                        "a provider takes provided types and a Context",
                     )
                 takes[parameter.name] = visit(found, [*chain, provider])
             steps.append(Step(provider, takes))
@@ -126,7 +159,10 @@ class Providers:
 
 
 class Step(Struct, frozen=True):
-    """One provider of a plan, and for each of its parameters the number of the value that it takes; 0 is the context."""
+    """One provider of a plan.
+
+    `takes` has for each of its parameters the number of the value that it takes; 0 is the context.
+    """
 
     provider: Provider
     takes: dict[str, int]
@@ -135,15 +171,23 @@ class Step(Struct, frozen=True):
 class Provided:
     """Calls a function with its arguments and with the values of its providers."""
 
-    def __init__(self, signature: Signature, function: Callable[..., object], providers: Providers) -> None:
+    def __init__(
+        self, signature: Signature, function: Callable[..., object], providers: Providers
+    ) -> None:
         self._function = function
-        self._steps = providers.plan(list(dict.fromkeys(type for type, _ in signature.provided.values())))
+        self._steps = providers.plan(
+            list(dict.fromkeys(type for type, _ in signature.provided.values()))
+        )
         numbers = {step.provider.type: number for number, step in enumerate(self._steps, 1)}
-        self._places = [(name, index, numbers[type]) for name, (type, index) in signature.provided.items()]
-        self._is_direct = not any(each.provider.is_async or each.provider.cleans_up for each in self._steps)
+        self._places = [
+            (name, index, numbers[type]) for name, (type, index) in signature.provided.items()
+        ]
+        self._is_direct = not any(
+            each.provider.is_async or each.provider.cleans_up for each in self._steps
+        )
         self._is_direct &= not any(each.provider.blocking for each in self._steps)
-        # Where nothing waits and no provider takes the context, the function can be called with the arguments of its caller
-        # alone, so that a query still takes the short path.
+        # If nothing waits and no provider takes the context, the function can be called with only
+        # its caller's arguments, so that a query still takes the short path.
         needs_context = signature.injected or any(0 in each.takes.values() for each in self._steps)
         is_positional = signature.is_flat and all(index is not None for _, index, _ in self._places)
         self.call_directly: Callable[..., object] | None = None
@@ -152,8 +196,10 @@ class Provided:
 
     def _completing(self, function: Callable[..., object]) -> Callable[..., object]:
         """Return a function that is called without the provided arguments."""
-        if len(self._steps) == 1 and len(self._places) == 1:  # the common case, which needs no list of values
-            make, index = self._steps[0].provider.function, self._places[0][1]
+        # The common case, which needs no list of values.
+        if len(self._steps) == 1 and len(self._places) == 1:
+            make = self._steps[0].provider.function
+            index = self._places[0][1]
 
             def complete(*given: object) -> object:
                 if index == len(given):
@@ -180,11 +226,13 @@ class Provided:
         *,
         in_a_thread: bool,
     ) -> object:
-        """Make the values and call the function: return its result, or an awaitable of it.
+        """Make the values and call the function; return its result, or an awaitable of it.
 
-        `args` and `keywords` have a place for each value. `call.begin` is called when its handler starts.
+        `args` and `keywords` have a place for each value. `call.begin` is called when its handler
+        starts.
         """
-        args, keywords = list(args), dict(keywords)
+        args = list(args)
+        keywords = dict(keywords)
         if call is not None:
             call.reached = False  # if a provider raises, the handler has not run
 
@@ -200,12 +248,18 @@ class Provided:
                 return in_thread(lambda: self._function(*args, **keywords))
             return self._function(*args, **keywords)
 
-        return run(self._values(context)) if self._is_direct else self._within(context, run)
+        if self._is_direct:
+            return run(self._values(context))
+        return self._within(context, run)
 
     def _values(self, context: Context | None) -> list[Any]:
         values: list[Any] = [context]
         for step in self._steps:
-            values.append(step.provider.function(**{name: values[number] for name, number in step.takes.items()}))
+            values.append(
+                step.provider.function(
+                    **{name: values[number] for name, number in step.takes.items()}
+                )
+            )
         return values
 
     async def _within(self, context: Context, run: Callable[[list[Any]], object]) -> object:
@@ -221,11 +275,15 @@ class Provided:
                             values.append(await in_thread(partial(provider.function, **taken)))
                         else:
                             made = provider.function(**taken)
-                            values.append(await made if provider.is_async else made)
+                            if provider.is_async:
+                                made = await made
+                            values.append(made)
                     elif provider.is_async:
                         values.append(await stack.enter_async_context(provider.manager(**taken)))
                     elif provider.blocking:
-                        values.append(await stack.enter_async_context(_in_threads(provider.manager(**taken))))
+                        values.append(
+                            await stack.enter_async_context(_in_threads(provider.manager(**taken)))
+                        )
                     else:
                         values.append(stack.enter_context(provider.manager(**taken)))
                 return await settled(run(values))
@@ -233,12 +291,12 @@ class Provided:
                 raised = error
                 raise
         assert raised is not None
-        raise raised  # a provider has swallowed it, and there is no result
+        raise raised  # a provider has swallowed it, so there is no result
 
 
 @asynccontextmanager
 async def _in_threads(manager: Any) -> AsyncIterator[Any]:
-    """Enter and leave a context manager that blocks, in threads beside the loop."""
+    """Enter and leave a blocking context manager in threads beside the loop."""
     entering = asyncio.ensure_future(in_thread(manager.__enter__))
     try:
         value = await asyncio.shield(entering)
