@@ -1,22 +1,33 @@
-"""The ledger in a dict: one process, gone with it. For development and tests, and the shortest telling of the contract."""
+"""The ledger in a dict, gone with its process.
+
+For development and tests; the contract in its shortest form.
+"""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from typing import TypeAlias
 
 import msgspec
 
 from wirecall.ledger.base import (
+    ALL,
     TOMBSTONE_FACTOR,
+    UNKNOWN_AFTER,
     Claim,
     Delivered,
     Delivery,
+    Only,
     Outcome,
+    Place,
     Record,
     RecordId,
+    Risk,
+    Schema,
     State,
+    Tables,
     Task,
     Token,
     decide,
@@ -24,57 +35,104 @@ from wirecall.ledger.base import (
     recognise,
 )
 
+Records: TypeAlias = list[Record]  # inside the class, `list` is a method
+Tasks: TypeAlias = list[Task]
+
 
 class MemoryLedger:
     """Nothing here awaits, so every method is atomic."""
 
     is_tidy = True
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
-        self._clock = clock  # leases and retention: a clock that people cannot set
-        self._wall = wall  # what people read
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    ) -> None:
+        # Measures leases and retention: a clock that people cannot set.
+        self._clock = clock
+        # The times that people read.
+        self._wall = wall
         self._rows: dict[RecordId, _Row] = {}
-        self._likes: dict[bytes, list[_Row]] = {}  # rows of calls without a key whose answers are not written
+        # Rows of calls without a key whose answers are not written.
+        self._likes: dict[bytes, list[_Row]] = {}
         self._fences = count(1)
-        self._tasks: dict[str, tuple[Task, float, _Row]] = {}  # as begun: when it is forgotten, and its record
+        # Each task with its expiry and its record, in the order in which they began.
+        self._tasks: dict[str, tuple[Task, float, _Row]] = {}
 
     async def claim(self, claim: Claim) -> Record:
-        now, keyless, row = self._clock(), claim.keyless, self._rows.get(claim.id)
-        likeness = None if keyless is None else keyless.likeness
-        likes = None if likeness is None else self._likes.get(likeness)
+        now = self._clock()
+        keyless = claim.keyless
+        row = self._rows.get(claim.id)
+        likeness = None
+        likes = None
+        if keyless is not None and keyless.likeness is not None:
+            likeness = keyless.likeness
+            likes = self._likes.get(likeness)
         if likes is not None:
             found: dict[str, _Row] = {}
             for like in sorted(likes, key=partial(_Row.turn_to_match, nonce=claim.nonce)):
                 found.setdefault(recognise(like.view(now), claim, like.since(now)), like)
             if "match" in found:
                 row = found["match"]
-                row.delivery, row.deliverer, row.answer_at = "pending", claim.nonce, now
+                row.delivery = "pending"
+                row.deliverer = claim.nonce
+                row.answer_at = now
             elif "wait" in found:
                 return found["wait"].view(now)
-        if row is None:  # `decide` says "insert"; values are in the order of the fields of `_Row` and `Record`
-            id, print, nonce, committed, lease = claim.id, claim.fingerprint, claim.nonce, claim.committed, claim.lease
-            fence, wall, until, kept = next(self._fences), self._wall(), now + lease, claim.retention
-            row = self._rows[id] = _Row(id, print, fence, nonce, committed, 1, wall, until, kept, until + kept)
+        # `decide` says "insert"; values are in the order of the fields of `_Row` and `Record`.
+        if row is None:
+            id = claim.id
+            print = claim.fingerprint
+            nonce = claim.nonce
+            committed = claim.committed
+            lease = claim.lease
+            fence = next(self._fences)
+            wall = self._wall()
+            until = now + lease
+            kept = claim.retention
+            row = self._rows[id] = _Row(
+                id, print, fence, nonce, committed, 1, wall, until, kept, until + claim.sweeps_after
+            )
+            row.may_rerun = claim.on_crash != "unknown"
+            if claim.params is not None:
+                row.params = claim.params
             if keyless is None:
-                return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall)
-            row.delivery, row.deliverer, row.likeness = "pending", nonce, likeness
+                return Record(
+                    id,
+                    print,
+                    State.RUNNING,
+                    fence,
+                    nonce,
+                    committed,
+                    1,
+                    lease,
+                    wall,
+                    params=claim.params,
+                )
+            row.delivery = "pending"
+            row.deliverer = nonce
+            row.likeness = likeness
             if likes is not None:
                 likes.append(row)
             elif likeness is not None:
                 self._likes[likeness] = [row]
-            return Record(id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall, None, None, "pending", nonce)
+            facts = (id, print, State.RUNNING, fence, nonce, committed, 1, lease, wall, None, None)
+            return Record(*facts, "pending", nonce, claim.params)
         verdict = decide(row.view(now), claim, expired=row.expires <= now)
         if verdict == "renew":
             row.state = State.RUNNING
             row.hold(now, claim.lease)
         elif verdict == "take_over":
-            row.state, row.fence, row.nonce, row.outcome = State.RUNNING, next(self._fences), claim.nonce, None
+            row.state = State.RUNNING
+            row.fence = next(self._fences)
+            row.nonce = claim.nonce
+            row.outcome = None
             row.committed = row.committed or claim.committed
             row.attempts += 1
             row.retention = claim.retention
+            row.may_rerun = claim.on_crash != "unknown"
             row.hold(now, claim.lease)
         elif verdict == "to_unknown":
-            row.turn(State.UNKNOWN, expires=math.inf)
+            row.turn_unknown(row.lease_until)
         elif verdict == "to_tombstone":
             self._bury(row)
         return row.view(now)
@@ -83,8 +141,13 @@ class MemoryLedger:
         now = self._clock()
         for end in ends:
             row = self._rows.get(end.id)
-            if row and row.deliverer == end.deliverer and row.delivery in ("pending", "undelivered"):
-                row.delivery, row.answer_at = end.delivery, now
+            if (
+                row
+                and row.deliverer == end.deliverer
+                and row.delivery in ("pending", "undelivered")
+            ):
+                row.delivery = end.delivery
+                row.answer_at = now
                 if end.delivery == "written":
                     self._match_no_more(row)
 
@@ -100,20 +163,30 @@ class MemoryLedger:
             return None
         task, until, row = self._tasks[id]
         left = until - self._clock()
-        now = row.view(self._clock()) if self._rows.get(task.record) is row else None
-        return msgspec.structs.replace(task, ttl_left=left, now=now) if left > 0 else None
+        if left <= 0:
+            return None
+        now = None
+        if self._rows.get(task.record) is row:
+            now = row.view(self._clock())
+        return msgspec.structs.replace(task, ttl_left=left, now=now)
 
     async def task_of(self, id: RecordId) -> Task | None:
         row = self._rows.get(id)
         ids = [task.id for task, _, its in self._tasks.values() if its is row]
-        return await self.task(ids[-1]) if ids else None
+        if not ids:
+            return None
+        return await self.task(ids[-1])
 
     async def change_task(self, task: Task) -> bool:
         found = await self.task(task.id)
         if found is None or found.version != task.version:
             return False
         changed = msgspec.structs.replace(
-            found, version=task.version + 1, document=task.document, is_ready=task.is_ready, is_over=task.is_over
+            found,
+            version=task.version + 1,
+            document=task.document,
+            is_ready=task.is_ready,
+            is_over=task.is_over,
         )
         self._tasks[task.id] = changed, *self._tasks[task.id][1:]
         return True
@@ -146,7 +219,9 @@ class MemoryLedger:
         row = self._held(token, State.RUNNING)
         if row:
             row.turn(State.WAITING, expires=self._clock() + retention)
-            row.outcome, row.attempts, row.committed = interim, 0, False
+            row.outcome = interim
+            row.attempts = 0
+            row.committed = False
         return row is not None
 
     async def release(self, token: Token) -> bool:
@@ -158,7 +233,7 @@ class MemoryLedger:
     async def abandon(self, token: Token) -> bool:
         row = self._held(token, State.RUNNING)
         if row:
-            row.turn(State.UNKNOWN, expires=math.inf)
+            row.turn_unknown(self._clock())
         return row is not None
 
     async def lapse(self, token: Token) -> bool:
@@ -167,9 +242,11 @@ class MemoryLedger:
             row.hold(self._clock(), 0)
         return row is not None
 
-    async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
+    async def resolve(
+        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+    ) -> bool:
         row = self._rows.get(id)
-        if row is None or row.state is not State.UNKNOWN:
+        if row is None or row.view(self._clock()).standing is not State.UNKNOWN:
             return False
         if outcome is None:
             self._remove(row)
@@ -179,15 +256,44 @@ class MemoryLedger:
 
     async def get(self, id: RecordId) -> Record | None:
         row = self._rows.get(id)
-        return row.view(self._clock()) if row else None
+        if row is None:
+            return None
+        return row.view(self._clock())
 
-    async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> list[Record]:
-        ids = sorted(id for id in self._rows if after is None or id > after)
-        views = (self._rows[id].view(self._clock()) for id in ids)
-        return [view for view in views if state in (None, view.state)][:limit]
+    async def list(
+        self,
+        state: State | None = None,
+        *,
+        limit: int = 100,
+        after: Place | None = None,
+        only: Only = ALL,
+    ) -> Records:
+        now = self._clock()
+        views = [row.view(now) for row in self._rows.values()]
+        wanted = [
+            view
+            for view in views
+            if state in (None, view.standing)
+            and (after is None or view.place < after)
+            and only.has(view)
+        ]
+        return sorted(wanted, key=lambda view: view.place, reverse=True)[:limit]
+
+    async def list_tasks(
+        self,
+        state: State | None = None,
+        *,
+        limit: int = 100,
+        after: Place | None = None,
+        only: Only = ALL,
+    ) -> Tasks:
+        records = await self.list(state, limit=len(self._rows), after=after, only=only)
+        tasks = [await self.task_of(record.id) for record in records]
+        return [task for task in tasks if task is not None][:limit]
 
     async def counts(self) -> dict[State, int]:
-        found = [row.state for row in self._rows.values()]
+        now = self._clock()
+        found = [row.view(now).standing for row in self._rows.values()]
         return {state: found.count(state) for state in State}
 
     async def sweep(self, limit: int = 500) -> int:
@@ -196,11 +302,12 @@ class MemoryLedger:
             if row.state is State.DONE:
                 self._bury(row)
             elif row.state is State.RUNNING and row.committed:
-                row.turn(State.UNKNOWN, expires=math.inf)
-                self._match_no_more(row)
+                row.turn_unknown(row.lease_until)
             else:  # it is a tombstone, or nothing was done
                 self._remove(row)
-        over = [id for id, (_, until, _) in self._tasks.items() if until <= self._clock()][: limit - len(due)]
+        over = [id for id, (_, until, _) in self._tasks.items() if until <= self._clock()][
+            : limit - len(due)
+        ]
         for id in over:
             del self._tasks[id]
         return len(due) + len(over)
@@ -209,7 +316,7 @@ class MemoryLedger:
         """A dict takes every write."""
 
     async def aclose(self) -> None:
-        """Nothing to give back; the records stay for the life of the object."""
+        """Nothing to close; the records stay for the life of the object."""
 
     def _remove(self, row: "_Row") -> None:
         del self._rows[row.id]
@@ -231,11 +338,16 @@ class MemoryLedger:
         row = self._rows.get(token.id)
         if row is None or row.fence != token.fence or row.nonce != token.nonce:
             return None
-        return row if row.state in states else None
+        if row.state not in states:
+            return None
+        return row
 
 
 class _Row(msgspec.Struct, eq=False, gc=False):
-    """A record, and the times that the store keeps about it. It changes in place: a new `Record` for every step is slow."""
+    """A record, and the times that the store keeps about it.
+
+    It changes in place: a new `Record` for every step is slow.
+    """
 
     id: RecordId
     fingerprint: bytes
@@ -246,52 +358,105 @@ class _Row(msgspec.Struct, eq=False, gc=False):
     started_at: float
     lease_until: float
     retention: float
-    expires: float  # when the sweep looks at it next
+    # When the sweep looks at it next.
+    expires: float
     state: State = State.RUNNING
     completed_at: float | None = None
     outcome: Outcome | None = None
     delivery: Delivery | None = None
     deliverer: bytes = b""
-    likeness: bytes | None = None  # of a call without a key whose answer is not written
-    answer_at: float = 0.0  # when that was lost or, while it is pending, since when its deliverer has it
+    # Set while the answer to a call without a key is not written.
+    likeness: bytes | None = None
+    # When that answer was lost or, while it is pending, when its deliverer got it.
+    answer_at: float = 0.0
+    # A retry may run the command again after the end of its lease.
+    may_rerun: bool = False
+    params: bytes | None = None
 
     def view(self, now: float) -> Record:
-        """The record as it stands; the values are in the order of its fields."""
+        """Return the current record; the values are in the order of its fields."""
         left = self.lease_until - now
-        # fmt: off
+        if left < 0:
+            left = 0.0
         return Record(
-            self.id, self.fingerprint, self.state, self.fence, self.nonce, self.committed, self.attempts,
-            left if left > 0 else 0.0, self.started_at, self.completed_at, self.outcome, self.delivery, self.deliverer,
+            self.id,
+            self.fingerprint,
+            self.state,
+            self.fence,
+            self.nonce,
+            self.committed,
+            self.attempts,
+            left,
+            self.started_at,
+            self.completed_at,
+            self.outcome,
+            self.delivery,
+            self.deliverer,
+            self.params,
         )
-        # fmt: on
 
     def hold(self, now: float, lease: float) -> None:
         self.lease_until = now + lease
-        self.expires = self.lease_until + self.retention
+        sweeps_after = self.retention
+        if self.committed and not self.may_rerun:
+            sweeps_after = min(UNKNOWN_AFTER, self.retention)
+        self.expires = self.lease_until + sweeps_after
 
     def turn(self, state: State, *, expires: float) -> None:
-        self.state, self.lease_until, self.expires = state, 0.0, expires
+        self.state = state
+        self.lease_until = 0.0
+        self.expires = expires
 
-    def turn_to_match(self, nonce: bytes) -> tuple[bool, bool, int]:
-        """The place of a row among those of its likeness: first the one that an earlier try of this claim took."""
-        return self.deliverer != nonce, self.delivery != "undelivered", self.fence
+    def turn_unknown(self, ended: float) -> None:
+        """Make the outcome unknown. Without an answer, a loss counts from the end of the run."""
+        self.answer_at = max(self.answer_at, ended)
+        self.turn(State.UNKNOWN, expires=math.inf)
+
+    def turn_to_match(self, nonce: bytes) -> tuple[bool, bool, bool, int]:
+        """Return the sort key among rows of equal calls.
+
+        The one that an earlier try of this claim took comes first.
+        """
+        return (
+            self.deliverer != nonce,
+            self.delivery != "undelivered",
+            self.state is not State.UNKNOWN,
+            self.fence,
+        )
 
     def since(self, now: float) -> float:
-        """Seconds since the answer was lost, as `recognise` counts them."""
-        return now - (self.lease_until if self.state is State.RUNNING else self.answer_at)
+        """Return the seconds since the answer was lost, as `recognise` counts them."""
+        if self.state is State.RUNNING:
+            return now - self.lease_until
+        return now - self.answer_at
 
     def finish(self, outcome: Outcome, completed_at: float, retention: float, now: float) -> None:
-        self.outcome, self.completed_at, self.retention = outcome, completed_at, retention
-        self.state, self.lease_until, self.expires = State.DONE, 0.0, now + retention
+        self.outcome = outcome
+        self.completed_at = completed_at
+        self.retention = retention
+        self.state = State.DONE
+        self.lease_until = 0.0
+        self.expires = now + retention
         if self.delivery == "pending":
             self.answer_at = now
 
     def bury(self, now: float) -> None:
         self.turn(State.TOMBSTONE, expires=now + (TOMBSTONE_FACTOR - 1) * self.retention)
+        self.params = None
         if self.outcome is not None:
             self.outcome = Outcome(self.outcome.kind, None, self.outcome.digest)
 
 
-async def open_url(_: str) -> MemoryLedger:
-    """A new one for every app; the URL has nothing to say."""
+async def open_url(_: str, __: Tables = "create") -> MemoryLedger:
+    """Return a new ledger for every app; the URL has no parameters, and there are no tables."""
     return MemoryLedger()
+
+
+async def risks_of(_: str) -> Sequence[Risk]:
+    """There are none that a setting could remove."""
+    return ()
+
+
+async def schema_of(_: str) -> Schema:
+    """A dict has no tables, so it has nothing to migrate."""
+    return Schema("The ledger in memory", 1, 1)

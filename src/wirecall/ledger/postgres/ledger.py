@@ -1,25 +1,49 @@
-"""The ledger in PostgreSQL: many hosts, leased records, or a record in one transaction with its handler's own writes.
+"""The ledger in PostgreSQL: many hosts, leased records, or a record in one transaction with its
+handler's own writes.
 
 The rules of the file:
 
-1. A transition is one statement of `postgres.sql`, which commits by itself and reads the server's clock. It needs nothing of
-   its session, so a transaction pooler may stand between: timeouts belong to the functions and to the asking side.
-2. Claims, completions and questions for a record go out with others of their kind (`queue`), the rest alone.
-3. Connections belong to an event loop, and end with it. A ledger serves one loop at a time, one after another.
-4. Of psycopg's errors only `LedgerDown` leaves this file, but those that a handler's own statements raise.
+1. A transition is one statement of `postgres.sql`, which is a whole transaction and reads the
+   server's clock. It does not depend on its session, so a transaction pooler may stand between:
+   timeouts belong to the functions and to the client.
+2. Claims, completions and questions for a record go out with others of their kind (`queue`), the
+   rest alone.
+3. Connections belong to an event loop, and end with it. A ledger serves one loop at a time, one
+   after another.
+4. psycopg's errors leave this file as `LedgerDown`, except those that a handler's own statements
+   raise.
 """
 
 import asyncio
+import math
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from psycopg import conninfo
 
 from wirecall.errors import UsageError
-from wirecall.ledger.base import Claim, Delivered, LedgerDown, Outcome, Record, RecordId, State, Task, Token
+from wirecall.ledger.base import (
+    ALL,
+    STORED,
+    Claim,
+    Delivered,
+    LedgerDown,
+    Only,
+    Outcome,
+    Place,
+    Record,
+    RecordId,
+    Risk,
+    Schema,
+    State,
+    Tables,
+    Task,
+    Token,
+)
+from wirecall.ledger.postgres.migration import Migration, look
 from wirecall.ledger.postgres.queue import (
     SQL,
     Connection,
@@ -32,18 +56,14 @@ from wirecall.ledger.postgres.queue import (
     down,
     encode,
     id_of,
-    rows_of,
-    watched,
 )
 from wirecall.ledger.postgres.transaction import PostgresTransaction, opened, record_of
-from wirecall.logs import logger
-
-OLDEST = 130_000  # pg_xact_status and pg_current_xact_id under these names
 
 # Connections per event loop; `?pool=` in the URL changes it. An open transaction holds one.
 POOL = 10
 
-# What the URL does not say. A server that stopped answering is noticed without it, but sockets should not pile up.
+# Defaults for the URL. A server that stops answering is noticed without them, but sockets should
+# not pile up.
 DEFAULTS = {
     "application_name": "wirecall",
     "client_encoding": "UTF8",
@@ -56,51 +76,97 @@ DEFAULTS = {
     "tcp_user_timeout": "10000",
 }
 
+T = TypeVar("T")
 Records: TypeAlias = list[Record]  # inside the class, `list` is a method
+Tasks: TypeAlias = list[Task]
 
 
-async def open_url(url: str) -> "PostgresLedger":
-    """Connect to `postgresql://` or `postgres://`, and bring the schema `wirecall` up to date.
+async def open_url(url: str, tables: Tables = "create") -> "PostgresLedger":
+    """Connect to `postgresql://` or `postgres://`; make or migrate the schema `wirecall`.
 
-    `?pool=` is the number of connections. The other parameters are those of libpq.
+    `tables` may forbid that. `?pool=` is the number of connections. The other parameters are
+    those of libpq.
     """
-    ledger = PostgresLedger(*_read(url))
+    ledger = PostgresLedger(*_read(url, tables))
     try:
-        await ledger._migrate()
+        await ledger._prepare(tables)
     except BaseException:
         await ledger.aclose()
         raise
     return ledger
 
 
-def _read(url: str) -> tuple[str, int]:
+async def schema_of(url: str) -> Schema:
+    """Return the version of the schema `wirecall`."""
+    ledger = PostgresLedger(*_read(url, "read"))
+    try:
+        return await ledger._schema()
+    finally:
+        await ledger.aclose()
+
+
+async def risks_of(url: str) -> Sequence[Risk]:
+    """Return by which settings the server may lose commands."""
+    ledger = PostgresLedger(*_read(url, "read"))
+    try:
+        ((durable, flushed, standbys, replicas),) = await ledger._ask("risks")
+    finally:
+        await ledger.aclose()
+    found = []
+    if durable == "off":
+        found.append(
+            Risk(
+                "synchronous_commit is off: a crash of PostgreSQL loses the last commands",
+                "ALTER SYSTEM SET synchronous_commit = on",
+            )
+        )
+    if flushed == "off":
+        found.append(
+            Risk("fsync is off: a power failure may lose commands", "ALTER SYSTEM SET fsync = on")
+        )
+    if replicas and not standbys:
+        found.append(
+            Risk(
+                f"PostgreSQL has {replicas} replicas and waits for none of them: a failover may "
+                "lose commands, and their retries run again",
+                "ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 (*)'",
+            )
+        )
+    return found
+
+
+def _read(url: str, tables: Tables) -> tuple[str, int]:
     base, _, query = url.partition("?")
     fields = [field.partition("=") for field in query.split("&") if field]
     sizes = [value for name, _, value in fields if name == "pool"] or [str(POOL)]
     rest = "&".join(name + equals + value for name, equals, value in fields if name != "pool")
     try:
         given = conninfo.conninfo_to_dict(f"{base}?{rest}")
-        return conninfo.make_conninfo("", **{**DEFAULTS, **given}), max(1, int(sizes[-1]))
-    except (psycopg.ProgrammingError, ValueError):  # their words may hold a password
+        defaults = DEFAULTS
+        if tables == "read":  # a replica will do
+            defaults = DEFAULTS | {"target_session_attrs": "any"}
+        return conninfo.make_conninfo("", **{**defaults, **given}), max(1, int(sizes[-1]))
+    except (psycopg.ProgrammingError, ValueError):  # their messages may hold a password
         raise UsageError(
             "The URL of the PostgreSQL ledger cannot be read.",
             "a special sign in the user's name or password, or a parameter that is not known",
-            'write it like "postgresql://user:p%40ss@host:5432/shop?pool=10", signs like @ : / ? as %40 %3A %2F %3F',
+            'write it like "postgresql://user:p%40ss@host:5432/shop?pool=10", '
+            "signs like @ : / ? as %40 %3A %2F %3F",
         ) from None
 
 
 class PostgresLedger:
-    """Leased records by statements of their own, and `transaction` for commands whose effects are in the same database."""
+    """Leased records by single statements; `transaction` for effects in the same database."""
 
     is_tidy = False
 
     def __init__(self, conninfo: str, size: int) -> None:
         self._conninfo = conninfo
         self._size = size
-        self._place: _Place | None = None
+        self._place: _LoopState | None = None
         self._closed = False
 
-    # --- transitions -------------------------------------------------------------------------------------------------
+    # --- transitions ------------------------------------------------------------------------------
 
     async def claim(self, claim: Claim) -> Record:
         here = await self._here()
@@ -110,26 +176,27 @@ class PostgresLedger:
             return record_of(row)
         row = await here.keyless.send(claim)
         assert row is not None
-        return record_of(row[3:])  # behind the id of the claim, since it may be the record of an earlier call
+        # After the id of the claim: the record may be that of an earlier call.
+        return record_of(row[3:])
 
     async def deliver(self, ends: Sequence[Delivered]) -> None:
-        # In the order of locks, and each answer once: what is written stays so.
+        # In the order of locks, and each answer once: a written answer stays so.
         once = {(end.id, end.deliverer): end for end in sorted(ends)}
         if once:
             await self._ask("deliver", items=encode(list(once.values())).decode())
 
     async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
-        return bool(await self._ask("begin_task", **token_of(token), id=id, document=document, ttl=ttl))
+        return bool(
+            await self._ask("begin_task", **token_of(token), id=id, document=document, ttl=ttl)
+        )
 
     async def task(self, id: str) -> Task | None:
         if not id.isprintable():  # we make no such id, and PostgreSQL may not take such text
             return None
-        rows = await self._ask("task", id=id)
-        return task_of(rows[0]) if rows else None
+        return _first_task(await self._ask("task", id=id))
 
     async def task_of(self, id: RecordId) -> Task | None:
-        rows = await self._ask("task_of", **id_of(id))
-        return task_of(rows[0]) if rows else None
+        return _first_task(await self._ask("task_of", **id_of(id)))
 
     async def change_task(self, task: Task) -> bool:
         changed = {"document": task.document, "is_ready": task.is_ready, "is_over": task.is_over}
@@ -150,7 +217,11 @@ class PostgresLedger:
         return await here.completions.send(completion) is not None
 
     async def suspend(self, token: Token, interim: Outcome, retention: float) -> bool:
-        return bool(await self._ask("suspend", **token_of(token), **outcome_of(interim), retention=retention))
+        return bool(
+            await self._ask(
+                "suspend", **token_of(token), **outcome_of(interim), retention=retention
+            )
+        )
 
     async def release(self, token: Token) -> bool:
         return bool(await self._ask("release", **token_of(token)))
@@ -161,25 +232,61 @@ class PostgresLedger:
     async def lapse(self, token: Token) -> bool:
         return bool(await self._ask("lapse", **token_of(token)))
 
-    async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
+    async def resolve(
+        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+    ) -> bool:
         if outcome is None:
             return bool(await self._ask("resolve not done", **id_of(id)))
-        return bool(await self._ask("resolve done", **id_of(id), **outcome_of(outcome), retention=retention))
+        return bool(
+            await self._ask("resolve done", **id_of(id), **outcome_of(outcome), retention=retention)
+        )
 
-    # --- reading and housekeeping ------------------------------------------------------------------------------------
+    # --- reading and housekeeping -----------------------------------------------------------------
 
     async def get(self, id: RecordId) -> Record | None:
         here = await self._here()
         row = await here.questions.send(id)
-        return record_of(row) if row else None
+        if row is None:
+            return None
+        return record_of(row)
 
-    async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> Records:
-        start = after or RecordId("", "", "")  # comes before all others: no key is empty
-        rows = await self._ask("list", **id_of(start), state=state and state.value, limit=limit)
+    async def list(
+        self,
+        state: State | None = None,
+        *,
+        limit: int = 100,
+        after: Place | None = None,
+        only: Only = ALL,
+    ) -> Records:
+        stored = STORED[state]
+        rows = await self._ask(
+            "list",
+            stored=[each.value for each, _ in stored],
+            dead=[is_dead for _, is_dead in stored],
+            **_page_of(after, only, limit),
+        )
         return [record_of(row) for row in rows]
 
+    async def list_tasks(
+        self,
+        state: State | None = None,
+        *,
+        limit: int = 100,
+        after: Place | None = None,
+        only: Only = ALL,
+    ) -> Tasks:
+        asked = _page_of(after, only, limit)
+        rows = await self._ask("list tasks", state=state and state.value, **asked)
+        return [task_of(row) for row in rows]
+
     async def counts(self) -> dict[State, int]:
-        return {**dict.fromkeys(State, 0), **{State(state): number for state, number in await self._ask("counts")}}
+        counts = dict.fromkeys(State, 0)
+        for state, number in await self._ask("counts"):
+            counts[State(state)] = number
+        ((dead,),) = await self._ask("count dead")
+        counts[State.RUNNING] -= dead
+        counts[State.UNKNOWN] += dead
+        return counts
 
     async def sweep(self, limit: int = 500) -> int:
         ((changed,),) = await self._ask("sweep", limit=limit)
@@ -189,59 +296,72 @@ class PostgresLedger:
         await self._ask("ping", key=os.urandom(16).hex())
 
     async def aclose(self) -> None:
-        """Let the operations in flight end, and close the connections; those of another loop end with it."""
+        """Let the operations in flight end, and close the connections.
+
+        Connections of another loop end with that loop.
+        """
         self._closed = True
-        here, self._place = self._place, None
+        here = self._place
+        self._place = None
         if here is not None and here.loop is _loop():
             await here.connections.aclose()
 
     @asynccontextmanager
     async def transaction(self, claim: Claim, wait: float) -> AsyncIterator[PostgresTransaction]:
-        """Begin, and insert the record; or find the one that is there. Another transaction with it is waited for."""
+        """Begin, and insert the record or find the existing one.
+
+        Wait for another transaction that holds it.
+        """
         here = await self._here()
         async with opened(here.connections, claim, wait) as transaction:
             yield transaction
 
-    # --- opening -----------------------------------------------------------------------------------------------------
+    # --- opening ----------------------------------------------------------------------------------
 
-    async def _migrate(self) -> None:
-        """Run the parts of the schema that this database does not have; of many processes that start together, one does."""
+    async def _prepare(self, tables: Tables) -> None:
+        """Look at the server and the schema; make or migrate the schema, unless `tables` forbids it.
+
+        Large tables take long. Our timeouts do not end a migration, and neither do those that the
+        database has for commands; TCP notices a server that vanishes.
+        """
+
+        async def prepare(connection: Connection) -> None:
+            schema = await look(connection, warns=True)
+            if schema.check(tables):
+                await Migration(connection, schema).run()
+
+        await self._with_connection(prepare)
+
+    async def _schema(self) -> Schema:
+        return await self._with_connection(look)
+
+    async def _with_connection(self, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Return the result of some work on a connection; a caller that leaves does not end it.
+
+        It has no time limit.
+        """
         connections = (await self._here()).connections
-        parts = [part for name, part in SQL.items() if name.startswith("schema ")]
 
-        async def version(connection: Connection) -> int:
-            ((number,),) = await rows_of(connection, SQL["version"])
-            if number > len(parts):
-                raise LedgerDown(
-                    f"the schema `wirecall` of this database has version {number}, this wirecall knows {len(parts)}: "
-                    "a newer wirecall was here; upgrade this one"
-                )
-            return int(number)
-
-        async def migrate() -> None:
+        async def hold() -> T:
             connection = await connections.take()
             try:
-                if connection.info.server_version < OLDEST:
-                    raise LedgerDown(
-                        f"PostgreSQL 13 or newer is needed; the server is {connection.info.server_version / 10_000:.1f}"
-                    )
-                ((durable, flushed, exists),) = await rows_of(connection, SQL["opened"])
-                if durable == "off" or flushed == "off":
-                    logger.warning("PostgreSQL may forget commands: synchronous_commit is %s, fsync is %s", durable, flushed)
-                if exists and await version(connection) == len(parts):
-                    return
-                with watched(connection, turns=3):  # the others wait for the one
-                    async with connection.transaction():
-                        await connection.execute(SQL["lock schema"])
-                        await connection.execute(SQL["create schema"])
-                        for number in range(await version(connection), len(parts)):
-                            await connection.execute(parts[number], prepare=False)
-                            await connection.execute(SQL["migrated"], {"number": number + 1})
+                return await work(connection)
             finally:
                 await connections.give(connection)
 
         try:
-            await asyncio.shield(connections.spawn(migrate()))
+            return await asyncio.shield(connections.spawn(hold()))
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise LedgerDown(
+                str(
+                    UsageError(
+                        "The role of this ledger's URL may not do that.",
+                        str(error.diag.message_primary),
+                        "make and migrate the tables as their owner: wirecall ledger migrate "
+                        "postgresql://OWNER@...; docs/deploy.md lists the rights of the app's role",
+                    )
+                )
+            ) from error
         except psycopg.Error as error:
             raise down(error) from error
 
@@ -252,30 +372,44 @@ class PostgresLedger:
         except psycopg.Error as error:
             raise down(error) from error
 
-    async def _here(self) -> "_Place":
-        """The queues and connections of the running loop."""
+    async def _here(self) -> "_LoopState":
+        """Return the queues and connections of the running loop."""
         loop = _loop()
         here = self._place
         if here is None or here.loop is not loop:
             if self._closed:
                 raise LedgerDown("the ledger is closed")
-            here = self._place = _Place(loop, Connections(self._conninfo, self._size))
+            here = self._place = _LoopState(loop, Connections(self._conninfo, self._size))
             await anext(here.connections.lifetime)
         return here
 
 
-class _Place:
-    """The connections of one event loop, and the queues over them: however many ask what became of a claim, a new one
-    goes out."""
+class _LoopState:
+    """The connections of one event loop, and the queues over them.
+
+    Many questions about claims do not delay a new claim.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connections: Connections) -> None:
         self.loop = loop
         self.connections = connections
         self.claims = Queue(connections, SQL["claim"])
-        # One statement at a time: a call knows of the equal ones that this process claimed before it, not after.
+        # One statement at a time: a call sees the equal ones that this process claimed before it,
+        # not after.
         self.keyless = Queue(connections, SQL["claim keyless"], flights=1)
         self.completions = Queue(connections, SQL["complete"])
         self.questions = Queue(connections, SQL["get"])
+
+
+def _page_of(after: Place | None, only: Only, limit: int) -> Params:
+    """Return the parameters of a page. A time without an end is none."""
+    at, start = after or (None, RecordId("", "", ""))
+    times = {
+        name: time if math.isfinite(time) else None
+        for name, time in (("since", only.since), ("until", only.until))
+    }
+    names = {"of_method": only.method, "of_caller": only.caller}
+    return {**id_of(start), **names, **times, "at": at, "limit": limit}
 
 
 def token_of(token: Token) -> Params:
@@ -284,8 +418,18 @@ def token_of(token: Token) -> Params:
 
 def task_of(row: Row) -> Task:
     id, caller, method, key, version, document, is_ready, is_over, left, *now = row
-    record = record_of(tuple(now)) if now[0] is not None else None
-    return Task(id, RecordId(caller, method, key), version, document, is_ready, is_over, left, record)
+    record = None
+    if now[0] is not None:
+        record = record_of(tuple(now))
+    return Task(
+        id, RecordId(caller, method, key), version, document, is_ready, is_over, left, record
+    )
+
+
+def _first_task(rows: Rows) -> Task | None:
+    if not rows:
+        return None
+    return task_of(rows[0])
 
 
 def outcome_of(outcome: Outcome) -> Params:

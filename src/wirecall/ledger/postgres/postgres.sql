@@ -29,7 +29,7 @@ CREATE TABLE wirecall.ledger (
     payload      bytea,
     digest       bytea,
     PRIMARY KEY (caller, method, key),
-    -- One constraint, because each one is prepared anew for every statement.
+    -- One constraint, because every statement prepares each of them again.
     CONSTRAINT shape CHECK (
         length(key) BETWEEN 1 AND 255
         AND CASE state
@@ -51,7 +51,7 @@ CREATE TYPE wirecall.record AS (
     attempts integer, lease_left float8, started_at float8, completed_at float8, kind text, payload bytea, digest bytea
 );
 
--- A row as the library reads it: how much of the lease is left, instead of when it ends.
+-- A row as the library reads it: the rest of the lease in seconds, instead of its end.
 CREATE FUNCTION wirecall.seen(l wirecall.ledger) RETURNS wirecall.record LANGUAGE sql AS $$
     SELECT ROW(
         l.caller, l.method, l.key, l.fingerprint, l.state, l.fence, l.nonce, l.committed, l.attempts,
@@ -114,6 +114,51 @@ CREATE TYPE wirecall.keyless AS (
 );
 
 -- name: schema 4
+-- The functions were here; schema 6 has them.
+
+-- name: schema 5
+-- Tasks. The record has no foreign key: it may go before its task, and another may come under its id.
+CREATE TABLE wirecall.tasks (
+    id         text COLLATE "C" PRIMARY KEY,
+    nth        bigint GENERATED ALWAYS AS IDENTITY, -- the order of beginning
+    caller     text COLLATE "C" NOT NULL,
+    method     text COLLATE "C" NOT NULL,
+    key        text COLLATE "C" NOT NULL,
+    started_at timestamptz NOT NULL, -- of the record
+    version    bigint NOT NULL,
+    document   bytea NOT NULL,
+    is_ready   boolean NOT NULL,
+    is_over    boolean NOT NULL,
+    expires_at timestamptz NOT NULL
+);
+
+CREATE INDEX tasks_record ON wirecall.tasks (caller, method, key, nth);
+CREATE INDEX tasks_open ON wirecall.tasks (nth) WHERE NOT is_over; -- few, however many there are
+CREATE INDEX tasks_expires_at ON wirecall.tasks (expires_at);
+
+-- name: schema 6
+-- What a method with record_params shows of a call; and whether a retry may run the command again after the end of its lease
+-- (NULL: only a person can tell how it ended). The sweep looks at a run of the second kind soon after its lease.
+ALTER TABLE wirecall.ledger ADD COLUMN params bytea, ADD COLUMN may_rerun boolean;
+ALTER TYPE wirecall.record ADD ATTRIBUTE params bytea;
+ALTER TYPE wirecall.wish ADD ATTRIBUTE params bytea;
+ALTER TYPE wirecall.keyless ADD ATTRIBUTE on_crash text, ADD ATTRIBUTE params bytea;
+
+-- How long after the end of its lease the sweep looks at a run.
+CREATE FUNCTION wirecall.sweeps_after(committed boolean, may_rerun boolean, retention interval) RETURNS interval
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN committed AND may_rerun IS NOT TRUE THEN least(make_interval(secs => {unknown_after}), retention)
+        ELSE retention END
+$$;
+
+-- The state that counts: a committed run whose lease is over is unknown.
+CREATE FUNCTION wirecall.standing(l wirecall.ledger) RETURNS text LANGUAGE sql AS $$
+    SELECT CASE WHEN l.state = 'running' AND l.committed AND l.lease_until <= clock_timestamp() THEN 'unknown' ELSE l.state END
+$$;
+
+UPDATE wirecall.ledger SET expires_at = lease_until + wirecall.sweeps_after(committed, may_rerun, retention)
+WHERE state = 'running' AND committed;
+
 -- The functions. Each is replaced as a whole, so a change of one moves this part to the next number.
 
 CREATE OR REPLACE FUNCTION wirecall.seen(l wirecall.ledger) RETURNS wirecall.record LANGUAGE sql AS $$
@@ -121,7 +166,7 @@ CREATE OR REPLACE FUNCTION wirecall.seen(l wirecall.ledger) RETURNS wirecall.rec
         l.caller, l.method, l.key, l.fingerprint, l.state, l.fence, l.nonce, l.committed, l.attempts,
         greatest(0, extract(epoch FROM l.lease_until - clock_timestamp())),
         extract(epoch FROM l.started_at), extract(epoch FROM l.completed_at), l.kind, l.payload, l.digest,
-        l.delivery, l.deliverer
+        l.delivery, l.deliverer, l.params
     )::wirecall.record
 $$;
 
@@ -140,11 +185,11 @@ DECLARE
     wishes wirecall.wish[] := ARRAY(
         SELECT ROW(
             id->>'caller', id->>'method', id->>'key', decode(fingerprint, 'base64'), decode(nonce, 'base64'),
-            wirecall.seconds(lease), wirecall.seconds(retention), on_crash, committed, continues
+            wirecall.seconds(lease), wirecall.seconds(retention), on_crash, committed, continues, decode(params, 'base64')
         )::wirecall.wish
         FROM json_to_recordset(claims) AS j (
             id json, fingerprint text, nonce text, lease float8, retention float8, on_crash text, committed boolean,
-            continues boolean
+            continues boolean, params text
         )
     );
     inserted integer;
@@ -154,9 +199,14 @@ DECLARE
     settled boolean;
 BEGIN
     RETURN QUERY WITH fresh AS (
-        INSERT INTO wirecall.ledger
+        INSERT INTO wirecall.ledger (
+            caller, method, key, fingerprint, state, fence, nonce, committed, attempts, started_at, lease_until, retention,
+            expires_at, params, may_rerun
+        )
         SELECT caller, method, key, fingerprint, 'running', nextval('wirecall.fence'), nonce, committed, 1, clock_timestamp(),
-            clock_timestamp() + lease, retention, clock_timestamp() + lease + retention
+            clock_timestamp() + lease, retention,
+            clock_timestamp() + lease + wirecall.sweeps_after(committed, on_crash <> 'unknown', retention),
+            params, nullif(on_crash <> 'unknown', false)
         FROM unnest(wishes) AS w
         WHERE NOT EXISTS (
             SELECT FROM wirecall.ledger AS o WHERE o.caller = w.caller AND o.method = w.method AND o.key = w.key OFFSET 0
@@ -179,9 +229,14 @@ BEGIN
         l := pair.old;
         FOR look IN 1..100 LOOP
             IF l.key IS NULL THEN
-                INSERT INTO wirecall.ledger VALUES (
+                INSERT INTO wirecall.ledger (
+                    caller, method, key, fingerprint, state, fence, nonce, committed, attempts, started_at, lease_until,
+                    retention, expires_at, params, may_rerun
+                ) VALUES (
                     c.caller, c.method, c.key, c.fingerprint, 'running', nextval('wirecall.fence'), c.nonce, c.committed, 1,
-                    clock_timestamp(), clock_timestamp() + c.lease, c.retention, clock_timestamp() + c.lease + c.retention
+                    clock_timestamp(), clock_timestamp() + c.lease, c.retention,
+                    clock_timestamp() + c.lease + wirecall.sweeps_after(c.committed, c.on_crash <> 'unknown', c.retention),
+                    c.params, nullif(c.on_crash <> 'unknown', false)
                 ) ON CONFLICT DO NOTHING RETURNING * INTO l;
                 settled := FOUND;
             ELSIF l.fingerprint <> c.fingerprint THEN
@@ -189,14 +244,14 @@ BEGIN
             ELSIF l.nonce = c.nonce AND l.state IN ('running', 'unknown') THEN
                 UPDATE wirecall.ledger
                 SET state = 'running', lease_until = clock_timestamp() + c.lease,
-                    expires_at = clock_timestamp() + c.lease + c.retention
+                    expires_at = clock_timestamp() + c.lease + wirecall.sweeps_after(committed, may_rerun, c.retention)
                 WHERE caller = c.caller AND method = c.method AND key = c.key
                     AND state = l.state AND fence = l.fence AND nonce = l.nonce
                 RETURNING * INTO l;
                 settled := FOUND;
             ELSIF l.state = 'done' AND l.expires_at <= clock_timestamp() THEN
                 UPDATE wirecall.ledger
-                SET state = 'tombstone', payload = NULL, likeness = NULL,
+                SET state = 'tombstone', payload = NULL, likeness = NULL, params = NULL,
                     expires_at = clock_timestamp() + burial * retention
                 WHERE caller = c.caller AND method = c.method AND key = c.key
                     AND state = l.state AND fence = l.fence AND nonce = l.nonce
@@ -209,14 +264,17 @@ BEGIN
                 UPDATE wirecall.ledger
                 SET state = 'running', fence = nextval('wirecall.fence'), nonce = c.nonce,
                     committed = c.committed OR committed, attempts = attempts + 1, retention = c.retention,
-                    lease_until = clock_timestamp() + c.lease, expires_at = clock_timestamp() + c.lease + c.retention,
+                    may_rerun = nullif(c.on_crash <> 'unknown', false), lease_until = clock_timestamp() + c.lease,
+                    expires_at = clock_timestamp() + c.lease
+                        + wirecall.sweeps_after(c.committed OR committed, c.on_crash <> 'unknown', c.retention),
                     kind = NULL, payload = NULL, digest = NULL
                 WHERE caller = c.caller AND method = c.method AND key = c.key
                     AND state = l.state AND fence = l.fence AND nonce = l.nonce AND lease_until = l.lease_until
                 RETURNING * INTO l;
                 settled := FOUND;
             ELSIF l.state = 'running' AND l.lease_until <= clock_timestamp() THEN
-                UPDATE wirecall.ledger SET state = 'unknown', expires_at = clock_timestamp() + unknown_kept
+                UPDATE wirecall.ledger
+                SET state = 'unknown', expires_at = clock_timestamp() + unknown_kept, taken_at = greatest(taken_at, lease_until)
                 WHERE caller = c.caller AND method = c.method AND key = c.key
                     AND state = l.state AND fence = l.fence AND nonce = l.nonce AND lease_until = l.lease_until
                 RETURNING * INTO l;
@@ -238,6 +296,8 @@ END $$;
 CREATE OR REPLACE FUNCTION wirecall.recognise(l wirecall.ledger, c wirecall.keyless) RETURNS text LANGUAGE sql AS $$
     SELECT CASE
         WHEN l.deliverer = c.nonce THEN 'match'
+        WHEN l.state = 'unknown' THEN
+            CASE WHEN clock_timestamp() <= greatest(l.lost_at, l.taken_at) + c.loss_window THEN 'match' ELSE 'pass' END
         WHEN l.delivery = 'undelivered' THEN
             CASE WHEN l.state = 'running' OR clock_timestamp() <= l.lost_at + c.loss_window THEN 'match' ELSE 'pass' END
         WHEN l.delivery <> 'pending' OR l.key = ANY (c.beside) THEN 'pass'
@@ -251,7 +311,6 @@ CREATE OR REPLACE FUNCTION wirecall.recognise(l wirecall.ledger, c wirecall.keyl
             WHEN clock_timestamp() <= greatest(l.completed_at, l.taken_at) + c.lease + c.loss_window THEN 'match'
             ELSE 'pass'
         END
-        WHEN l.state = 'unknown' THEN 'match'
         ELSE 'pass'
     END
 $$;
@@ -267,24 +326,30 @@ CREATE OR REPLACE FUNCTION wirecall.keyless_of(claims json) RETURNS wirecall.key
             CASE
                 WHEN keyless->>'likeness' IS NULL THEN true
                 WHEN keyless->>'likeness' = lag(keyless->>'likeness') OVER () THEN false
-            END
+            END,
+            on_crash, decode(params, 'base64')
         )::wirecall.keyless
         FROM json_to_recordset(claims) AS j (
-            id json, fingerprint text, nonce text, lease float8, retention float8, committed boolean, keyless json
+            id json, fingerprint text, nonce text, lease float8, retention float8, on_crash text, committed boolean,
+            keyless json, params text
         )
     )
 $$;
 
 -- Insert the calls that repeat no other. From here to the end of the transaction no other claim looks for a call of the same
--- likeness, so none that it does not see is on its way to the table.
+-- likeness, so none can appear in the table that it does not see.
 CREATE OR REPLACE FUNCTION wirecall.insert_keyless(calls wirecall.keyless[]) RETURNS SETOF wirecall.ledger LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off AS $$
 BEGIN
     PERFORM pg_advisory_xact_lock(hashtextextended(encode(likeness, 'hex'), 0)) FROM unnest(calls) WHERE likeness IS NOT NULL;
-    RETURN QUERY INSERT INTO wirecall.ledger
+    RETURN QUERY INSERT INTO wirecall.ledger (
+        caller, method, key, fingerprint, state, fence, nonce, committed, attempts, started_at, lease_until, retention,
+        expires_at, delivery, deliverer, likeness, params, may_rerun
+    )
     SELECT caller, method, key, fingerprint, 'running', nextval('wirecall.fence'), nonce, committed, 1, clock_timestamp(),
-        clock_timestamp() + lease, retention, clock_timestamp() + lease + retention, NULL, NULL, NULL, NULL,
-        'pending', nonce, NULL, likeness
+        clock_timestamp() + lease, retention,
+        clock_timestamp() + lease + wirecall.sweeps_after(committed, on_crash <> 'unknown', retention),
+        'pending', nonce, likeness, params, nullif(on_crash <> 'unknown', false)
     FROM unnest(calls) AS c
     WHERE CASE WHEN is_new THEN true ELSE
         (is_new IS NULL OR NOT EXISTS (
@@ -306,7 +371,7 @@ BEGIN
         SELECT l, v.verdict INTO pair FROM wirecall.ledger AS l, LATERAL (SELECT wirecall.recognise(l, c) OFFSET 0) AS v (verdict)
         WHERE l.likeness = c.likeness AND v.verdict <> 'pass'
         -- "match" stands before "wait", and what an earlier sending of this claim took before all others.
-        ORDER BY v.verdict, l.deliverer <> c.nonce, l.delivery <> 'undelivered', l.fence LIMIT 1;
+        ORDER BY v.verdict, l.deliverer <> c.nonce, l.delivery <> 'undelivered', l.state <> 'unknown', l.fence LIMIT 1;
         IF NOT FOUND THEN
             RETURN;
         END IF;
@@ -362,7 +427,7 @@ BEGIN
         IF m.verdict = 'wait' THEN
             l := m.earlier;
         ELSIF m.verdict = 'match' THEN
-            -- In this order: `claim` takes a record with its nonce that this transaction has written for one of its own.
+            -- In this order: if this transaction wrote a record with its nonce before, `claim` would take that record for its own.
             PERFORM FROM wirecall.claim(
                 json_build_array(jsonb_set((claims->(c.nth - 1))::jsonb, '{id,key}', to_jsonb((m.earlier).key))),
                 max_attempts, unknown_kept, burial
@@ -401,7 +466,7 @@ BEGIN
             l := wirecall.take_answer(m.earlier, c);
             EXIT;
         END IF;
-        -- Either it is there under its own key, or what it resembled has changed meanwhile.
+        -- Either it is there under its own key, or the record that it resembled has changed.
         SELECT * INTO l FROM wirecall.ledger AS o WHERE o.caller = c.caller AND o.method = c.method AND o.key = c.key;
         EXIT WHEN FOUND;
     END LOOP;
@@ -462,34 +527,93 @@ BEGIN
     END IF;
 END $$;
 
--- name: schema 5
--- Tasks. The record has no foreign key: it may go before its task, and another may come under its id.
-CREATE TABLE wirecall.tasks (
-    id         text COLLATE "C" PRIMARY KEY,
-    nth        bigint GENERATED ALWAYS AS IDENTITY, -- the order of beginning
-    caller     text COLLATE "C" NOT NULL,
-    method     text COLLATE "C" NOT NULL,
-    key        text COLLATE "C" NOT NULL,
-    started_at timestamptz NOT NULL, -- of the record
-    version    bigint NOT NULL,
-    document   bytea NOT NULL,
-    is_ready   boolean NOT NULL,
-    is_over    boolean NOT NULL,
-    expires_at timestamptz NOT NULL
-);
+-- name: schema 7
+-- From here on, a part only adds, so that processes of the version before continue to work: columns of tables come last,
+-- a function keeps its arguments, and a type that functions return stays as it is: open sessions have it in their plans. In the table of versions the number of such a part is negative, and
+-- the highest number is the least version that a process must know.
+--
+-- Parts called "index N ..." belong to it. In a ledger that is in use they are built while commands run. The part itself may
+-- then be executed twice.
 
-CREATE INDEX tasks_record ON wirecall.tasks (caller, method, key, nth);
-CREATE INDEX tasks_open ON wirecall.tasks (nth) WHERE NOT is_over; -- few, however many there are
-CREATE INDEX tasks_expires_at ON wirecall.tasks (expires_at);
+-- A page of records for operators, the newest first. `stored` are states, and `dead` says of each whether its runs must be
+-- committed and without a lease (NULL: that does not matter). Methods are few: the index finds one after another, and the
+-- newest records of each. A caller with few records is found by the primary key. Plans that walk through the table are closed.
+CREATE OR REPLACE FUNCTION wirecall.page(
+    stored text[], dead boolean[], of_method text, of_caller text, since timestamptz, until timestamptz, last_at timestamptz,
+    last_caller text, last_method text, last_key text, most integer
+) RETURNS SETOF wirecall.record LANGUAGE plpgsql STABLE
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off SET jit = off AS $$
+DECLARE
+    number integer;
+    is_wanted text := 'l.started_at >= $5 AND l.started_at < $6 AND l.started_at <= $7
+        AND (l.started_at, l.caller, l.method, l.key) < ($7, $8, $9, $10)';
+    newest text := 'ORDER BY l.started_at DESC, l.caller DESC, l.method DESC, l.key DESC LIMIT $11';
+BEGIN
+    IF of_caller IS NOT NULL THEN
+        SELECT count(*) INTO number FROM (SELECT FROM wirecall.ledger AS l WHERE l.caller = of_caller LIMIT 2001) AS l;
+        IF number <= 2000 THEN
+            RETURN QUERY EXECUTE
+                'SELECT seen.* FROM (
+                    SELECT l AS found FROM wirecall.ledger AS l JOIN unnest($1, $2) AS s (state, is_dead) ON l.state = s.state
+                    WHERE l.caller = $4 AND ($3 IS NULL OR l.method = $3) AND ' || is_wanted || '
+                        AND (s.is_dead IS NULL OR s.is_dead = (l.committed AND l.lease_until <= clock_timestamp())) ' || newest || '
+                ) AS l, wirecall.seen(l.found) AS seen'
+                USING stored, dead, of_method, of_caller, since, until, last_at, last_caller, last_method, last_key, most;
+            RETURN;
+        END IF;
+        is_wanted := is_wanted || ' AND l.caller = $4';
+    END IF;
+    RETURN QUERY EXECUTE
+        'WITH RECURSIVE steps (state, is_dead, method) AS (
+            SELECT s.state, s.is_dead, coalesce($3, (
+                SELECT o.method FROM wirecall.ledger AS o WHERE o.state = s.state ORDER BY o.method LIMIT 1
+            )) COLLATE "C"
+            FROM unnest($1, $2) AS s (state, is_dead)
+            UNION ALL
+            SELECT s.state, s.is_dead, (
+                SELECT o.method FROM wirecall.ledger AS o WHERE o.state = s.state AND o.method > s.method ORDER BY o.method LIMIT 1
+            )
+            FROM steps AS s WHERE $3 IS NULL AND s.method IS NOT NULL
+        )
+        SELECT seen.* FROM (
+            SELECT l.found FROM steps AS s, LATERAL (
+                SELECT l.started_at, l.caller, l.method, l.key, l AS found FROM wirecall.ledger AS l
+                WHERE l.state = s.state AND l.method = s.method AND ' || is_wanted || '
+                    AND (s.is_dead IS NULL OR s.is_dead = (l.committed AND l.lease_until <= clock_timestamp()))
+                ORDER BY l.started_at DESC, l.caller DESC, l.key DESC LIMIT $11
+            ) AS l ' || newest || '
+        ) AS l, wirecall.seen(l.found) AS seen'
+        USING stored, dead, of_method, of_caller, since, until, last_at, last_caller, last_method, last_key, most;
+END $$;
+
+-- name: index 7 ledger_newest
+CREATE INDEX ledger_newest ON wirecall.ledger (state, method, started_at, caller)
+
+-- name: index 7 tasks_newest
+CREATE INDEX tasks_newest ON wirecall.tasks (started_at)
 
 -- name: opened
 SELECT current_setting('synchronous_commit'), current_setting('fsync'), to_regclass('wirecall.version') IS NOT NULL
 
+-- name: risks
+SELECT current_setting('synchronous_commit'), current_setting('fsync'), current_setting('synchronous_standby_names'),
+    (SELECT count(*) FROM pg_stat_replication WHERE application_name NOT LIKE 'pg_%%')
+
 -- name: version
-SELECT coalesce(max(number), 0) FROM wirecall.version
+SELECT coalesce(greatest(max(number), -min(number)), 0), coalesce(max(number), 0) FROM wirecall.version
+
+-- name: is valid
+-- Whether an index can be used; no row if there is none. The second: a session builds it now.
+SELECT i.indisvalid, EXISTS (SELECT FROM pg_stat_progress_create_index AS p WHERE p.index_relid = i.indexrelid)
+FROM pg_index AS i WHERE i.indexrelid = to_regclass(%(name)s)
 
 -- name: lock schema
 SELECT pg_advisory_xact_lock(hashtextextended('wirecall schema', 0))
+
+-- name: no timeouts
+-- An operator sets them for commands. PostgreSQL 17 and later have the last one.
+SELECT set_config(name, '0', %(is_local)s) FROM pg_settings
+WHERE name IN ('statement_timeout', 'lock_timeout', 'idle_in_transaction_session_timeout', 'transaction_timeout')
 
 -- name: create schema
 DO $$ BEGIN
@@ -503,7 +627,7 @@ DO $$ BEGIN
 END $$
 
 -- name: migrated
-INSERT INTO wirecall.version (number) VALUES (%(number)s)
+INSERT INTO wirecall.version (number) VALUES (%(number)s) ON CONFLICT DO NOTHING
 
 -- name: claim
 SELECT * FROM wirecall.claim(%(items)s::json, {max_attempts}, make_interval(secs => {forever}), {burial})
@@ -519,7 +643,7 @@ SELECT wirecall.deliver(%(items)s::json)
 SELECT * FROM wirecall.complete(%(items)s::json, %(again)s)
 
 -- name: begin_task
--- The record is locked, so that it does not change hands meanwhile. A task that is there already is written as it is, because
+-- The record is locked, so that its holder does not change. A task that exists already is written as it is, because
 -- a row that is not written is not returned.
 INSERT INTO wirecall.tasks (id, caller, method, key, started_at, version, document, is_ready, is_over, expires_at)
 SELECT %(id)s, caller, method, key, started_at, 1, %(document)s, false, false,
@@ -571,7 +695,7 @@ ORDER BY t.nth LIMIT %(limit)s
 -- name: heartbeat
 UPDATE wirecall.ledger
 SET lease_until = clock_timestamp() + wirecall.seconds(%(lease)s),
-    expires_at = clock_timestamp() + wirecall.seconds(%(lease)s) + retention
+    expires_at = clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.sweeps_after(committed, may_rerun, retention)
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
     AND state = 'running'
 RETURNING true
@@ -579,7 +703,7 @@ RETURNING true
 -- name: commit_point
 UPDATE wirecall.ledger
 SET committed = true, lease_until = clock_timestamp() + wirecall.seconds(%(lease)s),
-    expires_at = clock_timestamp() + wirecall.seconds(%(lease)s) + retention
+    expires_at = clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.sweeps_after(true, may_rerun, retention)
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
     AND state = 'running' AND lease_until > clock_timestamp()
 RETURNING true
@@ -601,29 +725,31 @@ RETURNING true
 
 -- name: abandon
 UPDATE wirecall.ledger
-SET state = 'unknown', lease_until = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => {forever})
+SET state = 'unknown', lease_until = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => {forever}),
+    taken_at = clock_timestamp()
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
     AND state = 'running'
 RETURNING true
 
 -- name: lapse
 UPDATE wirecall.ledger
-SET lease_until = clock_timestamp(), expires_at = clock_timestamp() + retention
+SET lease_until = clock_timestamp(),
+    expires_at = clock_timestamp() + wirecall.sweeps_after(committed, may_rerun, retention)
 WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND fence = %(fence)s AND nonce = %(nonce)s
     AND state = 'running'
 RETURNING true
 
 -- name: resolve done
-UPDATE wirecall.ledger
+UPDATE wirecall.ledger AS l
 SET state = 'done', lease_until = clock_timestamp(), retention = wirecall.seconds(%(retention)s),
     expires_at = clock_timestamp() + wirecall.seconds(%(retention)s), completed_at = clock_timestamp(),
     kind = %(kind)s, payload = %(payload)s, digest = %(digest)s
-WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND state = 'unknown'
+WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND wirecall.standing(l) = 'unknown'
 RETURNING true
 
 -- name: resolve not done
-DELETE FROM wirecall.ledger
-WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND state = 'unknown'
+DELETE FROM wirecall.ledger AS l
+WHERE caller = %(caller)s AND method = %(method)s AND key = %(key)s AND wirecall.standing(l) = 'unknown'
 RETURNING true
 
 -- name: get
@@ -632,16 +758,42 @@ SELECT seen.* FROM json_to_recordset(%(items)s::json) AS w (caller text, method 
 ) AS l, wirecall.seen(l.found) AS seen
 
 -- name: list
-SELECT seen.* FROM wirecall.ledger AS l, wirecall.seen(l) AS seen
-WHERE (l.caller, l.method, l.key) > (%(caller)s, %(method)s, %(key)s) AND l.state = coalesce(%(state)s, l.state)
-ORDER BY l.caller, l.method, l.key LIMIT %(limit)s
+SELECT * FROM wirecall.page(
+    %(stored)s::text[], %(dead)s::boolean[], %(of_method)s, %(of_caller)s, coalesce(to_timestamp(%(since)s), '-infinity'),
+    coalesce(to_timestamp(%(until)s), 'infinity'), coalesce(to_timestamp(%(at)s), 'infinity'), %(caller)s, %(method)s, %(key)s,
+    %(limit)s
+)
+
+-- name: list tasks
+-- The newest tasks, the last one of each record.
+SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over,
+    extract(epoch FROM t.expires_at - clock_timestamp())::float8, seen.*
+FROM (SELECT t.* FROM wirecall.tasks AS t ORDER BY t.started_at DESC, t.caller DESC, t.method DESC, t.key DESC) AS t, LATERAL (
+    SELECT l AS found FROM wirecall.ledger AS l
+    WHERE l.caller = t.caller AND l.method = t.method AND l.key = t.key AND l.started_at = t.started_at LIMIT 1
+) AS l, wirecall.seen(l.found) AS seen
+WHERE t.started_at >= coalesce(to_timestamp(%(since)s), '-infinity') AND t.started_at < coalesce(to_timestamp(%(until)s), 'infinity')
+    AND t.started_at <= coalesce(to_timestamp(%(at)s), 'infinity')
+    AND (t.started_at, t.caller, t.method, t.key)
+        < (coalesce(to_timestamp(%(at)s), 'infinity'), %(caller)s, %(method)s, %(key)s)
+    AND (%(of_method)s::text IS NULL OR t.method = %(of_method)s) AND (%(of_caller)s::text IS NULL OR t.caller = %(of_caller)s)
+    AND t.expires_at > clock_timestamp()
+    AND NOT EXISTS (
+        SELECT FROM wirecall.tasks AS o
+        WHERE o.caller = t.caller AND o.method = t.method AND o.key = t.key AND o.started_at = t.started_at AND o.nth > t.nth
+    )
+    AND (%(state)s::text IS NULL OR wirecall.standing(l.found) = %(state)s)
+LIMIT %(limit)s
 
 -- name: counts
 SELECT state, count(*) FROM wirecall.ledger GROUP BY state
 
+-- name: count dead
+SELECT count(*) FROM wirecall.ledger WHERE state = 'running' AND committed AND lease_until <= clock_timestamp()
+
 -- name: sweep
 -- The clock is read in a subquery: as a volatile function in the condition itself it would keep the index out. A list with a
--- limit is a query of its own: inside of another one it may be made anew for each row, and then it has no limit.
+-- limit is a separate query: inside another one it may be evaluated again for each row, and then it has no limit.
 WITH due AS (
     SELECT caller, method, key, CASE WHEN state = 'running' AND NOT committed THEN 'released' ELSE state END AS state
     FROM wirecall.ledger WHERE expires_at <= (SELECT clock_timestamp()) AND state <> 'unknown'
@@ -652,13 +804,13 @@ WITH due AS (
     RETURNING 1
 ), buried AS (
     UPDATE wirecall.ledger AS l
-    SET state = 'tombstone', payload = NULL, likeness = NULL, expires_at = clock_timestamp() + {burial} * l.retention
+    SET state = 'tombstone', payload = NULL, likeness = NULL, params = NULL, expires_at = clock_timestamp() + {burial} * l.retention
     FROM due
     WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'done'
     RETURNING 1
 ), lost AS (
     UPDATE wirecall.ledger AS l
-    SET state = 'unknown', lease_until = clock_timestamp(), likeness = NULL,
+    SET state = 'unknown', lease_until = clock_timestamp(), taken_at = greatest(l.taken_at, l.lease_until),
         expires_at = clock_timestamp() + make_interval(secs => {forever})
     FROM due
     WHERE (l.caller, l.method, l.key) = (due.caller, due.method, due.key) AND due.state = 'running'
@@ -688,17 +840,20 @@ SELECT set_config('lock_timeout', %(turn)s, true), set_config('idle_in_transacti
     set_config('tcp_keepalives_count', '3', true), set_config('tcp_user_timeout', '20s', true);
 
 -- name: enter
-INSERT INTO wirecall.ledger VALUES (
+INSERT INTO wirecall.ledger (
+    caller, method, key, fingerprint, state, fence, nonce, committed, attempts, started_at, lease_until, retention, expires_at,
+    params
+) VALUES (
     %(caller)s, %(method)s, %(key)s, %(fingerprint)s, 'running', nextval('wirecall.fence'), %(nonce)s, %(committed)s, 1,
     clock_timestamp(), clock_timestamp() + wirecall.seconds(%(lease)s), wirecall.seconds(%(retention)s),
-    clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.seconds(%(retention)s)
+    clock_timestamp() + wirecall.seconds(%(lease)s) + wirecall.seconds(%(retention)s), %(params)s
 ) ON CONFLICT DO NOTHING
 RETURNING fence, extract(epoch FROM started_at)::float8, pg_current_xact_id()::text, pg_backend_pid(),
     set_config('lock_timeout', '3s', true); -- from here on, for the statements of the handler, which may set another
 SAVEPOINT wirecall
 
 -- name: enter keyless
-SELECT pg_current_xact_id()::text, pg_backend_pid(), is_new, (entry).*, expired, set_config('lock_timeout', '3s', true)
+SELECT pg_current_xact_id()::text, pg_backend_pid(), set_config('lock_timeout', '3s', true), is_new, expired, (entry).*
 FROM wirecall.enter_keyless(%(items)s::json);
 SAVEPOINT wirecall
 
@@ -708,7 +863,7 @@ SAVEPOINT wirecall
 SELECT pg_current_xact_id()::text, pg_backend_pid(), set_config('lock_timeout', '3s', true)
 
 -- name: found
-SELECT seen.*, l.expires_at <= clock_timestamp() FROM wirecall.ledger AS l, wirecall.seen(l) AS seen
+SELECT l.expires_at <= clock_timestamp(), seen.* FROM wirecall.ledger AS l, wirecall.seen(l) AS seen
 WHERE l.caller = %(caller)s AND l.method = %(method)s AND l.key = %(key)s
 
 -- name: finish
@@ -723,7 +878,7 @@ ROLLBACK
 SELECT pg_xact_status(%(xid)s::xid8)
 
 -- name: settle
--- What became of a transaction whose commit nobody confirmed: its status, and whether a record with its nonce is done. That
+-- The fate of a transaction whose commit was not confirmed: its status, and whether a record with its nonce is done. That
 -- proves the commit. The status alone does not: after a crash or a failover its number may be given to another transaction.
 -- A number that was not given out at all has not committed here. A session that still holds the transaction is ended: it
 -- waits for a client that is gone.

@@ -1,18 +1,21 @@
-"""The way to PostgreSQL: the connections of one event loop, and queues of statements that go out together.
+"""Access to PostgreSQL: the connections of one event loop, and queues of statements that are sent
+together.
 
 The rules of the file:
 
-1. All SQL is in `postgres.sql`, in named parts; `SQL` has them by their names.
-2. A group is sent as one message of the simple protocol, which arrives as a whole or not at all. In pieces, a host that
-   vanishes between them leaves a session that waits for the next piece while it holds the record: the server does not count
-   that as idle, and no timeout before PostgreSQL 17 ends it.
-3. A statement runs in a task of its own (`spawn`), so its caller may be cancelled at any moment. The task is not cancelled:
-   if the server does not answer in time, its connection is cut (`watched`).
-4. Claims with a key, claims without one, completions, and questions for a record have a queue each: one round trip and one
-   flush to disk serve all that wait at the moment. Within a statement each id is there once, and they are in order, so that
-   two statements never wait for each other.
-5. A statement of a queue is sent again, once, after its connection was lost, or where the server undid it: a claim finds
-   its own nonce, a completion its own token done, a question changes nothing. Nothing else is sent twice.
+1. All SQL is in `postgres.sql`, in named parts; `SQL` has them by name.
+2. A group is sent as one message of the simple protocol, which arrives as a whole or not at all. If
+   it were sent in pieces, a host that vanishes between them would leave a session that waits for
+   the next piece while it holds the record: the server does not count that as idle, and no timeout
+   before PostgreSQL 17 ends it.
+3. A statement runs in its own task (`spawn`), so its caller may be cancelled at any moment. The
+   task is not cancelled: if the server does not answer in time, its connection is cut (`watched`).
+4. Claims with a key, claims without one, completions, and questions for a record have a queue each:
+   one round trip and one flush to disk serve all that are pending. Within a statement each id
+   occurs once, and the ids are in order, so that two statements never wait for each other.
+5. A statement of a queue is sent again, once, after its connection was lost, or if the server
+   rolled it back: a claim finds its own nonce, a completion its own token done, a question changes
+   nothing. Nothing else is sent twice.
 """
 
 import asyncio
@@ -31,24 +34,44 @@ from psycopg import AsyncConnection
 from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg_pool import AsyncConnectionPool, PoolClosed
 
-from wirecall.ledger.base import MAX_ATTEMPTS, TOMBSTONE_FACTOR, Claim, LedgerDown, Outcome, RecordId
+from wirecall.aio import start, wake
+from wirecall.ledger.base import (
+    MAX_ATTEMPTS,
+    TOMBSTONE_FACTOR,
+    UNKNOWN_AFTER,
+    Claim,
+    Crowded,
+    LedgerDown,
+    Outcome,
+    RecordId,
+)
 from wirecall.logs import logger
-from wirecall.stepping import start, wake
 
 # Seconds to wait for the answer to one statement, and for a free connection.
 PATIENCE = 5.0
 FREE_WITHIN = 5.0
 
-# Seconds until a second attempt to connect, after one that failed; then a connection is made when one is asked for.
+# Transactions do not take the last connections of a larger pool. Claims, leases and the check of
+# `/readyz` need one for a moment, and a handler may hold one for as long as it runs.
+RESERVED = 2
+LEAST_POOL = 5
+
+# A transaction pooler gives each transaction another session of the server, but prepares a
+# statement in only one.
+OPTIONS: dict[str, Any] = {"autocommit": True, "prepare_threshold": None}
+
+# Seconds between a failed attempt to connect and the second one; after that, connections are made
+# on demand.
 REST = 0.05
 
-# Of each queue, statements in flight at once, and the most that one of them carries. Two, so that one is made ready while
-# the server works on the other; more only make them smaller.
+# Per queue: statements in flight at once, and the most that one of them carries. Two, so that one
+# is prepared while the server works on the other; more only make them smaller.
 FLIGHTS = 2
 BATCH = 64
 BATCH_BYTES = 1_000_000
 
-UNDONE = ("40001", "40P01")  # serialization failure, deadlock: the server took the transaction back
+# Serialization failure, deadlock: the server rolled the transaction back.
+UNDONE = ("40001", "40P01")
 
 Connection: TypeAlias = AsyncConnection[tuple[Any, ...]]
 Params: TypeAlias = dict[str, Any]
@@ -58,7 +81,12 @@ T = TypeVar("T")
 
 encode = json.Encoder().encode
 
-_CONSTANTS = {"max_attempts": MAX_ATTEMPTS, "forever": 1e10, "burial": TOMBSTONE_FACTOR - 1}
+_CONSTANTS = {
+    "max_attempts": MAX_ATTEMPTS,
+    "forever": 1e10,
+    "burial": TOMBSTONE_FACTOR - 1,
+    "unknown_after": UNKNOWN_AFTER,
+}
 _, *_PARTS = re.split(
     r"^-- name: (.+)\n",
     re.sub(
@@ -82,33 +110,45 @@ class Ending(Struct, frozen=True):
 
 
 def id_of(id: RecordId) -> Params:
-    """The parameters that name a record; text in PostgreSQL holds no NUL, so an id with one is refused."""
+    """Return the parameters that name a record.
+
+    PostgreSQL cannot store a NUL, so an id with one is refused.
+    """
     with suppress(UnicodeEncodeError):
         if b"\0" not in f"{id.caller}{id.method}{id.key}".encode():
             return {"caller": id.caller, "method": id.method, "key": id.key}
-    raise LedgerDown(f"PostgreSQL cannot store a record id with a NUL, or with half a character: {str(id)!a}")
+    raise LedgerDown(
+        f"PostgreSQL cannot store a record id with a NUL, or with half a character: {str(id)!a}"
+    )
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def is_lost(error: psycopg.Error) -> bool:
-    """Whether the connection failed, or could not be made, in contrast to a server that said no."""
-    return isinstance(error, psycopg.OperationalError) and (error.sqlstate or "08000").startswith(("08", "57P"))
+    """Return whether the connection failed or could not be made: the server did not refuse."""
+    return isinstance(error, psycopg.OperationalError) and (error.sqlstate or "08000").startswith(
+        ("08", "57P")
+    )
 
 
 def down(error: psycopg.Error) -> LedgerDown:
-    what = "cannot be reached" if is_lost(error) else "refused"
-    return LedgerDown(f"PostgreSQL {what}: {error.diag.message_primary or ' '.join(str(error).split())}")
+    what = "refused"
+    if is_lost(error):
+        what = "cannot be reached"
+    return LedgerDown(
+        f"PostgreSQL {what}: {error.diag.message_primary or ' '.join(str(error).split())}"
+    )
 
 
-# --- one connection --------------------------------------------------------------------------------------------------
+# --- one connection -------------------------------------------------------------------------------
 
 
 async def rows_of(connection: Connection, statements: str, params: Params | None = None) -> Rows:
     """Send statements as one message, and return the rows of the last one that has rows."""
     with watched(connection):
-        cursor = psycopg.AsyncClientCursor(connection)  # it puts the values into the text, so one message is enough
+        # It puts the values into the statement: one message is enough.
+        cursor = psycopg.AsyncClientCursor(connection)
         await cursor.execute(statements, params)
         rows: Rows = []
         while True:
@@ -120,7 +160,10 @@ async def rows_of(connection: Connection, statements: str, params: Params | None
 
 @contextmanager
 def watched(connection: Connection, turns: int = 1) -> Iterator[None]:
-    """End the connection if this block takes too long. psycopg would ask the same server to cancel, and wait for it."""
+    """End the connection if this block takes too long.
+
+    psycopg would ask the same server to cancel, and wait for it.
+    """
 
     def cut() -> None:
         logger.warning("PostgreSQL did not answer in time: the connection is cut")
@@ -139,7 +182,10 @@ def watched(connection: Connection, turns: int = 1) -> Iterator[None]:
 
 
 def is_alive(connection: Connection) -> bool:
-    """Without a round trip: a server that ended the session has sent the end of the stream, after its last words."""
+    """Check without a round trip.
+
+    A server that ended the session has sent its last error, then an end of stream.
+    """
     if not connection.lock.locked():  # else a task is waiting for these bytes, and will find out
         with suppress(psycopg.Error):
             connection.pgconn.consume_input()
@@ -147,7 +193,7 @@ def is_alive(connection: Connection) -> bool:
     return not connection.closed
 
 
-# --- the connections of an event loop --------------------------------------------------------------------------------
+# --- the connections of an event loop -------------------------------------------------------------
 
 
 class Connections:
@@ -158,13 +204,24 @@ class Connections:
         self._conninfo = conninfo
         self._made: WeakSet[Connection] = WeakSet()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._waiting: set[asyncio.Timeout] = set()  # for a connection
+        # The timeouts of tasks that wait for a connection.
+        self._waiting: set[asyncio.Timeout] = set()
         self._in_use = 0
-        self._trouble: LedgerDown | None = None  # the last attempt to connect has failed, and why
+        self._size = size
+        # The connections that transactions may hold at the same time.
+        places = size
+        if size >= LEAST_POOL:
+            places -= RESERVED
+        self._places = asyncio.Semaphore(places)
+        # Why the last attempt to connect failed, if it did.
+        self._trouble: LedgerDown | None = None
         connections = self
 
         class Pooled(AsyncConnection[Row]):
-            """A pool waits for a server that is away. So the attempt itself says that it failed, to all that wait."""
+            """A pool waits for a server that is down.
+
+            So a failed attempt itself reports to all that wait.
+            """
 
             @classmethod
             async def connect(cls, conninfo: str = "", **options: Any) -> "Pooled":
@@ -172,11 +229,12 @@ class Connections:
                     made = await super().connect(conninfo, **options)
                 except psycopg.Error as error:
                     connections._trouble = down(error)
-                    if not connections._in_use:  # else one of those may come back
+                    if not connections._in_use:  # else one of those may be returned
                         for waiting in connections._waiting:
                             waiting.reschedule(0)
                     raise
-                except asyncio.CancelledError:  # the loop ends; the pool's worker would swallow that, and wait for ever
+                # The loop ends; the pool's worker would swallow that and hang.
+                except asyncio.CancelledError:
                     connections.spawn(connections._pool.close())
                     raise
                 connections._trouble = None
@@ -187,7 +245,7 @@ class Connections:
         self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
             conninfo,
             connection_class=Pooled,
-            kwargs={"autocommit": True},
+            kwargs=OPTIONS,
             min_size=0,
             max_size=size,
             open=False,
@@ -196,19 +254,23 @@ class Connections:
         )
 
     async def _live(self) -> AsyncGenerator[None, None]:
-        """Suspended for as long as the loop lives: a loop closes its asynchronous generators before it ends."""
+        """Stay suspended for as long as the loop lives.
+
+        A loop closes its asynchronous generators before it ends.
+        """
         await self._pool.open()
         try:
             yield
         finally:
             try:
                 await self._pool.close()
-            finally:  # at the end of the loop its workers are cancelled by now, and it leaves its connections open
+            # When a loop ends, the pool's workers are cancelled by now, and leave connections open.
+            finally:
                 for connection in self._made:
                     await connection.close()
 
     async def aclose(self) -> None:
-        """Let the operations in flight end, but do not wait for ever."""
+        """Let the operations in flight end, but do not wait indefinitely."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=PATIENCE)
         for task in self._tasks:
@@ -218,7 +280,7 @@ class Connections:
 
     @property
     def is_away(self) -> bool:
-        """Whether no task has a connection, and none can be made: then to wait for one is to wait for nothing."""
+        """Whether no task has a connection, and none can be made: a wait for one is useless."""
         return self._trouble is not None and not self._in_use
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
@@ -234,28 +296,64 @@ class Connections:
         return task
 
     async def take(self) -> Connection:
-        """A connection that is not known to be dead; it must come back through `give`."""
+        """Return a connection that is not known to be dead; the caller returns it with `give`."""
         try:
             async with asyncio.timeout(FREE_WITHIN) as waiting:
                 self._waiting.add(waiting)
                 try:
                     while not is_alive(connection := await self._pool.getconn()):
                         await self._pool.putconn(connection)
-                        await self._pool.drain()  # the server ended it, so the others are probably dead as well
+                        # The server ended it, so the others are probably dead as well.
+                        await self._pool.drain()
                 finally:
                     self._waiting.discard(waiting)
         except TimeoutError:
-            trouble = self._trouble or f"no connection became free within {FREE_WITHIN} s; `?pool=` sets their number"
-            raise LedgerDown(str(trouble)) from None
+            if self._trouble is not None:
+                raise LedgerDown(str(self._trouble)) from None
+            raise self._crowded(FREE_WITHIN) from None
         except PoolClosed:
             raise LedgerDown("the ledger is closed") from None
         self._in_use += 1
         return connection
 
+    async def enter(self, within: float) -> Connection:
+        """Return a connection for a transaction, once there is a place.
+
+        The caller returns it with `leave`.
+        """
+        try:
+            async with asyncio.timeout(within):
+                await self._places.acquire()
+        except TimeoutError:
+            raise self._crowded(within) from None
+        try:
+            return await self.take()
+        except BaseException:
+            self._places.release()
+            raise
+
+    async def leave(self, connection: Connection) -> None:
+        try:
+            await self.give(connection)
+        finally:
+            self._places.release()
+
+    def _crowded(self, within: float) -> Crowded:
+        return Crowded(
+            f"none of {self._size} connections became free within {within:g} s; "
+            "`?pool=` sets their number"
+        )
+
     async def give(self, connection: Connection) -> None:
-        """Take a connection back; one that is not at rest is closed, which also undoes what was open on it."""
+        """Take a connection back.
+
+        One that is not idle is closed, which also rolls back its transaction.
+        """
         wire = connection.pgconn
-        is_idle = wire.transaction_status == TransactionStatus.IDLE and wire.pipeline_status == PipelineStatus.OFF
+        is_idle = (
+            wire.transaction_status == TransactionStatus.IDLE
+            and wire.pipeline_status == PipelineStatus.OFF
+        )
         if connection.lock.locked() or not is_idle:
             async with connection.lock:  # a task that its handler did not await may be using it
                 await connection.close()
@@ -270,27 +368,32 @@ class Connections:
             await self.give(connection)
 
     async def aside(self, statement: str, params: Params) -> Row:
-        """The one row a statement gives, on a connection that is made for it."""
-        async with await AsyncConnection.connect(self._conninfo, autocommit=True) as connection:
+        """Return the only row of a statement, on a connection that is made for it."""
+        async with await AsyncConnection.connect(self._conninfo, **OPTIONS) as connection:
             return (await rows_of(connection, statement, params))[0]
 
 
-# --- queues ----------------------------------------------------------------------------------------------------------
+# --- queues ---------------------------------------------------------------------------------------
 
 
 class _Waiting(Struct):
     id: RecordId
-    turn: tuple[str, str, str]  # the order of locks; equal calls without a key lock one thing, in the order of their arrival
+    # The order of locks; equal calls without a key lock one thing, in the order of their arrival.
+    turn: tuple[str, str, str]
     item: bytes
     answer: "asyncio.Future[Row | None]"
 
     def refuse(self, error: LedgerDown) -> None:
         if not self.answer.done():
-            self.answer.set_exception(LedgerDown(*error.args))  # each their own: raising writes into an exception
+            # One each: raising changes an exception.
+            self.answer.set_exception(type(error)(*error.args))
 
 
 class Queue:
-    """Statements of one kind. What waits goes out together, as a list in JSON, and rows with their ids come back."""
+    """Statements of one kind.
+
+    Pending items are sent together, as a JSON list, and return rows with their ids.
+    """
 
     def __init__(self, connections: Connections, statement: str, flights: int = FLIGHTS) -> None:
         self._connections = connections
@@ -299,10 +402,15 @@ class Queue:
         self._free = flights
 
     async def send(self, item: Claim | Ending | RecordId) -> Row | None:
-        id = item if isinstance(item, RecordId) else item.id
+        if isinstance(item, RecordId):
+            id = item
+        else:
+            id = item.id
         id_of(id)
-        keyless = item.keyless if isinstance(item, Claim) else None
-        turn = (id.caller, id.method, id.key if keyless is None else (keyless.likeness or b"").hex())
+        locked = id.key
+        if isinstance(item, Claim) and item.keyless is not None:
+            locked = (item.keyless.likeness or b"").hex()
+        turn = (id.caller, id.method, locked)
         answer: asyncio.Future[Row | None] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(id, turn, encode(item), answer))
         if self._free:
@@ -311,12 +419,17 @@ class Queue:
         return await answer
 
     async def _fly(self) -> None:
-        """Send what waits, of each id one at a time; what was cancelled by now does not go at all."""
+        """Send the pending items, one at a time for each id, without those that were cancelled."""
         try:
             while self._waiting:
                 batch: dict[RecordId, _Waiting] = {}
                 size = 0
-                while self._waiting and len(batch) < BATCH and size < BATCH_BYTES and self._waiting[0].id not in batch:
+                while (
+                    self._waiting
+                    and len(batch) < BATCH
+                    and size < BATCH_BYTES
+                    and self._waiting[0].id not in batch
+                ):
                     waiting = self._waiting.popleft()
                     if not waiting.answer.done():
                         batch[waiting.id] = waiting
@@ -330,7 +443,9 @@ class Queue:
         items = f"[{b','.join(waiting.item for waiting in batch).decode()}]"
         try:
             try:
-                rows = await self._connections.ask(self._statement, {"items": items, "again": False})
+                rows = await self._connections.ask(
+                    self._statement, {"items": items, "again": False}
+                )
             except psycopg.Error as error:
                 if not is_lost(error) and error.sqlstate not in UNDONE:
                     raise
@@ -338,7 +453,8 @@ class Queue:
         except psycopg.Error as error:
             if len(batch) == 1 or is_lost(error):
                 self._refuse(batch, down(error))
-            else:  # one of them is at fault, or has to wait for another transaction: the others need not suffer for it
+            # One item fails, or has to wait for another transaction: it must not fail the others.
+            else:
                 await asyncio.gather(*(self._deliver([waiting]) for waiting in batch))
         except LedgerDown as error:
             self._refuse(batch, error)
@@ -348,10 +464,13 @@ class Queue:
         else:
             found = {row[:3]: row for row in rows}
             for waiting in batch:
-                wake(waiting.answer, found.get((waiting.id.caller, waiting.id.method, waiting.id.key)))
+                wake(
+                    waiting.answer,
+                    found.get((waiting.id.caller, waiting.id.method, waiting.id.key)),
+                )
 
     def _refuse(self, batch: list[_Waiting], error: LedgerDown) -> None:
         for waiting in batch:
             waiting.refuse(error)
-        while self._waiting and self._connections.is_away:  # they would fare no better
+        while self._waiting and self._connections.is_away:  # they would fail as well
             self._waiting.popleft().refuse(error)

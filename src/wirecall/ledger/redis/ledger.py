@@ -2,31 +2,39 @@
 
 The rules of the file:
 
-1. A transition is one script of the folder `lua`, which reads the server's clock. It touches one record, and where that is
-   of a call without a key, the index of its likeness and the records there; or it touches one task. Its keys are in one
-   slot, so a cluster is as good as a server. Times and durations are whole microseconds.
-2. A record never goes because its lease is over: the lease is a field. Only a tombstone's key has an expiry of its own.
-3. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a script that the server does
-   not know is sent again, in full, since then nothing has run. Should the driver send a script twice, the second finds what
-   the first did: a claim its own nonce, what a token allows the name of its call (but for `release`, which leaves nothing),
-   the end of an answer the deliverer, the change of a task the name of that change.
-4. An operation over all records asks all primaries, and fails if one of them does not answer: half a list looks like a list.
-5. A task is a hash in another slot than its record, so its beginning takes three steps: the record names it, as its token
-   allows; it is written; and it goes to a set of open tasks, where `orphans` looks. If that ends halfway, no caller has
-   heard of it yet: either the record names a task that is not there, as if it had none, or the task is not adopted until a
-   retry finds it. (In another order there could be tasks that their records refused, or a set that forgets one which is
-   still to be written. One script for two of the steps could part their keys while the slot moves.)
+1. A transition is one script of the folder `lua`, which reads the server's clock. It touches one
+   record and, for a call without a key, the index of equal calls and the records there; or it
+   touches one task. Its keys are in one slot, so a cluster works like a server. Times and durations
+   are whole microseconds.
+2. A record is never removed because its lease is over: the lease is a field. Only a tombstone's key
+   has an expiry.
+3. A transition whose answer is lost is `LedgerDown`, and its caller finds out by asking. Only a
+   script that the server does not know is sent again, in full, since then nothing has run. If the
+   driver sends a script twice, the second finds the trace of the first: a claim finds its own
+   nonce, a step with a token the name of its call (except `release`, which leaves nothing), the
+   mark of an answer the deliverer, the change of a task the name of that change.
+4. An operation over all records asks all primaries, and fails if one of them does not answer: half
+   a list looks like a list.
+5. A task is a hash in another slot than its record, so its beginning takes three steps: the record
+   names it, as its token allows; it is written; and it is added to a set of open tasks, where
+   `orphans` looks. If that stops halfway, no caller has received its id yet: either the record
+   names a task that does not exist, as if it had none, or the task is not adopted until a retry
+   finds it. (In another order there could be tasks that their records refused, or a set could
+   forget a task that is not written yet. One script for two of the steps could separate their keys
+   while the slot moves.)
 
-Beside it is `connection`, the way to the server that holds a record. The promise is "at most once, unless Redis loses writes
-that it acknowledged": so no eviction, an append-only file, and where a replica may take over, `?replicas=`.
+`connection` reaches the server that holds a record. The promise is "at most once, unless Redis
+loses writes that it acknowledged": so no eviction, an append-only file, and where a replica may
+take over, `?replicas=`.
 """
 
 import asyncio
 import hashlib
+import math
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
@@ -39,58 +47,157 @@ from redis.exceptions import NoScriptError, RedisClusterException, ResponseError
 
 from wirecall.errors import UsageError
 from wirecall.ledger.base import (
+    ALL,
     MAX_ATTEMPTS,
+    STORED,
     TOMBSTONE_FACTOR,
+    UNKNOWN_AFTER,
     Claim,
     Delivered,
     LedgerDown,
+    Only,
     Outcome,
+    Place,
     Record,
     RecordId,
+    Risk,
+    Schema,
     State,
+    Tables,
     Task,
     Token,
     is_orphan,
+    other_tables,
 )
 from wirecall.ledger.redis.connection import Connections, Node, check_server, options_of
+from wirecall.logs import logger
 
-# Records looked at together, and how often one call of `sweep` does so: 10,000 records, or 50 ms of the server's time.
+# The version of the records. A version only adds fields, so processes of the version before can use
+# them. The first had no number.
+VERSION = 2
+
+# The least version that a process must know to use the records.
+LEAST = 1
+
+# What a migration does.
+STEPS_OF_MIGRATION = (
+    "ZADD for every record and task: the order of time in which verbs read them",
+    "HSET meta version 2 least 1",
+)
+
+# The order of the newest records: a rank for each state, and microseconds since 2020.
+RANKS = {
+    State.RUNNING: 0,
+    State.WAITING: 1,
+    State.UNKNOWN: 2,
+    State.DONE: 3,
+    State.TOMBSTONE: 4,
+}
+RANK = 2**50
+EPOCH = 1_577_836_800_000_000
+
+# Names that are read from a set at once; and how many times that is done before all records of a
+# caller are looked for.
+CHUNK = 200
+ROUNDS = 5
+
+# Settings of a server: the value that keeps every command, and what another one may lose.
+SAFE = {
+    "appendonly": ("yes", "a crash of Redis loses all commands since its last snapshot"),
+    "appendfsync": ("always", "a crash of the machine loses the commands of about a second"),
+    "maxmemory-policy": ("noeviction", "Redis removes records when its memory is full"),
+}
+
+# Records per page, and pages per call of `sweep`: 10,000 records, or 50 ms of the server's time.
 PAGE = 100
 STEPS = 100
 
-# The open tasks are in so many sets. In one set, all tasks of a cluster would depend on one of its servers.
+# The number of sets of open tasks. With one set, all tasks of a cluster would depend on one of its
+# servers.
 SHARDS = 16
 
-# A generated key with a likeness, as `Keyless` makes it, and how long its random end is.
+# A generated key with digests, as `Keyless` makes it, and the length of its random end.
 KEY_END = 24
 GENERATED = re.compile(r"(auto-[0-9a-f]+)(-[0-9a-f]{24})")
 
-# How long the key outlives the record: a duplicate that waits elsewhere looks twice a second, however short the retention.
+# How long the key outlives the record: a duplicate that waits elsewhere looks twice a second,
+# however short the retention.
 GRACE = 60.0
 
-# A lease or retention of "forever" is 100 years, so that every time stays a number that Lua holds exactly.
+# A lease or retention of "forever" is 100 years, so that every time stays a number that Lua holds
+# exactly.
 FOREVER = 100 * 365 * 86_400.0
 
 STATES = {state.value.encode(): state for state in State}
 
 Ids: TypeAlias = list[RecordId]  # inside the class, `list` is a method
+Records: TypeAlias = list[Record]
+Found: TypeAlias = list[Task]
+Names: TypeAlias = list[bytes]
+# When records began, and their names.
+Timed: TypeAlias = list[tuple[int, bytes]]
 Tasks: TypeAlias = list[str]
-Walk: TypeAlias = deque[tuple[Node, int]]  # the servers whose keys are still to be looked at, and from which cursor on
+# The servers that are not fully scanned, and their cursors.
+Walk: TypeAlias = deque[tuple[Node, int]]
 
 
-async def open_url(url: str) -> "RedisLedger":
-    """Connect to `redis://`, `rediss://` or `valkey://`, and refuse a server that would lose records.
+async def open_url(url: str, tables: Tables = "create") -> "RedisLedger":
+    """Connect to `redis://`, `rediss://` or `valkey://`; refuse a server that would lose records.
 
-    A node of a cluster stands for the whole of it. `?prefix=` is put before every key; end it with a colon. `?replicas=` is
-    how many of them have to hold a write before it counts. The other parameters are those of redis-py.
+    A node of a cluster stands for the whole of it. `?prefix=` is put before every key; end it with
+    a colon. `?replicas=` is how many replicas must hold a write before it counts. The other
+    parameters are those of redis-py.
     """
     ledger = RedisLedger(url)
     try:
-        await ledger._check()
+        await ledger._check(tables)
+        with suppress_answers():  # a cluster may need a moment until it serves every slot
+            await ledger._prepare(tables)
     except BaseException:
         await ledger.aclose()
         raise
     return ledger
+
+
+async def risks_of(url: str) -> Sequence[Risk]:
+    """Return by which settings the servers may lose commands. Managed ones may forbid CONFIG."""
+    ledger = RedisLedger(url)
+    found: dict[str, Risk] = {}
+    try:
+        await ledger._check("read")
+        connections = await ledger._here()
+        for node in await connections.primaries():
+            with suppress_answers():
+                for name, (good, what) in SAFE.items():
+                    value = await _setting(connections, node, name)
+                    if value not in (None, good):
+                        found[name] = Risk(
+                            f"{name} is {value}: {what}", f"CONFIG SET {name} {good}"
+                        )
+    finally:
+        await ledger.aclose()
+    return [*found.values()]
+
+
+async def _setting(connections: Connections, node: Node, name: str) -> str | None:
+    """Return a setting of a server; None if it has none of this name."""
+    answer = await connections.ask_at(node, "CONFIG", "GET", name)
+    if isinstance(answer, dict):
+        answer = [*chain(*answer.items())]
+    if len(answer) < 2:
+        return None
+    value = answer[1]
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+async def schema_of(url: str) -> Schema:
+    """Return the version of the records."""
+    ledger = RedisLedger(url)
+    try:
+        await ledger._check("read")
+        return await ledger._schema()
+    finally:
+        await ledger.aclose()
 
 
 class RedisLedger:
@@ -101,51 +208,98 @@ class RedisLedger:
     def __init__(self, url: str) -> None:
         self._options, prefix, self._replicas = options_of(url)
         self._prefix: bytes = prefix.encode()
+        # The version of the records, in a hash; without a colon, so it is not a record.
+        self._meta = self._prefix + b"meta"
+        # For verbs: the methods that have a set of their newest records, and the newest tasks.
+        self._all_methods = self._prefix + b"methods"
+        self._newest_tasks = self._prefix + b"tasks-newest"
+        # Names of these sets, by method.
+        self._sets: dict[str, bytes] = {}
+        # Those that this process has added.
+        self._methods: set[str] = set()
+        # The sets have all records.
+        self._is_indexed = False
         self._open_tasks = [self._prefix + b"tasks-%d" % shard for shard in range(SHARDS)]
         self._is_cluster = False
         self._place: tuple[asyncio.AbstractEventLoop, Connections] | None = None
         self._closed = False
-        self._round: Walk = deque()  # what the sweep has still to look at
+        # What the sweep has not scanned yet, and what it has scanned and not swept.
+        self._round: Walk = deque()
         self._unswept: list[RecordId] = []
 
-    # --- transitions -------------------------------------------------------------------------------------------------
+    # --- transitions ------------------------------------------------------------------------------
 
     async def claim(self, claim: Claim) -> Record:
+        if claim.id.method in self._methods:
+            return await self._claim(claim)
+        # Both are sent at once: the first claim of a method takes one round trip, like all others.
+        _, record = await asyncio.gather(self._add_method(claim.id.method), self._claim(claim))
+        return record
+
+    async def _claim(self, claim: Claim) -> Record:
         keyless = claim.keyless
-        window = f"1{micros(keyless.window)}" if keyless else "0"
-        flags = f"{claim.committed:d}{claim.continues:d}{self._replicas > 0:d}{window}"
+        window = ""
+        if keyless is not None:
+            window = str(micros(keyless.window))
+        recorded: tuple[bytes, ...] = ()
+        if claim.params is not None:
+            recorded = (claim.params,)
+        flags = (
+            f"{claim.committed:d}{claim.continues:d}{self._replicas > 0:d}"
+            f"{keyless is not None:d}{len(recorded)}{window}"
+        )
         terms = f"{micros(claim.lease)} {micros(claim.retention)} {claim.on_crash} {flags}"
         if keyless is None or keyless.likeness is None:
-            return record_of(claim.id, await self._run("claim", claim.id, claim.fingerprint, claim.nonce, terms))
-        # The script is sent to the index of the likeness. It knows the records there by the ends of their keys.
-        like, own = claim.id.key[:-KEY_END], claim.id.key[-KEY_END:]
+            seen = await self._run(
+                "claim", claim.id, claim.fingerprint, claim.nonce, terms, *recorded
+            )
+            return record_of(claim.id, seen)
+        # The script is sent to the index of equal calls. It knows the records there by the ends of
+        # their keys.
+        like = claim.id.key[:-KEY_END]
+        own = claim.id.key[-KEY_END:]
         index = self._name(claim.id)[: -KEY_END - 1]
         beside = [key[-KEY_END:] for key in keyless.beside if key.startswith(like)]
         while True:
-            seen = await self._run_on("claim", [index], claim.fingerprint, claim.nonce, f"{terms} {own}", *beside)
+            facts = claim.fingerprint, claim.nonce, f"{terms} {own}", *recorded
+            names = [index, *self._noted("claim", claim.id)]
+            seen = await self._run_on("claim", names, *facts, *beside)
             if isinstance(seen, bytes):
                 end = seen[:KEY_END].decode()
-                id = claim.id if end == own else RecordId(claim.id.caller, claim.id.method, like + end)
+                id = claim.id
+                if end != own:
+                    id = RecordId(claim.id.caller, claim.id.method, like + end)
                 return record_of(id, seen[KEY_END:])
-            # There are members without a record, each the end of a key and a deliverer, and no other record to match.
-            ids = [RecordId(claim.id.caller, claim.id.method, like + member[:KEY_END].decode()) for member in seen]
+            # There are members without a record, each the end of a key and a deliverer, and no
+            # other record to match.
+            ids = [
+                RecordId(claim.id.caller, claim.id.method, like + member[:KEY_END].decode())
+                for member in seen
+            ]
             if any(await self._run_all("state", ids)):
                 raise LedgerDown(
-                    f"{index.decode()}: the cluster moves this slot, and the index has moved before its records"
+                    f"{index.decode()}: the cluster moves this slot, and the index has moved "
+                    "before its records"
                 )
             await self._ask("ZREM", index, *seen, writes=True)
 
     async def deliver(self, ends: Sequence[Delivered]) -> None:
-        # A server alone takes many records in one script. In a cluster they are in different slots.
-        size, scripts = 1 if self._is_cluster else PAGE, []
+        # A single server takes many records in one script. In a cluster they are in different
+        # slots.
+        size = PAGE
+        if self._is_cluster:
+            size = 1
+        scripts = []
         for start in range(0, len(ends), size):
             page = ends[start : start + size]
-            told = [end.delivery.encode() + b" " + end.deliverer for end in page]
-            scripts.append(self._run_on("deliver", [self._name(end.id) for end in page], *told))
+            marks = [end.delivery.encode() + b" " + end.deliverer for end in page]
+            scripts.append(self._run_on("deliver", [self._name(end.id) for end in page], *marks))
         await asyncio.gather(*scripts)
 
     async def begin_task(self, token: Token, id: str, document: bytes, ttl: float) -> bool:
-        started_at = await self._run("begin_task", token.id, token.fence, token.nonce, os.urandom(16), id)
+        started_at = await self._run(
+            "begin_task", token.id, token.fence, token.nonce, os.urandom(16), id
+        )
         if started_at is None:
             return False
         terms = self._name(token.id), started_at, document, micros(ttl)
@@ -154,6 +308,9 @@ class RedisLedger:
             return False
         shard = crc32(id.encode()) % SHARDS
         await self._ask("ZADD", self._open_tasks[shard], begun_at, id, writes=True)
+        if not self._is_cluster:
+            name = self._task_name(id)
+            await self._ask("ZADD", self._newest_tasks, started_at, name, writes=True)
         return True
 
     async def task(self, id: str) -> Task | None:
@@ -163,17 +320,24 @@ class RedisLedger:
             record = self._id(record_name)
             assert record is not None
             now = await self.get(record)
-            # If the task is still the same after the look at its record, both were there at the moment of that look.
+            # If the task is unchanged after its record was read, both existed at the moment of that
+            # read.
             if await self._ask("HGET", name, "version") == version:
-                is_its_own = now is not None and now.started_at == int(started_at) / 1e6
+                # Another record may have its id by now.
+                if now is not None and now.started_at != int(started_at) / 1e6:
+                    now = None
                 facts = int(version), document, is_ready == b"1", is_over == b"1", int(left) / 1e3
-                return Task(id, record, *facts, now if is_its_own else None)
+                return Task(id, record, *facts, now)
         return None
 
     async def task_of(self, id: RecordId) -> Task | None:
         last = await self._ask("HGET", self._name(id), "task")
-        task = await self.task(last.decode()) if last else None
-        return task if task is not None and task.record == id and task.now is not None else None
+        if not last:
+            return None
+        task = await self.task(last.decode())
+        if task is None or task.record != id or task.now is None:
+            return None
+        return task
 
     async def change_task(self, task: Task) -> bool:
         flags = int(task.is_ready), int(task.is_over)
@@ -182,11 +346,16 @@ class RedisLedger:
 
     async def orphans(self, limit: int = 100) -> Sequence[str]:
         async def look(names: bytes) -> Tasks:
-            found, start = Tasks(), 0
-            while len(found) < limit and (page := await self._ask("ZRANGE", names, start, start + PAGE - 1)):
+            found = Tasks()
+            start = 0
+            while len(found) < limit and (
+                page := await self._ask("ZRANGE", names, start, start + PAGE - 1)
+            ):
                 tasks = await asyncio.gather(*(self.task(id.decode()) for id in page))
                 found += [task.id for task in tasks if task is not None and is_orphan(task)]
-                over = [id for id, task in zip(page, tasks, strict=True) if task is None or task.is_over]
+                over = [
+                    id for id, task in zip(page, tasks, strict=True) if task is None or task.is_over
+                ]
                 if over:
                     await self._ask("ZREM", names, *over, writes=True)
                 start += len(page) - len(over)
@@ -215,67 +384,285 @@ class RedisLedger:
     async def lapse(self, token: Token) -> bool:
         return await self._change("lapse", token)
 
-    async def resolve(self, id: RecordId, outcome: Outcome | None, retention: float = 86_400) -> bool:
-        found = () if outcome is None else fields_of(outcome)
+    async def resolve(
+        self, id: RecordId, outcome: Outcome | None, retention: float = 86_400
+    ) -> bool:
+        found: tuple[Any, ...] = ()
+        if outcome is not None:
+            found = fields_of(outcome)
         return bool(await self._run("resolve", id, micros(retention), *found))
 
     async def _change(self, script: str, token: Token, *args: Any) -> bool:
-        return bool(await self._run(script, token.id, token.fence, token.nonce, os.urandom(16), *args))
+        return bool(
+            await self._run(script, token.id, token.fence, token.nonce, os.urandom(16), *args)
+        )
 
-    # --- reading and housekeeping ------------------------------------------------------------------------------------
+    # --- reading and housekeeping -----------------------------------------------------------------
 
     async def get(self, id: RecordId) -> Record | None:
         seen = await self._run("get", id)
         return seen and record_of(id, seen)
 
-    async def list(self, state: State | None = None, *, limit: int = 100, after: RecordId | None = None) -> list[Record]:
-        """As in every ledger; but Redis keeps no order, so each page reads the names of all keys and sorts them here."""
+    async def list(
+        self,
+        state: State | None = None,
+        *,
+        limit: int = 100,
+        after: Place | None = None,
+        only: Only = ALL,
+    ) -> Records:
+        if not self._is_indexed:
+            return await self._list_all(state, limit, after, only)
+        names = self._names_by_time(state, limit, after, only)
+        found: Records = []
+        async for page in names:
+            found += await self._views(page, state, after, only)
+            if len(found) >= limit:
+                break
+        await names.aclose()
+        return found[:limit]
+
+    async def _views(
+        self, names: Sequence[bytes], state: State | None, after: Place | None, only: Only
+    ) -> Records:
+        """Return the records of these names that are asked for, in the order of time."""
         wanted = () if state is None else (state.value,)
-        found: list[Record] = []
-        for page in _pages(sorted(id for id in await self._ids() if after is None or id > after)):
+        ids = [id for name in names if (id := self._id(name)) and only.names(id)]
+        views = await self._run_all("get", ids, *wanted)
+        records = [record_of(id, seen) for id, seen in zip(ids, views, strict=True) if seen]
+        found = [
+            record
+            for record in records
+            if only.has(record) and (after is None or record.place < after)
+        ]
+        return sorted(found, key=lambda record: record.place, reverse=True)
+
+    async def _names_by_time(
+        self, state: State | None, limit: int, after: Place | None, only: Only
+    ) -> AsyncGenerator[Names, None]:
+        """Yield names of records, the newest first, in pages.
+
+        A record may have changed since its name was noted. If a caller has few of the newest
+        records, all names are searched for it.
+        """
+        methods = [only.method] if only.method is not None else await self._known_methods()
+        ranks = {RANKS[stored] for stored, _ in STORED[state]}
+        sets = [(self._newest(method), rank) for method in methods for rank in ranks]
+        least = _since_2020(only.since)
+        most = _since_2020(min(only.until, after[0] if after else math.inf))
+        size = max(1, limit) if only.caller is None else CHUNK
+        for round in count():
+            if only.caller is not None and round == ROUNDS:
+                names = await self._names_of_caller(only.caller, methods, ranks, least, most)
+                for start in range(0, len(names), CHUNK):
+                    yield names[start : start + CHUNK]
+                return
+            chunks = await asyncio.gather(*(self._chunk(*each, least, most, size) for each in sets))
+            # Below the last of a full chunk, there may be others that are newer than the rest.
+            full = [chunk[-1][0] for chunk in chunks if len(chunk) >= size]
+            least_sure = max(full, default=least)
+            merged = sorted(chain(*chunks), reverse=True)
+            yield [name for at, name in merged if at >= least_sure]
+            if not full:
+                return
+            most = least_sure - 1
+
+    async def _chunk(self, newest: bytes, rank: int, least: int, most: int, size: int) -> Timed:
+        """Return the newest names of a state in a set, and when each began."""
+        pairs = await self._ask(
+            "ZREVRANGEBYSCORE",
+            newest,
+            rank * RANK + most,
+            rank * RANK + least,
+            "WITHSCORES",
+            "LIMIT",
+            0,
+            size,
+        )
+        found = [
+            (int(float(score)) - rank * RANK, name)
+            for name, score in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
+        if len(found) < size:
+            return found
+        # Others may have begun at the same moment as the last one.
+        last = found[-1][0]
+        bounds = rank * RANK + last, rank * RANK + last
+        equals = await self._ask("ZRANGEBYSCORE", newest, *bounds)
+        return [*dict.fromkeys([*found, *((last, name) for name in equals)])]
+
+    async def _names_of_caller(
+        self, caller: str, methods: Sequence[str], ranks: set[int], least: int, most: int
+    ) -> Names:
+        """Return all names of a caller in the order of time. The server compares them."""
+        pattern = _literally(self._prefix + _quoted(caller).encode()) + b":*"
+        found: Timed = []
+        for method in methods:
+            cursor: bytes | int = 0
+            while True:
+                terms = cursor, "MATCH", pattern, "COUNT", 50 * PAGE
+                cursor, pairs = await self._ask("ZSCAN", self._newest(method), *terms)
+                for name, score in pairs:
+                    rank, at = divmod(int(score), RANK)
+                    if rank in ranks and least <= at <= most:
+                        found.append((at, name))
+                if not int(cursor):
+                    break
+        return [name for _, name in sorted(found, reverse=True)]
+
+    async def _note(self, ids: Ids) -> None:
+        """Note the places of records in the order of time."""
+        if ids:
+            names = [(self._name(id), self._newest(id.method)) for id in ids]
+            await self._run_on("note", [*chain(*names)])
+
+    async def _known_methods(self) -> Tasks:
+        names = await self._ask("SMEMBERS", self._all_methods)
+        return [unquote(name.decode(), errors="surrogatepass") for name in names]
+
+    async def _list_all(
+        self, state: State | None, limit: int, after: Place | None, only: Only
+    ) -> Records:
+        """Return a page of a ledger without the sets: a cluster, or one that is not migrated.
+
+        Redis does not sort, so each page reads when each record began, and sorts here.
+        """
+        wanted: tuple[str, ...] = ()
+        if state is not None:
+            wanted = (state.value,)
+        places: list[Place] = []
+        for page in _pages([id for id in await self._ids() if only.names(id)]):
+            begun = await self._run_all("began", page, *wanted)
+            places += [(int(at) / 1e6, id) for id, at in zip(page, begun, strict=True) if at]
+        ids = [
+            place[1]
+            for place in sorted(places, reverse=True)
+            if (after is None or place < after) and only.since <= place[0] < only.until
+        ]
+        found: Records = []
+        for page in _pages(ids):
             views = await self._run_all("get", page, *wanted)
             found += [record_of(id, seen) for id, seen in zip(page, views, strict=True) if seen]
             if len(found) >= limit:
                 break
         return found[:limit]
 
+    async def list_tasks(
+        self,
+        state: State | None = None,
+        *,
+        limit: int = 100,
+        after: Place | None = None,
+        only: Only = ALL,
+    ) -> Sequence[Task]:
+        found: Found = []
+        if not self._is_indexed:
+            while len(found) < limit and (
+                page := await self.list(state, limit=PAGE, after=after, only=only)
+            ):
+                found += await self._tasks_of(record.id for record in page)
+                after = page[-1].place
+            return found[:limit]
+        most = min(only.until, after[0] if after else math.inf)
+        bounds = _score(most), _score(only.since)
+        start = 0
+        while len(found) < limit:
+            terms = "LIMIT", start, limit
+            names = await self._ask("ZREVRANGEBYSCORE", self._newest_tasks, *bounds, *terms)
+            if not names:
+                break
+            start += len(names)
+            records = await asyncio.gather(*(self._ask("HGET", name, "record") for name in names))
+            ids = dict.fromkeys(self._id(name) for name in records if name)
+            tasks = await self._tasks_of(id for id in ids if id is not None and only.names(id))
+            for task in tasks:
+                assert task.now is not None
+                is_wanted = state in (None, task.now.standing) and only.has(task.now)
+                if is_wanted and (after is None or task.now.place < after):
+                    found.append(task)
+        return found[:limit]
+
+    async def _tasks_of(self, ids: Iterable[RecordId]) -> Found:
+        tasks = await asyncio.gather(*(self.task_of(id) for id in ids))
+        return [task for task in tasks if task is not None]
+
     async def counts(self) -> dict[State, int]:
-        found: Counter[bytes | None] = Counter()
-        for page in _pages(list(await self._ids())):
-            found.update(await self._run_all("state", page))
-        return {state: found[state.value.encode()] for state in State}
+        if not self._is_indexed:
+            found: Counter[bytes | None] = Counter()
+            for page in _pages(list(await self._ids())):
+                found.update(await self._run_all("state", page))
+            return {state: found[state.value.encode()] for state in State}
+        counts = dict.fromkeys(State, 0)
+        for method in await self._known_methods():
+            newest = self._newest(method)
+            for state, rank in RANKS.items():
+                bounds = rank * RANK, f"({(rank + 1) * RANK}"
+                if state is State.RUNNING:  # few, and some of them count as unknown
+                    names = await self._ask("ZRANGEBYSCORE", newest, *bounds)
+                    ids = [id for name in names if (id := self._id(name))]
+                    standings = await self._run_all("state", ids)
+                    for standing in filter(None, standings):
+                        counts[STATES[standing]] += 1
+                else:
+                    counts[state] += await self._ask("ZCOUNT", newest, *bounds)
+        return counts
 
     async def sweep(self, limit: int = 500) -> int:
-        """As in every ledger, on as many records as a call may look at; the next call goes on from there."""
-        changed, rounds = 0, 1 if self._at_end else 2  # a sweep that begins in the middle looks at the beginning too
+        """As in every ledger, on as many records as a call may look at.
+
+        The next call continues from there.
+        """
+        changed = 0
+        rounds = 1
+        if not self._at_end:  # a sweep that begins in the middle looks at the beginning too
+            rounds = 2
         for _ in range(STEPS):
             changed += await self._sweep_page(limit - changed)
             rounds -= self._at_end
             if changed >= limit or not rounds:
                 break
+        if not self._is_cluster:
+            await self._prune()
         return changed
 
-    async def spend(self, name: str, cost: float, burst: float) -> float:
-        """Spend from a limit of calls, which all processes share: return 0, or the seconds until the call may come again.
+    async def _prune(self) -> None:
+        """Forget the names of tombstones and tasks that Redis has removed since."""
+        for method in self._methods:
+            await self._add_method(method)  # a server that has lost its memory gets them again
+        for method in await self._known_methods():
+            least = RANKS[State.TOMBSTONE] * RANK
+            await self._run_on("prune", [self._newest(method)], least, PAGE)
+        await self._run_on("prune", [self._newest_tasks], 0, PAGE)
 
-        `cost` and `burst` are seconds of the limit's rate.
+    async def spend(self, name: str, cost: float, burst: float) -> float:
+        """Spend from a limit of calls, which all processes share.
+
+        Return 0, or the seconds until a retry may pass. `cost` and `burst` are seconds
+        of the limit's rate.
         """
         key = self._prefix + b"rate:" + quote(name, errors="surrogatepass").encode()
         return float(await self._run_on("spend", [key], micros(cost), micros(burst))) / 1e6
 
     async def ping(self) -> None:
-        """As in every ledger. In a cluster, every primary is asked, and one that takes a write is enough: as long as
-        some commands can be recorded, the others are refused one by one."""
+        """As in every ledger.
+
+        In a cluster, every primary is asked, and one that takes a write is enough: as long as some
+        commands can be recorded, the others are refused one by one.
+        """
         connections = await self._here()
-        left, names = set(await connections.primaries()), list[bytes]()
-        for number in count():  # a key for each primary; without a colon, so it cannot be taken for a record's
+        left = set(await connections.primaries())
+        names = list[bytes]()
+        # A key for each primary; without a colon, so it cannot be taken for a record's.
+        for number in count():
             if not left:
                 break
             name = self._prefix + b"ping-%d" % number
             if (holder := await connections.holder(name)) in left:
                 left.remove(holder)
                 names.append(name)
-        answers = await asyncio.gather(*(self._run_on("ping", [name]) for name in names), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._run_on("ping", [name]) for name in names), return_exceptions=True
+        )
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if len(errors) == len(answers):
             raise errors[0]
@@ -289,14 +676,21 @@ class RedisLedger:
             if not self._round:
                 self._round = await self._walk()
             self._unswept = await self._scan(self._round)
-        page, self._unswept = self._unswept[:PAGE], self._unswept[PAGE:]
-        due = list(compress(page, await self._run_all("due", page)))
+        page = self._unswept[:PAGE]
+        self._unswept = self._unswept[PAGE:]
+        marks = await self._run_all("due", page)
+        due = list(compress(page, (mark & 1 for mark in marks)))
+        await self._note(list(compress(page, (mark & 2 for mark in marks))))
         self._unswept = due[limit:] + self._unswept
         return sum(await self._run_all("sweep", due[:limit]))
 
     async def _ids(self) -> set[RecordId]:
-        """All there are. One whose slot moves to another server meanwhile may be missed, or be met twice: hence a set."""
-        walk, found = await self._walk(), set[RecordId]()
+        """Return all ids.
+
+        One whose slot moves during the scan may be missed, or found twice: hence a set.
+        """
+        walk = await self._walk()
+        found = set[RecordId]()
         while walk:
             found.update(await self._scan(walk))
         return found
@@ -305,21 +699,23 @@ class RedisLedger:
         return deque((node, 0) for node in await (await self._here()).primaries())
 
     async def _scan(self, walk: Walk) -> Ids:
-        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", self._prefix) + b"*"
-        node, cursor = walk.popleft()  # so the next call after a server that does not answer goes on with the others
+        pattern = _literally(self._prefix) + b"*"
+        # So after a server that does not answer, the next call continues with others.
+        node, cursor = walk.popleft()
         command = "SCAN", cursor, "MATCH", pattern, "COUNT", 5 * PAGE, "TYPE", "hash"
         cursor, names = await (await self._here()).ask_at(node, *command)
         if cursor:
             walk.appendleft((node, cursor))
         return [id for name in names if (id := self._id(name))]
 
-    # --- names -------------------------------------------------------------------------------------------------------
+    # --- names ------------------------------------------------------------------------------------
 
     def _name(self, id: RecordId) -> bytes:
-        """The three parts, percent-encoded, so that a colon only ever parts them.
+        """Return the three parts, percent-encoded, so that a colon only ever separates them.
 
-        That leaves no braces, so those around the likeness of a generated key are a hash tag: they put the records of that
-        likeness, and its index, which is named like them up to the brace, into one slot. (Braces in the prefix do so too.)
+        That leaves no braces, so those around the digests in a generated key are a hash tag: they
+        put the records of equal calls, and their index, which is named like them up to the brace,
+        into one slot. (Braces in the prefix do so too.)
         """
         return self._prefix + _name_of(id)
 
@@ -328,48 +724,110 @@ class RedisLedger:
         return self._prefix + b"task:" + quote(id, errors="surrogatepass").encode()
 
     def _id(self, name: bytes) -> RecordId | None:
-        """The record behind a key; None for another program's key that begins like ours."""
+        """Return the record id of a key; None for another program's key that begins like ours."""
         with suppress(ValueError):  # also that of `decode`
             caller, method, key = name[len(self._prefix) :].decode("ascii").split(":")
             if key.startswith("{auto-"):
                 key = key.replace("{", "", 1).replace("}", "", 1)
-            return RecordId(*(unquote(part, errors="surrogatepass") for part in (caller, method, key)))
+            return RecordId(
+                *(unquote(part, errors="surrogatepass") for part in (caller, method, key))
+            )
         return None
 
-    # --- the servers -------------------------------------------------------------------------------------------------
+    # --- the servers ------------------------------------------------------------------------------
 
-    async def _check(self) -> None:
-        """Find out whether this is a cluster; refuse servers that cannot keep the contract, warn of those that might not."""
+    async def _schema(self) -> Schema:
+        """Return the version of the records. Without a number, it is 1, or 0 without a record."""
+        found, least = await self._ask("HMGET", self._meta, "version", "least")
+        if found is None:
+            found = 0
+            walk = await self._walk()
+            while walk and not found:
+                found = min(1, len(await self._scan(walk)))
+        return Schema("This Redis", int(found), VERSION, int(least or 0), STEPS_OF_MIGRATION)
+
+    async def _prepare(self, tables: Tables) -> None:
+        """Note the version of the records, unless `tables` forbids it.
+
+        Records of an older version stay as they are: every record has its own version.
+        """
+        schema = await self._schema()
+        if schema.is_too_new:
+            raise other_tables(schema)
+        self._is_indexed = schema.found >= VERSION and not self._is_cluster
+        if not schema.is_behind or tables in ("leave", "read"):
+            return
+        if schema.found and tables == "create":
+            logger.warning(
+                "the ledger's records have version %s, and this wirecall knows version %s: "
+                "wirecall ledger migrate makes its verbs fast",
+                schema.found,
+                schema.known,
+            )
+            return
+        if schema.found and not self._is_cluster:
+            await self._index()
+        await self._ask("HSET", self._meta, "version", VERSION, "least", LEAST, writes=True)
+        self._is_indexed = not self._is_cluster
+
+    async def _index(self) -> None:
+        """Note the place of every record and task in the order of time."""
+        pattern = _literally(self._prefix)
+        cursor: bytes | int = 0
+        while True:
+            terms = self._prefix, pattern, cursor, 5 * PAGE
+            cursor = await self._run_on("index", [self._all_methods], *terms)
+            if not int(cursor):
+                break
+
+    async def _check(self, tables: Tables) -> None:
+        """Find out whether this is a cluster, and check its servers.
+
+        Refuse servers that cannot keep the contract, and warn about doubtful ones.
+        """
         connections = await self._here()
-        with suppress_answers():  # a server that is alone says no; INFO would tell too, but managed servers forbid it
+        # A single server refuses; INFO would do too, but managed servers forbid it.
+        with suppress_answers():
             await connections.ask_at(None, "CLUSTER", "SLOTS")
             await connections.aclose()
-            self._is_cluster, self._place = True, None
+            self._is_cluster = True
+            self._place = None
             connections = await self._here()
         for node in await connections.primaries():
             info: dict[str, Any] = {}
             with suppress_answers():
                 info = await connections.ask_at(node, "INFO")
-            if not info:  # it may forbid that; but not everything: a database that it does not have, for example
+            if not info:  # it may forbid INFO; PING finds other faults, like a missing database
                 await connections.ask_at(node, "PING")
-            check_server(connections.where(node), info, self._replicas)
+            if tables != "read":  # a replica will do
+                check_server(connections.where(node), info, self._replicas)
 
     async def aclose(self) -> None:
-        """Let the operations in flight end, and close the connections; those of another loop end with it."""
+        """Let the operations in flight end, and close the connections.
+
+        Connections of another loop end with that loop.
+        """
         self._closed = True
-        place, self._place = self._place, None
+        place = self._place
+        self._place = None
         if place is not None and place[0] is _loop():
             await place[1].aclose()
 
     async def _here(self) -> Connections:
-        """The connections of the running loop. A ledger serves one loop at a time, one after another."""
+        """Return the connections of the running loop.
+
+        A ledger serves one loop at a time, one after another.
+        """
         loop = _loop()
         place = self._place
         if place is None or place[0] is not loop:
             if self._closed:
                 raise LedgerDown("the ledger is closed")
             try:
-                place = self._place = loop, Connections(self._options, self._replicas, self._is_cluster)
+                place = self._place = (
+                    loop,
+                    Connections(self._options, self._replicas, self._is_cluster),
+                )
             except (TypeError, RedisClusterException) as error:
                 raise LedgerDown(f"redis-py has no client for this cluster: {error}") from error
             await anext(place[1].lifetime)
@@ -379,10 +837,29 @@ class RedisLedger:
         return await (await self._here()).ask(name, (command, name, *args), writes=writes)
 
     def _run(self, script: str, id: RecordId, *args: Any) -> Coroutine[Any, Any, Any]:
-        return self._run_on(script, [self._name(id)], *args)
+        return self._run_on(script, [self._name(id), *self._noted(script, id)], *args)
+
+    def _noted(self, script: str, id: RecordId) -> tuple[bytes, ...]:
+        """Return the set of newest records that a script also needs, if it needs one."""
+        if self._is_cluster or script not in NOTING:
+            return ()
+        return (self._newest(id.method),)
+
+    def _newest(self, method: str) -> bytes:
+        """Two parts, so it is not the name of a record."""
+        name = self._sets.get(method)
+        if name is None:
+            name = self._sets[method] = self._prefix + b"newest:" + _quoted(method).encode()
+        return name
+
+    async def _add_method(self, method: str) -> None:
+        if not self._is_cluster:
+            await self._ask("SADD", self._all_methods, _quoted(method), writes=True)
+        self._methods.add(method)
 
     async def _run_on(self, script: str, names: Sequence[bytes], *args: Any) -> Any:
-        connections, given = await self._here(), (len(names), *names, *args)
+        connections = await self._here()
+        given = (len(names), *names, *args)
         source, digest = SCRIPTS[script]
         writes = script not in READS
         try:
@@ -396,7 +873,7 @@ class RedisLedger:
         return await asyncio.gather(*(self._run(script, id, *args) for id in ids))
 
 
-# --- what is said to a server, and what it answers --------------------------------------------------------------------
+# --- requests to a server, and its answers --------------------------------------------------------
 
 
 def micros(seconds: float) -> int:
@@ -404,27 +881,41 @@ def micros(seconds: float) -> int:
 
 
 def _scripts() -> Iterator[tuple[str, tuple[bytes, str]]]:
-    """All scripts by their names: the text, and the digest under which a server knows it once it has seen it."""
-    parts = {path.name.removesuffix(".lua"): path.read_bytes() for path in files(__package__).joinpath("lua").iterdir()}
-    limits = f"local MAX_ATTEMPTS, TOMBSTONE_FACTOR, GRACE = {MAX_ATTEMPTS}, {TOMBSTONE_FACTOR}, {micros(GRACE)}\n"
+    """Yield all scripts by name: the source, and the digest by which a server knows it."""
+    parts = {
+        path.name.removesuffix(".lua"): path.read_bytes()
+        for path in files(__package__).joinpath("lua").iterdir()
+    }
+    numbers = f"{MAX_ATTEMPTS}, {TOMBSTONE_FACTOR}, {micros(UNKNOWN_AFTER)}, {micros(GRACE)}"
+    limits = (
+        "local MAX_ATTEMPTS, TOMBSTONE_FACTOR, UNKNOWN_AFTER, GRACE, VERSION = "
+        f"{numbers}, {VERSION}\n"
+    )
     common = limits.encode() + parts.pop("common")
     for name, part in parts.items():
         yield name, (common + part, hashlib.sha1(common + part, usedforsecurity=False).hexdigest())
 
 
 SCRIPTS = dict(_scripts())
-READS = {"due", "get", "state", "task"}  # those that write nothing
+# The scripts that write nothing.
+READS = {"began", "due", "get", "state", "task"}
+# The scripts that read or write the place of a record among the newest of its method.
+NOTING = {"abandon", "claim", "complete", "due", "release", "resolve", "suspend", "sweep"}
 
 
 def fields_of(outcome: Outcome) -> tuple[Any, ...]:
     bare = outcome.kind, outcome.digest
-    return bare if outcome.payload is None else (*bare, outcome.payload)
+    if outcome.payload is None:
+        return bare
+    return (*bare, outcome.payload)
 
 
 def record_of(id: RecordId, seen: bytes) -> Record:
-    """A record from what `view` in common.lua returns."""
-    state, fence, nonce, fingerprint, committed, attempts, left, started, completed, *rest = cut(seen)
-    kind, digest, payload, delivery, deliverer = rest
+    """Return the record that `view` in common.lua has encoded."""
+    state, fence, nonce, fingerprint, committed, attempts, left, started, completed, *rest = cut(
+        seen
+    )
+    kind, digest, payload, delivery, deliverer, params = rest
     return Record(
         id,
         fingerprint,
@@ -439,11 +930,15 @@ def record_of(id: RecordId, seen: bytes) -> Record:
         None if kind is None else Outcome(kind.decode(), payload, digest),
         None if delivery is None else delivery.decode(),
         deliverer or b"",
+        params,
     )
 
 
 def cut(seen: bytes) -> Iterator[Any]:
-    """The fields that `joined` in common.lua puts together: first their lengths, -1 for none, then all of them."""
+    """Yield the fields that `joined` in common.lua joins.
+
+    First come their lengths, -1 for none, and then all of them.
+    """
     lengths, _, fields = seen.partition(b"\n")
     start = 0
     for length in map(int, lengths.split()):
@@ -455,7 +950,7 @@ def cut(seen: bytes) -> Iterator[Any]:
 
 @contextmanager
 def suppress_answers() -> Iterator[None]:
-    """Pass over a server that answers with an error, in contrast to one that does not answer."""
+    """Ignore a server that answers with an error, in contrast to one that does not answer."""
     try:
         yield
     except LedgerDown as error:
@@ -482,8 +977,30 @@ def _quoted(part: str) -> str:
 @lru_cache(maxsize=1024)  # two or three transitions in a short time name the same record
 def _name_of(id: RecordId) -> bytes:
     generated = GENERATED.fullmatch(id.key)
-    key = f"{{{generated[1]}}}{generated[2]}" if generated else quote(id.key, errors="surrogatepass")
+    if generated:
+        key = f"{{{generated[1]}}}{generated[2]}"
+    else:
+        key = quote(id.key, errors="surrogatepass")
     return f"{_quoted(id.caller)}:{_quoted(id.method)}:{key}".encode()
+
+
+def _literally(text: bytes) -> bytes:
+    """Return a pattern that stands for these bytes."""
+    return re.sub(rb"([*?\[\]\\])", rb"\\\1", text)
+
+
+def _score(moment: float) -> str:
+    """Return a moment as the set of newest tasks has it."""
+    if math.isinf(moment):
+        return f"{moment:+}"
+    return str(round(moment * 1e6))
+
+
+def _since_2020(moment: float) -> int:
+    """Return a moment as the sets of newest records have it."""
+    if math.isinf(moment):
+        return 0 if moment < 0 else RANK - 1
+    return min(max(0, round(moment * 1e6) - EPOCH), RANK - 1)
 
 
 def _pages(ids: list[RecordId]) -> Iterator[list[RecordId]]:

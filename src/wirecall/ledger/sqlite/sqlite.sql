@@ -3,6 +3,8 @@
 -- The file may be the user's own, so all names begin with wirecall_, and nothing needs an SQLite newer than 3.9 to be
 -- read: no STRICT. RETURNING is avoided too: it costs five times the statement it is attached to.
 
+-- A statement names its columns, {columns}, because a newer wirecall may have added others.
+
 -- name: schema 1
 -- Parts called "schema N" are run once, in order, and never edited after their release; a change is a new part.
 CREATE TABLE wirecall_meta (
@@ -43,11 +45,11 @@ CREATE TABLE wirecall_commands (
     PRIMARY KEY (due, fence)
 ) WITHOUT ROWID;
 
--- Commands that come together lie together in the table, and so do those that the sweep finds; only here is each at a place
--- of its own. A command writes to this index when it begins, and not when it is done.
+-- Commands that arrive together lie together in the table, and so do those that the sweep finds. Only in this index does
+-- each lie elsewhere. A command writes to this index when it begins, and not when it is done.
 CREATE UNIQUE INDEX wirecall_commands_id ON wirecall_commands (caller, method, key);
 
--- For the operator, who looks for a few among very many. No other command is in it.
+-- For operators: they look for a few among very many. No other command is in it.
 CREATE INDEX wirecall_commands_open ON wirecall_commands (state) WHERE state IN ('unknown', 'waiting');
 
 -- name: schema 2
@@ -99,6 +101,32 @@ CREATE INDEX wirecall_tasks_expires_at ON wirecall_tasks (expires_at);
 
 UPDATE wirecall_meta SET version = 3;
 
+-- name: schema 4
+-- What a method with record_params shows of a call.
+ALTER TABLE wirecall_commands ADD COLUMN params BLOB;
+-- 1 where a retry may run the command again after the end of its lease, NULL where only a person can tell how it ended.
+ALTER TABLE wirecall_commands ADD COLUMN may_rerun INTEGER;
+
+-- Running commands are few as well: the sweep finds those whose process has died, and the operator sees them as unknown.
+DROP INDEX wirecall_commands_open;
+CREATE INDEX wirecall_commands_open ON wirecall_commands (state) WHERE state IN ('running', 'unknown', 'waiting');
+
+UPDATE wirecall_meta SET version = 4;
+
+-- name: schema 5
+-- From here on, a part only adds, so that processes of the version before continue to work: `level` is the version of the
+-- tables, and `version` the least one that a process must know. A column that is added comes last and may be NULL: a process
+-- that does not know it drops its value when it writes the row.
+ALTER TABLE wirecall_meta ADD COLUMN level INTEGER;
+
+-- For operators: each state in the order of time, for every method; methods are few. A command is put into it twice. The
+-- name stays, because the version before names it.
+DROP INDEX wirecall_commands_open;
+CREATE INDEX wirecall_commands_open ON wirecall_commands (state, method, started_at, caller, key);
+CREATE INDEX wirecall_tasks_started_at ON wirecall_tasks (started_at);
+
+UPDATE wirecall_meta SET level = 5;
+
 -- name: is_empty
 SELECT NOT EXISTS (SELECT 1 FROM sqlite_master);
 
@@ -108,8 +136,14 @@ SELECT EXISTS (SELECT 1 FROM sqlite_master WHERE name = 'wirecall_commands');
 -- name: columns
 SELECT name FROM pragma_table_info('wirecall_commands') ORDER BY cid;
 
--- name: version
+-- name: least
 SELECT version FROM wirecall_meta;
+
+-- name: has_level
+SELECT EXISTS (SELECT 1 FROM pragma_table_info('wirecall_meta') WHERE name = 'level');
+
+-- name: level
+SELECT level FROM wirecall_meta;
 
 -- name: begin
 BEGIN IMMEDIATE;
@@ -131,17 +165,17 @@ UPDATE wirecall_meta SET fence = fence + ?;
 SELECT fence FROM wirecall_meta;
 
 -- name: find
-SELECT * FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
+SELECT {columns} FROM wirecall_commands WHERE caller = ? AND method = ? AND key = ?;
 
 -- name: alike
 -- The calls that one without a key may repeat. They are few: to have them sorted here costs more than the insert of one.
-SELECT * FROM wirecall_commands WHERE likeness = ?;
+SELECT {columns} FROM wirecall_commands WHERE likeness = ?;
 
 -- name: put
-REPLACE INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+REPLACE INTO wirecall_commands ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: put_new
-INSERT INTO wirecall_commands VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO wirecall_commands ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING;
 
 -- name: remove
@@ -171,7 +205,7 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
     AND state = 'running' AND due = started_at + :retention;
 
 -- name: complete_late
--- All others: nobody knew how it ended until now, or the method was declared anew meanwhile.
+-- All others: its end was unknown until now, or the method's declaration has changed since.
 UPDATE wirecall_commands
 SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot = :boot,
     due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
@@ -194,7 +228,9 @@ WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AN
 
 -- name: abandon
 UPDATE wirecall_commands
-SET state = 'unknown', lease_until = 0, due = 9e999, expires_at = 9e999
+SET state = 'unknown', lease_until = 0, due = 9e999, expires_at = 9e999,
+    answer_at = CASE WHEN delivery IS NOT NULL THEN :clock END,
+    answer_boot = CASE WHEN delivery IS NOT NULL THEN :boot END
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
 -- name: lapse
@@ -203,25 +239,32 @@ SET lease = 0, lease_until = :clock, boot = :boot, expires_at = :wall + (due - s
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running';
 
 -- name: resolve_done
--- By an operator, without a token.
+-- By an operator, without a token. A committed run whose lease is over counts as unknown.
 UPDATE wirecall_commands
 SET state = 'done', lease = :retention, lease_until = :clock + :retention, boot = :boot,
     due = started_at + :retention, expires_at = :wall + :retention, completed_at = :wall,
     outcome_kind = :kind, payload = :payload, digest = :digest,
     answer_at = CASE delivery WHEN 'pending' THEN :clock ELSE answer_at END,
     answer_boot = CASE delivery WHEN 'pending' THEN :boot ELSE answer_boot END
-WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown';
+WHERE caller = :caller AND method = :method AND key = :key AND (state = 'unknown' OR (
+    state = 'running' AND committed = 1
+        AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''))
+));
 
 -- name: resolve_absent
-DELETE FROM wirecall_commands WHERE caller = :caller AND method = :method AND key = :key AND state = 'unknown';
+DELETE FROM wirecall_commands
+WHERE caller = :caller AND method = :method AND key = :key AND (state = 'unknown' OR (
+    state = 'running' AND committed = 1
+        AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''))
+));
 
 -- name: unclaim_first
--- A claim whose caller was cancelled before it saw the answer: nothing ran, so a new record is removed,
+-- A claim whose caller was cancelled before it saw the answer: nothing ran, so a new record is removed.
 DELETE FROM wirecall_commands
 WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts = 1;
 
 -- name: unclaim_later
--- and one that was taken over is left as it was found, its lease over.
+-- A record that was taken over keeps its former state, and its lease is over.
 UPDATE wirecall_commands
 SET lease = 0, lease_until = :clock, boot = :boot, expires_at = :wall + (due - started_at)
 WHERE caller = :caller AND method = :method AND key = :key AND nonce = :nonce AND state = 'running' AND attempts > 1;
@@ -235,7 +278,9 @@ WHERE caller = :caller AND method = :method AND key = :key AND deliverer = :nonc
 
 -- name: begin_task
 -- Of a record that this token holds. A task that the record has already is written as it is, so that a row is changed.
-INSERT INTO wirecall_tasks
+INSERT INTO wirecall_tasks (
+    nth, id, caller, method, key, started_at, version, document, is_ready, is_over, ttl, until, boot, expires_at
+)
 SELECT NULL, :id, caller, method, key, started_at, 1, :document, 0, 0, :ttl, :clock + :ttl, :boot, :wall + :ttl
 FROM wirecall_commands
 WHERE caller = :caller AND method = :method AND key = :key AND fence = :fence AND nonce = :nonce AND state = 'running'
@@ -243,13 +288,13 @@ ON CONFLICT (id) DO UPDATE SET version = version
 WHERE caller = excluded.caller AND method = excluded.method AND key = excluded.key AND started_at = excluded.started_at;
 
 -- name: task
-SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over, t.ttl, t.until, t.boot, t.expires_at, c.*
+SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over, t.ttl, t.until, t.boot, t.expires_at, {c.columns}
 FROM wirecall_tasks AS t LEFT JOIN wirecall_commands AS c
 ON c.caller = t.caller AND c.method = t.method AND c.key = t.key AND c.started_at = t.started_at
 WHERE t.id = ?;
 
 -- name: task_of
-SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over, t.ttl, t.until, t.boot, t.expires_at, c.*
+SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over, t.ttl, t.until, t.boot, t.expires_at, {c.columns}
 FROM wirecall_commands AS c JOIN wirecall_tasks AS t
 ON t.caller = c.caller AND t.method = c.method AND t.key = c.key AND t.started_at = c.started_at
 WHERE c.caller = ? AND c.method = ? AND c.key = ?
@@ -276,30 +321,71 @@ DELETE FROM wirecall_tasks WHERE nth IN (
 
 -- name: due
 -- The wall clock says so, and the clock from boot too, unless the time began in another boot.
-SELECT * FROM wirecall_commands
+SELECT {columns} FROM wirecall_commands
 WHERE due <= :wall AND expires_at <= :wall AND state <> 'unknown'
     AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''))
 LIMIT :limit;
 
+-- name: dead
+-- Committed runs whose lease has been over for a while; a boot that is over ends every lease.
+SELECT {columns} FROM wirecall_commands INDEXED BY wirecall_commands_open
+WHERE state = 'running' AND state IN ('running', 'unknown', 'waiting') AND committed = 1 AND may_rerun IS NULL
+    AND (lease_until <= :clock - min(:after, due - started_at) OR lease_until > :clock + lease + 1
+        OR (boot <> :boot AND boot <> x'' AND :boot <> x''))
+LIMIT :limit;
+
+-- name: methods
+-- The methods that have records in a state. The index finds the next one, so this takes as many steps as there are methods.
+WITH RECURSIVE found (method) AS (
+    SELECT min(method) FROM wirecall_commands INDEXED BY wirecall_commands_open WHERE state = :state
+    UNION ALL
+    SELECT (
+        SELECT min(method) FROM wirecall_commands INDEXED BY wirecall_commands_open WHERE state = :state AND method > found.method
+    )
+    FROM found WHERE found.method IS NOT NULL
+)
+SELECT method FROM found WHERE method IS NOT NULL;
+
 -- name: page
-SELECT * FROM wirecall_commands
-WHERE (caller, method, key) > (:caller, :method, :key)
-ORDER BY caller, method, key
-LIMIT :limit;
+-- The newest records of a state and a method. First the index alone, which has all that is asked for.
+SELECT {c.columns} FROM (
+    SELECT due, fence FROM wirecall_commands INDEXED BY wirecall_commands_open
+    WHERE state = :state AND method = :method AND started_at >= :since AND started_at < :until AND started_at <= :at
+        AND (:only_caller IS NULL OR caller = :only_caller) AND (started_at, caller, method, key) < (:at, :caller, :of, :key)
+    ORDER BY started_at DESC, caller DESC, key DESC LIMIT :limit
+) AS page CROSS JOIN wirecall_commands AS c ON c.due = page.due AND c.fence = page.fence;
 
--- name: page_of_few
--- By the index, and then in order.
-SELECT * FROM wirecall_commands
-WHERE state = :state AND state IN ('unknown', 'waiting') AND (caller, method, key) > (:caller, :method, :key)
-ORDER BY caller, method, key
-LIMIT :limit;
+-- name: page_running
+-- The same for running ones, which are few. Whether one counts as unknown (:is_dead), the index does not say.
+SELECT {columns} FROM wirecall_commands INDEXED BY wirecall_commands_open
+WHERE state = 'running' AND method = :method AND started_at >= :since AND started_at < :until AND started_at <= :at
+    AND (:only_caller IS NULL OR caller = :only_caller) AND (started_at, caller, method, key) < (:at, :caller, :of, :key)
+    AND :is_dead = (committed = 1
+        AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x'')))
+ORDER BY started_at DESC, caller DESC, key DESC LIMIT :limit;
 
--- name: page_of_many
--- In order, and picked from it.
-SELECT * FROM wirecall_commands
-WHERE state = :state AND (caller, method, key) > (:caller, :method, :key)
-ORDER BY caller, method, key
-LIMIT :limit;
+-- name: of_caller
+-- The records of a caller, unless they are many.
+SELECT {columns} FROM wirecall_commands INDEXED BY wirecall_commands_id WHERE caller = :only_caller LIMIT :most;
+
+-- name: page_of_tasks
+-- The newest tasks, the last one of each record; the clocks decide whether it is over, and what its record counts as.
+SELECT t.id, t.caller, t.method, t.key, t.version, t.document, t.is_ready, t.is_over, t.ttl, t.until, t.boot, t.expires_at, {c.columns}
+FROM wirecall_tasks AS t INDEXED BY wirecall_tasks_started_at CROSS JOIN wirecall_commands AS c
+ON c.caller = t.caller AND c.method = t.method AND c.key = t.key AND c.started_at = t.started_at
+WHERE t.started_at >= :since AND t.started_at < :until AND t.started_at <= :at
+    AND (:only_method IS NULL OR t.method = :only_method) AND (:only_caller IS NULL OR t.caller = :only_caller)
+    AND (t.started_at, t.caller, t.method, t.key) < (:at, :caller, :of, :key)
+    AND NOT EXISTS (
+        SELECT 1 FROM wirecall_tasks AS o
+        WHERE o.caller = t.caller AND o.method = t.method AND o.key = t.key AND o.started_at = t.started_at AND o.nth > t.nth
+    )
+ORDER BY t.started_at DESC, t.caller DESC, t.method DESC, t.key DESC;
 
 -- name: counts
-SELECT state, count(*) FROM wirecall_commands GROUP BY state;
+SELECT state, count(*) FROM wirecall_commands INDEXED BY wirecall_commands_open GROUP BY state;
+
+-- name: count_dead
+SELECT count(*) FROM wirecall_commands INDEXED BY wirecall_commands_open
+WHERE state = 'running' AND committed = 1
+    AND (lease_until <= :clock OR lease_until > :clock + lease + 1 OR (boot <> :boot AND boot <> x'' AND :boot <> x''));

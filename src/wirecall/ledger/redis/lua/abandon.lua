@@ -3,5 +3,5 @@
 
 local answer = answered('running')
 if answer then return answer end
-to_unknown()
+to_unknown(now)
 return 1

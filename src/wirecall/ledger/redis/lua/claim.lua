@@ -1,21 +1,23 @@
 -- Apply `decide` of base.py, for a call without a key first `recognise`, and give the record back.
--- ARGV: fingerprint, nonce, terms; and the ends of the keys `beside`. The terms are one text, since the driver takes its time
--- over each argument: lease, retention, on_crash; in one word committed, continues, replicated and keyless, each 0 or 1, and
--- the window; and where there is a likeness, the end of the key.
+-- ARGV: fingerprint, nonce, terms; the params, if they are recorded; and the ends of the keys `beside`. The terms are one
+-- string, since the driver takes its time over each argument: lease, retention, on_crash; in one word committed, continues,
+-- replicated, keyless and recorded, each 0 or 1, and the window; and where there is a likeness, the end of the key.
 --
 -- With a likeness, KEYS[1] is its index, and the reply begins with the end of the record's key. The names of the records are
 -- made here, so they are not among the KEYS: they have the hash tag of the index, so they are in its slot. If KEYS named the
 -- new record as well, a cluster would refuse all such claims while it moves the slot (TRYAGAIN).
 
 local fingerprint, nonce, terms = unpack(ARGV, 1, 3)
-local lease, retention, on_crash, committed, continues, replicated, keyless, window, own =
-  string.match(terms, '(%d+) (%d+) (%l+) (.)(.)(.)(.)(%d*) ?(%S*)')
+local lease, retention, on_crash, committed, continues, replicated, keyless, recorded, window, own =
+  string.match(terms, '(%d+) (%d+) (%l+) (.)(.)(.)(.)(.)(%d*) ?(%S*)')
 local index, verdict = own ~= '' and KEYS[1], nil
+local params = recorded == '1' and ARGV[4]
+local may_rerun = on_crash == 'unknown' and '0' or '1'
 
 if index then
   window, record = tonumber(window), index .. '-' .. own
   local beside, found, gone = {}, {}, {}
-  for place = 4, #ARGV do beside[ARGV[place]] = true end
+  for place = params and 5 or 4, #ARGV do beside[ARGV[place]] = true end
 
   local function recognise(name, is_beside)
     local state, delivery, deliverer, lost_at, completed_at, taken_at, lease_until = unpack(redis.call(
@@ -23,6 +25,9 @@ if index then
     if not state then return 'gone' end
     if deliverer == nonce then return 'match' end
     if state == 'tombstone' then return 'pass' end
+    if state == 'unknown' then
+      return now - math.max(delivery == 'undelivered' and lost_at or 0, taken_at or 0) <= window and 'match' or 'pass'
+    end
     if delivery == 'undelivered' then return (state == 'running' or now - lost_at <= window) and 'match' or 'pass' end
     if delivery ~= 'pending' or is_beside then return 'pass' end
     if state == 'running' then
@@ -33,16 +38,17 @@ if index then
       local since = now - math.max(completed_at, taken_at or 0)
       return since < tonumber(lease) and 'wait' or since <= lease + window and 'match' or 'pass'
     end
-    return state == 'unknown' and 'match' or 'pass'
+    return 'pass'
   end
 
   local members = redis.call('ZRANGE', index, 0, -1, 'WITHSCORES')
   for place = 1, #members, 2 do
-    local member, is_undelivered = members[place], string.sub(members[place + 1], 1, 1) == '-'
+    -- An undelivered answer, or an unknown one.
+    local member, is_first = members[place], string.sub(members[place + 1], 1, 1) == '-'
     local key, deliverer = string.sub(member, 1, #own), string.sub(member, #own + 1)
     local is_mine = deliverer == nonce -- this claim has been here before: whatever was lost since, it keeps what it took
     -- Equal calls at once may be many: those of this process are passed over without a look at their records.
-    if is_mine or is_undelivered or not beside[key] then
+    if is_mine or is_first or not beside[key] then
       local recognition = recognise(index .. '-' .. key, beside[key])
       if recognition == 'gone' then gone[#gone + 1] = member end
       if is_mine or not found[recognition] then found[recognition] = member end
@@ -66,8 +72,11 @@ if index then
   end
 end
 
-local state, fence, old_fingerprint, was_committed, attempts, lease_until, expires, started_at, holder = unpack(redis.call(
-  'HMGET', record, 'state', 'fence', 'fingerprint', 'committed', 'attempts', 'lease_until', 'expires', 'started_at', 'nonce'))
+local state, fence, old_fingerprint, was_committed, attempts, lease_until, expires, started_at, holder, version =
+  unpack(redis.call(
+    'HMGET', record, 'state', 'fence', 'fingerprint', 'committed', 'attempts', 'lease_until', 'expires', 'started_at',
+    'nonce', 'v'))
+check_version(version)
 
 local function decide()
   if not state then return 'insert' end
@@ -83,10 +92,14 @@ end
 
 local function run(fence, committed, attempts, started_at, ...)
   hold(
-    lease, retention, 'state', 'running', 'fence', whole(fence), 'nonce', nonce, 'fingerprint', fingerprint,
-    'committed', committed, 'attempts', whole(attempts), 'started_at', started_at, 'retention', retention, ...)
+    lease, retention, committed, may_rerun, 'state', 'running', 'fence', whole(fence), 'nonce', nonce, 'fingerprint', fingerprint,
+    'committed', committed, 'attempts', whole(attempts), 'started_at', started_at, 'retention', retention, 'v', VERSION, ...)
+  if may_rerun == '1' then redis.call('HSET', record, 'may_rerun', '1') else redis.call('HDEL', record, 'may_rerun') end
+  began = started_at
+  note('running')
 end
 
+began = started_at or nil
 verdict = verdict or decide()
 if verdict == 'insert' then
   -- The clock is the fence, so that no fence comes back after the record was removed. Where the clock was set back since,
@@ -97,18 +110,21 @@ if verdict == 'insert' then
   else
     run(now, committed, 1, whole(now))
   end
+  if params then redis.call('HSET', record, 'params', params) end
 elseif verdict == 'renew' then
-  hold(lease, retention, 'state', 'running')
+  hold(lease, retention, was_committed, may_rerun, 'state', 'running')
+  note('running')
 elseif verdict == 'take_over' then
   run(math.max(now, fence + 1), (was_committed == '1' and '1') or committed, attempts + 1, started_at)
   redis.call('HDEL', record, 'kind', 'digest', 'payload') -- what it said while it was WAITING
   line_up()
 elseif verdict == 'to_unknown' then
-  to_unknown()
+  to_unknown(tonumber(lease_until))
 elseif verdict == 'to_tombstone' then
   bury()
 elseif replicated == '1' then
-  -- Replicas have to hold what the claim is told. WAIT only counts what the connection itself has written: so write it again.
+  -- Replicas must hold what the claim returns. WAIT counts only what this connection has written, so write it again.
   redis.call('HSET', record, 'state', state)
 end
+if state == 'unknown' and index then line_up() end -- its answer was taken over, and its turn stays
 return index and own .. view() or view()

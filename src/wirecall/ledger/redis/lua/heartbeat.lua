@@ -3,5 +3,5 @@
 
 local answer = answered('running')
 if answer then return answer end
-hold(ARGV[4], redis.call('HGET', record, 'retention'))
+hold_on(ARGV[4])
 return 1

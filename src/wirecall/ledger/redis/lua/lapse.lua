@@ -3,5 +3,5 @@
 
 local answer = answered('running')
 if answer then return answer end
-hold(0, redis.call('HGET', record, 'retention'))
+hold_on(0)
 return 1

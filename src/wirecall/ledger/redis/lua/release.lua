@@ -4,4 +4,4 @@
 local answer = answered('running')
 if answer then return answer end
 match_no_more()
-return redis.call('DEL', record)
+return remove()

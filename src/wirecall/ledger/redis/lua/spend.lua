@@ -1,4 +1,4 @@
--- Spend from a limit of calls (GCRA): 0 if the call may go on, else the time until it may.
+-- Spend from a limit of calls (GCRA): 0 if the call may run, else the time until it may.
 -- KEYS: the time at which nothing is spent any more; ARGV: cost, burst
 
 local free = tonumber(redis.call('GET', KEYS[1])) or 0

@@ -1,3 +1,3 @@
--- The state of the record, without the rest of it.
+-- The standing of the record, without the rest of it.
 
-return redis.call('HGET', record, 'state')
+return standing()

@@ -1,4 +1,4 @@
--- RUNNING to WAITING: the call needs input from its caller before it can go on.
+-- RUNNING to WAITING: the call needs input from its caller before it can continue.
 -- ARGV: fence, nonce, call, retention, kind, digest, and the payload if there is one
 
 local answer = answered('running')

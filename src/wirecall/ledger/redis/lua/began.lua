@@ -1,0 +1,5 @@
+-- When the record began, without the rest of it.
+-- ARGV: the standing it must have to be of interest, or nothing
+
+if ARGV[1] and ARGV[1] ~= standing() then return false end
+return redis.call('HGET', record, 'started_at')
