@@ -1,9 +1,12 @@
-"""Background work of an app: retries writes that failed while the ledger was down, renews leases, and sweeps old records.
+"""Background work of an app: failed writes, leases, and old records.
 
-1. A background task is known until it ends; `aclose` waits for it. Without an event loop there is none.
+1. `Background` keeps a task until it ends; `aclose` waits for it. Without an event loop there are
+   no tasks.
 2. A write is retried for up to a week. A pause between two attempts ends when the app stops.
-3. A claim is taken back only by the run that made it, and that run has done nothing. The evidence of an earlier run stays.
-4. Leases are renewed after a third of their time. One timer serves all runs, since few live that long.
+3. Only the run that made a claim takes it back, and only if it has done nothing. The evidence of an
+   earlier run stays.
+4. Leases are renewed after a third of their time. One timer serves all runs, since few live that
+   long.
 5. Records that are due are swept about once a minute, in small batches.
 """
 
@@ -13,22 +16,24 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from wirecall.aio import wake
 from wirecall.commands.run import Run
 from wirecall.errors import UsageError
 from wirecall.ledger.base import Claim, Ledger, LedgerDown, Record, State
-from wirecall.logs import logger
-from wirecall.stepping import wake
+from wirecall.logs import logger, outside
 
-# Seconds until a ledger that is down is asked again: soon at first, and often enough later.
+# Seconds until a failed write is tried again: soon at first, then less often.
 FIRST_PAUSE = 0.025
 LAST_PAUSE = 5.0
 
-GIVE_UP = 7 * 86_400.0  # seconds that a failed write is retried
+# Seconds that a failed write is retried.
+GIVE_UP = 7 * 86_400.0
 
-# A claim whose reply was lost may reach the store later than the question whether it did, so the question is asked twice.
+# A claim whose reply was lost may reach the store after the check whether it did, so the check is
+# made twice.
 UNCLAIM_AGAIN = 10.0
 
-# Seconds between two renewals of a lease, at least: no event loop keeps a shorter one alive.
+# Minimum seconds between two renewals of a lease: no event loop keeps a shorter one alive.
 LEAST_BEAT = 0.01
 
 SWEEP_EVERY = 60.0
@@ -39,12 +44,15 @@ class Background:
     """The background work of an app in one event loop."""
 
     def __init__(self) -> None:
-        self.closing = False  # the app stops, and begins nothing new
+        # The app is stopping and begins nothing new.
+        self.closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pauses: set[asyncio.Future[None]] = set()
-        self._renewals: dict[Run, float | None] = {}  # when a lease is due by the loop's clock; None: being renewed
+        # When the lease of a run is due, by the loop's clock. None: it is being renewed.
+        self._renewals: dict[Run, float | None] = {}
         self._beat: asyncio.TimerHandle | None = None
-        self._beat_at = math.inf  # when that rings, by the loop's clock
+        # When that timer fires, by the loop's clock.
+        self._beat_at = math.inf
         self._sweep: asyncio.TimerHandle | None = None
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -64,45 +72,58 @@ class Background:
     def stop(self) -> None:
         """Begin nothing new, and end every pause."""
         self.closing = True
-        for timer in filter(None, (self._sweep, None if self._renewals else self._beat)):
-            timer.cancel()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        if self._beat is not None and not self._renewals:
+            self._beat.cancel()
         for pause in self._pauses:
             wake(pause, None)
 
-    # --- writes that failed ------------------------------------------------------------------------------------------
+    # --- writes that failed -----------------------------------------------------------------------
 
     def unclaim(self, ledger: Ledger, claim: Claim) -> None:
-        """Take back a claim whose reply was lost: the ledger may have it, although its run did nothing."""
+        """Take back a claim whose reply was lost.
+
+        The ledger may have it, although its run did nothing.
+        """
 
         async def take_back() -> None:
             record = await ledger.get(claim.id)
             if record is None or record.nonce != claim.nonce:
                 return
-            if record.state is State.UNKNOWN and record.attempts == 1:  # a retry came first, after the lease
+            # A retry came first, after the lease.
+            if record.state is State.UNKNOWN and record.attempts == 1:
                 await ledger.resolve(claim.id, None)
             else:
                 await give_back(ledger, record)
 
         async def twice() -> None:
             await self.persist(take_back)
-            await self._pause(UNCLAIM_AGAIN)
+            await self.pause(UNCLAIM_AGAIN)
             await self.persist(take_back)
 
         self.start(twice())
 
     async def persist(self, write: Callable[[], Awaitable[object]]) -> None:
-        """Retry a write until it succeeds, for up to a week; when the app stops, for as long as its grace allows."""
-        patience, delay = GIVE_UP, FIRST_PAUSE
+        """Retry a write until it succeeds, for up to a week.
+
+        When the app stops, it is retried for as long as the grace allows.
+        """
+        patience = GIVE_UP
+        delay = FIRST_PAUSE
         while patience > 0:
             try:
                 await write()
                 return
             except LedgerDown:
-                await (asyncio.sleep(FIRST_PAUSE) if self.closing else self._pause(delay))
+                if self.closing:
+                    await asyncio.sleep(FIRST_PAUSE)
+                else:
+                    await self.pause(delay)
             patience -= delay
             delay = min(2 * delay, LAST_PAUSE)
 
-    async def _pause(self, delay: float) -> None:
+    async def pause(self, delay: float) -> None:
         """Sleep, at most until the app stops."""
         if self.closing:
             return
@@ -116,24 +137,33 @@ class Background:
             timer.cancel()
             self._pauses.discard(pause)
 
-    # --- leases ------------------------------------------------------------------------------------------------------
+    # --- leases -----------------------------------------------------------------------------------
 
     def renew(self, run: Run, begun: float | None = None) -> None:
-        """Keep the lease of a run alive until `release`; `begun` is the time of its last renewal, if not now."""
+        """Keep the lease of a run alive until `release`.
+
+        `begun` is the time of its last renewal, if not now.
+        """
         assert run.loop is not None
-        begun = run.loop.time() if begun is None else begun
+        if begun is None:
+            begun = run.loop.time()
         self._renewals[run] = due = begun + max(run.method.terms.lease / 3, LEAST_BEAT)
         if due < self._beat_at:
             if self._beat is not None:
                 self._beat.cancel()
-            self._beat, self._beat_at = run.loop.call_at(due, self._renew_due, run.loop), due
+            self._beat = run.loop.call_at(due, self._renew_due, run.loop, context=outside())
+            self._beat_at = due
 
     def release(self, run: Run) -> None:
-        """Stop renewing. The timer stays: the next run is likely to need it, and letting it pass is cheap."""
+        """Stop renewing.
+
+        The timer stays: the next run is likely to need it, and an idle timer is cheap.
+        """
         self._renewals.pop(run, None)
 
     def _renew_due(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._beat, self._beat_at = None, math.inf
+        self._beat = None
+        self._beat_at = math.inf
         now = loop.time()
         for run, due in list(self._renewals.items()):
             if due is not None and due <= now:
@@ -142,10 +172,13 @@ class Background:
         later = [due for due in self._renewals.values() if due is not None]
         if later:
             self._beat_at = min(later)
-            self._beat = loop.call_at(self._beat_at, self._renew_due, loop)
+            self._beat = loop.call_at(self._beat_at, self._renew_due, loop, context=outside())
 
     async def _renew(self, run: Run, begun: float) -> None:
-        """Renew one lease. The next renewal waits for this one: a slow store is not asked for more."""
+        """Renew one lease.
+
+        The next renewal waits for this one: a slow store gets no more requests.
+        """
         assert run.ledger is not None and run.token is not None
         try:
             if not await run.ledger.heartbeat(run.token, run.method.terms.lease):
@@ -156,12 +189,12 @@ class Background:
             logger.warning("%s: the lease was not renewed: %s", run.claim.id, error)
         finally:
             if run in self._renewals:
-                self.renew(run, begun)  # the store may have counted the lease from there
+                self.renew(run, begun)  # the store may count the lease from that time
 
-    # --- sweeps ------------------------------------------------------------------------------------------------------
+    # --- sweeps -----------------------------------------------------------------------------------
 
     def plan_sweep(self, ledger: Callable[[], Awaitable[Ledger]]) -> None:
-        """Sweep about once a minute, at a random moment, so that many processes do not sweep together."""
+        """Sweep about once a minute, at a random moment: many processes do not sweep together."""
         if self._sweep is not None or self.closing:
             return
 
@@ -176,9 +209,16 @@ class Background:
             self.plan_sweep(ledger)
 
         delay = SWEEP_EVERY * random.uniform(0.5, 1.5)
-        self._sweep = asyncio.get_running_loop().call_later(delay, lambda: self.start(sweep()))
+        self._sweep = asyncio.get_running_loop().call_later(
+            delay, lambda: self.start(sweep()), context=outside()
+        )
 
 
 def give_back(ledger: Ledger, record: Record) -> Awaitable[bool]:
-    """Release a record whose run did nothing. If an earlier run may have acted, the record stays as evidence."""
-    return ledger.lapse(record.token) if record.is_evidence else ledger.release(record.token)
+    """Release a record whose run did nothing.
+
+    If an earlier run may have acted, the record stays as evidence.
+    """
+    if record.is_evidence:
+        return ledger.lapse(record.token)
+    return ledger.release(record.token)
