@@ -1,12 +1,15 @@
-"""A child process whose stdin and stdout carry lines.
+"""A child process whose stdin and stdout carry lines, or messages of another framing.
 
-1. Its stderr is passed on to the stderr of this process, and the last of it is kept: an error about its end quotes it.
-2. It is ended as MCP asks for, with `grace` seconds for each step. It leads a process group of its own, so that the
-   processes it started end with it, and so that Ctrl+C in the terminal reaches this process alone.
-3. However much it writes, other tasks of the event loop have their turn: deadlines hold. After `aclose` begins its output is
-   read, so that it can end, and dropped.
-4. After `aclose` there is neither process nor task nor pipe, however it ended. A program that ends without it calls
-   `kill_all`.
+1. Its stderr is forwarded to the stderr of this process. The last part is kept, and an error about
+   its end quotes it.
+2. `aclose` ends it as MCP requires, with `grace` seconds for each step. It leads its own process
+   group, so that the processes it started end with it, and so that Ctrl+C in the terminal reaches
+   only this process.
+3. However much it writes, other tasks of the event loop get their turn, so deadlines hold. Once
+   `aclose` begins, its output is read, so that it can end, and dropped.
+4. After `aclose` no process, task or pipe remains, however the child ended. A program that exits
+   without `aclose` calls `kill_all`. One that may be killed has a `Reaper`, which then ends the
+   child.
 """
 
 import asyncio
@@ -20,15 +23,20 @@ from typing import Literal, TypeAlias
 from wirecall.errors import CallFailed, ConnectionLost, NotSent, UsageError
 from wirecall.files import IS_PORTABLE
 from wirecall.logs import printable
-from wirecall.transports.lines import CHUNK, Splitter, Threaded
+from wirecall.transports.framing import LINES, Framing
+from wirecall.transports.lines import CHUNK, Threaded
+from wirecall.transports.reaper import Reaper
 
 OnLine: TypeAlias = Callable[[bytes], None]
 OnEnd: TypeAlias = Callable[[CallFailed], None]
 Stderr: TypeAlias = Literal["pass", "keep"]
 
+# Seconds for each step of `aclose`.
 GRACE = 2.0
-KEPT = 2000  # characters of stderr that an error quotes
-TURN = 200  # lines that are heard at one go; a pipe may hold 32768
+# Characters of stderr that an error quotes.
+KEPT = 2000
+# Max lines per loop iteration; a pipe may hold 32768.
+TURN = 200
 
 _Reader: TypeAlias = asyncio.StreamReader | Threaded
 
@@ -36,14 +44,17 @@ _living: set[asyncio.subprocess.Process] = set()
 
 
 def kill_all() -> None:
-    """Kill all children at once, for a program that is about to end itself in the middle of everything."""
+    """Kill all children at once, for a program that is about to exit without cleaning up."""
     for process in list(_living):
-        if process.returncode is None:  # else another process may have its number by now
+        if process.returncode is None:  # else another process may have its pid by now
             _kill(process)
 
 
 class Child:
-    """One life of a process. `on_line` gets each line of its output; `on_end` is called once, when no more will come."""
+    """One run of a process.
+
+    `on_line` receives each line of output; `on_end` is called once, at the end.
+    """
 
     def __init__(
         self,
@@ -54,100 +65,150 @@ class Child:
         max_bytes: int = 10 << 20,
         stderr: Stderr = "pass",
         grace: float = GRACE,
+        framing: Framing = LINES,
         portable: bool = IS_PORTABLE,
+        reaper: Reaper | None = None,
     ) -> None:
         if not command or not all(isinstance(word, str) for word in command):
-            raise UsageError(f"{command!r} is not a command line.", fix='use a list of strings: ["python", "server.py"]')
+            raise UsageError(
+                f"{command!r} is not a command line.",
+                fix='use a list of strings: ["python", "server.py"]',
+            )
         self._command = list(command)
-        self._env = None if env is None else {**os.environ, **env}
+        self._env: dict[str, str] | None = None
+        if env is not None:
+            self._env = {**os.environ, **env}
         self._cwd = cwd
         self._max_bytes = max_bytes
         self._passes = stderr == "pass"
         self._grace = grace
-        self._portable = portable  # read in threads, and do without process groups
+        self._framing = framing
+        # Whether to read in threads, without process groups.
+        self._portable = portable
+        # Ends the process if this one is killed.
+        self._reaper = reaper
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._pipes: list[asyncio.ReadTransport | Threaded] = []
+        # The last part of its stderr.
         self._kept = b""
 
     async def open(self, on_line: OnLine, on_end: OnEnd) -> None:
-        """Start the process."""
-        # Pipes of our own for its output: a process that it started may hold the other ends open, and we have to close ours.
-        (out, its_out), (err, its_err) = os.pipe(), os.pipe()
+        """Start the process. If this fails or is cancelled, nothing of it remains.
+
+        The pipes are ready before the process starts, and nothing waits after the start: no cancel
+        can arrive between the start and the point where `aclose` knows the process.
+        """
+        if self._reaper is not None:
+            await self._reaper.open()
         try:
-            process = await asyncio.create_subprocess_exec(
+            with contextlib.ExitStack() as theirs:
+                stdout, its_stdout = await self._output(theirs)
+                stderr, its_stderr = await self._output(theirs)
+                process = await self._start(its_stdout, its_stderr, theirs.pop_all())
+        except BaseException as error:
+            for pipe in self._pipes:
+                pipe.close()
+            if isinstance(error, OSError):
+                raise NotSent(f"{self._command[0]} cannot be started: {error}") from error
+            raise
+        self._process = process
+        _living.add(process)
+        if self._reaper is not None:
+            self._reaper.watch(process.pid)
+        errors = asyncio.create_task(self._read_stderr(stderr))
+        lines = asyncio.create_task(self._read_lines(process, stdout, errors, on_line, on_end))
+        self._tasks = [errors, lines]
+
+    async def _output(self, theirs: contextlib.ExitStack) -> tuple[_Reader, int]:
+        """Return the reader of a new pipe, and the child's end of it, which `theirs` closes.
+
+        The pipe is our own: a process that the child started may hold the child's end open, and we
+        have to close ours.
+        """
+        ours, its = os.pipe()
+        theirs.callback(os.close, its)
+        if self._portable:
+            threaded = Threaded(ours, owned=True)
+            self._pipes.append(threaded)
+            return threaded, its
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", 0)
+        )
+        self._pipes.append(transport)
+        return reader, its
+
+    async def _start(
+        self, stdout: int, stderr: int, theirs: contextlib.ExitStack
+    ) -> asyncio.subprocess.Process:
+        """Start the process. If this is cancelled, the start completes and the process is killed.
+
+        asyncio would kill only the process itself, and wait for the processes that it started.
+        """
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=its_out,
-                stderr=its_err,
+                stdout=stdout,
+                stderr=stderr,
                 env=self._env,
                 cwd=self._cwd,
                 start_new_session=True,
             )
-        except BaseException as error:
-            os.close(out)
-            os.close(err)
-            if isinstance(error, OSError):
-                raise NotSent(f"{self._command[0]} cannot be started: {error}") from error
+        )
+        starting.add_done_callback(lambda _: theirs.close())
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_kill_started)
+            await asyncio.wait([starting])
             raise
-        finally:
-            os.close(its_out)
-            os.close(its_err)
-        self._process = process
-        _living.add(process)
-        stdout, stderr = await self._reader(out), await self._reader(err)
-        hearing = asyncio.create_task(self._hear(stderr))
-        self._tasks = [hearing, asyncio.create_task(self._listen(process, stdout, hearing, on_line, on_end))]
-
-    async def _reader(self, descriptor: int) -> _Reader:
-        if self._portable:
-            threaded = Threaded(descriptor, owned=True)
-            self._pipes.append(threaded)
-            return threaded
-        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-        file = os.fdopen(descriptor, "rb", 0)
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
-        self._pipes.append(transport)
-        return reader
 
     @property
     def said(self) -> str:
-        """The last of what it wrote to stderr."""
+        """The last part of its stderr."""
         return self._kept.decode("utf-8", "replace").strip()
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        if self._process is None:
+            return None
+        return self._process.pid
 
     async def write(self, line: bytes) -> None:
-        """Write one line and its end. Waits while the child does not read."""
+        """Write one message. Waits while the child does not read."""
         process = self._process
         if process is None or process.stdin is None:
             raise NotSent("the server process has ended")
         lost: type[CallFailed] = NotSent
         if not process.stdin.is_closing():
             try:
-                process.stdin.write(line + b"\n")
+                process.stdin.write(self._framing.join(line))
                 await process.stdin.drain()
                 return
             except OSError:
                 lost = ConnectionLost
-        # A child that has closed its stdin is about to end: the error tells how, and quotes its last words.
+        # A child that has closed its stdin is about to end: the error says how it ended, and quotes
+        # its last words.
         await asyncio.wait(self._tasks, timeout=self._grace)
         raise lost(self._last_words(process))
 
     async def aclose(self) -> None:
-        """End the process, and all that belongs to it."""
-        process, self._process = self._process, None
+        """End the process and everything that belongs to it."""
+        process = self._process
+        self._process = None
         if process is None:
             return
         assert process.stdin is not None
         try:
-            # Close stdin, wait, then SIGTERM, wait, then SIGKILL (MCP 2025-03-26, lifecycle, shutdown of stdio).
+            # Close stdin, wait, then SIGTERM, wait, then SIGKILL (MCP 2025-03-26, lifecycle,
+            # shutdown of stdio).
             process.stdin.close()
             for gently in (True, False):
                 with contextlib.suppress(TimeoutError):
-                    # Not `wait_for`: until Python 3.12 it drops a cancel that comes in the turn in which the process ends.
+                    # Not `wait_for`: until Python 3.12 it drops a cancel that arrives in the turn
+                    # when the process ends.
                     async with asyncio.timeout(self._grace):
                         await process.wait()
                     break
@@ -161,53 +222,84 @@ class Child:
                 pipe.close()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await process.wait()
+            if self._reaper is not None:
+                self._reaper.forget(process.pid)
 
-    # --- hearing it --------------------------------------------------------------------------------------------------
+    # --- reading its output -----------------------------------------------------------------------
 
-    async def _listen(
+    async def _read_lines(
         self,
         process: asyncio.subprocess.Process,
         stdout: _Reader,
-        hearing: "asyncio.Task[None]",
+        errors: "asyncio.Task[None]",
         on_line: OnLine,
         on_end: OnEnd,
     ) -> None:
-        lines = Splitter(self._max_bytes)
+        splitter = self._framing.splitter(self._max_bytes)
         is_over = False
-        while not is_over:
+        while not is_over and splitter.broken is None:
             data = await stdout.read(CHUNK)
             is_over = not data
-            for number, line in enumerate(lines.rest() if is_over else lines.feed(data), start=1):
-                if self._process is not process:  # `aclose` has begun: its output is read and dropped
+            lines = splitter.feed(data)
+            if is_over:
+                lines = splitter.rest()
+            for number, line in enumerate(lines, start=1):
+                # `aclose` has begun: its output is read and dropped.
+                if self._process is not process:
                     break
                 on_line(line)
                 if number % TURN == 0:
                     await asyncio.sleep(0)
-        # A child that closes stdout is about to end, and its last words on stderr are on their way.
+        if splitter.broken is not None:
+            on_end(ConnectionLost(f"the server sent bytes that cannot be read: {splitter.broken}"))
+            return
+        # A child that closes stdout is about to end, and its last words on stderr are still
+        # pending.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace):
                 await process.wait()
-                await asyncio.shield(hearing)
+                await asyncio.shield(errors)
         on_end(ConnectionLost(self._last_words(process)))
 
     def _last_words(self, process: asyncio.subprocess.Process) -> str:
-        code = process.returncode
-        how = "closed a pipe" if code is None else f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
-        return f"the server process {how}" + (f"; its last words: {self.said}" if self.said else "")
+        """Return how the process ended, and the last part of its stderr."""
+        message = f"the server process {_how_it_ended(process.returncode)}"
+        if self.said:
+            message += f"; its last words: {self.said}"
+        return message
 
-    async def _hear(self, stderr: _Reader) -> None:
+    async def _read_stderr(self, stderr: _Reader) -> None:
         while data := await stderr.read(CHUNK):
             self._kept = (self._kept + data)[-KEPT:]
             if self._passes and sys.stderr is not None:
                 text = data.decode("utf-8", "replace")
-                sys.stderr.write(printable(text) if sys.stderr.isatty() else text)
+                if sys.stderr.isatty():
+                    text = printable(text)
+                sys.stderr.write(text)
                 sys.stderr.flush()
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return "closed a pipe"
+    if code >= 0:
+        return f"ended with {code}"
+    return f"was ended by signal {-code}"
+
+
+def _kill_started(starting: "asyncio.Task[asyncio.subprocess.Process]") -> None:
+    """Kill a process that started although no caller waits for it any more."""
+    if not starting.cancelled() and starting.exception() is None:
+        _kill(starting.result())
 
 
 def _kill(process: asyncio.subprocess.Process, *, gently: bool = False) -> None:
     """End a process, and with process groups the processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGTERM if gently else signal.SIGKILL)
+            number = signal.SIGKILL
+            if gently:
+                number = signal.SIGTERM
+            os.killpg(process.pid, number)
         elif process.returncode is None:  # Windows: both are TerminateProcess
             process.terminate()

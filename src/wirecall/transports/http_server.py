@@ -1,57 +1,56 @@
-"""An application around a few endpoints, for servers of ASGI and of RSGI: the rules of HTTP before and after a message.
+"""An application around a few endpoints, for servers of ASGI and of RSGI.
 
-`HttpServer._serve` has the steps of a request; `request` says how ASGI and RSGI carry it. The endpoints of plain
-JSON-RPC and of supervisors are at the end.
+It has the rules of HTTP before and after a message. `HttpServer._serve` lists the steps of a
+request, `guard` decides which requests are accepted, and `asgi` and `rsgi` carry them.
 
-1. An endpoint ends with an answer or with an exception. `HttpError` is an answer. `Gone` means that the client has left: no
-   answer. Any other exception is logged and becomes 500 without detail, or cuts the stream if one is open.
-2. `stop` sets `HttpRequest.stopping`, and after three quarters of the grace time it cuts the streams that are left. The last
-   quarter is for the application to close its resources.
+1. An endpoint ends with an answer or with an exception. `HttpError` is an answer. `Gone` means that
+   the client has left and gets no answer. Any other exception is logged and becomes 500 without
+   detail, or cuts the stream if one is open.
+2. `stop` sets `HttpRequest.stopping`, and after three quarters of the grace time it cuts the
+   remaining streams. In the last quarter the application closes its resources.
 """
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from contextvars import Token
 from inspect import isawaitable
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from wirecall.errors import Gone, InvalidParams, LimitExceeded, StartFailed, Unauthorized, UsageError
-from wirecall.logs import logger
-from wirecall.protocol import messages as frames
-from wirecall.protocol.messages import Data, Id, Limits, Sending
-from wirecall.stepping import Signal, Timeouts
-from wirecall.transports.request import (
-    CLOSE,
-    AsgiRequest,
-    Endpoint,
-    Headers,
-    HttpError,
-    HttpRequest,
-    Pairs,
-    Receive,
-    RsgiRequest,
-    RsgiScope,
-    Scope,
-    Send,
-    replayed_mark,
-)
+from wirecall.aio import Signal, Timeouts
+from wirecall.errors import Gone, StartFailed, Unauthorized, UsageError
+from wirecall.limits import Limits
+from wirecall.logs import CURRENT, Named, RequestIds, logger, request_id_of, trace_id_of
+from wirecall.transports.arrivals import Arrivals
+from wirecall.transports.asgi import AsgiRequest, AsgiSocket, Receive, Scope, Send
+from wirecall.transports.guard import Guard
+from wirecall.transports.headers import Headers
+from wirecall.transports.health import PROBES
+from wirecall.transports.refusals import REPORTED, Refusals
+from wirecall.transports.request import Endpoint, HttpError, HttpRequest
+from wirecall.transports.rsgi import RsgiRequest, RsgiScope, RsgiSocket
+from wirecall.transports.websocket import SocketEndpoint
 
 if TYPE_CHECKING:
     from wirecall.server.identity import Identity
 
 Authenticate: TypeAlias = Callable[[Mapping[str, str]], "Awaitable[str | None] | str | None"]
 
-PROBES = frozenset({"/healthz", "/readyz"})
 GRACE = 10.0
 
 
 class Gate(Protocol):
-    """Judges the tokens of requests; `wirecall.auth.Access` is one."""
+    """Judges the tokens of requests.
+
+    `wirecall.auth.Access` implements it, in a layer above this one.
+    """
 
     def known(self, headers: Headers) -> "tuple[Identity, str] | None":
-        """Return the identity behind a request and the caller's name, if its token was verified before."""
+        """Return the identity behind a request and the caller's name.
+
+        Returns None if its token was not verified before.
+        """
         ...
 
     def identify(self, headers: Headers) -> "Coroutine[Any, Any, tuple[Identity, str]]":
@@ -62,11 +61,13 @@ class Gate(Protocol):
 class HttpServer:
     """The application: routes by exact path, behind the guard.
 
-    `hosts` are names of the server ("example.com", "example.com:8443", "*.example.com"; "*" for any), besides those of the
-    loopback. `origins` are web pages that may call it and read its answers ("https://app.example.com"; "*" for any).
-    `open_routes` need no credentials, and pages of every origin may ask them.
-    `startup` runs before the first request, `shutdown` after the last one: it gets the seconds that it may take. `entering`
-    runs before each request: an app around this one may not forward the lifespan of ASGI, so nothing has run `startup`.
+    `hosts` are names of the server ("example.com", "example.com:8443", "*.example.com"; "*" for
+    any), in addition to those of the loopback. `origins` are web pages that may call it and read
+    its answers ("https://app.example.com"; "*" for any). `open_routes` need no credentials, and
+    pages of every origin may ask them. `sockets` are the paths of WebSockets. `startup` runs before
+    the first request, `shutdown` after the last one; it receives the seconds that it may take.
+    `entering` runs before each request: an app around this one may not forward the lifespan of
+    ASGI, so nothing has run `startup`.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class HttpServer:
         authenticate: Authenticate | None = None,
         access: Gate | None = None,
         open_routes: Mapping[str, Endpoint] | None = None,
+        sockets: Mapping[str, SocketEndpoint] | None = None,
         hosts: Sequence[str] | None = None,
         origins: Sequence[str] | None = None,
         startup: Callable[[], Awaitable[None]] | None = None,
@@ -84,23 +86,40 @@ class HttpServer:
         entering: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._open = {**(open_routes or {})}
+        # Paths that do not need credentials, and do not need a started application.
+        self._free = PROBES.union(self._open)
         self.routes = {**routes, **self._open}
+        # The endpoints of WebSockets.
+        self._sockets: dict[str, Any] = {**(sockets or {})}
         self.limits = limits or Limits()
         self.stopping = Signal()
+        # Whether the server is bound to a loopback address; None: look at each request.
+        self.is_loopback: bool | None = None
         self.timeouts = Timeouts()
+        self.arrivals = Arrivals()
         self._authenticate = authenticate
         self._access = access
         self._asks = access is not None or authenticate is not None
-        # Where tokens are judged, two Authorization fields are a bad token (401), as any other is, and so is one too long.
-        self._guard = Guard(hosts or (), origins or (), SINGLE if access is None else SINGLE[:-1])
+        self._guard = Guard(
+            hosts or (),
+            origins or (),
+            max_bytes=self.limits.header_bytes,
+            checks_tokens=access is not None,
+        )
         self._startup = startup
         self._shutdown = shutdown
         self._entering = entering
+        self._refusals = Refusals()
         self._active: dict[HttpRequest, asyncio.Task[Any] | None] = {}
-        self._streams = 0  # that are open
-        self._held: Counter[str] = Counter()  # streams of each caller, or of each session of an anonymous one
-        self._idle: asyncio.Event | None = None  # set when no request is active
-        self._deadline = self._cut_at = 0.0
+        # How many streams are open.
+        self._streams = 0
+        # Streams of each caller; an anonymous caller counts per session.
+        self._held: Counter[str] = Counter()
+        # Set when no request is active; exists while `aclose` waits for that.
+        self._idle: asyncio.Event | None = None
+        # The loop times at which the grace time ends, and at which streams are cut.
+        self._deadline = 0.0
+        self._cut_at = 0.0
 
     def allow_host(self, host: str) -> None:
         """Add a name of the server: the address that it is bound to."""
@@ -110,84 +129,141 @@ class HttpServer:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        if scope["type"] != "http":  # a websocket
-            await send({"type": "websocket.close", "code": 1000})
+        if scope["type"] == "websocket":
+            await self._serve(AsgiSocket(self, scope, receive, send))
             return
         await self._serve(AsgiRequest(self, scope, receive, send))
 
     def __rsgi__(self, scope: RsgiScope, protocol: Any) -> Awaitable[None]:
         if scope.proto == "http":
             return self._serve(RsgiRequest(self, scope, protocol))
-        protocol.close(None)  # a websocket
-        return asyncio.sleep(0)
+        return self._serve(RsgiSocket(self, scope, protocol))
 
     async def _serve(self, request: HttpRequest) -> None:
-        path, guard, headers = request.path, self._guard, request.headers
         task = self._active[request] = asyncio.current_task()
+        if self.arrivals.handed:
+            self._note_connection(request)
+        ids = None
+        fields = request.headers.first
+        if "x-request-id" in fields or "traceparent" in fields:
+            ids = _set_ids(request)
         try:
-            # Step 1: the header is not too long (431), has no field twice that decides something (400), and its Host and
-            # Origin are allowed (403). Supervisors ask probes by address, so any Host will do for those.
-            is_open = path in self._open
-            if guard.is_shared and not is_open:
-                request.add_headers(guard.cors(headers))
-            guard.check(headers, self.limits.header_bytes, any_host=path in PROBES, any_origin=is_open)
-            if request.authority is not None:  # of an absolute target (RFC 9112, section 3.2.2): it counts as Host does
-                guard.check_host(request.authority)
-            # Step 2: the path is an endpoint (404).
-            endpoint = self.routes.get(path)
-            if endpoint is None:
-                raise HttpError(404, f"there is no {path[:100]!r}; there are {', '.join(sorted(self.routes))}")
-            # Step 3: a browser that asks for a page of a listed origin is answered (204). This comes before authentication,
-            # because a browser sends no secret with this question (fetch.spec.whatwg.org, "CORS-preflight fetch").
-            if (
-                guard.is_shared
-                and not is_open
-                and request.method == "OPTIONS"
-                and (answer := guard.preflight(headers)) is not None
-            ):
-                await request.respond(204, headers=answer)
+            # Steps 1 and 2: the header is acceptable, and the path is an endpoint.
+            endpoint = self._admit(request)
+            # Step 3: answer a browser's preflight for a page of a listed origin (204). This comes
+            # before authentication, because a browser does not send credentials with a preflight
+            # (fetch.spec.whatwg.org, "CORS-preflight fetch").
+            if request.method == "OPTIONS" and await self._answer_preflight(request):
                 return
-            # Step 4: a token or `authenticate` names the caller (401). Probes come without a secret.
-            if self._asks and path not in PROBES and not is_open:
-                known = None if self._access is None or headers.has_doubles else self._access.known(headers)
-                request.identity, request.caller = known or await self._identify(headers)
-                request.holder = request.caller
-            # Step 5: the application has started (503). Probes do not wait for it.
-            if self._entering is not None and path not in PROBES and not is_open:
-                try:
-                    await self._entering()
-                except StartFailed as error:
-                    logger.error("%s", error, exc_info=error.__cause__)
-                    raise HttpError(503, "the app cannot start", [("retry-after", "1")]) from None
+            if request.path not in self._free:
+                # Step 4: a token or `authenticate` names the caller (401).
+                if self._asks:
+                    headers = request.headers
+                    known = None
+                    if self._access is not None and not headers.has_doubles:
+                        known = self._access.known(headers)
+                    request.identity, request.caller = known or await self._identify(headers)
+                    request.holder = request.caller
+                # Step 5: the application has started (503).
+                if self._entering is not None:
+                    try:
+                        await self._entering()
+                    except StartFailed as error:
+                        raise _cannot_start(error) from None
             # Step 6: the endpoint reads the body, then responds or streams.
             await endpoint(request)
         except HttpError as refusal:
+            if refusal.status in REPORTED:
+                self._refusals.note(request, refusal)
             await request.refuse(refusal)
         except Gone:
             pass
         except Exception as error:
-            logger.error("%s %s failed", request.method, path, exc_info=error)
+            logger.error("%s %s failed", request.method, request.path, exc_info=error)
             await request.refuse(HttpError(500, "Internal error"))
         except asyncio.CancelledError:
-            # A cancellation that was made here ends here: the server around did not ask for it. While stopping, no
-            # cancellation is a failure: servers would print a traceback for each.
-            cut = request.is_cut and task is not None and task.uncancel() == 0
-            if not cut and not self.stopping.is_set():
+            if not self._takes_cancel(request, task):
                 raise
         finally:
-            del self._active[request]
-            if request.is_stream:
-                self._streams -= 1
-                if request.holder:
-                    self._held[request.holder] -= 1
-                    if not self._held[request.holder]:
-                        del self._held[request.holder]
-            request.release()
-            if self._idle is not None and not self._active:
-                self._idle.set()
+            if ids is not None:
+                # The request is closed from outside, perhaps in another context.
+                with suppress(ValueError):
+                    CURRENT.reset(ids)
+            self._release(request)
+
+    def _note_connection(self, request: HttpRequest) -> None:
+        """Note that a request has arrived on a connection, perhaps after a watched answer."""
+        client = request.address()
+        if client is not None:
+            self.arrivals.note_request(client)
+
+    def _admit(self, request: HttpRequest) -> Endpoint:
+        """Return the endpoint of a request that is acceptable, or raise HttpError."""
+        headers = request.headers
+        path = request.path
+        guard = self._guard
+        # Step 1: the header is not too long (431), has no field twice that decides something (400),
+        # and its Host and Origin are allowed (403). Supervisors call probes by address, so these
+        # accept any Host.
+        is_open = path in self._open
+        if guard.is_shared and not is_open:
+            request.add_headers(guard.cors(headers))
+        guard.check(headers, any_host=path in PROBES, any_origin=is_open)
+        # Absolute target (RFC 9112, section 3.2.2): checked like Host.
+        if request.authority is not None:
+            guard.check_host(request.authority)
+        # Step 2: the path is an endpoint (404).
+        if request.is_websocket:
+            return self._socket_endpoint(request)
+        endpoint = self.routes.get(path)
+        if endpoint is None:
+            raise HttpError(
+                404, f"there is no {path[:100]!r}; there are {', '.join(sorted(self.routes))}"
+            )
+        return endpoint
+
+    def _socket_endpoint(self, request: HttpRequest) -> Endpoint:
+        """Return the endpoint of a request for a WebSocket, or raise HttpError."""
+        self._guard.check_page(request.headers)
+        endpoint: Endpoint | None = self._sockets.get(request.path)
+        if endpoint is None:
+            known = ", ".join(sorted(self._sockets)) or "none"
+            raise HttpError(
+                404, f"there is no WebSocket at {request.path[:100]!r}; there are: {known}"
+            )
+        return endpoint
+
+    async def _answer_preflight(self, request: HttpRequest) -> bool:
+        """Answer a preflight of a page of a listed origin; return whether the request is one."""
+        if not self._guard.is_shared or request.path in self._open:
+            return False
+        fields = self._guard.preflight(request.headers)
+        if fields is None:
+            return False
+        await request.respond(204, headers=fields)
+        return True
+
+    def _takes_cancel(self, request: HttpRequest, task: "asyncio.Task[Any] | None") -> bool:
+        """Take back a cancellation that this class requested; return whether it ends here.
+
+        The server around this class did not request it. While stopping, every cancellation ends
+        here, because servers would print a traceback for each.
+        """
+        if request.is_cut and task is not None and task.uncancel() == 0:
+            return True
+        return self.stopping.is_set()
+
+    def _release(self, request: HttpRequest) -> None:
+        """Forget a request that is over."""
+        del self._active[request]
+        if request.is_stream:
+            self._leave_stream(request)
+        request.release()
+        if self._idle is not None and not self._active:
+            self._idle.set()
 
     async def _identify(self, headers: Headers) -> "tuple[Identity | None, str]":
-        """Return the name of the caller, and the identity that its token has."""
+        """Return the identity in the caller's token, and the name of the caller."""
         identity: Identity | None = None
         caller: object = None
         try:
@@ -200,7 +276,9 @@ class HttpServer:
                     with self.timeouts.within(self.limits.body_time):
                         caller = await caller
         except Unauthorized as error:
-            raise HttpError(401, error.message, [("www-authenticate", error.www_authenticate)]) from None
+            raise HttpError(
+                401, error.message, [("www-authenticate", error.www_authenticate)]
+            ) from None
         except TimeoutError:
             logger.error("authenticate() took longer than %g s", self.limits.body_time)
             raise HttpError(503, "authentication timed out", [("retry-after", "1")]) from None
@@ -213,23 +291,39 @@ class HttpServer:
             )
         return identity, caller
 
-    # --- streams and stopping ----------------------------------------------------------------------------------------
+    def report(self, request: HttpRequest, refusal: HttpError) -> None:
+        """Log a refusal that an endpoint has answered in its own way."""
+        self._refusals.note(request, refusal)
+
+    # --- streams and stopping ---------------------------------------------------------------------
 
     def enter_stream(self, request: HttpRequest) -> None:
         """Count a stream; HttpError 503 if too many are open."""
         if request.is_stream:
             return
         if self._streams >= self.limits.streams or self.stopping.is_set():
-            raise HttpError(503, "no further stream can be opened now", [("retry-after", "1")])
+            raise HttpError(503, "no more streams can be opened now", [("retry-after", "1")])
         if request.holder:
             if self._held[request.holder] >= self.limits.streams_per_caller:
-                raise HttpError(503, "this caller has too many streams open: close one", [("retry-after", "1")])
+                raise HttpError(
+                    503, "this caller has too many streams open: close one", [("retry-after", "1")]
+                )
             self._held[request.holder] += 1
         request.is_stream = True
         self._streams += 1
 
+    def _leave_stream(self, request: HttpRequest) -> None:
+        self._streams -= 1
+        if request.holder:
+            self._held[request.holder] -= 1
+            if not self._held[request.holder]:
+                del self._held[request.holder]
+
     def stop(self, grace: float = GRACE) -> None:
-        """Ask every stream to end, and cut those that are left at three quarters of `grace`. Does not wait."""
+        """Ask every stream to end, and cut the remaining ones at three quarters of `grace`.
+
+        Does not wait.
+        """
         if self.stopping.is_set():
             return
         loop = asyncio.get_running_loop()
@@ -239,8 +333,10 @@ class HttpServer:
         loop.call_at(self._cut_at, self._cut_answers)
 
     def _cut_answers(self) -> None:
-        """Cancel every stream, and every answer that its client is slow to read. A request that has not begun to answer is
-        a handler at work: `shutdown` decides about it."""
+        """Cancel every stream, and every answer that its client is slow to read.
+
+        A request that has not begun to answer is a handler at work: `shutdown` decides about it.
+        """
         for request in self._active:
             if request.started:
                 request.is_cut = True
@@ -252,12 +348,21 @@ class HttpServer:
         if task is not None:
             task.cancel()
 
+    async def sockets_closed(self, seconds: float) -> float:
+        """Wait until every WebSocket has ended, at most so many seconds; return how many passed."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        tasks = {task for request, task in self._active.items() if request.is_websocket and task}
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+        return loop.time() - begun
+
     def abandon(self) -> None:
-        """Cancel every request that is left."""
+        """Cancel every remaining request."""
         for request in self._active:
             self.cancel(request)
 
-    # --- lifespan ----------------------------------------------------------------------------------------------------
+    # --- lifespan ---------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Start, before the first request."""
@@ -266,8 +371,9 @@ class HttpServer:
             await self._startup()
 
     async def aclose(self) -> None:
-        """Stop, wait for the active requests until streams are cut, and close the application in the time that is left."""
+        """Stop, wait for active requests until streams are cut, then close the application."""
         self.stop()
+        self._refusals.close()
         loop = asyncio.get_running_loop()
         if self._active:
             self._idle = asyncio.Event()
@@ -277,13 +383,17 @@ class HttpServer:
             except TimeoutError:
                 logger.warning("stopping with %d requests in flight", len(self._active))
             self._idle = None
+        self.arrivals.settle()
         if self._shutdown is not None:
             rest = max(self._deadline - loop.time(), 0.1)
             try:
                 async with asyncio.timeout(rest):
                     await self._shutdown(rest * 0.8)
             except TimeoutError:
-                logger.error("the application did not close within %g s: a handler ignores its cancellation", rest)
+                logger.error(
+                    "the application did not close within %g s: a handler ignores its cancellation",
+                    rest,
+                )
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         for name, step in (("startup", self.open), ("shutdown", self.aclose)):
@@ -297,203 +407,19 @@ class HttpServer:
             await send({"type": f"lifespan.{name}.complete"})
 
 
-# --- which requests may come in --------------------------------------------------------------------------------------
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-# Header values that have passed. Clients send few different ones; a client that sends many must not fill the memory.
-KNOWN = 256
-# Of two values of these fields, a proxy in front may have judged the other one (Host: RFC 9112, section 3.2).
-SINGLE = ("Host", "Origin", "Content-Length", "Content-Type", "Authorization")
-
-# The fields that a page of another origin may send and read, besides those of every page (fetch.spec.whatwg.org, CORS).
-METHODS = "POST, GET, DELETE"
-SENDABLE = frozenset(
-    {"authorization", "content-type", "idempotency-key", "last-event-id", "traceparent", "tracestate", "baggage"}
-)
-MCP_FIELD = re.compile("mcp-[a-z0-9-]+")  # those of MCP, and those that tools mark parameters with
-READABLE = "Mcp-Session-Id, WWW-Authenticate, Idempotent-Replayed, Retry-After"
-PREFLIGHT_AGE = "600"  # seconds for which a browser keeps the answer
-
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@\\\[\]]+)(:[0-9]{1,5})?")
+def _set_ids(request: HttpRequest) -> "Token[Named | None]":
+    """Let log records of the request carry its ids, and answer with its X-Request-Id."""
+    headers = request.headers
+    ids = RequestIds(
+        request_id_of(headers.get("x-request-id")), trace_id_of(headers.get("traceparent"))
+    )
+    before = CURRENT.set(ids)
+    if ids.request_id is not None:
+        request.add_headers([("x-request-id", ids.request_id)])
+    return before
 
 
-class Guard:
-    """Judges the size of a header, its Host and its Origin.
-
-    1. Host and Origin are names of the loopback, or those that the app lists. A web page must not reach a server on its
-       reader's machine by a DNS trick.
-    2. Only pages of the listed origins can read the answers (CORS), and never with cookies. A request from a page of the
-       loopback comes in, but the page cannot read the answer unless its origin is listed.
-    """
-
-    def __init__(self, hosts: Sequence[str], origins: Sequence[str], single: Sequence[str]) -> None:
-        self._single = single
-        self._hosts = {host.lower() for host in hosts} | LOOPBACK
-        self._origins = {origin.lower().rstrip("/") for origin in origins}
-        self.is_shared = bool(self._origins)  # pages of other origins can read answers
-        self._good_hosts: set[str] = set()
-        self._good_origins: set[str] = set()
-
-    def allow_host(self, host: str) -> None:
-        """Add a name of the server."""
-        host = host.lower()
-        self._hosts.add(f"[{host}]" if ":" in host and not host.startswith("[") else host)
-
-    def check(self, headers: Headers, max_bytes: int, *, any_host: bool, any_origin: bool = False) -> None:
-        """Raise HttpError unless the request may come in."""
-        pairs = headers.pairs
-        size = sum(map(len, chain.from_iterable(pairs))) + 4 * len(pairs)  # ": " and the end of the line
-        if size > max_bytes:
-            # Where tokens are judged, a token has a limit of its own: one that is too long is a bad token (401).
-            judged = 0 if "Authorization" in self._single else sum(map(len, headers.all("Authorization")))
-            if size - judged > max_bytes:
-                raise HttpError(431, f"the header is longer than {max_bytes} bytes", [CLOSE])
-        if headers.has_doubles:
-            for name in self._single:
-                if len(headers.all(name)) > 1:
-                    raise HttpError(400, f"more than one {name} header", [CLOSE])
-        origin = headers.first.get("origin")
-        if origin is not None and not any_origin and origin not in self._good_origins:
-            text = origin.strip(" \t").lower()
-            host = text.partition("://")[2]
-            if not self._origins & {"*", text} and not (host and self._is_ours(host)):
-                raise HttpError(
-                    403, f"Origin {text[:100]!r} may not call this server. If it may, add it to origins=[...] of the app."
-                )
-            _remember(self._good_origins, origin)
-        if not any_host and (value := headers.first.get("host", "")) not in self._good_hosts:
-            self.check_host(value)
-
-    def check_host(self, host: str) -> None:
-        """Raise HttpError unless this is a name of the server."""
-        text = host.strip(" \t").lower()
-        if not text:  # granian adds an empty Host to a request without one
-            raise HttpError(400, "the Host header is missing")
-        if "*" not in self._hosts and not self._is_ours(text):
-            raise HttpError(
-                403, f"Host {text[:100]!r} is not a name of this server. If it is, use App(hosts=[...]) or --allow-host."
-            )
-        _remember(self._good_hosts, host)
-
-    def _is_ours(self, authority: str) -> bool:
-        parts = _HOST.fullmatch(authority)
-        if parts is None:
-            return False
-        name = parts[1]
-        if name in self._hosts or authority in self._hosts:
-            return True
-        return any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
-
-    def cors(self, headers: Headers) -> list[tuple[str, str]]:
-        """Return the fields that let the page of a request read the answer; at least Vary, for caches."""
-        fields = [("vary", "Origin")]
-        origin = headers.first.get("origin", "").strip(" \t")
-        if origin and self._origins & {"*", origin.lower()}:
-            # The origin itself in place of "*", so that there is one way, and pages of other origins learn nothing.
-            fields += ("access-control-allow-origin", origin), ("access-control-expose-headers", READABLE)
-        return fields
-
-    def preflight(self, headers: Headers) -> Pairs | None:
-        """Return the answer to a browser that asks whether a page may send a request; None if this is another question."""
-        if "access-control-request-method" not in headers.first or len(self.cors(headers)) == 1:
-            return None
-        asked = headers.get("access-control-request-headers", "").lower().replace(" ", "").split(",")
-        allowed = [name for name in asked if name in SENDABLE or MCP_FIELD.fullmatch(name)]
-        return [
-            ("access-control-allow-methods", METHODS),
-            ("access-control-allow-headers", ", ".join(allowed)),
-            ("access-control-max-age", PREFLIGHT_AGE),
-        ]
-
-
-def _remember(known: set[str], value: str) -> None:
-    if len(known) >= KNOWN:
-        known.clear()
-    known.add(value)
-
-
-# --- endpoints -------------------------------------------------------------------------------------------------------
-
-
-class Handle(Protocol):
-    """Answers a message, at once or by the awaitable that it returns: `App.handle` with the way of the answer."""
-
-    def __call__(
-        self,
-        data: Data,
-        *,
-        caller: str,
-        replayed: list[Id] | None,
-        key: str | None,
-        sending: Sending,
-        identity: "Identity | None",
-        headers: Headers,
-    ) -> "bytes | Awaitable[bytes | None] | None": ...
-
-
-def rpc_endpoint(handle: Handle) -> Endpoint:
-    """Return `POST /rpc`, plain JSON-RPC: the endpoint that passes message by message to `handle`.
-
-        200   any JSON-RPC answer, errors included
-        204   notifications alone: no answer is due (J7)
-        405   another method; 415 another media type; 413 a body that is too long, with the JSON-RPC error that says so
-
-    `Idempotency-Key` is the key of a single call, for clients that keep it out of the params. It does not fit the entries of
-    an array, so it is refused there. `Idempotent-Replayed: true` marks an answer that came from the ledger; for an array it
-    is the JSON array of the ids of those answers, unless that is too long for a header.
-    """
-
-    async def rpc(request: HttpRequest) -> None:
-        if request.method != "POST":
-            raise HttpError(405, "send a JSON-RPC message with POST", [("allow", "POST")])
-        request.check_json()
-        try:
-            body = await request.body()
-        except HttpError as error:
-            if error.status != 413 or not error.data:
-                raise
-            # JSON-RPC 2.0, section 5: the answer to a message that was not read has the id null.
-            refusal = LimitExceeded(error.message, limit=error.data["limit"], maximum=error.data["max"])
-            await request.respond(413, frames.encode(frames.failure(None, refusal)), headers=error.headers)
-            return
-        key = request.key()
-        if key is not None and frames.opens_array(body):
-            misplaced = InvalidParams("Idempotency-Key is for a single call: use params.idempotency_key")
-            await request.respond(200, frames.encode(frames.failure(None, misplaced)))
-            return
-        replayed: list[Id] = []
-        sending = request.sending = Sending(request.watch)
-        caller, identity, headers = request.caller, request.identity, request.headers
-        answer = handle(body, caller=caller, replayed=replayed, key=key, sending=sending, identity=identity, headers=headers)
-        if answer is not None and not isinstance(answer, bytes):
-            answer = await answer
-        if answer is None:
-            await request.respond(204)
-            return
-        marks = replayed_mark(replayed, is_array=frames.opens_array(body)) if replayed else ()
-        await request.respond(200, answer, headers=marks)
-
-    return rpc
-
-
-def health_endpoints(ready: Callable[[], Awaitable[str | None]] | None = None) -> dict[str, Endpoint]:
-    """Return `/healthz`, which answers while the process does, and `/readyz`: `ready` gives the reason why not, or None."""
-
-    async def healthz(request: HttpRequest) -> None:
-        _check_read(request)
-        await request.respond(200, b'{"status":"ok"}')
-
-    async def readyz(request: HttpRequest) -> None:
-        _check_read(request)
-        reason = "stopping" if request.stopping.is_set() else await ready() if ready else None
-        if reason is None:
-            await request.respond(200, b'{"status":"ready"}')
-        else:
-            await request.respond(503, frames.encode({"status": "not ready", "reason": reason}))
-
-    return {"/healthz": healthz, "/readyz": readyz}
-
-
-def _check_read(request: HttpRequest) -> None:
-    if request.method not in ("GET", "HEAD"):
-        raise HttpError(405, "ask with GET", [("allow", "GET, HEAD")])
+def _cannot_start(error: StartFailed) -> HttpError:
+    """Log why the application cannot start, and return the refusal."""
+    logger.error("%s", error, exc_info=error.__cause__)
+    return HttpError(503, "the app cannot start", [("retry-after", "1")])

@@ -1,17 +1,18 @@
 """Serving an HTTP application under granian or uvicorn, and stopping it in time.
 
-    bind      one socket keeps the port, so that a taken port is reported in words
-    startup   `HttpServer.open`, not the lifespan of the servers, so that the order is the same under both
-    serve     until SIGTERM or SIGINT; inside a loop of the user's (`serve_here`) until its task is cancelled
-    stop      no new connections; streams are asked to end
-    cut       every connection that is left after three quarters of the grace time
+    bind      one socket reserves the port, so that a taken port gives a clear error
+    startup   `HttpServer.open`, not the lifespan of the servers: the order is the same under both
+    serve     until SIGTERM, SIGINT or SIGHUP; in the user's loop (`serve_here`) until its task is
+              cancelled
+    stop      accept no new connections; ask streams to end
+    cut       every remaining connection after three quarters of the grace time
     shutdown  `HttpServer.aclose`: the application closes its resources
 
 One worker runs in this process and shares its objects; several are copies of it (`workers`).
 
-Both servers are driven from here because neither stops in time by itself: uvicorn waits for every open stream before it
-tells the application to stop, and granian waits for open streams without an end. Neither cuts a client that does not read:
-the kernel does that (TCP_USER_TIMEOUT).
+This module drives both servers because neither stops in time alone: uvicorn waits for every open
+stream before it notifies the application, and granian waits for open streams indefinitely. Neither
+cuts a client that does not read: the kernel does that (TCP_USER_TIMEOUT).
 """
 
 import asyncio
@@ -24,31 +25,43 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from wirecall.errors import UsageError
-from wirecall.logs import logger
-from wirecall.protocol.messages import Limits
+from wirecall.limits import Limits
+from wirecall.logs import announce, is_json, logger
+from wirecall.transports.asgi import Receive, Scope, Send
+from wirecall.transports.headers import is_loopback
 from wirecall.transports.http_server import GRACE, HttpServer
-from wirecall.transports.request import FILES, Receive, Scope, Send, open_sockets
-from wirecall.transports.workers import SIGNALS, Workers
+from wirecall.transports.tcp import FILES, open_sockets
+from wirecall.transports.websocket import PING_EVERY
+from wirecall.transports.workers import (
+    STOPPING,
+    Workers,
+    log_unused,
+    stopping_signals,
+    unused_signals,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 ServerName: TypeAlias = Literal["granian", "granian-asgi", "uvicorn"]
-Serving: TypeAlias = Callable[[], None]  # called once, when connections are accepted
+# Called once, when connections are accepted.
+Serving: TypeAlias = Callable[[], None]
 
 BACKLOG = 1024
-# Seconds after the application is closed in which threads and handlers that ignore their cancellation can end.
+# Seconds that threads and handlers that ignore their cancellation have to end after the application
+# is closed.
 LAST = 1.0
 
 
-def _print(address: str, how: str) -> None:
-    print(f"Serving with {how}. Listening on {address}", file=sys.stderr, flush=True)
+def print_address(address: str, how: str) -> None:
+    """Print the first line of a server."""
+    announce(f"Serving with {how}. Listening on {address}")
 
 
 def serve(
@@ -59,12 +72,14 @@ def serve(
     server: ServerName = "granian",
     workers: int = 1,
     grace: float = GRACE,
-    listening: Callable[[str, str], None] = _print,
+    listening: Callable[[str, str], None] = print_address,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then stop within `grace` seconds and return. Port 0 takes a free one.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then stop within `grace` seconds and return.
 
-    `app` is the application, or a function that makes it, called in each worker. `listening` gets the address, and
-    the names of the server, its interface and its event loop.
+    Port 0 takes a free one.
+
+    `app` is the application, or a function that makes it, called in each worker. `listening`
+    receives the address, and the names of the server, its interface and its event loop.
     """
     how = _described(server, loop_name())
     if workers < 1:
@@ -79,8 +94,9 @@ def serve(
         def work(serving: Serving) -> None:
             from multiprocessing import parent_process
 
-            # Each worker has a socket of its own, and the kernel deals connections out evenly. From one socket that all
-            # workers share, the worker that wakes first takes every connection that waits: 64 at once went to one of four.
+            # Each worker has its own socket, and the kernel distributes connections evenly. On one
+            # socket that all workers share, the worker that wakes first accepts every pending
+            # connection: 64 at once went to one of four.
             with bind(address, number, again=True) as own:
                 _work(app, host, own, server, grace, serving, parent_process())
 
@@ -94,41 +110,57 @@ async def serve_here(
     *,
     server: ServerName,
     grace: float,
-    listening: Callable[[str, str], None] = _print,
+    listening: Callable[[str, str], None] = print_address,
 ) -> None:
-    """Serve inside a running event loop until the task is cancelled, then stop within `grace` seconds."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    """Serve inside a running event loop until the task is cancelled.
+
+    Then stop within `grace` seconds.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
     how = _described(server, type(loop).__module__.partition(".")[0])
     with bind(host, port) as kept:
         app.allow_host(host)
         serving = partial(listening, _url(kept), how)
-        # A task of its own: a cancelled task could not stop in peace, since it must not wait any more.
+        # A separate task: a cancelled task cannot stop gracefully, because it must not wait any
+        # more.
         work = loop.create_task(
-            serve_until(app, kept, server=server, grace=grace, stop=stop, serving=serving, signals=False)
+            serve_until(
+                app, kept, server=server, grace=grace, stop=stop, serving=serving, signals=False
+            )
         )
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
             stop.set()
-            await work  # a second cancel ends the stop as well
+            await work  # a second cancel aborts the shutdown
             raise
         finally:
-            app.abandon()  # else a handler that does not end would stay in the loop, which goes on
+            # Else a handler that does not end would stay in the loop, which continues.
+            app.abandon()
 
 
 def _described(server: ServerName, loop: str) -> str:
-    """Return the names of a server, its interface and its event loop. Raises `UsageError` if it cannot serve."""
+    """Return the names of a server, its interface and its event loop.
+
+    Raises `UsageError` if it cannot serve.
+    """
     if server not in FRONTS:
         raise UsageError(f"server must be one of {', '.join(FRONTS)}, got {server!r}.")
     package = server.partition("-")[0]
     if find_spec(package) is None:
         raise UsageError(f"{package} is not installed.", fix=f"pip install {package}")
-    return f"{package} ({'RSGI' if server == 'granian' and FILES else 'ASGI'}, {loop})"
+    interface = "ASGI"
+    if server == "granian" and FILES:
+        interface = "RSGI"
+    return f"{package} ({interface}, {loop})"
 
 
 def _url(bound: socket.socket) -> str:
-    address, number = bound.getsockname()[:2]
-    return f"http://{f'[{address}]' if ':' in address else address}:{number}"
+    host, port = bound.getsockname()[:2]
+    if ":" in host:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"
 
 
 async def serve_until(
@@ -141,53 +173,92 @@ async def serve_until(
     serving: Serving = lambda: None,
     signals: bool = True,
 ) -> None:
-    """Serve inside a running event loop until a signal, or until `stop` is set. `bound` comes from `bind`."""
+    """Serve inside a running event loop until a signal, or until `stop` is set.
+
+    `bound` comes from `bind`.
+    """
     stop = stop or asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def ask(number: signal.Signals) -> None:
-        if number == signal.SIGINT and stop.is_set():  # the second Ctrl+C: a person does not want to wait
-            loop.remove_signal_handler(number)
-            signal.raise_signal(number)
-        stop.set()
-
+    app.is_loopback = is_loopback(bound.getsockname()[0])
     front = FRONTS[server](app, bound)
     await app.open()
-    caught = []
+    caught = _Signals(stop)
     running = asyncio.create_task(front.serve(serving))
     try:
-        # Not in a thread, nor on Windows, where Ctrl+C ends asyncio.run by an exception.
-        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
-            for number in SIGNALS if signals else ():
-                loop.add_signal_handler(number, ask, number)
-                caught.append(number)
+        if signals:
+            caught.catch()
         asked = asyncio.create_task(stop.wait())
         await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
-        app.stop(grace)
-        front.stop()
-        # HttpServer cuts its streams at three quarters. A moment later the connections that are left have no answer coming.
-        for patience, harder in ((grace * 0.75 + 0.1, front.cut), (grace * 0.1, running.cancel)):
-            await asyncio.wait({running}, timeout=patience)
-            if running.done():
-                break
-            harder()
-        await asyncio.wait({running}, timeout=grace * 0.05)
-        if running.done() and not running.cancelled() and (error := running.exception()) is not None:
-            raise error
+        await _stop_in_time(app, front, running, grace)
+        if running.done() and not running.cancelled():
+            running.result()  # it raises
     except asyncio.CancelledError:  # stop at once
         app.stop(grace)
         front.stop()
-        for _ in range(2):  # a client that was cut may come again before the server takes no more connections
+        for _ in range(2):  # a client that was cut may reconnect before the server stops accepting
             app.abandon()
             front.cut()
             await asyncio.wait({running}, timeout=LAST / 2)
         raise
     finally:
-        for number in caught:
-            loop.remove_signal_handler(number)
+        caught.release(STOPPING)
         running.cancel()
         await app.aclose()
+        # A closed terminal sends SIGHUP repeatedly, even while the application closes.
+        caught.release()
+
+
+async def _stop_in_time(
+    app: HttpServer, front: "Granian | Uvicorn", running: "asyncio.Task[None]", grace: float
+) -> None:
+    """Stop a server, and ever harder as its grace time passes."""
+    app.stop(grace)
+    first = grace * 0.75 + 0.1
+    if front.drops_sockets:
+        first -= await app.sockets_closed(first)
+    front.stop()
+    # HttpServer cuts its streams at three quarters. A moment later no remaining connection will get
+    # an answer.
+    for patience, harder in ((first, front.cut), (grace * 0.1, running.cancel)):
+        await asyncio.wait({running}, timeout=patience)
+        if running.done():
+            break
+        harder()
+    await asyncio.wait({running}, timeout=grace * 0.05)
+
+
+class _Signals:
+    """The signals that a server catches in the running loop."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        self._caught: list[signal.Signals] = []
+
+    def catch(self) -> None:
+        """Let signals set `stop`, and log those that have no use."""
+        # Fails in a thread and on Windows, where Ctrl+C ends asyncio.run with an exception.
+        with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+            for number in stopping_signals():
+                self._loop.add_signal_handler(number, self._ask, number)
+                self._caught.append(number)
+            for number in unused_signals():
+                self._loop.add_signal_handler(number, log_unused, number)
+                self._caught.append(number)
+
+    def release(self, numbers: Collection[signal.Signals] | None = None) -> None:
+        """Catch these signals no more; None stands for all of them."""
+        for number in tuple(self._caught):
+            if numbers is None or number in numbers:
+                self._caught.remove(number)
+                self._loop.remove_signal_handler(number)
+
+    def _ask(self, number: signal.Signals) -> None:
+        # The second Ctrl+C: a person does not want to wait.
+        if number == signal.SIGINT and self._stop.is_set():
+            self._loop.remove_signal_handler(number)
+            signal.raise_signal(number)
+        self._stop.set()
 
 
 def _work(
@@ -203,18 +274,20 @@ def _work(
     over = threading.Event()
 
     def leave(error: Exception | None) -> None:
-        # A thread, or a handler or a lifespan that ignores its cancellation, cannot be ended: the process ends, and they end
-        # with it. The application is closed, so the ledger knows about their commands.
+        # A thread, or a handler or a lifespan that ignores its cancellation, cannot be stopped: the
+        # process exits, and they end with it. The application is closed, so the ledger knows about
+        # their commands.
         if not over.wait(LAST):
             logger.error("%s", error or "stopping with handlers at work that do not end")
             logging.shutdown()
-            os._exit(1 if error else 0)
+            os._exit(int(error is not None))
 
     async def work() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         if parent is not None:
-            # A parent that was killed says nothing to its workers: they would keep the address forever.
+            # A parent that was killed does not notify its workers: they would keep the address
+            # forever.
             sentinel = parent.sentinel
 
             def orphaned() -> None:
@@ -222,7 +295,9 @@ def _work(
                 stop.set()
 
             loop.add_reader(sentinel, orphaned)
-        made = app if isinstance(app, HttpServer) else app()
+        made = app
+        if not isinstance(made, HttpServer):
+            made = made()
         made.allow_host(host)
         error: Exception | None = None
         try:
@@ -241,9 +316,10 @@ def _work(
 
 
 def bind(host: str, port: int, *, again: bool = False) -> socket.socket:
-    """Return a socket that keeps the address and does not listen yet; UsageError if the address is taken or not ours.
+    """Return a socket that reserves the address without listening.
 
-    `again` makes one more socket at an address that is kept already.
+    UsageError if the address is taken, or is not one of this machine. `again` makes another socket
+    for an address that is already reserved.
     """
     if type(port) is not int or not 0 <= port <= 65535:  # the system would take it modulo 65536
         raise UsageError(f"port must be a number from 0 to 65535, got {port!r}.")
@@ -253,12 +329,15 @@ def bind(host: str, port: int, *, again: bool = False) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UsageError(f"Cannot listen on {host}.", str(error), "use an address of this machine") from error
+        raise UsageError(
+            f"Cannot listen on {host}.", str(error), "use an address of this machine"
+        ) from error
     try:
-        if os.name == "posix":  # elsewhere it would let two servers share a port
+        if os.name == "posix":  # on other systems it would let two servers share a port
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if port and not again:
-                # The workers of one server share its port, but two servers must not: a socket that does not share finds out.
+                # The workers of one server share its port, but two servers must not: a socket that
+                # does not share detects it.
                 with socket.socket(family, kind, protocol) as alone:
                     alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     alone.bind(address)
@@ -268,20 +347,26 @@ def bind(host: str, port: int, *, again: bool = False) -> socket.socket:
         bound.setblocking(False)
     except OSError as error:
         bound.close()
-        fix = "use an address of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port="
-        raise UsageError(f"Cannot listen on {host}:{port}.", error.strerror or str(error), fix) from error
+        fix = "use another port="
+        if error.errno == errno.EADDRNOTAVAIL:
+            fix = "use an address of this machine"
+        raise UsageError(
+            f"Cannot listen on {host}:{port}.", error.strerror or str(error), fix
+        ) from error
     return bound
 
 
 def loop_name() -> str:
     """Return the name of the loops that `new_loop` makes."""
-    return "asyncio" if find_spec("uvloop") is None else "uvloop"
+    if find_spec("uvloop") is None:
+        return "asyncio"
+    return "uvloop"
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop: uvloop's where it is installed, else asyncio's own."""
-    # A server on stdio stays with asyncio's: its handlers of signals (signal.signal) must run whatever the loop does, and
-    # uvloop takes Python's wake-up of signals for itself.
+    """Return a new event loop: uvloop's if it is installed, else asyncio's."""
+    # A server on stdio uses asyncio's: its signal handlers (signal.signal) must run whatever the
+    # loop does, and uvloop takes over Python's signal wakeup.
     if loop_name() == "asyncio":
         return asyncio.new_event_loop()
     import uvloop
@@ -290,25 +375,31 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def _tune(connection: socket.socket, seconds: float) -> None:
-    """Set the options of a connection, or of a listening socket, from which connections inherit them."""
+    """Set the options of a connection, or of a listening socket, whose connections inherit them."""
     with contextlib.suppress(OSError):  # a connection that has ended
-        # Else the second event of a stream waits 40 ms, until the client's kernel has acknowledged the first.
+        # Else the second event of a stream waits 40 ms, until the client's kernel has acknowledged
+        # the first.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sys.platform == "linux":
-            # The kernel ends a connection that takes no byte for so long. Measured with a client that never reads: under
-            # both servers the connection is gone in time, and their buffers with it.
+            # The kernel ends a connection that takes no byte for this long. Measured with a client
+            # that never reads: under both servers the connection ends in time, and their buffers
+            # are freed.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
-# --- granian and uvicorn ---------------------------------------------------------------------------------------------
+# --- granian and uvicorn --------------------------------------------------------------------------
 
 
 class Granian:
-    """granian's embedded server: HTTP in threads of its own, the application in this loop.
+    """granian's embedded server: HTTP runs in its own threads, the application in this loop.
 
-    It makes the listening socket itself, beside the one that keeps the port, and has no option for a client that does not
-    read, nor a way to end a connection. But its sockets are files of this process.
+    It makes the listening socket itself, beside the one that reserves the port. It has no option
+    for a client that does not read, and cannot end a connection. But its sockets are files of this
+    process.
     """
+
+    # It does not wait for open WebSockets when it stops.
+    drops_sockets = True
 
     def __init__(self, app: HttpServer, bound: socket.socket, *, native: bool = True) -> None:
         from granian.constants import HTTPModes, Interfaces
@@ -318,29 +409,28 @@ class Granian:
 
         self._limits = app.limits
         address, self._port = bound.getsockname()[:2]
-        try:
-            import resource
-
-            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        except (ImportError, OSError):
-            files = BACKLOG
+        interface = Interfaces.ASGINL
+        # Without the list of its files, RSGI cannot wait for a slow client (`rsgi`).
+        if native and FILES:
+            interface = Interfaces.RSGI
+        log = _GRANIAN_LOG
+        if is_json():
+            log = _GRANIAN_LOG | _GRANIAN_JSON
         self._server: Any = Server(
             app,
             address,
             self._port,
-            # Without its files, RSGI has no way to wait for a slow client (`request`).
-            interface=Interfaces.RSGI if native and FILES else Interfaces.ASGINL,
+            interface=interface,
             http=HTTPModes.http1,
-            websockets=False,
             backlog=BACKLOG,
-            # Connections side by side: all files of the process but a few. The default is the backlog: so many idle
-            # connections would keep out all others.
-            backpressure=max(files - 64, 64) if 0 < files < 1 << 20 else 1 << 20,
+            backpressure=_max_connections(),
             http1_settings=HTTP1Settings(
-                header_read_timeout=int(app.limits.body_time * 1000), max_buffer_size=max(app.limits.header_bytes, 8192) * 2
+                header_read_timeout=int(app.limits.body_time * 1000),
+                max_buffer_size=max(app.limits.header_bytes, 8192) * 2,
             ),
-            log_level=LogLevels.error,  # it warns about itself, and reports every client that leaves
-            log_dictconfig=_GRANIAN_LOG,
+            # Else it warns about itself, and reports every client that leaves.
+            log_level=LogLevels.error,
+            log_dictconfig=log,
         )
 
     async def serve(self, serving: Serving) -> None:
@@ -350,14 +440,18 @@ class Granian:
             await self._server.serve()
         finally:
             tuning.cancel()
-        # Its threads end a little later. One that calls Python while the interpreter ends would panic.
+        # Its threads end a little later. One that calls Python while the interpreter shuts down
+        # would panic.
         for _ in range(200):
             if not _threads() - before:
                 break
             await asyncio.sleep(0.005)
 
     async def _tune(self, serving: Serving) -> None:
-        """Wait for the listening socket, and set its options, and those of connections that it has accepted before."""
+        """Wait for the listening socket, then set its options.
+
+        Connections that were accepted before get them as well.
+        """
         found = not FILES
         while not found:
             await asyncio.sleep(0.001)
@@ -385,45 +479,85 @@ class Granian:
                 yield each
 
 
+def _max_connections() -> int:
+    """Return how many connections granian may hold open: all files of the process but a few.
+
+    Its default is the backlog: so many idle connections would keep out all others.
+    """
+    most = 1 << 20
+    try:
+        import resource
+
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    except (ImportError, OSError):
+        files = BACKLOG
+    if 0 < files < most:
+        return max(files - 64, 64)
+    return most
+
+
 # Its own configuration writes to stdout, which belongs to the program.
-_GRANIAN_LOG = {
+_GRANIAN_LOG: dict[str, Any] = {
     "handlers": {
-        "console": {"formatter": "generic", "class": "logging.StreamHandler", "stream": "ext://sys.stderr"},
-        "access": {"formatter": "access", "class": "logging.StreamHandler", "stream": "ext://sys.stderr"},
+        "console": {
+            "formatter": "generic",
+            "class": "logging.StreamHandler",
+            "stream": "ext://sys.stderr",
+        },
+        "access": {
+            "formatter": "access",
+            "class": "logging.StreamHandler",
+            "stream": "ext://sys.stderr",
+        },
     }
 }
 
 
+_GRANIAN_JSON = {
+    "formatters": {name: {"()": "wirecall.logs.JsonFormatter"} for name in ("generic", "access")}
+}
+
+
 def _threads() -> set[int]:
-    """Return the threads of this process that are not Python's, where the system tells."""
+    """Return the threads of this process that are not Python's, if the system reports them."""
     try:
-        return {int(name) for name in os.listdir("/proc/self/task")} - {each.native_id for each in threading.enumerate()}
+        return {int(name) for name in os.listdir("/proc/self/task")} - {
+            each.native_id for each in threading.enumerate()
+        }
     except OSError:
         return set()
 
 
 class Uvicorn:
-    """uvicorn, with httptools where it is installed.
+    """uvicorn, with httptools if it is installed.
 
-    It waits forever for a header, and holds one of any length with httptools. So each connection is watched: `HeaderLimit`
-    hears of its bytes by asyncio's own callbacks, and of its requests where they reach the application.
+    It waits forever for a header, and with httptools it buffers a header of any length. So each
+    connection is watched: `HeaderLimit` learns of its bytes from asyncio's own callbacks, and of
+    its requests when they reach the application.
     """
+
+    drops_sockets = False
 
     def __init__(self, app: HttpServer, bound: socket.socket) -> None:
         import uvicorn
 
         class Quiet(uvicorn.Server):
             @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:  # signals are caught by `serve_until`
+            def capture_signals(self) -> Iterator[None]:  # `serve_until` catches signals
                 yield
 
         self._app = app
         self._bound = bound
-        self._connections: dict[tuple[object, ...], HeaderLimit] = {}  # by address and port of the client
+        # By address and port of the client.
+        self._connections: dict[tuple[object, ...], HeaderLimit] = {}
         config = uvicorn.Config(
             self._request,
             loop="asyncio",
-            ws="none",
+            ws="auto",
+            ws_max_size=app.limits.bytes_in,
+            ws_ping_interval=PING_EVERY,
+            ws_ping_timeout=PING_EVERY,
+            ws_per_message_deflate=False,
             lifespan="off",
             interface="asgi3",
             backlog=BACKLOG,
@@ -436,6 +570,8 @@ class Uvicorn:
         )
         config.load()
         config.http_protocol_class = self._watched(config.http_protocol_class)
+        if config.ws_protocol_class is not None:  # a package for WebSockets is installed
+            config.ws_protocol_class = self._draining(config.ws_protocol_class)
         self._server = Quiet(config)
 
     async def serve(self, serving: Serving) -> None:
@@ -447,7 +583,8 @@ class Uvicorn:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._bound.close()  # uvicorn closes its own: clients that came to this one would wait until the end
+        # Uvicorn closes its own: clients that connect here would wait until the end.
+        self._bound.close()
 
     def cut(self) -> None:
         for connection in list(self._connections.values()):
@@ -463,7 +600,8 @@ class Uvicorn:
 
     def _watched(self, protocol: Any) -> Any:
         """Return uvicorn's protocol, with each connection watched."""
-        connections, limits = self._connections, self._app.limits
+        connections = self._connections
+        limits = self._app.limits
 
         class Watched(protocol):  # type: ignore[misc]
             def connection_made(self, transport: asyncio.Transport) -> None:
@@ -480,7 +618,8 @@ class Uvicorn:
 
             def connection_lost(self, error: Exception | None) -> None:
                 self.connection.forget_header()
-                if connections.get(self.peer) is self.connection:  # else another one has come from the same address
+                # Else the same address has connected again.
+                if connections.get(self.peer) is self.connection:
                     del connections[self.peer]
                 super().connection_lost(error)
 
@@ -497,15 +636,39 @@ class Uvicorn:
 
         return Watched
 
+    def _draining(self, protocol: Any) -> Any:
+        """Return uvicorn's protocol of WebSockets, which the application closes when it stops.
+
+        uvicorn itself would end them before the calls in flight are answered.
+        """
+        connections = self._connections
+
+        class Draining(protocol):  # type: ignore[misc]
+            def shutdown(self) -> None:
+                """Leave the connection to the application."""
+
+            def connection_lost(self, error: Exception | None) -> None:
+                peer = (self.transport.get_extra_info("peername") or ())[:2]
+                known = connections.get(peer)
+                if known is not None and known.transport is self.transport:
+                    known.forget_header()
+                    del connections[peer]
+                super().connection_lost(error)
+
+        return Draining
+
 
 class HeaderLimit:
     """Limits the header of the next request on a connection of uvicorn, in bytes and in seconds."""
 
     def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
         self.transport = transport
-        self.requests = 0  # that the application has, or has not answered yet
-        self.target = b""  # of the header that is being read
-        self.targets: deque[bytes] = deque()  # of the requests that come next
+        # The requests that the application has not answered yet.
+        self.requests = 0
+        # The target of the header that is being read.
+        self.target = b""
+        # The targets of the next requests.
+        self.targets: deque[bytes] = deque()
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._header_bytes = 0
@@ -516,7 +679,8 @@ class HeaderLimit:
         """Count bytes, unless they belong to a request that the application has."""
         if not self.requests:
             self._header_bytes += size
-            # If these bytes complete a request, the application gets it in the next turn of the loop, before this check.
+            # If these bytes complete a request, the application gets it in the next turn of the
+            # loop, before this check.
             self._loop.call_soon(self._check)
 
     def _check(self) -> None:
@@ -526,16 +690,18 @@ class HeaderLimit:
             self._timer = self._loop.call_later(self._limits.body_time, self.transport.abort)
         if self._header_bytes > 2 * self._limits.header_bytes:
             self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+                b"content-length: 0\r\nconnection: close\r\n\r\n"
             )
             self.transport.close()
 
     def arrived(self, scope: Scope) -> None:
-        """A whole header has come."""
+        """Note that a whole header has arrived."""
         self.requests += 1
         self.forget_header()
         if self.targets and not (target := self.targets.popleft()).startswith((b"/", b"*")):
-            # The absolute form. httptools leaves its host out of the path, where h11 has it, and `HttpServer` looks at it.
+            # The absolute form. httptools omits its host from the path, h11 includes it, and
+            # `HttpServer` checks it.
             scope["path"] = target.partition(b"?")[0].decode("latin-1")
 
     def forget_header(self) -> None:
@@ -545,7 +711,8 @@ class HeaderLimit:
             self._timer = None
 
 
-# Both serve until `stop`, which accepts no further connection, and until every connection has ended; `cut` ends them.
+# Both serve until `stop`, which stops accepting, and until every connection has ended; `cut` ends
+# them.
 FRONTS: dict[str, Callable[[HttpServer, socket.socket], Granian | Uvicorn]] = {
     "granian": Granian,
     "granian-asgi": partial(Granian, native=False),

@@ -1,11 +1,14 @@
-"""A stream of server-sent events, taken apart as it arrives.
+"""A parser for a stream of server-sent events.
 
 The rules are those of "Interpreting an event stream" in the HTML standard:
 
-1. UTF-8, a byte order mark in front is skipped, broken bytes are replaced. A line ends with CR LF, with LF or with CR.
-2. A line that begins with a colon is a comment. `data` lines of an event are joined by LF; an empty line ends the event.
-3. An event without `data` is not an event; but its `id` counts for coming back, and so does its `retry`. (MCP 2025-11-25
-   opens a stream so.) An `id` with a control character in it is ignored, and a `retry` that is not a number.
+1. UTF-8, a byte order mark in front is skipped, broken bytes are replaced. A line ends with CR LF,
+   with LF or with CR.
+2. A line that begins with a colon is a comment. `data` lines of an event are joined by LF; an empty
+   line ends the event.
+3. An event without `data` is not an event, but its `id` and its `retry` count for resuming. (MCP
+   2025-11-25 opens a stream like this.) An `id` with a control character is ignored, and so is a
+   `retry` that is not a number.
 4. An event that no empty line has ended when the stream ends was cut off, and is dropped.
 
 The limit is ours: an event that grows beyond it ends the stream.
@@ -18,14 +21,16 @@ from msgspec import Struct
 from wirecall.errors import BadAnswer
 
 MAX_BYTES = 10 << 20
-LONGEST_WAIT = 1e9  # seconds; a longer wish of a server is cut to this, which every event loop can count
+# Seconds; a longer `retry` is reduced to this, which every event loop can handle.
+LONGEST_WAIT = 1e9
 
-# What a header cannot carry back: control characters, and bytes that were not UTF-8. An id goes back as Last-Event-ID.
+# Control characters and bytes that were not UTF-8 do not fit a header. An id is sent back as
+# Last-Event-ID.
 UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class Event(Struct, frozen=True):
-    """An event: its name ("message" if it has none), its data, and the id to come back with after it."""
+    """An event: its name ("message" if it has none), its data, and the id to resume after it."""
 
     name: str
     data: str
@@ -33,7 +38,10 @@ class Event(Struct, frozen=True):
 
 
 class Parser:
-    """Bytes in, events out. `last_id` is where to go on after a break, `retry` the seconds to wait before."""
+    """Bytes in, events out.
+
+    `last_id` is where to resume after a break, `retry` the seconds to wait first.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.last_id = ""
@@ -42,12 +50,17 @@ class Parser:
         self.restart()
 
     def restart(self) -> None:
-        """Begin another stream: the place and the pause stay, half an event does not."""
-        self._rest = bytearray()  # of a line that is not complete
-        self._seen = 0  # how much of the rest is known to hold no end of a line
+        """Begin another stream: `last_id` and `retry` are kept, half an event is not."""
+        # The start of an incomplete line.
+        self._rest = bytearray()
+        # The bytes of the rest without a line end.
+        self._seen = 0
         self._is_first = True
         self._after_cr = False
-        # Of the event that is not complete:
+        self._forget_event()
+
+    def _forget_event(self) -> None:
+        """Begin another event."""
         self._name = ""
         self._id: str | None = None
         self._data: list[str] = []
@@ -55,31 +68,10 @@ class Parser:
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Return the events that this chunk completes."""
-        # 1. The complete lines. A CR ends its line at once, because what follows may be long in coming; an LF after it is
-        #    the second half of that end.
-        if self._after_cr and chunk:
-            self._after_cr = False
-            chunk = chunk.removeprefix(b"\n")
-        rest = self._rest
-        rest += chunk
-        cut = max(rest.rfind(b"\n", self._seen), rest.rfind(b"\r", self._seen)) + 1
-        whole = bytes(rest[:cut])
-        del rest[:cut]
-        self._seen = len(rest)
-        self._after_cr = self._after_cr or (whole[-1:] == b"\r" and not rest)
-        lines = whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")[:-1].split(b"\n") if cut else []
-        # 2. Their fields; an empty line ends an event.
         events: list[Event] = []
-        for line in lines:
-            if self._is_first:
-                self._is_first = False
-                line = line.removeprefix(b"\xef\xbb\xbf")
+        for line in self._complete_lines(chunk):
             if not line:
-                if self._id is not None:
-                    self.last_id = self._id
-                if self._data:
-                    events.append(Event(self._name or "message", "\n".join(self._data), self.last_id))
-                self._name, self._id, self._data, self._size = "", None, [], 0
+                self._end_event(events)
                 continue
             field, _, raw = line.partition(b":")
             value = raw.removeprefix(b" ").decode("utf-8", "replace")
@@ -94,7 +86,39 @@ class Parser:
                 self.retry = min(float(value) / 1000, LONGEST_WAIT)
             if self._size > self._max_bytes:
                 break
-        # 3. The limit.
-        if len(rest) + self._size > self._max_bytes:
+        if len(self._rest) + self._size > self._max_bytes:
             raise BadAnswer(f"an event of more than {self._max_bytes} bytes")
         return events
+
+    def _complete_lines(self, chunk: bytes) -> list[bytes]:
+        """Return the lines that this chunk completes, without a byte order mark.
+
+        A CR ends its line at once, because the next byte may take long to arrive; an LF after it is
+        the second half of that line end.
+        """
+        if self._after_cr and chunk:
+            self._after_cr = False
+            chunk = chunk.removeprefix(b"\n")
+        rest = self._rest
+        rest += chunk
+        cut = max(rest.rfind(b"\n", self._seen), rest.rfind(b"\r", self._seen)) + 1
+        if not cut:
+            self._seen = len(rest)
+            return []
+        whole = bytes(rest[:cut])
+        del rest[:cut]
+        self._seen = len(rest)
+        if whole.endswith(b"\r") and not rest:
+            self._after_cr = True
+        if self._is_first:
+            self._is_first = False
+            whole = whole.removeprefix(b"\xef\xbb\xbf")
+        return whole.replace(b"\r\n", b"\n").replace(b"\r", b"\n")[:-1].split(b"\n")
+
+    def _end_event(self, events: list[Event]) -> None:
+        """End the incomplete event; one without data is not an event."""
+        if self._id is not None:
+            self.last_id = self._id
+        if self._data:
+            events.append(Event(self._name or "message", "\n".join(self._data), self.last_id))
+        self._forget_event()

@@ -1,16 +1,19 @@
-"""Several workers: copies of this process (fork), each with a listening socket of its own on the same address.
+"""Several workers: copies of this process (fork), each with its own socket on the same address.
 
-1. The parent does not serve. It passes signals on, and replaces a worker that ended.
-2. A worker that crashes while it serves is replaced, however often: one bad call must not end the server. Each crash doubles
-   the delay before the next start, up to `LONGEST`; a life of `QUIET` seconds brings the delay back to `SHORTEST`.
+1. The parent does not serve. It forwards signals, and replaces a worker that ended.
+2. A worker that crashes while it serves is replaced, however often: one bad call must not end the
+   server. Each crash doubles the delay before the next start, up to `LONGEST`; after `QUIET`
+   seconds without a crash it is `SHORTEST` again.
 3. If the first workers end before they serve, the app cannot start: the parent gives up.
-4. The workers use the grace time themselves. The parent kills the ones that are left a second later.
+4. The workers use the grace time themselves. The parent kills the remaining ones a second later.
 """
 
 import contextlib
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from wirecall.errors import StartFailed, UsageError
@@ -20,10 +23,45 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds before a worker that crashed is replaced, at least and at most. The others take the connections meanwhile.
-SHORTEST, LONGEST = 0.1, 10.0
+# SIGTERM, SIGINT and, when its terminal is closed, SIGHUP stop a server with grace. Windows has no
+# SIGHUP.
+STOPPING: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+HANG_UP: signal.Signals | None = getattr(signal, "SIGHUP", None)
+
+# Tools that rotate logs send these. They would kill a process that does not catch them.
+UNUSED = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
+
+# Seconds before a crashed worker is replaced, at least and at most. Until then the others take the
+# connections.
+SHORTEST = 0.1
+LONGEST = 10.0
 QUIET = 60.0
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+def stopping_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that stop a server.
+
+    SIGHUP is not one if the user's program handles or ignores it, as under nohup.
+    """
+    if HANG_UP is None or signal.getsignal(HANG_UP) is not signal.SIG_DFL:
+        return STOPPING
+    return (*STOPPING, HANG_UP)
+
+
+def unused_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that are logged and otherwise ignored.
+
+    The user's program does not handle these.
+    """
+    return tuple(number for number in UNUSED if signal.getsignal(number) is signal.SIG_DFL)
+
+
+def log_unused(number: int) -> None:
+    name = signal.Signals(number).name
+    logger.warning("%s is ignored: SIGTERM stops the server, and no signal reloads it", name)
+
 
 Work = Callable[[Callable[[], None]], None]
 
@@ -33,29 +71,50 @@ class Worker:
 
     def __init__(self) -> None:
         self.process: BaseProcess | None = None
-        self.word: Connection | None = None  # readable when the worker serves
-        self.since = self.due = 0.0  # when the process started; when the next one is to start
-        self.crashes = 0  # in a row
+        # Readable when the worker serves, or has ended before it could.
+        self.word: Connection | None = None
+        # When the process started.
+        self.since = 0.0
+        # When the next process starts.
+        self.due = 0.0
+        # How many processes crashed in a row.
+        self.crashes = 0
 
 
 class Workers:
-    """Runs `work` in `count` processes until a signal. `work` gets a function to call once it serves."""
+    """Runs `work` in `count` processes until a signal.
+
+    `work` receives a function to call once it serves.
+    """
 
     def __init__(self, work: Work, count: int, grace: float, serving: Callable[[], None]) -> None:
         from multiprocessing import get_all_start_methods, get_context
 
         if "fork" not in get_all_start_methods():
-            raise UsageError(f"workers={count} is not possible.", "several workers need fork", "use workers=1")
+            raise UsageError(
+                f"workers={count} is not possible.", "several workers need fork", "use workers=1"
+            )
         self._context: Any = get_context("fork")
         self._work = work
         self._grace = grace
-        self._serving = serving  # called once, when all workers serve
+        # Called once, when all workers serve.
+        self._serving = serving
         self._stopping = False
+        # Ignored signals that have to be logged.
+        self._unused: deque[int] = deque()
         self._workers = [Worker() for _ in range(count)]
+        # The workers that have not served yet.
+        self._starting = set(self._workers)
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; StartFailed if the app cannot start."""
-        before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        """Serve until a signal; StartFailed if the app cannot start."""
+        unused = dict.fromkeys(unused_signals(), self._note)
+        caught: dict[signal.Signals, Handler] = {
+            **dict.fromkeys(stopping_signals(), self._ask),
+            **unused,
+        }
+        before = {number: signal.signal(number, handler) for number, handler in caught.items()}
+        self._caught = tuple(caught)
         try:
             failed = self._watch()
         finally:
@@ -68,44 +127,71 @@ class Workers:
     def _ask(self, *_: object) -> None:
         self._stopping = True
 
-    def _watch(self) -> bool:
-        """Start and replace workers until the server is asked to stop; True if no worker can start."""
-        from multiprocessing.connection import wait
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        # A handler interrupts anything, even a line that is being logged.
+        self._unused.append(number)
 
-        starting = set(self._workers)  # those of which no process has served yet
+    def _watch(self) -> bool:
+        """Start and replace workers until the server has to stop; True if no worker can start."""
         while not self._stopping:
+            while self._unused:
+                log_unused(self._unused.popleft())
             now = time.monotonic()
             for worker in self._workers:
                 if worker.process is None and worker.due <= now:
                     self._start(worker)
-            watched = [worker.process.sentinel for worker in self._workers if worker.process is not None]
-            wait([*watched, *(worker.word for worker in self._workers if worker.word is not None)], timeout=0.1)
+            self._wait()
             for worker in self._workers:
                 if worker.word is not None and worker.word.poll():
-                    with worker.word as word, contextlib.suppress(EOFError):  # it ended before it could serve
-                        worker.word = None
-                        word.recv_bytes()
-                        if worker in starting:
-                            starting.remove(worker)
-                            if not starting:
-                                self._serving()
+                    self._take_word(worker)
                 process = worker.process
                 if process is None or process.is_alive() or self._stopping:
                     continue
-                if len(starting) == len(self._workers) and process.exitcode != -signal.SIGKILL:
+                has_none_served = len(self._starting) == len(self._workers)
+                if has_none_served and process.exitcode != -signal.SIGKILL:
                     return True
-                lived = time.monotonic() - worker.since
-                worker.crashes = 1 if lived >= QUIET else worker.crashes + 1
-                delay = min(SHORTEST * 2 ** (worker.crashes - 1), LONGEST)
-                logger.error("worker %s ended with %s; the next one starts in %g s", process.pid, process.exitcode, delay)
-                worker.process, worker.due = None, time.monotonic() + delay
+                self._plan_next(worker, process)
         return False
+
+    def _wait(self) -> None:
+        """Wait until a worker serves or ends, for a moment."""
+        from multiprocessing.connection import wait
+
+        ends = [worker.process.sentinel for worker in self._workers if worker.process is not None]
+        words = [worker.word for worker in self._workers if worker.word is not None]
+        wait([*ends, *words], timeout=0.1)
+
+    def _take_word(self, worker: Worker) -> None:
+        """Note that a worker serves, or has ended before it could."""
+        assert worker.word is not None
+        with worker.word as word, contextlib.suppress(EOFError):
+            worker.word = None
+            word.recv_bytes()
+            if worker in self._starting:
+                self._starting.remove(worker)
+                if not self._starting:
+                    self._serving()
+
+    def _plan_next(self, worker: Worker, process: "BaseProcess") -> None:
+        """Plan the successor of a process that has ended."""
+        if time.monotonic() - worker.since >= QUIET:
+            worker.crashes = 0
+        worker.crashes += 1
+        delay = min(SHORTEST * 2 ** (worker.crashes - 1), LONGEST)
+        logger.error(
+            "worker %s ended with %s; the next one starts in %g s",
+            process.pid,
+            process.exitcode,
+            delay,
+        )
+        worker.process = None
+        worker.due = time.monotonic() + delay
 
     def _start(self, worker: Worker) -> None:
         worker.word, word = self._context.Pipe(duplex=False)
 
         def begin() -> None:
-            for each in SIGNALS:
+            for each in self._caught:
                 signal.signal(each, signal.SIG_DFL)
             try:
                 self._work(lambda: word.send_bytes(b"serving"))

@@ -1,0 +1,219 @@
+"""The connections of this process, as its kernel reports them.
+
+A server's interface takes the bytes of an answer and reports nothing more about them. But its
+sockets are files of this process. So this module finds the connection of a request by the client's
+address, duplicates it and queries it (`TCP_INFO`, on Linux).
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import select
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from stat import S_ISSOCK
+from typing import NamedTuple, TypeAlias
+
+# IP address and port.
+Address: TypeAlias = tuple[object, int]
+
+# Lists the open files of this process; Windows does not have it.
+FILES = "/dev/fd" if os.path.isdir("/dev/fd") else ""
+# Whether the kernel reports which bytes have arrived.
+HAS_TCP_INFO = sys.platform == "linux" and bool(FILES)
+
+# States of a connection in linux/tcp_states.h. In these the peer has ended its side: TIME_WAIT,
+# CLOSE_WAIT, LAST_ACK, CLOSING.
+PEER_ENDED = frozenset({6, 8, 9, 11})
+CLOSED = 7
+
+# struct tcp_info of linux/tcp.h has these bytes since Linux 4.19.
+INFO_BYTES = 216
+
+
+class TcpState(NamedTuple):
+    """The kernel's report about a connection."""
+
+    state: int
+    # The bytes that the kernel has taken from the server since the connection began.
+    taken: int
+    # Of those, the bytes that the client's kernel has acknowledged.
+    acknowledged: int
+    # The bytes from the client.
+    received: int
+    # Whether the connection did not close cleanly.
+    is_reset: bool
+
+    @property
+    def has_peer_ended(self) -> bool:
+        """Whether the client has ended its side, or the connection is closed."""
+        return self.state == CLOSED or self.state in PEER_ENDED
+
+
+def tcp_state(connection: socket.socket) -> TcpState | None:
+    """Return the kernel's report about a connection; None if it contains too little."""
+    if not HAS_TCP_INFO:
+        return None
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+    except OSError:
+        return None
+    if len(info) < INFO_BYTES:
+        return None
+    state = info[0]
+    confirmed, received = struct.unpack_from("=QQ", info, 120)
+    (waiting,) = struct.unpack_from("=I", info, 144)
+    sent, again = struct.unpack_from("=QQ", info, 200)
+    taken = waiting + sent - again
+    is_reset = False
+    if state == CLOSED:
+        # A connection that closed cleanly has acknowledged the end of our side too, which counts as
+        # a byte. If the server ended its side first, a reset may follow: then only this duplicate
+        # holds the socket, and its error.
+        has_end = confirmed > taken
+        is_reset = not has_end or connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+    return TcpState(state, taken, min(confirmed, taken), received, is_reset)
+
+
+# --- finding a socket -----------------------------------------------------------------------------
+
+
+def _descriptors() -> list[int]:
+    """Return the open files of this process, if the system lists them."""
+    if not FILES:
+        return []
+    return [int(name) for name in os.listdir(FILES)]
+
+
+def open_sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of every socket of this process, open until the next one."""
+    for file in _descriptors():
+        with contextlib.suppress(OSError):
+            # Only a socket may be duplicated: closing the duplicate of a SQLite file would drop its
+            # locks (fcntl).
+            if S_ISSOCK(os.fstat(file).st_mode):
+                with socket.socket(fileno=os.dup(file)) as each:
+                    yield each
+
+
+def address_of(pair: "tuple[str, int | str]") -> Address:
+    """Return a client's address as servers and sockets have it; ValueError if it is not IP."""
+    host, port = pair
+    # Rust and Python write the zone of an address differently, so it is omitted.
+    return ipaddress.ip_address(host.strip("[]").partition("%")[0]), int(port)
+
+
+class Sockets:
+    """Finds the socket of a client's connection.
+
+    It caches sockets, because a search lists all files.
+    """
+
+    def __init__(self) -> None:
+        # Inode and peer of each file.
+        self._files: dict[int, tuple[int, Address | None]] = {}
+        self._by_peer: dict[Address, int] = {}
+        # Whether a search was successful. Without that, the addresses of clients may not be those
+        # of sockets of this process.
+        self.has_found = False
+
+    def find(self, client: Address) -> tuple[socket.socket, int] | None:
+        """Return a duplicate of the socket, and the server's descriptor; None if there is none."""
+        found = self._cached(client)
+        if found is None:
+            self._search()
+            found = self._cached(client)
+        if found is not None:
+            self.has_found = True
+        return found
+
+    def _cached(self, client: Address) -> tuple[socket.socket, int] | None:
+        file = self._by_peer.get(client)
+        if file is None:
+            return None
+        duplicate = _duplicate(file, client)
+        if duplicate is None:
+            return None
+        return duplicate, file
+
+    def _search(self) -> None:
+        before = self._files
+        self._files = {}
+        self._by_peer = {}
+        for file in _descriptors():
+            with contextlib.suppress(OSError):
+                status = os.fstat(file)
+                if not S_ISSOCK(status.st_mode):
+                    continue
+                known = before.get(file)
+                if known is None or known[0] != status.st_ino:
+                    known = status.st_ino, _peer(file)
+                self._files[file] = known
+                if known[1] is not None:
+                    self._by_peer[known[1]] = file
+
+
+def _duplicate(file: int, client: Address) -> socket.socket | None:
+    """Return a duplicate of a file if it is the socket of a client's connection."""
+    with contextlib.suppress(OSError, ValueError):
+        if S_ISSOCK(os.fstat(file).st_mode):
+            found = socket.socket(fileno=os.dup(file))
+            with contextlib.suppress(OSError, ValueError):
+                if address_of(found.getpeername()[:2]) == client:
+                    return found
+            found.close()
+    return None
+
+
+def _peer(file: int) -> Address | None:
+    """Return the address at the other end of a socket; None if it is not connected, or not IP."""
+    with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(file)) as found:
+        return address_of(found.getpeername()[:2])
+    return None
+
+
+# --- waiting for a slow reader --------------------------------------------------------------------
+
+
+class SendQueue:
+    """The bytes of a stream that the server has and the kernel has not taken.
+
+    `due` counts the bytes that the kernel must take. Counting begins in the middle of the stream:
+    the server may still hold earlier bytes.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.due = self._taken() or 0
+
+    async def until_ready(self, most: int) -> None:
+        """Wait until the kernel can take bytes and at most `most` are due; OSError if it closed."""
+        ready = asyncio.Event()
+        state = select.poll()
+        state.register(self.connection, select.POLLOUT)
+        loop = asyncio.get_running_loop()
+        while True:
+            loop.add_writer(self.connection, ready.set)
+            try:
+                await ready.wait()
+            finally:
+                loop.remove_writer(self.connection)
+            # A failed connection is ready, too, and granian takes bytes for it until its own thread
+            # has noticed.
+            if any(event & (select.POLLERR | select.POLLHUP) for _, event in state.poll(0)):
+                raise ConnectionError("the client has left")
+            taken = self._taken()
+            if taken is None or taken >= self.due - most:
+                return
+            ready.clear()
+            await asyncio.sleep(0.001)  # granian's own thread has not written yet
+
+    def _taken(self) -> int | None:
+        """Return the bytes that the kernel has taken; None if it does not report them."""
+        now = tcp_state(self.connection)
+        if now is None:
+            return None
+        return now.taken
