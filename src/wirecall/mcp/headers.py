@@ -1,13 +1,16 @@
-"""2026-07-28: HTTP headers that repeat what the body says, so that proxies need not read bodies. They must agree.
+"""2026-07-28: HTTP headers that repeat parts of the body, so that proxies need not read it.
+
+Both must agree.
 
     MCP-Protocol-Version    the version in `_meta`
     Mcp-Method              the method
-    Mcp-Name                `params.name`, `params.uri` or `params.taskId`, of the methods that have one
+    Mcp-Name                `params.name`, `params.uri` or `params.taskId`, for methods that have one
     Mcp-Param-{name}        an argument of a tool whose schema marks it with `x-mcp-header`
 
-A server refuses a header that is missing, doubled or different from the body with -32020 before anything runs (`check`); a
-client writes them (`repeated`). Names are compared without case, values with it. A value that a header cannot carry as it is
-travels as `=?base64?...?=`: anything but printable ASCII, blanks at its ends, and what looks like that form itself.
+A server refuses a header that is missing, doubled or different from the body with -32020 before
+anything runs (`check`); a client writes them (`repeated`). Names are compared without case, values
+with it. A value that does not fit a header is sent as `=?base64?...?=`: anything but printable
+ASCII, blanks at its ends, and values that look like this form.
 """
 
 import base64
@@ -15,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeAlias
 
-from msgspec import Raw
+from msgspec import UNSET, Raw, UnsetType
 
 from wirecall.errors import HeaderMismatch
 from wirecall.mcp.types import Params
@@ -27,7 +30,8 @@ METHOD = "mcp-method"
 NAME = "mcp-name"
 PARAM = "mcp-param-"
 
-Marks: TypeAlias = Mapping[tuple[str, ...], str]  # the name of a header, by the path to the property that it repeats
+# Header name by the path to the property that it repeats.
+Marks: TypeAlias = Mapping[tuple[str, ...], str]
 
 # Which member of the params `Mcp-Name` repeats.
 _NAMED = {
@@ -38,12 +42,17 @@ _NAMED = {
 }
 
 _NUMBER = re.compile(r"-?[0-9]{1,400}(\.[0-9]+)?")
-_OPEN, _CLOSE = "=?base64?", "?="
-_PLAIN = re.compile(r"[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?")  # fits a header as it is
+_OPEN = "=?base64?"
+_CLOSE = "?="
+# A value that fits a header unchanged.
+_PLAIN = re.compile(r"[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?")
 _SENTINEL = re.compile(r"=\?base64\?.*\?=")
 _MARKED_TYPES = ("string", "integer", "boolean")
-_DATA = frozenset({MARK, "const", "enum", "default", "examples"})  # members of a schema that hold values, not schemas
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# Members of a schema that hold values, not schemas.
+_DATA = frozenset({MARK, "const", "enum", "default", "examples"})
+_NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
 
 
 class Fields(Protocol):
@@ -60,8 +69,9 @@ def check(fields: Fields, version: str, method: str, params: Params) -> None:
     """Raise `HeaderMismatch` unless the headers of a request repeat its body."""
     named: str | None = getattr(params, _NAMED.get(method, ""), None)
     first = fields.first
-    # A header that differs from the body is refused (2026-07-28, basic/transports/streamable-http, "Server Validation").
-    # Nearly always they are the same. Only if they differ, blanks and base64 are decoded and compared.
+    # A header that differs from the body is refused (2026-07-28, basic/transports/streamable-http,
+    # "Server Validation"). They are nearly always equal. Only if they differ, strip blanks and
+    # decode base64, then compare.
     if (
         fields.has_doubles
         or first.get("mcp-protocol-version") != version
@@ -80,47 +90,70 @@ def check_notification(fields: Fields, method: str) -> None:
         _agree(_only(fields, METHOD), method, METHOD)
 
 
-def check_marked(fields: Fields, arguments: Raw, marked: Marks) -> None:
+def check_marked(fields: Fields, arguments: Raw | UnsetType, marked: Marks) -> None:
     """Raise `HeaderMismatch` unless the headers repeat the marked arguments of a tool."""
-    given = decode_any(arguments)
+    given = {} if arguments is UNSET else decode_any(arguments)
     for path, name in marked.items():
         value = _at(given, path)
         header = f"{PARAM}{name.lower()}"
         if value is None:
             if fields.get(header) is not None:
-                raise HeaderMismatch(f"{header}: the body does not have this argument", header=header)
+                raise HeaderMismatch(
+                    f"{header}: the body does not have this argument", header=header
+                )
             continue
-        text = _decoded(_only(fields, header), header)
-        if isinstance(value, bool):
-            is_same = text == ("true" if value else "false")
-        elif isinstance(value, (int, float)):
-            # As an integer if it is one: as floats 2**53 and 2**53 + 1 are the same.
-            is_same = _NUMBER.fullmatch(text) is not None and (float(text) if "." in text else int(text)) == value
-        else:
-            is_same = text == value
-        if not is_same:
-            raise HeaderMismatch(f"{header}: the header differs from the argument in the body", header=header)
+        if not _is_same(_decoded(_only(fields, header), header), value):
+            raise HeaderMismatch(
+                f"{header}: the header differs from the argument in the body", header=header
+            )
+
+
+def _is_same(text: str, value: object) -> bool:
+    """Return whether the value of a header is that of an argument."""
+    if isinstance(value, bool):
+        return text == rendered(value)
+    if not isinstance(value, (int, float)):
+        return text == value
+    if not _NUMBER.fullmatch(text):
+        return False
+    # Compare integers as integers: as floats, 2**53 and 2**53 + 1 are equal.
+    if "." in text:
+        return float(text) == value
+    return int(text) == value
 
 
 def marked(schema: JsonObject) -> dict[tuple[str, ...], str]:
-    """Return the marked properties of a schema, by the path to them. Only plain `properties` are followed."""
-    return {path: declared[MARK] for path, declared in _plain_marks(schema) if isinstance(declared[MARK], str)}
+    """Return the marked properties of a schema, by the path to them.
+
+    Only plain `properties` are followed.
+    """
+    return {
+        path: declared[MARK]
+        for path, declared in _plain_marks(schema)
+        if isinstance(declared[MARK], str)
+    }
 
 
 def _only(fields: Fields, name: str) -> str:
     values = fields.all(name)
-    if len(values) != 1:
-        raise HeaderMismatch(f"{name}: {'given more than once' if values else 'missing'}", header=name)
+    if not values:
+        raise HeaderMismatch(f"{name}: missing", header=name)
+    if len(values) > 1:
+        raise HeaderMismatch(f"{name}: given more than once", header=name)
     return values[0]
 
 
-def _agree(value: str, told: str, name: str) -> None:
-    if value != told:
-        raise HeaderMismatch(f"{name}: the header says {value[:100]!r}, the body {told[:100]!r}", header=name)
+def _agree(value: str, body: str, name: str) -> None:
+    if value != body:
+        raise HeaderMismatch(
+            f"{name}: the header says {value[:100]!r}, the body {body[:100]!r}", header=name
+        )
 
 
 def _decoded(value: str, name: str) -> str:
-    if not (value.startswith(_OPEN) and value.endswith(_CLOSE) and len(value) >= len(_OPEN + _CLOSE)):
+    if not (
+        value.startswith(_OPEN) and value.endswith(_CLOSE) and len(value) >= len(_OPEN + _CLOSE)
+    ):
         return value
     try:
         return base64.b64decode(value[len(_OPEN) : -len(_CLOSE)], validate=True).decode()
@@ -130,38 +163,44 @@ def _decoded(value: str, name: str) -> str:
 
 def _at(value: object, path: tuple[str, ...]) -> object:
     for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(value, dict):
+            return None
+        value = value.get(name)
     return value
 
 
-# --- the client's side -----------------------------------------------------------------------------------------------
+# --- the client's side ----------------------------------------------------------------------------
 
 
 def repeated(version: str, method: str, params: object, marks: Marks) -> dict[str, str]:
     """Return the headers of one message."""
-    told = {VERSION: version, METHOD: method}
+    fields = {VERSION: version, METHOD: method}
     name = named(method, params)
     if name is not None:
-        told[NAME] = rendered(name)
+        fields[NAME] = rendered(name)
     if method == "tools/call":
         for path, header in marks.items():
             value = _at(params, ("arguments", *path))
-            # A value that is null, missing or of a type that the schema does not allow has no header.
+            # A value that is null, missing or of a type that the schema does not allow has no
+            # header.
             if isinstance(value, (str, int)) or (isinstance(value, float) and value.is_integer()):
-                told[f"{PARAM}{header}"] = rendered(value)
-    return told
+                fields[f"{PARAM}{header}"] = rendered(value)
+    return fields
 
 
 def named(method: str, params: object) -> str | None:
-    """Return the name of the tool or prompt, the URI of the resource, or the id of the task, that a call is for."""
+    """Return the name of the tool or prompt that a call is for, or its URI, or its task id."""
     member = _NAMED.get(method)
-    member = "taskId" if member == "task_id" else member  # as it travels
-    name = params.get(member) if member is not None and isinstance(params, dict) else None
+    if member is None or not isinstance(params, dict):
+        return None
+    if member == "task_id":
+        member = "taskId"  # its name on the wire
+    name = params.get(member)
     return name if isinstance(name, str) else None
 
 
 def rendered(value: object) -> str:
-    """Return a value as a header carries it."""
+    """Return a value in the form for a header."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -173,7 +212,10 @@ def rendered(value: object) -> str:
 
 
 def fault_of(schema: object) -> str | None:
-    """Return the reason why the marks of a tool's schema are invalid, or None. Such a tool must not be called over HTTP."""
+    """Return the reason why the marks of a tool's schema are invalid, or None.
+
+    Such a tool must not be called over HTTP.
+    """
     plain = [declared for _, declared in _plain_marks(schema)]
     if len(list(_all_marks(schema))) > len(plain):
         return f"{MARK} is allowed on plain properties only"
@@ -185,15 +227,22 @@ def fault_of(schema: object) -> str | None:
         if name.lower() in seen:
             return f"{MARK}: {name!r} occurs twice"
         if declared.get("type") not in _MARKED_TYPES:
-            return f"{MARK}: {name!r} marks a {declared.get('type')!r}; only {', '.join(_MARKED_TYPES)} may be marked"
+            allowed = ", ".join(_MARKED_TYPES)
+            return (
+                f"{MARK}: {name!r} marks a {declared.get('type')!r}; only {allowed} may be marked"
+            )
         seen.add(name.lower())
     return None
 
 
-def _plain_marks(schema: object, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], JsonObject]]:
-    """Find the marked properties that can be followed from the top, and the path to each."""
+def _plain_marks(
+    schema: object, path: tuple[str, ...] = ()
+) -> Iterable[tuple[tuple[str, ...], JsonObject]]:
+    """Yield the marked properties that plain `properties` reach from the top, with their paths."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    for name, inner in properties.items() if isinstance(properties, dict) else ():
+    if not isinstance(properties, dict):
+        return
+    for name, inner in properties.items():
         if isinstance(inner, dict):
             if MARK in inner:
                 yield (*path, name), inner
@@ -201,7 +250,7 @@ def _plain_marks(schema: object, path: tuple[str, ...] = ()) -> Iterable[tuple[t
 
 
 def _all_marks(schema: object, is_schema: bool = True) -> Iterable[object]:
-    """Find every mark, wherever a schema may stand. A property may have the name of the mark, and is not a mark then."""
+    """Find every mark in any nested schema. A property with the name of the mark is not a mark."""
     if isinstance(schema, list):
         for item in schema:
             yield from _all_marks(item)

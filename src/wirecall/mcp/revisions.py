@@ -1,15 +1,16 @@
 """The five revisions of MCP as one table.
 
-A difference between revisions is a row of `_TABLE`, not a branch in the code: a `+` says that the revision has the thing, a
-`-` that it has not, any other word is its value. Code asks `revision.has("request ping")` or `revision.value("structured")`;
-no code compares dates. A version that is not in the table is unknown, whatever it looks like (V5).
+A difference between revisions is a row of `_TABLE`, not a branch in the code: `+` means that the
+revision has the feature, `-` that it does not, any other word is its value. Code asks
+`revision.has("request ping")` or `revision.value("structured")`, and never compares dates. A
+version that is not in the table is unknown, whatever it looks like (V5).
 
-The first word of a row says what it is about:
+The first word of a row is its topic:
 
     request, notification    what a client may send
     ask                      what a server may request of its client
     capability               what a server may declare
-    content, tool, ...       kinds and members that the schema of the revision knows
+    content, tool, ...       kinds and members in the schema of the revision
     http                     rules of Streamable HTTP
 """
 
@@ -30,7 +31,7 @@ from wirecall.protocol.messages import JsonObject
 
 # fmt: off
 _TABLE: Final = {
-    #                                                2024-11-05  2025-03-26  2025-06-18  2025-11-25  2026-07-28
+    #                                               2024-11-05  2025-03-26  2025-06-18  2025-11-25  2026-07-28
     # --- how a conversation begins, and what one message may hold
     "handshake":                                    "+           +           +           +           -",
     "envelope":                                     "-           -           -           -           +",
@@ -121,12 +122,14 @@ class Revision:
         self.name = name
         self._cells = {row: cells.split()[column] for row, cells in _TABLE.items()}
         self._has = frozenset(row for row, cell in self._cells.items() if cell != "-")
-        # Rows that every message asks for:
+        # Rows that every message needs:
         self.has_arrays = self.has("array")
         self.is_stateless = self.has("envelope")
         self.has_result_type = self.has("result type")
         self.structured = self.value("structured")
-        self.requests = frozenset(row.removeprefix("request ") for row in self._has if row.startswith("request "))
+        self.requests = frozenset(
+            row.removeprefix("request ") for row in self._has if row.startswith("request ")
+        )
 
     def has(self, row: str) -> bool:
         if row not in _TABLE:
@@ -139,26 +142,37 @@ class Revision:
         return None if cell == "-" else cell
 
     def known(self, content: JsonObject) -> JsonObject:
-        """Return content as the revision can carry it: content of an unknown kind becomes a text that names it."""
+        """Return content as the revision can carry it: an unknown kind becomes text that names it."""
         if self.has(f"content {content['type']}"):
             return content
         if content["type"] == "resource_link":
             return {"type": "text", "text": f"{content['name']}: {content['uri']}"}
-        return {"type": "text", "text": f"[{content['type']} of type {content.get('mimeType', 'unknown')} left out]"}
+        return {
+            "type": "text",
+            "text": f"[{content['type']} of type {content.get('mimeType', 'unknown')} left out]",
+        }
 
     def reports_in_result(self, error: RpcError, *, asks_key: bool) -> bool:
-        """Return whether a tool reports an error in its result, where the model reads it, and not as one of the protocol.
+        """Return whether a tool reports an error in its result, for the model, and not as a
+        protocol error.
 
-        `asks_key` says that the model fills in the idempotency key.
+        `asks_key`: the model fills in the idempotency key.
         """
-        # Errors that a model can mend belong into the result (server/tools, "Error Handling"; SEP-1303 for bad arguments).
-        # It can mend arguments, and a key only if it is asked for one. It can mend neither a header nor an answer.
+        # Errors that a model can fix belong in the result (server/tools, "Error Handling"; SEP-1303
+        # for bad arguments). It can fix arguments, and a key only if it is asked for one. It cannot
+        # fix a header or an answer.
         if isinstance(error, InvalidParams):
-            is_mendable = asks_key if isinstance(error, KeyRequired) else not isinstance(error, (KeyInvalid, BadInput))
+            is_mendable = (
+                asks_key
+                if isinstance(error, KeyRequired)
+                else not isinstance(error, (KeyInvalid, BadInput))
+            )
             return is_mendable and self.value("bad arguments") == "result"
         if isinstance(error, NotCapable):
             return self.value("capability of the client missing") == "result"
-        return not isinstance(error, (FixedError, ProtocolError)) or isinstance(error, InternalError)
+        return not isinstance(error, (FixedError, ProtocolError)) or isinstance(
+            error, InternalError
+        )
 
     def __repr__(self) -> str:
         return f"<revision {self.name}>"
@@ -166,19 +180,25 @@ class Revision:
 
 REVISIONS: Final = {name: Revision(name) for name in NAMES}
 
-# The revisions of each era, the newest last: `initialize` with an unknown version gets the newest of its era.
+# The revisions of each era, the newest last: the answer to `initialize` with an unknown version is
+# the newest of its era.
 HANDSHAKE: Final = [revision for revision in REVISIONS.values() if revision.has("handshake")]
 STATELESS: Final = [revision for revision in REVISIONS.values() if revision.is_stateless]
 
-# A message over HTTP that has no session, no version header and no envelope comes from a client of this revision.
+# A message over HTTP without a session, a version header and an envelope comes from a client of
+# this revision.
 UNSTATED: Final = REVISIONS["2025-03-26"]
 
-# Every method of any revision: on a pipe they tell MCP from plain JSON-RPC.
+# Every method of any revision: on a pipe they distinguish MCP from plain JSON-RPC.
 REQUESTS: Final = frozenset().union(*(revision.requests for revision in REVISIONS.values()))
-NOTIFICATIONS: Final = frozenset(row.removeprefix("notification ") for row in _TABLE if row.startswith("notification "))
+NOTIFICATIONS: Final = frozenset(
+    row.removeprefix("notification ") for row in _TABLE if row.startswith("notification ")
+)
 
 
 def offered(version: str) -> Revision:
-    """Return the revision that answers `initialize`: the one that the client offers, or the newest with a handshake."""
+    """Return the revision that answers `initialize`: the one that the client offers, or the newest
+    with a handshake.
+    """
     revision = REVISIONS.get(version)
     return revision if revision is not None and revision.has("handshake") else HANDSHAKE[-1]

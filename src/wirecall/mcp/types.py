@@ -1,21 +1,38 @@
-"""The types of MCP's messages: kinds of content, results, the params of its methods, and declarations of extensions.
+"""The types of MCP's messages: content, results, params, and declarations of extensions.
 
-The classes that users meet (`Text`, `Image`, `ToolResult`, `Message`, ...) are written as people write Python; `on_wire`
-gives the JSON members that the specification names. Params are decoded by msgspec straight into the structs below; members
-that a struct does not name are tolerated, as the schemas of all revisions do.
+The public classes (`Text`, `Image`, `ToolResult`, `Message`, ...) use Python names; `on_wire`
+returns the JSON members of the specification. msgspec decodes params directly into the structs
+below and ignores members that a struct does not name, as the schemas of all revisions allow.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+)
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import EncodeError, UsageError
 from wirecall.mcp.revisions import Revision
-from wirecall.protocol.messages import JsonObject, Whole, encode
+from wirecall.protocol.messages import CompleteResult, JsonObject, encode
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    # A bare `Elicited` has any content.
+    T = TypeVarWithDefault("T", default=Any)
+else:
+    T = TypeVar("T")
 Role: TypeAlias = Literal["user", "assistant"]
 
 
@@ -23,10 +40,11 @@ def _compact(**members: object) -> JsonObject:
     return {name: value for name, value in members.items() if value is not None}
 
 
-class Content(Struct, Whole, frozen=True, kw_only=True):
+class Content(Struct, CompleteResult, frozen=True, kw_only=True):
     """The members that all kinds of content share: hints on how to show them."""
 
-    annotations: JsonObject | None = None  # audience, priority, lastModified
+    # Its members are audience, priority and lastModified.
+    annotations: JsonObject | None = None
     meta: JsonObject | None = None
 
     def on_wire(self) -> JsonObject:
@@ -76,8 +94,15 @@ class ResourceLink(Content, frozen=True):
     size: int | None = None
 
     def on_wire(self) -> JsonObject:
-        told = _compact(title=self.title, description=self.description, mimeType=self.mime_type, size=self.size)
-        return self._wire("resource_link", uri=self.uri, name=self.name, **told)
+        return self._wire(
+            "resource_link",
+            uri=self.uri,
+            name=self.name,
+            title=self.title,
+            description=self.description,
+            mimeType=self.mime_type,
+            size=self.size,
+        )
 
 
 class Embedded(Content, frozen=True):
@@ -102,7 +127,8 @@ Theme: TypeAlias = Literal["light", "dark"]
 class Icon(Struct, frozen=True):
     """A picture that stands for a server, a tool, a prompt or a resource (from 2025-11-25 on).
 
-    `src` is an https: address, or the picture itself as a data: URI. `sizes` are texts such as "48x48", or "any".
+    `src` is an https: address, or the picture itself as a data: URI. `sizes` are strings such as
+    "48x48", or "any".
     """
 
     src: str
@@ -118,22 +144,36 @@ class Icon(Struct, frozen=True):
 def checked_icons(what: str, icons: object) -> list[JsonObject]:
     """Return icons as they are sent. Raises `UsageError` if a client would refuse one."""
     if isinstance(icons, (str, Icon)) or not isinstance(icons, Sequence):
-        raise UsageError(f"icons of {what} must be a list of Icon, got {type(icons).__name__}.", fix="use icons=[Icon(...)]")
+        raise UsageError(
+            f"icons of {what} must be a list of Icon, got {type(icons).__name__}.",
+            fix="use icons=[Icon(...)]",
+        )
     for icon in icons:
         if not isinstance(icon, Icon):
             got = type(icon).__name__
-            raise UsageError(f"icons of {what} must be a list of Icon, got {got} in it.", fix="use icons=[Icon(...)]")
-        src, mime_type, sizes = (cast(object, value) for value in (icon.src, icon.mime_type, icon.sizes))
+            raise UsageError(
+                f"icons of {what} must be a list of Icon, got {got} in it.",
+                fix="use icons=[Icon(...)]",
+            )
+        # Python makes a Struct with values of any type.
+        src = cast(object, icon.src)
+        mime_type = cast(object, icon.mime_type)
+        sizes = cast(object, icon.sizes)
         # Clients must not load icons by other schemes (2025-11-25, basic, "Icons").
-        is_source = isinstance(src, str) and re.match(r"https://[^\s/]\S*$|data:image/[\w.+-]+[;,]\S*$", src)
-        is_typed = mime_type is None or (isinstance(mime_type, str) and re.fullmatch(r"image/[\w.+-]+", mime_type))
+        is_source = isinstance(src, str) and re.match(
+            r"https://[^\s/]\S*$|data:image/[\w.+-]+[;,]\S*$", src
+        )
+        is_typed = mime_type is None or (
+            isinstance(mime_type, str) and re.fullmatch(r"image/[\w.+-]+", mime_type)
+        )
         is_sized = isinstance(sizes, (list, tuple)) and all(
-            isinstance(size, str) and re.fullmatch(r"any|[1-9][0-9]*x[1-9][0-9]*", size) for size in sizes
+            isinstance(size, str) and re.fullmatch(r"any|[1-9][0-9]*x[1-9][0-9]*", size)
+            for size in sizes
         )
         for is_right, member, expected in (
             (is_source, "src", "an https: address or a data:image/ URI"),
             (is_typed, "mime_type", "a type of images, such as image/png"),
-            (is_sized, "sizes", 'a list of texts such as "48x48" or "any"'),
+            (is_sized, "sizes", 'a list of strings such as "48x48" or "any"'),
             (icon.theme in (None, *get_args(Theme)), "theme", '"light" or "dark"'),
         ):
             if not is_right:
@@ -143,30 +183,57 @@ def checked_icons(what: str, icons: object) -> list[JsonObject]:
 
 
 def checked_meta(what: str, meta: object, tags: object) -> JsonObject:
-    """Return the `_meta` of a definition, with its tags. Raises `UsageError` for what cannot be sent."""
+    """Return the `_meta` of a definition, with its tags.
+
+    Raises `UsageError` if it cannot be sent.
+    """
     if isinstance(tags, str) or not isinstance(tags, Collection):
-        raise UsageError(f"tags of {what} must be a list of texts, got {type(tags).__name__}.", fix='use tags=["..."]')
-    if any(not isinstance(tag, str) or not tag for tag in tags):
-        raise UsageError(f"tags of {what} must be texts that are not empty, got {list(tags)!r}.", fix='use tags=["..."]')
-    if meta is not None and (not isinstance(meta, Mapping) or any(not isinstance(name, str) for name in meta)):
         raise UsageError(
-            f"meta of {what} must be a dict with texts as its keys, got {meta!r}.", fix='use meta={"a.org/b": 1}'
+            f"tags of {what} must be a list of strings, got {type(tags).__name__}.",
+            fix='use tags=["..."]',
+        )
+    if any(not isinstance(tag, str) or not tag for tag in tags):
+        raise UsageError(
+            f"tags of {what} must be strings that are not empty, got {list(tags)!r}.",
+            fix='use tags=["..."]',
+        )
+    if meta is not None and (
+        not isinstance(meta, Mapping) or any(not isinstance(name, str) for name in meta)
+    ):
+        raise UsageError(
+            f"meta of {what} must be a dict with strings as its keys, got {meta!r}.",
+            fix='use meta={"a.org/b": 1}',
         )
     for name in meta or ():
-        # These prefixes belong to MCP (basic, "_meta"); the tags have a key of their own.
-        prefix, slash, _ = name.rpartition("/")
-        if name == TAGS_META or (slash and re.search(r"(?:^|\.)(?:modelcontextprotocol|mcp)(?:\.|$)", prefix)):
-            fix = "use tags=" if name == TAGS_META else "use a prefix of your own, such as example.com/"
-            raise UsageError(f"meta of {what} cannot have the key {name!r}.", "the key is reserved", fix)
-    whole: JsonObject = {**(meta or {}), **({TAGS_META: sorted({*tags})} if tags else {})}
+        if name == TAGS_META:
+            fix = "use tags="
+        elif _is_reserved(name):
+            fix = "use a prefix of your own, such as example.com/"
+        else:
+            continue
+        raise UsageError(
+            f"meta of {what} cannot have the key {name!r}.", "the key is reserved", fix
+        )
+    whole: JsonObject = {**(meta or {})}
+    if tags:
+        whole[TAGS_META] = sorted({*tags})
     try:
         encode(whole)
     except EncodeError as error:
-        raise UsageError(f"meta of {what} cannot be written as JSON.", str(error), "use JSON values") from error
+        raise UsageError(
+            f"meta of {what} cannot be written as JSON.", str(error), "use JSON values"
+        ) from error
     return whole
 
 
-class ToolResult(Struct, Whole, frozen=True, kw_only=True):
+def _is_reserved(name: str) -> bool:
+    """Return whether the prefix of a `_meta` key belongs to MCP (basic, "_meta")."""
+    prefix, slash, _ = name.rpartition("/")
+    owners = r"(?:^|\.)(?:modelcontextprotocol|mcp)(?:\.|$)"
+    return bool(slash) and re.search(owners, prefix) is not None
+
+
+class ToolResult(Struct, CompleteResult, frozen=True, kw_only=True):
     """A tool's whole answer, with every member that MCP has for it."""
 
     content: Sequence[Content | str] = ()
@@ -175,7 +242,7 @@ class ToolResult(Struct, Whole, frozen=True, kw_only=True):
     meta: JsonObject | None = None
 
 
-class Message(Struct, Whole, frozen=True):
+class Message(Struct, CompleteResult, frozen=True):
     """One message of a prompt, or of a request to sample."""
 
     role: Role
@@ -186,17 +253,19 @@ class Message(Struct, Whole, frozen=True):
 
 
 def block(content: Content | str) -> JsonObject:
-    return content.on_wire() if isinstance(content, Content) else {"type": "text", "text": content}
+    if isinstance(content, Content):
+        return content.on_wire()
+    return {"type": "text", "text": content}
 
 
-# --- what a client answers -------------------------------------------------------------------------------------------
+# --- what a client answers ------------------------------------------------------------------------
 
 
-class Elicited(Struct, frozen=True):
-    """A person's answer: `content` is there when they accepted."""
+class Elicited(Struct, Generic[T], frozen=True):
+    """A person's answer; it has `content` if they accepted, else that is None."""
 
     action: Literal["accept", "decline", "cancel"]
-    content: Any = None
+    content: T = cast(T, None)
 
 
 class Sampled(Struct, frozen=True, rename="camel"):
@@ -225,30 +294,51 @@ class Roots(Struct, frozen=True):
     roots: list[Root]
 
 
-# --- what a client sends ---------------------------------------------------------------------------------------------
+# --- what a client sends --------------------------------------------------------------------------
 
 PREFIX = "io.modelcontextprotocol/"
 KEY_META = "io.wirecall/idempotency-key"
 REPLAYED_META = "io.wirecall/replayed"
-RECOGNISED_META = "io.wirecall/recognised"  # the call repeats one whose answer was lost, and gets that call's answer
-RECORDED_META = "io.wirecall/recorded"  # false: the command has run, and the ledger records it later
+# The call repeats one whose answer was lost, and gets it.
+RECOGNISED_META = "io.wirecall/recognised"
+# False: the command has run, and the ledger records it later.
+RECORDED_META = "io.wirecall/recorded"
 ERROR_META = "io.wirecall/error"
-TAGS_META = "io.wirecall/tags"  # of a definition: a list of texts
+# Of a definition: a list of strings.
+TAGS_META = "io.wirecall/tags"
 
-TASKS = "io.modelcontextprotocol/tasks"  # the extension
+# Of a request in an array (2025-03-26): the values that it takes from earlier results, and the ids
+# of the requests that must have succeeded.
+REFS_META = "io.wirecall/refs"
+AFTER_META = "io.wirecall/after"
+# Of a tool's definition: it is a batch tool, with this version of its form.
+BATCH_META = "io.wirecall/batch"
+# Of an image, an audio or a resource in the result of a batch tool: the id of its entry.
+ENTRY_META = "io.wirecall/entry"
 
-# Under `capabilities.experimental`: the server honours KEY_META. Of the calls of a tool with one key, one runs.
+# The extension that has tasks.
+TASKS = "io.modelcontextprotocol/tasks"
+
+# Under `capabilities.experimental`: the server honours KEY_META, and runs a tool once per key.
 KEYS_CAPABILITY = "io.wirecall/idempotency"
+# The same: requests of an array may have REFS_META and AFTER_META.
+REFS_CAPABILITY = "io.wirecall/references"
 
-MAX_TOKEN = 1024  # characters of a progress token: every event of the call repeats it
+# Characters of a progress token: every event of the call repeats it.
+MAX_TOKEN = 1024
 ProgressToken: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)] | int
 
 
 class Meta(Struct, frozen=True, gc=False):
-    """`params._meta` of a request: the envelope of 2026-07-28, and what older revisions put there."""
+    """`params._meta` of a request.
+
+    It has the envelope of 2026-07-28, and the members of older revisions.
+    """
 
     version: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}protocolVersion")
-    capabilities: JsonObject | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}clientCapabilities")
+    capabilities: JsonObject | UnsetType = msgspec.field(
+        default=UNSET, name=f"{PREFIX}clientCapabilities"
+    )
     level: str | UnsetType = msgspec.field(default=UNSET, name=f"{PREFIX}logLevel")
     token: ProgressToken | UnsetType = msgspec.field(default=UNSET, name="progressToken")
     key: Any = msgspec.field(default=UNSET, name=KEY_META)
@@ -263,7 +353,9 @@ class Params(Struct, frozen=True, gc=False):
 class Resumed(Params, frozen=True, gc=False):
     """The params of a request that may take several rounds."""
 
-    responses: dict[str, JsonObject] | UnsetType = msgspec.field(default=UNSET, name="inputResponses")
+    responses: dict[str, JsonObject] | UnsetType = msgspec.field(
+        default=UNSET, name="inputResponses"
+    )
     state: str | UnsetType = msgspec.field(default=UNSET, name="requestState")
 
 
@@ -349,28 +441,38 @@ class Cancelled(Struct, frozen=True):
 
 
 # The levels of RFC 5424, the least severe first.
-Level: TypeAlias = Literal["debug", "info", "notice", "warning", "error", "critical", "alert", "emergency"]
+Level: TypeAlias = Literal[
+    "debug", "info", "notice", "warning", "error", "critical", "alert", "emergency"
+]
 LEVELS: tuple[str, ...] = get_args(Level)
 
 
-# --- extensions (SEP-2133) -------------------------------------------------------------------------------------------
+# --- extensions (SEP-2133) ------------------------------------------------------------------------
 #
 #     "capabilities": {"extensions": {"com.example/loyalty": {"tiers": ["gold"]}}}
 #
-# A key is the id of an extension, a value the settings of the side that declares it: `{}` if it has none. An extension is in
-# use only if both sides declare it. If one side lacks it, the other falls back to the core protocol, or refuses the request
-# (2026-07-28, basic/versioning, "Extension Negotiation").
+# A key is the id of an extension, a value the settings of the side that declares it: `{}` if it has
+# none. An extension is active only if both sides declare it. If one side lacks it, the other falls
+# back to the core protocol, or refuses the request (2026-07-28, basic/versioning, "Extension
+# Negotiation").
 
-# The grammar of `_meta` keys (2026-07-28, basic, "`_meta`"), with a prefix, and with a name that is not empty.
+# The grammar of `_meta` keys (2026-07-28, basic, "`_meta`"), with a prefix, and with a name that is
+# not empty.
 _LABEL = r"[A-Za-z](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _ID = re.compile(rf"{_LABEL}(?:\.{_LABEL})*/[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def checked_extensions(extensions: Mapping[str, JsonObject]) -> dict[str, JsonObject]:
-    """Return a copy of the extensions that a user declares: settings by id. Raises `UsageError` if one is malformed."""
+    """Return a copy of the extensions that a user declares: settings by id.
+
+    Raises `UsageError` if one is malformed.
+    """
     if not isinstance(extensions, Mapping):
         got = type(extensions).__name__
-        raise UsageError(f"extensions must be a dict, got {got}.", fix='use extensions={"com.example/loyalty": {}}')
+        raise UsageError(
+            f"extensions must be a dict, got {got}.",
+            fix='use extensions={"com.example/loyalty": {}}',
+        )
     copies: dict[str, JsonObject] = {}
     for id, settings in extensions.items():
         if not _ID.fullmatch(str(id)):
@@ -381,19 +483,29 @@ def checked_extensions(extensions: Mapping[str, JsonObject]) -> dict[str, JsonOb
             )
         if not isinstance(settings, Mapping):
             got = type(settings).__name__
-            raise UsageError(f"The settings of {id} must be an object, got {got}.", fix="use {} if there are none")
+            raise UsageError(
+                f"The settings of {id} must be an object, got {got}.",
+                fix="use {} if there are none",
+            )
         try:
             copies[id] = msgspec.json.decode(encode(dict(settings)))
         except EncodeError as error:
             raise UsageError(
-                f"The settings of {id} cannot be written as JSON.", str(error), "use strings, numbers, lists and dicts"
+                f"The settings of {id} cannot be written as JSON.",
+                str(error),
+                "use strings, numbers, lists and dicts",
             ) from None
     return copies
 
 
 def declared_extensions(capabilities: JsonObject, revision: Revision) -> dict[str, JsonObject]:
-    """Return the extensions among the capabilities of the other side: settings by id. Malformed ones are left out."""
-    told = capabilities.get("extensions") if revision.has("capability extensions") else None
-    if not isinstance(told, dict):
+    """Return the extensions in the peer's capabilities: settings by id.
+
+    Malformed ones are omitted.
+    """
+    if not revision.has("capability extensions"):
         return {}
-    return {id: settings for id, settings in told.items() if isinstance(settings, dict)}
+    declared = capabilities.get("extensions")
+    if not isinstance(declared, dict):
+        return {}
+    return {id: settings for id, settings in declared.items() if isinstance(settings, dict)}

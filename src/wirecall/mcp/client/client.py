@@ -1,18 +1,30 @@
-"""`McpClient`: a client with the methods of MCP, the same for all five revisions. `conversation` speaks with the server."""
+"""`McpClient`: a client with the methods of MCP, the same for all five revisions.
 
-from collections.abc import Iterable, Iterator, Mapping
+It uses `conversation`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Generic, Literal, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, Never, TypeVar, Unpack, overload
 
-from wirecall.client.client import Batch, CallOptions, Client, Collected, Loop, SyncBatch, SyncClient
+from wirecall.client.client import Batch, CallOptions, Client, Collected, misplaced
 from wirecall.client.delivery import Options
-from wirecall.client.exchange import AnyEntry, Entry
+from wirecall.client.exchange import AnyEntry, Entry, Wire
+from wirecall.client.sync import Loop, SyncBatch, SyncClient
 from wirecall.errors import NotSent, UsageError
 from wirecall.mcp.client import results
 from wirecall.mcp.client.conversation import Conversation, Extra, Settings
-from wirecall.mcp.client.inbox import Change, Changes, Follower, Kind, Progress
+from wirecall.mcp.client.inbox import Change, Changes, Follower, InputRequest, Kind, Progress
 from wirecall.mcp.client.links import McpLink
-from wirecall.mcp.client.results import Called, Completion, Prompt, Prompted, Resource, Template, Tool
+from wirecall.mcp.client.results import (
+    Called,
+    Completion,
+    Prompt,
+    Prompted,
+    Resource,
+    Template,
+    Tool,
+)
 from wirecall.mcp.client.tasks import Status, Task, TaskState
 from wirecall.mcp.types import LEVELS, Embedded, Level
 from wirecall.protocol.messages import JsonObject
@@ -34,11 +46,16 @@ def _read_tool(entry: AnyEntry) -> Any:
     entry.replayed = entry.replayed or called.replayed
     if called.is_error and entry.extra.check and (error := called.error()):
         raise error
-    return called if entry.type is None else results.as_type(called, entry.type)
+    if entry.type is None:
+        return called
+    return results.as_type(called, entry.type)
 
 
 class McpClient(Client):
-    """A client of MCP. `revision`, `server`, `capabilities` and `instructions` describe the server."""
+    """A client of MCP.
+
+    `revision`, `server`, `capabilities` and `instructions` describe the server.
+    """
 
     def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
         self._conversation = Conversation(link, settings, options)
@@ -46,58 +63,86 @@ class McpClient(Client):
 
     @property
     def revision(self) -> str | None:
-        """The revision of MCP that is spoken; None: the client is not open."""
-        return self._conversation.revision.name if self._conversation.revision else None
+        """The negotiated revision of MCP; None: the client is not open."""
+        revision = self._conversation.revision
+        if revision is None:
+            return None
+        return revision.name
 
     @property
     def server(self) -> JsonObject:
-        """What the server says it is: its name, its version."""
+        """The server's description of itself: its name, its version."""
         return self._conversation.server
 
     @property
     def capabilities(self) -> JsonObject:
-        """What the server says it can do."""
+        """The capabilities that the server declares."""
         return self._conversation.capabilities
 
     def extension(self, id: str) -> JsonObject | None:
-        """Return the server's settings of an extension, `{}` if it has none; None if the server does not declare it."""
+        """Return the server's settings of an extension, perhaps `{}`.
+
+        None: the server does not declare it.
+        """
         return self._conversation.extension(id)
 
     @property
     def instructions(self) -> str | None:
-        """What the server says to a model that uses it."""
+        """The server's instructions for a model that uses it."""
         return self._conversation.instructions
 
     @property
     def honours_keys(self) -> bool:
-        """Whether the server says that of the calls of a tool with one idempotency key, one runs."""
+        """Whether the server declares that it runs a tool once per idempotency key."""
         return self._conversation.honours_keys
 
-    # --- tools -------------------------------------------------------------------------------------------------------
+    # --- tools ------------------------------------------------------------------------------------
 
-    async def list_tools(self, *, order: Literal["safest"] | None = None, timeout: float | None = None) -> list[Tool]:
-        """Return all tools. `order="safest"` puts those first whose trusted annotations promise the least harm."""
+    async def list_tools(
+        self, *, order: Literal["safest"] | None = None, timeout: float | None = None
+    ) -> list[Tool]:
+        """Return all tools.
+
+        `order="safest"` puts those first whose trusted annotations promise the least harm.
+        """
         if order not in (None, "safest"):
-            raise UsageError(f"order={order!r} is not known.", fix='use order="safest", or leave it out')
+            raise UsageError(
+                f"order={order!r} is not known.", fix='use order="safest", or leave it out'
+            )
         tools = await self._conversation.lists.read(Tool, timeout)
         return results.safest_first(tools, self._conversation.trusts) if order else tools
 
     @overload
     async def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: type[T], **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: type[T],
+        **options: Unpack[ToolOptions],
     ) -> T: ...
     @overload
     async def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: None = None,
+        **options: Unpack[ToolOptions],
     ) -> Called: ...
     async def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: Any = None,
+        **options: Unpack[ToolOptions],
     ) -> Any:
-        """Call a tool. An answer that is an error is raised, unless `check=False`.
+        """Call a tool. Raises an answer that is an error, unless `check=False`.
 
-        `type` reads the structured content, or the text where there is none. `progress` gets (progress, total, message).
-        `timeout`, `key` and `query` are as in `call`. If the server makes a task of the call, the client waits for its
-        result; `tasks=False` does not let it.
+        `type` reads the structured content, or the text if there is none. `progress` receives
+        (progress, total, message). `timeout`, `key` and `query` are as in `call`. If the server
+        makes the call a task, the client waits for its result; `tasks=False` does not allow a task.
         """
         entry = self.tool_entry(name, arguments, type=type, **options)
         await self._delivery.run(entry)
@@ -115,29 +160,58 @@ class McpClient(Client):
         timeout: float | None = None,
         key: str | bool | None = None,
         query: bool | None = None,
+        **wrong: Never,
     ) -> AnyEntry:
-        """Return a call of a tool to be made, checked."""
+        """Return a checked call of a tool, not sent yet."""
+        if wrong:
+            raise misplaced("call_tool", name, arguments, wrong, ToolOptions.__optional_keys__)
         if type is not None and not check:
-            raise UsageError("type= and check=False do not go together.", "an error is not of the type", "use one of them")
-        extra = Extra(_read_tool, check, Follower(progress) if progress else None, tasks)
-        params = {"name": name, "arguments": dict(arguments) if arguments else {}}
-        return self.entry("tools/call", params, type=type, timeout=timeout, key=key, query=query, extra=extra)
+            raise UsageError(
+                "type= and check=False do not go together.",
+                "an error is not of the type",
+                "use one of them",
+            )
+        follower = None
+        if progress is not None:
+            follower = Follower(progress)
+        extra = Extra(_read_tool, check, follower, tasks)
+        params = {"name": name, "arguments": dict(arguments or {})}
+        return self.entry(
+            "tools/call", params, type=type, timeout=timeout, key=key, query=query, extra=extra
+        )
 
     @overload
     async def start_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: type[T], **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: type[T],
+        **options: Unpack[ToolOptions],
     ) -> Task[T]: ...
     @overload
     async def start_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: None = None,
+        **options: Unpack[ToolOptions],
     ) -> Task[Called]: ...
     async def start_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: Any = None,
+        **options: Unpack[ToolOptions],
     ) -> Task[Any]:
-        """Call a tool, and return when the server has made a task of it. If it answers at once, the task is over.
+        """Call a tool, and return when the call is a task.
 
-        The options are those of `call_tool`; `timeout` is the time for the server's answer. The task goes on when its
-        caller stops waiting.
+        If the server answers at once, the task is over.
+
+        The options are those of `call_tool`; `timeout` is the time for the server's answer. The
+        task continues when its caller stops waiting.
         """
         entry = self.tool_entry(name, arguments, type=type, **options)
         entry.extra.is_background = True
@@ -151,17 +225,21 @@ class McpClient(Client):
     @overload
     def task(self, id: str, *, type: None = None, check: bool = True) -> Task[Called]: ...
     def task(self, id: str, *, type: Any = None, check: bool = True) -> Task[Any]:
-        """Return the task of an id that `start_tool` gave, perhaps before a restart of this program.
+        """Return the task with an id from `start_tool`.
 
-        `type` and `check` are as in `call_tool`.
+        The id may be from before a restart of this program. `type` and `check` are those of
+        `call_tool`.
         """
         return self._conversation.task(self.tool_entry("", type=type, check=check), id)
 
     def batch(self) -> "McpBatch":
-        """Return a block of calls that leave together: `async with client.batch() as b: one = b.call_tool(...)`."""
+        """Return a block of calls to send together:
+
+        `async with client.batch() as b: b.call_tool(...)`.
+        """
         return McpBatch(self)
 
-    # --- resources, prompts and the rest -----------------------------------------------------------------------------
+    # --- resources, prompts and the rest ----------------------------------------------------------
 
     async def list_prompts(self, *, timeout: float | None = None) -> list[Prompt]:
         """Return all prompts."""
@@ -172,84 +250,151 @@ class McpClient(Client):
         return await self._conversation.lists.read(Resource, timeout)
 
     async def list_resource_templates(self, *, timeout: float | None = None) -> list[Template]:
-        """Return all templates of resources."""
+        """Return all resource templates."""
         return await self._conversation.lists.read(Template, timeout)
 
     async def read_resource(self, uri: str, *, timeout: float | None = None) -> list[Embedded]:
-        """Return the contents of a resource. They are kept for as long as the server allows (2026-07-28)."""
+        """Return the contents of a resource.
+
+        They are cached while the server allows it (2026-07-28).
+        """
         return await self._conversation.read_resource(uri, timeout)
 
     async def get_prompt(
         self, name: str, arguments: Mapping[str, str] | None = None, *, timeout: float | None = None
     ) -> Prompted:
         """Return the messages of a prompt."""
-        params = {"name": name, **({"arguments": dict(arguments)} if arguments else {})}
+        params: JsonObject = {"name": name}
+        if arguments:
+            params["arguments"] = dict(arguments)
         return await self._conversation.ask("prompts/get", params, results.read_prompted, timeout)
 
     async def complete(
-        self, of: str, argument: str, value: str, *, context: Mapping[str, str] | None = None, timeout: float | None = None
+        self,
+        of: str,
+        argument: str,
+        value: str,
+        *,
+        context: Mapping[str, str] | None = None,
+        timeout: float | None = None,
     ) -> Completion:
-        """Return what an argument may be, of a prompt (by its name) or of a template (by its URI)."""
-        ref = {"type": "ref/resource", "uri": of} if "://" in of else {"type": "ref/prompt", "name": of}
+        """Return completions for an argument of a prompt or of a template.
+
+        `of` is the name of the prompt, or the URI of the template.
+        """
+        ref = {"type": "ref/prompt", "name": of}
+        if "://" in of:
+            ref = {"type": "ref/resource", "uri": of}
         params: JsonObject = {"ref": ref, "argument": {"name": argument, "value": value}}
         revision = self._conversation.revision
         if context and revision is not None and revision.has("completion context"):
             params["context"] = {"arguments": dict(context)}
-        return await self._conversation.ask("completion/complete", params, results.read_completion, timeout)
+        return await self._conversation.ask(
+            "completion/complete", params, results.read_completion, timeout
+        )
 
     async def ping(self, *, timeout: float | None = None) -> None:
-        """Check that the server answers. 2026-07-28 has no ping, so the client sends `server/discover` there."""
-        await self.call("server/discover" if self._conversation.is_stateless else "ping", timeout=timeout)
+        """Check that the server answers.
+
+        2026-07-28 has no ping: there the client sends `server/discover`.
+        """
+        method = "ping"
+        if self._conversation.is_stateless:
+            method = "server/discover"
+        await self.call(method, timeout=timeout)
 
     async def set_log_level(self, level: Level) -> None:
-        """Ask for log messages from this level upwards; `on_log` gets them."""
+        """Request log messages from this level upwards; `on_log` receives them."""
         if level not in LEVELS:
-            raise UsageError(f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}")
+            raise UsageError(
+                f"{level!r} is not a log level.", "", f"use one of {', '.join(LEVELS)}"
+            )
         await self._conversation.set_log_level(level)
 
-    # --- changes -----------------------------------------------------------------------------------------------------
+    # --- changes ----------------------------------------------------------------------------------
 
     def listen(
-        self, *, tools: bool = False, prompts: bool = False, resources: bool = False, uris: Iterable[str] = ()
+        self,
+        *,
+        tools: bool = False,
+        prompts: bool = False,
+        resources: bool = False,
+        uris: Iterable[str] = (),
     ) -> Changes:
-        """Listen to changes of lists, and of the resources at `uris`: `async with client.listen(tools=True) as changes`."""
+        """Listen to changes of lists, and of the resources at `uris`:
+
+        `async with client.listen(tools=True) as changes`.
+        """
         wanted: dict[Kind, bool] = {"tools": tools, "prompts": prompts, "resources": resources}
-        return self._conversation.changes([kind for kind, is_wanted in wanted.items() if is_wanted], uris)
+        return self._conversation.changes(
+            [kind for kind, is_wanted in wanted.items() if is_wanted], uris
+        )
 
     async def subscribe(self, uri: str) -> None:
         """Report changes of this resource to `on_change` from now on."""
         await self._conversation.listen_to(self._conversation.subscribed() | {uri})
 
     async def unsubscribe(self, uri: str) -> None:
-        """End what `subscribe` began."""
+        """Undo `subscribe`."""
         await self._conversation.listen_to(self._conversation.subscribed() - {uri})
 
 
 class McpCollected(Collected):
-    """Calls of MCP that are collected: tools by their names, any other method by `call`."""
+    """Collected calls of MCP: tools by `call_tool`, any other method by `call`."""
 
     _client: McpClient
 
     @overload
     def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: type[T], **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: type[T],
+        after: Sequence[AnyEntry] = (),
+        **options: Unpack[ToolOptions],
     ) -> Entry[T]: ...
     @overload
     def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: None = None,
+        after: Sequence[AnyEntry] = (),
+        **options: Unpack[ToolOptions],
     ) -> Entry[Called]: ...
     def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: Any = None,
+        after: Sequence[AnyEntry] = (),
+        **options: Unpack[ToolOptions],
     ) -> AnyEntry:
-        """Add a call of a tool; the options are those of `McpClient.call_tool`."""
-        return self._add(self._client.tool_entry(name, arguments, type=type, **options))
+        """Add a call of a tool; the options are those of `McpClient.call_tool`.
+
+        Its arguments may contain parts of earlier results: `entry.ref("/orders/0/id")`. It runs
+        only if the entries in `after` have succeeded.
+        """
+        return self._add(self._client.tool_entry(name, arguments, type=type, **options), after)
+
+    async def _send(self) -> tuple[Wire, str]:
+        client = self._client
+        tools = [entry for entry in self.entries if entry.method == "tools/call"]
+        if len(tools) < 2 or not client._conversation.may_have_batch_tool:
+            return await super()._send()
+        from wirecall.mcp.client.tool_batch import ToolBatch
+
+        return await ToolBatch(client._delivery, client._conversation, self.entries).run()
 
 
 class McpBatch(McpCollected, Batch):
-    """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
+    """Calls of MCP that are collected in a block and sent at its end, unless the block fails."""
 
 
-# --- without an event loop --------------------------------------------------------------------------------------------
+# --- without an event loop ------------------------------------------------------------------------
 
 
 class SyncMcpClient(SyncClient):
@@ -259,70 +404,114 @@ class SyncMcpClient(SyncClient):
 
     @property
     def server(self) -> JsonObject:
-        """What the server says it is: its name, its version."""
+        """The server's description of itself: its name, its version."""
         return self._client.server
 
     @property
     def capabilities(self) -> JsonObject:
-        """What the server says it can do."""
+        """The capabilities that the server declares."""
         return self._client.capabilities
 
     def extension(self, id: str) -> JsonObject | None:
-        """Return the server's settings of an extension, `{}` if it has none; None if the server does not declare it."""
+        """Return the server's settings of an extension, perhaps `{}`.
+
+        None: the server does not declare it.
+        """
         return self._client.extension(id)
 
     @property
     def instructions(self) -> str | None:
-        """What the server says to a model that uses it."""
+        """The server's instructions for a model that uses it."""
         return self._client.instructions
 
     @property
     def honours_keys(self) -> bool:
-        """Whether the server says that of the calls of a tool with one idempotency key, one runs."""
+        """Whether the server declares that it runs a tool once per idempotency key."""
         return self._client.honours_keys
 
-    def list_tools(self, *, order: Literal["safest"] | None = None, timeout: float | None = None) -> list[Tool]:
+    def list_tools(
+        self, *, order: Literal["safest"] | None = None, timeout: float | None = None
+    ) -> list[Tool]:
         """Return all tools, as `McpClient.list_tools` does."""
         return self._loop.run(self._client.list_tools(order=order, timeout=timeout))
 
     @overload
     def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: type[T], **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: type[T],
+        **options: Unpack[ToolOptions],
     ) -> T: ...
     @overload
     def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: None = None,
+        **options: Unpack[ToolOptions],
     ) -> Called: ...
     def call_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: Any = None,
+        **options: Unpack[ToolOptions],
     ) -> Any:
-        """Call a tool, as `McpClient.call_tool` does. `progress` is called in the client's own thread."""
+        """Call a tool, as `McpClient.call_tool` does.
+
+        `progress` is called in the client's own thread.
+        """
         return self._loop.run(self._client.call_tool(name, arguments, type=type, **options))
 
     @overload
     def start_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: type[T], **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: type[T],
+        **options: Unpack[ToolOptions],
     ) -> "SyncTask[T]": ...
     @overload
     def start_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: None = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: None = None,
+        **options: Unpack[ToolOptions],
     ) -> "SyncTask[Called]": ...
     def start_tool(
-        self, name: str, arguments: Mapping[str, Any] | None = None, *, type: Any = None, **options: Unpack[ToolOptions]
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        type: Any = None,
+        **options: Unpack[ToolOptions],
     ) -> "SyncTask[Any]":
-        """Call a tool, and return as soon as the server has made a task of it, as `McpClient.start_tool` does."""
-        return SyncTask(self._loop.run(self._client.start_tool(name, arguments, type=type, **options)), self._loop)
+        """Call a tool, and return as soon as the call is a task, as `McpClient.start_tool` does."""
+        return SyncTask(
+            self._loop.run(self._client.start_tool(name, arguments, type=type, **options)),
+            self._loop,
+        )
 
     @overload
     def task(self, id: str, *, type: type[T], check: bool = True) -> "SyncTask[T]": ...
     @overload
     def task(self, id: str, *, type: None = None, check: bool = True) -> "SyncTask[Called]": ...
     def task(self, id: str, *, type: Any = None, check: bool = True) -> "SyncTask[Any]":
-        """Return the task of an id that `start_tool` gave, perhaps before a restart."""
+        """Return the task with an id from `start_tool`, perhaps from before a restart."""
         return SyncTask(self._client.task(id, type=type, check=check), self._loop)
 
     def batch(self) -> "SyncMcpBatch":
-        """Return a block of calls that leave together: `with client.batch() as b: one = b.call_tool(...)`."""
+        """Return a block of calls to send together:
+
+        `with client.batch() as b: one = b.call_tool(...)`.
+        """
         return SyncMcpBatch(self._client, self._loop)
 
     def list_prompts(self, *, timeout: float | None = None) -> list[Prompt]:
@@ -334,35 +523,56 @@ class SyncMcpClient(SyncClient):
         return self._loop.run(self._client.list_resources(timeout=timeout))
 
     def list_resource_templates(self, *, timeout: float | None = None) -> list[Template]:
-        """Return all templates of resources."""
+        """Return all resource templates."""
         return self._loop.run(self._client.list_resource_templates(timeout=timeout))
 
     def read_resource(self, uri: str, *, timeout: float | None = None) -> list[Embedded]:
         """Return the contents of a resource."""
         return self._loop.run(self._client.read_resource(uri, timeout=timeout))
 
-    def get_prompt(self, name: str, arguments: Mapping[str, str] | None = None, *, timeout: float | None = None) -> Prompted:
+    def get_prompt(
+        self, name: str, arguments: Mapping[str, str] | None = None, *, timeout: float | None = None
+    ) -> Prompted:
         """Return the messages of a prompt."""
         return self._loop.run(self._client.get_prompt(name, arguments, timeout=timeout))
 
     def complete(
-        self, of: str, argument: str, value: str, *, context: Mapping[str, str] | None = None, timeout: float | None = None
+        self,
+        of: str,
+        argument: str,
+        value: str,
+        *,
+        context: Mapping[str, str] | None = None,
+        timeout: float | None = None,
     ) -> Completion:
-        """Return what an argument may be, as `McpClient.complete` does."""
-        return self._loop.run(self._client.complete(of, argument, value, context=context, timeout=timeout))
+        """Return completions for an argument, as `McpClient.complete` does."""
+        return self._loop.run(
+            self._client.complete(of, argument, value, context=context, timeout=timeout)
+        )
 
     def ping(self, *, timeout: float | None = None) -> None:
         """Check that the server answers."""
         self._loop.run(self._client.ping(timeout=timeout))
 
     def set_log_level(self, level: Level) -> None:
-        """Ask for log messages from this level upwards; `on_log` gets them, in the client's own thread."""
+        """Request log messages from this level upwards.
+
+        `on_log` receives them in the client's own thread.
+        """
         self._loop.run(self._client.set_log_level(level))
 
     def listen(
-        self, *, tools: bool = False, prompts: bool = False, resources: bool = False, uris: Iterable[str] = ()
+        self,
+        *,
+        tools: bool = False,
+        prompts: bool = False,
+        resources: bool = False,
+        uris: Iterable[str] = (),
     ) -> "SyncChanges":
-        """Listen to changes, as `McpClient.listen` does: `with client.listen(tools=True) as changes`."""
+        """Listen to changes, as `McpClient.listen` does:
+
+        `with client.listen(tools=True) as changes`.
+        """
         changes = self._client.listen(tools=tools, prompts=prompts, resources=resources, uris=uris)
         return SyncChanges(changes, self._loop)
 
@@ -371,7 +581,7 @@ class SyncMcpClient(SyncClient):
         self._loop.run(self._client.subscribe(uri))
 
     def unsubscribe(self, uri: str) -> None:
-        """End what `subscribe` began."""
+        """Undo `subscribe`."""
         self._loop.run(self._client.unsubscribe(uri))
 
 
@@ -385,21 +595,29 @@ class SyncTask(Generic[T]):
 
     @property
     def status(self) -> Status | None:
-        """The status as it was last seen; None: not seen yet."""
+        """The last known status; None: not known yet."""
         return self._task.status
 
     @property
     def message(self) -> str | None:
-        """What the server says of the status."""
+        """The server's message about the status."""
         return self._task.message
 
     @property
+    def questions(self) -> dict[str, InputRequest]:
+        """The last known questions that the task waits for, by key."""
+        return self._task.questions
+
+    @property
     def is_over(self) -> bool:
-        """Whether the task has ended, and its result or error is here."""
+        """Whether the task has ended, and the client has its result or error."""
         return self._task.is_over
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result, and return it as `call_tool` does. After `timeout` seconds the task goes on without you."""
+        """Wait for the result, and return it like `call_tool`.
+
+        The task continues after `timeout` seconds.
+        """
         return self._loop.run(self._task.result(timeout))
 
     def __iter__(self) -> Iterator[TaskState]:
@@ -415,7 +633,7 @@ class SyncTask(Generic[T]):
             while (state := self._loop.run(following())) is not None:
                 yield state
         finally:
-            with suppress(NotSent):  # the client was closed, and with it the wait
+            with suppress(NotSent):  # closing the client ended the wait
                 self._loop.run(close())
 
     def refresh(self) -> TaskState:
@@ -423,12 +641,12 @@ class SyncTask(Generic[T]):
         return self._loop.run(self._task.refresh())
 
     def cancel(self) -> None:
-        """Ask the server to cancel the task. It may finish all the same: the server decides."""
+        """Ask the server to cancel the task. It may still finish: the server decides."""
         self._loop.run(self._task.cancel())
 
 
 class SyncMcpBatch(McpCollected, SyncBatch):
-    """Calls of MCP that are collected in a block and sent at its end; nothing is sent if the block fails."""
+    """Calls of MCP that are collected in a block and sent at its end, unless the block fails."""
 
 
 class SyncChanges:

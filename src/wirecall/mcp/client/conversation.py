@@ -1,39 +1,55 @@
-"""MCP as a dialect of the client: how a conversation begins, what every message carries, and the rounds of a call.
+"""MCP as a dialect of the client: the handshake, what messages carry, the rounds of a call.
 
     begin -> handshake -> call: params (envelope, key, progress, round) -> answer
-                                  ^-------- questions answered, headers mended, version replaced --------'
+                                  ^-------- questions answered, headers fixed, version replaced
+                                  ---------'
 
-At 2026-07-28 a result may be a question (`input_required`): the host answers, and the same call goes again with the
-answers, the server's state exactly as it came, a new id and the same key. A refusal for a header that is missing (-32020)
-lists the tools anew, one for the version (-32022) takes one that the server lists; both once, and both are safe: nothing has
-run. The result of a tool may also be a task: the call waits for the end of the task (`tasks`), and cancels it if its
-caller stops waiting.
+At 2026-07-28 a result may be a question (`input_required`): the host answers, and the client sends
+the same call again with the answers, the server's unchanged state, a new id and the same key. After
+a refusal for a missing header (-32020) the client lists the tools again; after one for the version
+(-32022) it takes a version that the server lists. It does both once, and both are safe: nothing has
+run. The result of a tool may also be a task: the call waits until the task ends (`tasks`), and
+cancels it if its caller stops waiting.
 
-At 2025-11-25 a server may refuse a call until the user has visited a page (-32042). The host's `elicit_url` leads the user
-there, and the call goes again at once. If the server refuses it again, the client waits until the server reports that the
-visit is complete (`notifications/elicitation/complete`), at most for the time of the call, and tries once more.
+At 2025-11-25 a server may refuse a call until the user has visited a page (-32042). The host's
+`elicit_url` leads the user there, and the client sends the call again at once. If the server
+refuses it again, the client waits until the server reports that the visit is complete
+(`notifications/elicitation/complete`), at most for the call's timeout, and tries again.
 
-For every call the conversation decides whether it is confirmed first, whether it has a key, and whether it may be repeated:
+For every call the conversation decides whether to confirm it first, whether it has a key, and
+whether it may be repeated:
 
 1. Lists, resources, prompts and completions only read, and are repeated.
-2. A tool is repeated if it is called with an idempotency key and the server says that it honours keys; for such a server a
-   key is minted for every call. To any other server a key is harmless, but no reason to repeat.
-3. A tool is repeated if its annotations say that it is read-only or idempotent, and they are trusted (`trust=`).
-4. `confirm=` is awaited before a call of a tool that is destructive; if it declines, nothing is sent. Hints of a server that
-   is not trusted can only make a tool more dangerous: with `confirm_unknown=True` all its tools that do not say that they
-   are destructive are confirmed as well.
+2. A tool is repeated if it is called with an idempotency key and the server declares that it
+   honours keys; for such a server the client mints a key for every call. For any other server a key
+   is harmless, but does not allow repetition.
+3. A tool is repeated if its annotations mark it as read-only or idempotent, and they are trusted
+   (`trust=`).
+4. `confirm=` is awaited before a call of a destructive tool; if it declines, nothing is sent. Hints
+   of an untrusted server can only make a tool more dangerous: with `confirm_unknown=True` all its
+   tools are confirmed, even those that it does not mark as destructive.
 """
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
 
-from wirecall.client.delivery import LEAST, Dialect, Options, Outgoing, asked_pause, may_help, mint_key
+from wirecall.aio import settled
+from wirecall.client.delivery import (
+    LEAST,
+    Dialect,
+    Options,
+    Outgoing,
+    asked_pause,
+    decode_members,
+    may_help,
+    mint_key,
+)
 from wirecall.client.exchange import AnyEntry, Arrays, Entry, Exchange
 from wirecall.errors import (
     BadAnswer,
@@ -54,43 +70,73 @@ from wirecall.errors import (
     WirecallError,
 )
 from wirecall.logs import logger
-from wirecall.mcp.client.inbox import QUESTIONS, ROUNDS, Changes, Follower, Host, Inbox, InputRequest, Kind, Listening
+from wirecall.mcp.client.inbox import (
+    QUESTIONS,
+    ROUNDS,
+    Changes,
+    Follower,
+    Host,
+    Inbox,
+    InputRequest,
+    Kind,
+    Listening,
+)
 from wirecall.mcp.client.links import FAREWELL, McpHttpLink, McpLink
 from wirecall.mcp.client.negotiate import Agreed, Handshake, common
-from wirecall.mcp.client.results import Lists, Tool, TypedAnswer, decode_typed, read_contents
+from wirecall.mcp.client.results import (
+    Lists,
+    Tool,
+    TypedAnswer,
+    decode_typed,
+    read_called,
+    read_contents,
+    referred_value,
+)
 from wirecall.mcp.client.tasks import LONGEST_ID, Task, read_state
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import (
+    AFTER_META,
     KEY_META,
     KEYS_CAPABILITY,
     PREFIX,
+    REFS_CAPABILITY,
+    REFS_META,
     REPLAYED_META,
     TASKS,
     Embedded,
     checked_extensions,
     declared_extensions,
 )
-from wirecall.protocol.messages import UNREADABLE, JsonObject, encode
+from wirecall.protocol.messages import UNREADABLE, JsonObject, decode_value, encode
 from wirecall.protocol.params import KEY
-from wirecall.stepping import settled
 from wirecall.version import __version__
 
 if TYPE_CHECKING:
+    from wirecall.server.references import ReferenceLimits
     from wirecall.tracing import ClientCall
 
 T = TypeVar("T")
 Trust: TypeAlias = bool | Callable[[Tool], bool]
 Confirm: TypeAlias = Callable[[Tool, JsonObject], bool | Awaitable[bool]]
 
-ARRAY_PROBE = 2.0  # seconds in which a server on a pipe has to answer its first array
-BEGINNINGS = 3  # attempts of each message of a handshake
-AGREEING = 2.0  # seconds in which a server has to agree to send the states of a task
-STREAMS = 16  # tasks whose states are sent at a time: each has a connection; others are asked for
+ARRAY_PROBE = 2.0  # seconds for a server on a pipe to answer its first array
+BEGINNINGS = 3  # max attempts for each message of a handshake
+AGREEING = 2.0  # seconds for a server to agree to send the states of a task
+STREAMS = 16  # max tasks whose states the server sends: each needs a connection; others are polled
 _OLD = (400, 404, 405)  # how a server of 2024-11-05 answers a POST to its stream
 _MODERN = (HeaderMismatch, NotCapable, UnknownVersion)  # errors that only newer servers have
 _MAY_ASK = frozenset({"tools/call", "prompts/get", "resources/read"})
-# Methods that only read, or that can be repeated without harm.
-_READS = ("tools/list", "prompts/", "resources/", "completion/", "server/discover", "ping", "logging/", "tasks/")
+# Methods that only read, or that are safe to repeat.
+_READS = (
+    "tools/list",
+    "prompts/",
+    "resources/",
+    "completion/",
+    "server/discover",
+    "ping",
+    "logging/",
+    "tasks/",
+)
 
 
 class _Asked(Struct, rename="camel"):
@@ -114,25 +160,37 @@ class _Visits(Struct):
 
 
 class _Kind(Struct, rename="camel"):
-    result_type: str = "complete"  # what older servers leave out (2026-07-28, basic)
+    # Older servers omit it (2026-07-28, basic).
+    result_type: str = "complete"
 
 
 class Extra(Struct):
-    """What an entry of MCP has beside its params."""
+    """The data of an MCP entry in addition to its params."""
 
-    read: Callable[[AnyEntry], Any] | None = None  # makes the result
-    check: bool = True  # an answer that is an error is raised
+    # Makes the result from the entry.
+    read: Callable[[AnyEntry], Any] | None = None
+    # Raise an answer that is an error.
+    check: bool = True
     follower: Follower | None = None
-    tasks: bool = True  # the call may become a task
-    answer: TypedAnswer | None = None  # the last result, if a tool gave it and it was decoded for its type
-    asked: _Asked | None = None  # the last result, if it is a question
-    round: JsonObject = {}  # `inputResponses` and `requestState` of this attempt
+    # The call may become a task.
+    tasks: bool = True
+    # The last result, if it is a tool's and already decoded.
+    answer: TypedAnswer | None = None
+    # The last result, if it is a question.
+    asked: _Asked | None = None
+    # `inputResponses` and `requestState` of this attempt.
+    round: JsonObject = {}
     rounds: int = 0
+    # The client has tried to remove the reason of a refusal.
     is_mended: bool = False
-    is_background: bool = False  # and that is not waited for
-    task: "Task[Any] | None" = None  # that the call has become
-    visits: dict[str, asyncio.Event] = {}  # that the user has agreed to, by id; set when the server reports one as complete
-    has_waited: bool = False  # for the last of them
+    # The caller does not wait for the task.
+    is_background: bool = False
+    # The task that the call has become.
+    task: "Task[Any] | None" = None
+    # Visits that the user accepted, by id. An event is set when its visit is complete.
+    visits: dict[str, asyncio.Event] = {}
+    # The client has waited for the pending visits.
+    has_waited: bool = False
     trace: "ClientCall | None" = None
 
 
@@ -141,7 +199,7 @@ _asked_in = msgspec.json.Decoder(_Asked).decode
 
 
 class Settings(Host, frozen=True, kw_only=True):
-    """The options of a client of MCP, with the handlers of its host; `connect` explains each of them."""
+    """The options of a client of MCP, with the handlers of its host; `connect` explains them."""
 
     revision: str | None = None
     trust: Trust = False
@@ -154,11 +212,15 @@ class Settings(Host, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.revision is not None and self.revision not in REVISIONS:
             known = ", ".join(REVISIONS)
-            raise UsageError(f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}")
+            raise UsageError(
+                f"revision={self.revision!r} is not known.", "MCP has five", f"use one of {known}"
+            )
         msgspec.structs.force_setattr(self, "extensions", checked_extensions(self.extensions))
         if TASKS in self.extensions:
             raise UsageError(
-                f"{TASKS} is not for extensions=.", "the client declares it by itself", "use tasks=False, or drop it"
+                f"{TASKS} is not for extensions=.",
+                "the client declares it",
+                "use tasks=False, or drop it",
             )
 
 
@@ -166,63 +228,90 @@ class Conversation(Dialect):
     """The client's side of one conversation."""
 
     def __init__(self, link: McpLink, settings: Settings, options: Options) -> None:
-        self.pinned = None if settings.revision is None else REVISIONS[settings.revision]
-        self.revision: Revision | None = None  # None: nothing is agreed yet
-        self.honours_keys = False  # the server says that of the calls of a tool with one key, one runs
+        # The only revision that the client speaks. None: any.
+        self.pinned: Revision | None = None
+        if settings.revision is not None:
+            self.pinned = REVISIONS[settings.revision]
+        # None: not negotiated yet.
+        self.revision: Revision | None = None
+        # The server declares that it runs a tool once per key.
+        self.honours_keys = False
         self.server: JsonObject = {}
         self.capabilities: JsonObject = {}
         self.instructions: str | None = None
         self.lists = Lists(self.ask, options.clock.time, options.timeout)
         self.listening = Listening(self)
-        self.waiting: list[Task[Any]] = []  # tasks that are waited for
+        # Tasks with a waiting caller.
+        self.waiting: list[Task[Any]] = []
         self.is_over = False
+        # The server has refused references that it had announced.
+        self._has_lost_references = False
+        # A person sees the arguments, so references in them are filled before.
+        self.shows_params = settings.confirm is not None
         self._options = options
         self._settings = settings
-        self._me = Raw(encode(dict(settings.identity or {"name": "wirecall", "version": __version__})))
+        self._me = Raw(
+            encode(dict(settings.identity or {"name": "wirecall", "version": __version__}))
+        )
         self._has_tried_arrays = False
-        self._span: type[ClientCall] | Literal[False] | None = None  # None: no call was traced yet; False: none can be
+        # The class of spans. None: no call was traced yet. False: calls cannot be traced.
+        self._span: type[ClientCall] | Literal[False] | None = None
         self._level: str | None = None
         self._inbox = Inbox(self, settings)
         self._subscribed: Changes | None = None
-        self._sends_states = True  # the server has not failed to agree to it
-        self._leaving: set[asyncio.Task[None]] = set()  # cancel tasks that are no longer waited for
+        # False once the server has failed to agree to send the states of a task.
+        self._sends_states = True
+        # They cancel tasks without a waiting caller.
+        self._leaving: set[asyncio.Task[None]] = set()
         self._seal()
         self._speak_on(link)
 
     def extension(self, id: str) -> JsonObject | None:
         """Return the server's settings of an extension; None if the server has not declared it."""
-        return None if self.revision is None else declared_extensions(self.capabilities, self.revision).get(id)
+        if self.revision is None:
+            return None
+        return declared_extensions(self.capabilities, self.revision).get(id)
 
     def _speak_on(self, link: McpLink) -> None:
         self.link = link
         link.on_message = self._inbox.receive
-        link.marks = lambda name: self.lists.marks.get(name, {})
+        link.marks = self.lists.marks_of
 
-    # --- beginning and end -------------------------------------------------------------------------------------------
+    # --- beginning and end ------------------------------------------------------------------------
 
     async def begin(self) -> None:
         """Agree on a revision, and listen to all lists if `on_change` was given."""
         try:
             agreed = await Handshake(self).agree()
         except (Refused, RpcError) as refusal:
-            # A server that refuses `initialize` may be one of 2024-11-05, which has another transport.
-            status = refusal.status if isinstance(refusal, Refused) else 400
-            older = self.link.older() if self.link.older is not None else None
-            is_modern = isinstance(refusal, _MODERN) or (self.pinned is not None and self.pinned.is_stateless)
-            if older is None or status not in _OLD or is_modern:
+            if self.link.older is None or not self._may_be_old(refusal):
                 raise
-            try:
-                await older.open()
-            except CallFailed:
-                raise refusal from None
-            await self.link.aclose()
-            older.url = self.link.url
-            self._speak_on(older)
-            self.delivery.link = self._options.wrap(older)
+            await self._use_older(self.link.older(), refusal)
             agreed = await Handshake(self).initialize(self.pinned or HANDSHAKE[-1])
         await self._adopt(agreed)
         if self._settings.on_change is not None and self.is_stateless:
             await self.listen_to(())
+
+    def _may_be_old(self, refusal: Refused | RpcError) -> bool:
+        """Return whether a server that refuses the handshake may be one of 2024-11-05.
+
+        Such a server has another transport.
+        """
+        if isinstance(refusal, _MODERN) or (self.pinned is not None and self.pinned.is_stateless):
+            return False
+        return not isinstance(refusal, Refused) or refusal.status in _OLD
+
+    async def _use_older(self, older: McpLink, refusal: Refused | RpcError) -> None:
+        """Use the link of 2024-11-05 from now on; raise the refusal if it cannot be opened."""
+        try:
+            await older.open()
+        except CallFailed:
+            raise refusal from None
+        newer = self.link
+        older.url = newer.url
+        self._speak_on(older)
+        self.delivery.link = self._options.wrap(older)
+        await newer.aclose()
 
     async def end(self) -> None:
         self.is_over = True
@@ -235,49 +324,75 @@ class Conversation(Dialect):
     def offer(self, revision: Revision) -> JsonObject:
         """Return the params of `initialize`."""
         capabilities = self._settings.capabilities(revision)
-        return {"protocolVersion": revision.name, "capabilities": capabilities, "clientInfo": self._me}
+        return {
+            "protocolVersion": revision.name,
+            "capabilities": capabilities,
+            "clientInfo": self._me,
+        }
 
     def describe(self, revision: Revision, tasks: bool = True) -> JsonObject:
-        """Return the envelope of 2026-07-28. It declares that the client can wait for tasks, unless `tasks` is False."""
+        """Return the envelope of 2026-07-28.
+
+        It declares that the client can wait for tasks, unless `tasks` is False.
+        """
         capabilities = self._settings.capabilities(revision)
         if tasks and self._settings.tasks:
             capabilities["extensions"] = {**self._settings.extensions, TASKS: {}}
-        told = {
+        envelope: JsonObject = {
             f"{PREFIX}protocolVersion": revision.name,
             f"{PREFIX}clientCapabilities": Raw(encode(capabilities)),
             f"{PREFIX}clientInfo": self._me,
         }
-        return told if self._level is None else {**told, f"{PREFIX}logLevel": self._level}
+        if self._level is not None:
+            envelope[f"{PREFIX}logLevel"] = self._level
+        return envelope
 
     def _seal(self) -> None:
-        """Keep what every request carries in `_meta`, also as it travels if there is nothing else in it."""
-        # Whether the revision that was agreed has no sessions, and an envelope with every request.
-        self.is_stateless = self.revision is not None and self.revision.is_stateless
-        self.envelope = self.describe(self.revision) if self.revision is not None and self.is_stateless else {}
+        """Cache the `_meta` of every request.
+
+        Its encoded form is for requests that add nothing to it.
+        """
+        # The negotiated revision has an envelope in every request instead of sessions.
+        self.is_stateless = False
+        self.envelope: JsonObject = {}
+        if self.revision is not None and self.revision.is_stateless:
+            self.is_stateless = True
+            self.envelope = self.describe(self.revision)
         self._sealed = Raw(encode(self.envelope))
 
     async def _adopt(self, agreed: Agreed) -> None:
-        """Speak as was agreed."""
+        """Use the negotiated revision."""
         revision = agreed.revision
         self.revision = self.link.revision = revision
         self._seal()
         self.has_rounds = revision.is_stateless or revision.has("visit required")
-        self.server, self.capabilities, self.instructions = agreed.server, agreed.capabilities, agreed.instructions
+        self.server = agreed.server
+        self.capabilities = agreed.capabilities
+        self.instructions = agreed.instructions
         experimental = agreed.capabilities.get("experimental")
         self.honours_keys = isinstance(experimental, dict) and KEYS_CAPABILITY in experimental
-        self.lists.has_headers = isinstance(self.link, McpHttpLink) and revision.has("http headers repeat the body")
-        if self.delivery.arrays.legal or not revision.has_arrays:  # what was learned of the server's arrays stays
-            has = "has" if revision.has_arrays else "has no"
+        self.lists.has_headers = isinstance(self.link, McpHttpLink) and revision.has(
+            "http headers repeat the body"
+        )
+        # Else keep what was learned about arrays.
+        if self.delivery.arrays.legal or not revision.has_arrays:
+            has = "has no"
+            if revision.has_arrays:
+                has = "has"
             self.delivery.arrays = Arrays(revision.has_arrays, f"MCP {revision.name} {has} arrays")
         if revision.is_stateless:
             return
-        # Before this a server should send no request but a ping (2025-03-26, lifecycle, initialization).
+        # Before this a server should send only ping requests (2025-03-26, lifecycle,
+        # initialization).
         await self.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
         self.link.renew = self._renew
         await self.link.listen()
 
     async def _renew(self) -> None:
-        """Begin again, because the server or its session is a new one: set its log level and its subscriptions anew."""
+        """Repeat the handshake with a new server or session.
+
+        Then restore the log level and the subscriptions.
+        """
         revision = self.revision
         assert revision is not None
         await self._adopt(await Handshake(self).initialize(revision))
@@ -286,29 +401,38 @@ class Conversation(Dialect):
         if self._level is not None:
             again.insert(0, ("logging/setLevel", {"level": self._level}))
         for method, params in again:
-            with suppress(RpcError, CallFailed):  # its failure is not one of the call that waits
+            with suppress(RpcError, CallFailed):  # its failure must not fail the waiting call
                 await self.request(method, params, revision)
-        self.listening.tell_everything()
+        self.listening.report_everything()
 
     async def request(self, method: str, params: JsonObject, revision: Revision | None) -> Raw:
-        """Send one request beneath retries and wrappers, because a handshake must not wait for itself; return the result."""
+        """Send a request below retries and wrappers: a handshake must not wait for itself.
+
+        Return the result.
+        """
         self.link.revision = revision
-        clock, retry = self._options.clock, self._options.retry
-        attempt, deadline = 1, clock.time() + self._options.timeout
+        clock = self._options.clock
+        retry = self._options.retry
+        attempt = 1
+        deadline = clock.time() + self._options.timeout
         while True:
             entry = await self._post(method, params, self._options.timeout)
             error = entry.error
             if error is None:
                 return entry.raw
             pause = retry.pause(attempt, asked_pause(error), self._options.chance())
-            may_go = not self.link.is_pipe and attempt < BEGINNINGS and clock.time() + pause < deadline
+            may_go = (
+                not self.link.is_pipe and attempt < BEGINNINGS and clock.time() + pause < deadline
+            )
             if not may_go or not may_help(error) or isinstance(error, TimedOut):
                 raise error
             await clock.sleep(pause)
             attempt += 1
 
-    async def _post(self, method: str, params: Any, timeout: float, *, array: bool = False) -> AnyEntry:
-        """Send one request, once and in any session; return it settled."""
+    async def _post(
+        self, method: str, params: Any, timeout: float, *, array: bool = False
+    ) -> AnyEntry:
+        """Send one request, once and in any session; return its settled entry."""
         exchange = self.message(method, params, timeout, array=array)
 
         async def send(exchange: Exchange) -> None:
@@ -319,14 +443,19 @@ class Conversation(Dialect):
         return exchange.entries[0]
 
     def message(self, method: str, params: Any, timeout: float, *, array: bool = False) -> Exchange:
-        """Return a message of one request that is sent as it is."""
+        """Return a message with one request, to be sent unchanged."""
         entry: AnyEntry = Entry(method, None, lambda _entry: None, timeout=timeout)
         entry.id = self.delivery.next_id()
-        message = Outgoing(method, params, entry.id)
-        return Exchange(encode([message] if array else message), [entry], array)
+        message: Any = Outgoing(method, params, entry.id)
+        if array:
+            message = [message]
+        return Exchange(encode(message), [entry], array)
 
     async def send(self, message: bytes) -> None:
-        """Send a message that is not answered. A server that does not take it has no more time than for a call."""
+        """Send a message without an answer.
+
+        The server must read it within the timeout of a call.
+        """
         seconds = self._options.timeout
         try:
             async with asyncio.timeout(seconds):
@@ -334,45 +463,67 @@ class Conversation(Dialect):
         except TimeoutError:
             raise TimedOut(f"the server did not take a message within {seconds:g} s") from None
 
-    async def try_arrays(self) -> None:
-        """Find out by a ping whether a server on a pipe silently drops arrays. A lost ping does no harm."""
+    async def try_arrays(self, entries: Sequence[AnyEntry]) -> None:
+        """Find out with a ping whether a server on a pipe silently drops arrays.
+
+        A lost ping does no harm.
+        """
         arrays = self.delivery.arrays
         if not arrays.legal or not self.link.is_pipe or self._has_tried_arrays or self.honours_keys:
             return
         entry = await self._post("ping", UNSET, ARRAY_PROBE, array=True)
         self._has_tried_arrays = True
         if not entry.ok:
-            arrays.legal, arrays.reason = False, "the server did not answer an array"
+            arrays.legal = False
+            arrays.reason = "the server did not answer an array"
 
-    # --- calls -------------------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
-    async def ask(self, method: str, params: JsonObject | None, read: Callable[[Raw], T], timeout: float | None = None) -> T:
-        """Call a method of MCP's own, and return its result as `read` makes it."""
-        given, extra = self._options.timeout if timeout is None else timeout, Extra(read=lambda entry: read(entry.raw))
+    async def ask(
+        self,
+        method: str,
+        params: JsonObject | None,
+        read: Callable[[Raw], T],
+        timeout: float | None = None,
+    ) -> T:
+        """Call a method of MCP, and return the result that `read` makes."""
+        given = self._options.timeout if timeout is None else timeout
+        extra = Extra(read=lambda entry: read(entry.raw))
         entry: Entry[T] = Entry(method, params, self.read, timeout=given, extra=extra)
         await self.delivery.run(entry)
         return entry.result()
 
     async def read_resource(self, uri: str, timeout: float | None = None) -> list[Embedded]:
-        """Return the contents of a resource: those that are kept while they are fresh, else new ones."""
+        """Return the contents of a resource: cached ones while they are fresh, else new ones."""
         kept = self.lists.contents(uri)
         if kept is not None:
             return kept
-        extra, before = Extra(), self.lists.changes
-        # A result that depends on answers of the user must not be kept (2026-07-28, server/utilities/caching, "Cache Key").
-        extra.read = lambda entry: read_contents(entry.raw) if extra.round else self.lists.keep(uri, entry.raw, before)
+        before = self.lists.changes
+
+        def read(entry: AnyEntry) -> list[Embedded]:
+            # A result that depends on the user's answers must not be cached (2026-07-28,
+            # server/utilities/caching, "Cache Key").
+            if entry.extra.round:
+                return read_contents(entry.raw)
+            return self.lists.keep(uri, entry.raw, before)
+
+        extra = Extra(read=read)
         given = self._options.timeout if timeout is None else timeout
-        entry: Entry[list[Embedded]] = Entry("resources/read", {"uri": uri}, self.read, timeout=given, extra=extra)
+        entry: Entry[list[Embedded]] = Entry(
+            "resources/read", {"uri": uri}, self.read, timeout=given, extra=extra
+        )
         await self.delivery.run(entry)
         return entry.result()
 
-    async def tell(self, method: str, params: JsonObject) -> None:
-        """Call a method of MCP's own whose result says nothing."""
+    async def perform(self, method: str, params: JsonObject) -> None:
+        """Call a method of MCP whose result is empty."""
         await self.ask(method, params, lambda _raw: None)
 
     def check(self, entry: AnyEntry) -> None:
         if isinstance(entry.params, (list, tuple)):
-            raise UsageError(f"{entry.method}: params by position.", "MCP has them by name only", "use a dict")
+            raise UsageError(
+                f"{entry.method}: params by position.", "MCP has them by name only", "use a dict"
+            )
         if isinstance(entry.params, Struct):
             entry.params = msgspec.to_builtins(entry.params)
         if entry.extra is None:
@@ -380,75 +531,128 @@ class Conversation(Dialect):
 
     async def prepare(self, entry: AnyEntry) -> None:
         if entry.method != "tools/call":
-            entry.key = entry.key if isinstance(entry.key, str) else None
+            if not isinstance(entry.key, str):
+                entry.key = None
             entry.safe = entry.method.startswith(_READS) or entry.query is True
         else:
-            params = entry.params or {}
-            name, arguments = str(params.get("name")), params.get("arguments")
-            confirm = self._settings.confirm
+            is_harmless = False
             try:
-                tool = await self.lists.tool(name, entry.timeout) if self._settings.trust or confirm else None
-                if name in self.lists.left_out:
-                    raise NotSent(f"the tool {name!r} cannot be called over HTTP: its x-mcp-header are against the rules")
-                is_trusted = tool is not None and self.trusts(tool)
-                # 1. Confirmation: the word of a server that is not trusted counts against a tool, and never for it.
-                if confirm is not None:
-                    if tool is not None and is_trusted:
-                        is_asked = tool.destructive
-                    else:
-                        is_asked = self._settings.confirm_unknown or (
-                            tool is not None and tool.annotations is not None and tool.destructive
-                        )
-                    if is_asked:
-                        if not await settled(confirm(tool or Tool(name), arguments or {})):
-                            raise Declined(f"{name} was not confirmed")
-                        entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+                if self._settings.trust or self._settings.confirm:
+                    is_harmless = await self._judge(entry)
+                elif self.lists.left_out:
+                    self._check_callable(str((entry.params or {}).get("name")))
             except (CallFailed, RpcError) as error:
                 entry.fail(error)
                 return
-            # 2. The key: the caller's, or the model's among the arguments, or a new one where that helps.
             if not isinstance(entry.key, str):
-                own = arguments.get(KEY) if isinstance(arguments, dict) else None
-                if isinstance(own, str) and self.honours_keys:
-                    entry.key = own
-                else:
-                    entry.key = mint_key() if entry.key is True or (entry.key is None and self.honours_keys) else None
-            is_harmless = tool is not None and is_trusted and tool.idempotent
-            entry.safe = entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
-        # A program that traces has imported OpenTelemetry. The span begins here, where the caller's one is the current one.
+                entry.key = self._new_key(entry)
+            entry.safe = (
+                entry.query is True or is_harmless or (entry.key is not None and self.honours_keys)
+            )
+        # A program that traces has imported OpenTelemetry.
         if "opentelemetry.trace" in sys.modules and self._span is not False:
-            try:
-                if self._span is None:
-                    from wirecall.tracing import ClientCall
+            self._begin_span(entry)
 
-                    self._span = ClientCall
-                entry.extra.trace = self._span(
-                    entry.method,
-                    entry.params,
-                    revision=None if self.revision is None else self.revision.name,
-                    url=self.link.url,
-                    baggage=self._settings.baggage,
-                )
-            except Exception as error:  # an OpenTelemetry that is too old must not stop a call
-                self._span = False
-                logger.warning("calls are not traced: %s", error)
+    async def _judge(self, entry: AnyEntry) -> bool:
+        """Confirm the call of a tool, if it needs that; return whether it is safe to repeat it.
+
+        Raises `Declined` if a person does not confirm it.
+        """
+        params = entry.params or {}
+        name = str(params.get("name"))
+        tool = await self.lists.tool(name, entry.timeout)
+        if tool is not None and tool.name != name:
+            name = tool.name
+            entry.params = {**params, "name": name}
+        self._check_callable(name)
+        is_trusted = tool is not None and self.trusts(tool)
+        confirm = self._settings.confirm
+        if confirm is not None and self._needs_confirmation(tool, is_trusted):
+            if not await settled(confirm(tool or Tool(name), params.get("arguments") or {})):
+                raise Declined(f"{name} was not confirmed")
+            # A person may have taken their time.
+            entry.deadline = self._options.clock.time() + entry.timeout
+        return tool is not None and is_trusted and tool.idempotent
+
+    def _check_callable(self, name: str) -> None:
+        """Raise NotSent for a tool that `tools/list` describes wrongly."""
+        if name in self.lists.left_out:
+            raise NotSent(
+                f"the tool {name!r} cannot be called over HTTP: "
+                "its x-mcp-header are against the rules"
+            )
+
+    def _needs_confirmation(self, tool: Tool | None, is_trusted: bool) -> bool:
+        """Return whether a person has to confirm the call of a tool.
+
+        The hints of an untrusted server count against a tool, and never for it.
+        """
+        if tool is not None and is_trusted:
+            return tool.destructive
+        if self._settings.confirm_unknown:
+            return True
+        return tool is not None and tool.annotations is not None and tool.destructive
+
+    def _new_key(self, entry: AnyEntry) -> str | None:
+        """Return the key of a tool call whose caller named none.
+
+        It is the model's, in the arguments, or a new one if that helps.
+        """
+        if self.honours_keys:
+            arguments = (entry.params or {}).get("arguments")
+            if isinstance(arguments, dict):
+                own = arguments.get(KEY)
+                if isinstance(own, str):
+                    return own
+            if entry.key is None:
+                return mint_key()
+        if entry.key is True:
+            return mint_key()
+        return None
+
+    def _begin_span(self, entry: AnyEntry) -> None:
+        """Begin the span of a call, while the caller's span is the current one."""
+        revision = None
+        if self.revision is not None:
+            revision = self.revision.name
+        try:
+            if self._span is None:
+                from wirecall.tracing import ClientCall
+
+                self._span = ClientCall
+            assert self._span
+            entry.extra.trace = self._span(
+                entry.method,
+                entry.params,
+                revision=revision,
+                url=self.link.url,
+                baggage=self._settings.baggage,
+            )
+        except Exception as error:  # an outdated OpenTelemetry must not stop a call
+            self._span = False
+            logger.warning("calls are not traced: %s", error)
 
     def ended(self, entry: AnyEntry) -> None:
         extra: Extra | None = entry.extra
         if extra is not None and extra.trace is not None:
             is_answered = entry.is_settled or (extra.is_background and extra.task is not None)
-            error = entry.error if is_answered else asyncio.CancelledError()
+            error: BaseException | None = asyncio.CancelledError()
+            if is_answered:
+                error = entry.error
             extra.trace.end(entry.id, error, entry.raw)
             extra.trace = None
 
     def trusts(self, tool: Tool) -> bool:
         trust = self._settings.trust
-        return bool(trust(tool)) if callable(trust) else trust
+        if callable(trust):
+            return bool(trust(tool))
+        return trust
 
     async def only_reads(self, entry: AnyEntry) -> bool:
         if await super().only_reads(entry):
             return True
-        # Every call of a tool has a key here. Its annotations tell, trusted or not: a false one only lets it repeat less.
+        # Every tool call has a key here. Use its annotations, trusted or not: a false one only
+        # causes fewer repeats.
         with suppress(WirecallError):
             left = max(entry.deadline - self._options.clock.time(), LEAST)
             tool = await self.lists.tool(str((entry.params or {}).get("name")), left)
@@ -461,8 +665,8 @@ class Conversation(Dialect):
         meta = self.envelope
         if not extra.tasks and self.revision is not None and self.is_stateless:
             meta = self.describe(self.revision, tasks=False)
-        if extra.trace is not None and (told := extra.trace.meta):
-            meta = {**meta, **told}
+        if extra.trace is not None and (traced := extra.trace.meta):
+            meta = {**meta, **traced}
         if own := members.get("_meta"):
             meta = {**meta, **own}
         if entry.key is not None and entry.method == "tools/call":
@@ -481,72 +685,184 @@ class Conversation(Dialect):
     def read(self, entry: AnyEntry) -> Any:
         extra: Extra = entry.extra
         if self.is_stateless:
+            extra.asked = None
+            extra.answer = None
             try:
-                is_tool, extra.asked = entry.method == "tools/call", None
                 try:
-                    typed = decode_typed(entry.raw) if is_tool else _kind_of(entry.raw)
-                except msgspec.ValidationError:  # of another member: `extra.read` reports it, if the result is complete
-                    typed = _kind_of(entry.raw)
-                kind = typed.result_type
-                extra.answer = typed if isinstance(typed, TypedAnswer) else None
-                if kind == "complete":
-                    pass
-                elif kind == "input_required" and entry.method in _MAY_ASK and extra.task is None:
-                    extra.asked = _asked_in(entry.raw)
-                elif kind == "task" and is_tool and extra.tasks and self._settings.tasks and extra.task is None:
-                    state = read_state(entry.raw)
-                    extra.task = Task(self, entry, state.id, state)
-                    entry.replayed = entry.replayed or (state.meta or {}).get(REPLAYED_META) is True
-                # A result of an unknown type is invalid (2026-07-28, basic); so is a task where it may not be one. But some
-                # servers answer `tasks/get` with that type, as two examples of SEP-2663 do.
-                elif kind != "task" or entry.method != "tasks/get":
-                    raise BadAnswer(f"{entry.method}: a result of the unknown type {kind[:40]!r}")
+                    if entry.method == "tools/call":
+                        extra.answer = decode_typed(entry.raw)
+                        kind = extra.answer.result_type
+                    else:
+                        kind = _kind_of(entry.raw).result_type
+                # Another member is malformed. If the result is complete, `extra.read` reports it.
+                except msgspec.ValidationError:
+                    kind = _kind_of(entry.raw).result_type
+                if kind != "complete":
+                    self._read_incomplete(entry, kind)
             except UNREADABLE as error:
                 raise BadAnswer(f"{entry.method}: the result cannot be read: {error}") from None
             if kind != "complete" and entry.method != "tasks/get":
-                entry.is_settled = False  # the result is still to come
+                entry.is_settled = False  # the result is still pending
                 return None
-        return super().read(entry) if extra.read is None else extra.read(entry)
+        if extra.read is None:
+            return super().read(entry)
+        return extra.read(entry)
 
-    async def goes_on(self, entry: AnyEntry) -> bool:
+    def _read_incomplete(self, entry: AnyEntry, kind: str) -> None:
+        """Read a result that is a question or a task; raise BadAnswer for any other type."""
         extra: Extra = entry.extra
-        error, task = entry.error, extra.task
-        if task is not None:
+        if kind == "input_required" and entry.method in _MAY_ASK and extra.task is None:
+            extra.asked = _asked_in(entry.raw)
+            return
+        if kind == "task":
+            may_be_task = extra.tasks and self._settings.tasks and extra.task is None
+            if entry.method == "tools/call" and may_be_task:
+                state = read_state(entry.raw)
+                extra.task = Task(self, entry, state.id, state)
+                entry.replayed = entry.replayed or (state.meta or {}).get(REPLAYED_META) is True
+                return
+            # Some servers answer `tasks/get` with that type, as two examples of SEP-2663 do.
+            if entry.method == "tasks/get":
+                return
+        # A result of an unknown type is invalid (2026-07-28, basic); so is a task where none is
+        # allowed.
+        raise BadAnswer(f"{entry.method}: a result of the unknown type {kind[:40]!r}")
+
+    # --- references -------------------------------------------------------------------------------
+
+    async def reference_limits(self, timeout: float) -> "ReferenceLimits | None":
+        experimental = self.capabilities.get("experimental")
+        is_announced = isinstance(experimental, dict) and REFS_CAPABILITY in experimental
+        if self.revision is None or not self.revision.has_arrays or not is_announced:
+            return None
+        if self._has_lost_references:
+            return None
+        from wirecall.server.references import LIMITS
+
+        return LIMITS
+
+    def forget_references(self) -> None:
+        self._has_lost_references = True
+
+    def linked(self, entry: AnyEntry) -> Any:
+        """Return the message of an entry with references, which are in its `_meta` (R13)."""
+        assert entry.links is not None
+        params = self.params(entry)
+        meta = params.get("_meta", {})
+        if isinstance(meta, Raw):
+            meta = decode_members(meta)
+        if entry.links.refs:
+            refs = {
+                place: {"id": target.id, "path": _path_in(target, path)}
+                for place, target, path in entry.links.refs
+            }
+            meta = {**meta, REFS_META: refs}
+        if entry.links.after:
+            meta = {**meta, AFTER_META: [target.id for target in entry.links.after]}
+        return Outgoing(entry.method, {**params, "_meta": meta}, entry.id)
+
+    def referred(self, entry: AnyEntry, path: tuple[str, ...]) -> bytes:
+        if entry.method != "tools/call":
+            return bytes(entry.raw)
+        assert self.revision is not None
+        return referred_value(entry.raw, path, self.revision)
+
+    def failure(self, entry: AnyEntry) -> WirecallError | None:
+        # With `check=False`, the answer of a tool that failed is not an error of the entry.
+        if entry.error is None and entry.method == "tools/call":
+            try:
+                return read_called(entry.raw).error()
+            except BadAnswer as error:  # nothing has read the result before
+                return error
+        return super().failure(entry)
+
+    def filled(self, params: bytes) -> Any:
+        return decode_value(params)
+
+    @property
+    def can_elicit(self) -> bool:
+        """Whether a server can ask this client's user."""
+        return self._settings.elicit is not None
+
+    @property
+    def may_have_batch_tool(self) -> bool:
+        """Whether a batch could be sent through a tool of the server (A13).
+
+        A server with such a tool honours keys, so no other server is asked for its tools.
+        """
+        if self.revision is None or self.revision.has_arrays or not self.honours_keys:
+            return False
+        return not self.lists.are_known or self.lists.batch_tool() is not None
+
+    async def batch_tool(self, timeout: float) -> Tool | None:
+        """Return the tool of the server that calls other tools; None if it has none."""
+        if not self.lists.are_known:
+            with suppress(CallFailed, RpcError):
+                await self.lists.read(Tool, timeout)
+        return self.lists.batch_tool()
+
+    # --- rounds -----------------------------------------------------------------------------------
+
+    async def next_round(self, entry: AnyEntry) -> bool:
+        extra: Extra = entry.extra
+        error = entry.error
+        if extra.task is not None:
             if not extra.is_background:
-                try:
-                    async for _ in task.watch(entry.deadline, entry.timeout):
-                        pass
-                except BaseException as failure:
-                    if not isinstance(failure, TaskGone):
-                        self._cancel(task)
-                    if not isinstance(failure, WirecallError):
-                        raise
-                    entry.fail(failure)
+                await self._await_task(entry, extra.task)
             return False
         if error is None and extra.asked is None:
             return False
         if extra.rounds >= ROUNDS:
             if error is None:
-                entry.fail(BadAnswer(f"{entry.method}: the server goes on asking after {ROUNDS} rounds"))
+                entry.fail(
+                    BadAnswer(f"{entry.method}: the server still asks after {ROUNDS} rounds")
+                )
             return False
         extra.rounds += 1
         if error is None and extra.asked is not None:
-            asked = extra.asked
-            try:
-                answers = await self.answers(asked.input_requests)
-            except BadAnswer as refusal:
-                entry.fail(refusal)
-                return False
-            # The state goes back exactly as it came, and only if there is one (2026-07-28, `requestState`).
-            state = {} if asked.request_state is UNSET else {"requestState": asked.request_state}
-            extra.round = {**({"inputResponses": answers} if answers else {}), **state}
-            entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
-            return True
-        if isinstance(error, VisitRequired) and self.revision is not None and self.revision.has("visit required"):
+            return await self._answer_questions(entry, extra.asked)
+        if isinstance(error, VisitRequired) and (
+            self.revision is not None and self.revision.has("visit required")
+        ):
             return await self._visit(entry, error)
         if extra.is_mended:
             return False
         extra.is_mended = True
+        return await self._mend(entry)
+
+    async def _await_task(self, entry: AnyEntry, task: "Task[Any]") -> None:
+        """Wait until a task settles the entry. If this ends before that, cancel the task."""
+        try:
+            async for _ in task.watch(entry.deadline, entry.timeout):
+                pass
+        except BaseException as failure:
+            if not isinstance(failure, TaskGone):
+                self._cancel(task)
+            if not isinstance(failure, WirecallError):
+                raise
+            entry.fail(failure)
+
+    async def _answer_questions(self, entry: AnyEntry, asked: _Asked) -> bool:
+        """Let the host answer the questions of a result; return whether to send the call again."""
+        try:
+            answers = await self.answers(asked.input_requests)
+        except BadAnswer as refusal:
+            entry.fail(refusal)
+            return False
+        round: JsonObject = {}
+        if answers:
+            round["inputResponses"] = answers
+        # Send the state back unchanged, and only if there is one (2026-07-28, `requestState`).
+        if asked.request_state is not UNSET:
+            round["requestState"] = asked.request_state
+        entry.extra.round = round
+        # A person may have taken their time.
+        entry.deadline = self._options.clock.time() + entry.timeout
+        return True
+
+    async def _mend(self, entry: AnyEntry) -> bool:
+        """Take back what made the server refuse a call; return whether to send the call again."""
+        error = entry.error
         if isinstance(error, HeaderMismatch):
             if entry.method != "tools/call" or not self.lists.has_headers:
                 return False
@@ -565,9 +881,14 @@ class Conversation(Dialect):
     async def answers(self, asked: Mapping[str, InputRequest]) -> JsonObject:
         """Return the host's answers to questions, by key."""
         if len(asked) > QUESTIONS:
-            raise BadAnswer(f"the server asks {len(asked)} questions at once; {QUESTIONS} are allowed")
+            raise BadAnswer(
+                f"the server asks {len(asked)} questions at once; {QUESTIONS} are allowed"
+            )
         try:
-            return {key: await self._settings.answer(question.method, question.params) for key, question in asked.items()}
+            return {
+                key: await self._settings.answer(question.method, question.params)
+                for key, question in asked.items()
+            }
         except RpcError as refusal:
             raise BadAnswer(f"the server asks what this client cannot answer: {refusal}") from None
 
@@ -576,7 +897,7 @@ class Conversation(Dialect):
         extra: Extra = entry.extra
         if self._settings.elicit_url is None:
             return False
-        # Step 1: a visit that the user has agreed to, and that is not complete yet.
+        # Step 1: a visit that the user has accepted, and that is not complete yet.
         pending = [complete for complete in extra.visits.values() if not complete.is_set()]
         if pending and not extra.has_waited:
             extra.has_waited = True
@@ -593,45 +914,62 @@ class Conversation(Dialect):
             if len(new) > QUESTIONS:
                 raise InvalidParams(f"{len(new)} visits at once; {QUESTIONS} are allowed")
             for visit in new:
-                # Before the handler is asked: the server may report the end of a visit while the handler still waits for it.
+                # Before the handler runs: the server may report the end of a visit while the
+                # handler still waits for it.
                 id = visit.elicitation_id
                 extra.visits[id] = self._inbox.visits.setdefault(id, asyncio.Event())
                 agreed = await self._settings.answer("elicitation/create", Raw(encode(visit)))
                 if agreed["action"] != "accept":
                     return False
         except msgspec.ValidationError as problem:
-            entry.fail(BadAnswer(f"{entry.method}: the server requires a visit and does not say where: {problem}", ran="no"))
+            entry.fail(
+                BadAnswer(
+                    f"{entry.method}: the server requires a visit "
+                    f"and does not say where: {problem}",
+                    ran="no",
+                )
+            )
             return False
         except RpcError as refusal:
-            entry.fail(BadAnswer(f"{entry.method}: the server asks what this client cannot answer: {refusal}", ran="no"))
+            entry.fail(
+                BadAnswer(
+                    f"{entry.method}: the server asks what this client cannot answer: {refusal}",
+                    ran="no",
+                )
+            )
             return False
         extra.has_waited = False
-        entry.deadline = self._options.clock.time() + entry.timeout  # a person may have taken their time
+        # A person may have taken their time.
+        entry.deadline = self._options.clock.time() + entry.timeout
         return bool(new)
 
     async def set_log_level(self, level: str) -> None:
-        """Ask for log messages from this level upwards, in this session and the next."""
+        """Request log messages from this level upwards, in this session and the next."""
         self._level = level
         if self.is_stateless:
             self._seal()
         else:
-            await self.tell("logging/setLevel", {"level": level})
+            await self.perform("logging/setLevel", {"level": level})
 
-    # --- tasks -------------------------------------------------------------------------------------------------------
+    # --- tasks ------------------------------------------------------------------------------------
 
     def task(self, entry: "Entry[T]", id: str) -> "Task[T]":
-        """Return the task of an id that was noted earlier; its result settles the entry."""
+        """Return the task with an id from an earlier call; its result settles the entry."""
         if not 0 < len(id) <= LONGEST_ID:
-            raise UsageError(f"The id of a task must have 1 to {LONGEST_ID} characters, got {len(id)}.")
+            raise UsageError(
+                f"The id of a task must have 1 to {LONGEST_ID} characters, got {len(id)}."
+            )
         if not self._settings.tasks or (self.revision is not None and not self.is_stateless):
             raise UsageError(
-                "This client has no tasks.", "they need MCP 2026-07-28", "connect without tasks=False and revision="
+                "This client has no tasks.",
+                "they need MCP 2026-07-28",
+                "connect without tasks=False and revision=",
             )
         entry.extra.task = task = Task(self, entry, id)
         return task
 
     async def stream_of(self, id: str, left: float) -> Changes | None:
-        """Return a stream on which the server sends the states of a task; None if it does not agree to it."""
+        """Return a stream of the states of a task; None if the server does not agree."""
         if not self._sends_states or len(self.listening.tasks()) >= STREAMS:
             return None
         stream = Changes((), (), self.listening, task=id)
@@ -649,7 +987,10 @@ class Conversation(Dialect):
         return None
 
     def _cancel(self, task: "Task[Any]") -> None:
-        """Cancel a task beside everything else: the caller that waited for it may be in the middle of being cancelled."""
+        """Cancel a task in a separate asyncio task.
+
+        The caller that waited for it may itself be being cancelled.
+        """
 
         async def cancel() -> None:
             with suppress(WirecallError):
@@ -659,23 +1000,37 @@ class Conversation(Dialect):
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
-    # --- what the server sends on its own ----------------------------------------------------------------------------
+    # --- the server's own messages
+    # ------------------------------------------------------------------------------------
 
     def changes(self, lists: Iterable[Kind], uris: Iterable[str]) -> Changes:
         """Return a block that listens to changes of these lists and of these resources."""
         return Changes(lists, uris, self.listening)
 
     async def listen_to(self, uris: Iterable[str]) -> None:
-        """Report changes of all lists and of these resources to `on_change`; begin anew before the old stream ends."""
-        lists: tuple[Kind, ...] = ("tools", "prompts", "resources") if self.is_stateless else ()
-        old, self._subscribed = self._subscribed, await self.changes(lists, uris).__aenter__()
+        """Report changes of all lists and these resources to `on_change`; streams overlap."""
+        lists: tuple[Kind, ...] = ()
+        if self.is_stateless:
+            lists = ("tools", "prompts", "resources")
+        old = self._subscribed
+        self._subscribed = await self.changes(lists, uris).__aenter__()
         if old is not None:
             await old.__aexit__()
 
     def subscribed(self) -> set[str]:
-        """Return the resources whose changes `on_change` gets."""
+        """Return the resources whose changes `on_change` receives."""
         if self._settings.on_change is None:
             raise UsageError(
-                "There is no callback for changes.", fix="connect(..., on_change=...), or use client.listen(uris=...)"
+                "There is no callback for changes.",
+                fix="connect(..., on_change=...), or use client.listen(uris=...)",
             )
-        return set(self._subscribed.uris) if self._subscribed else set()
+        if self._subscribed is None:
+            return set()
+        return set(self._subscribed.uris)
+
+
+def _path_in(target: AnyEntry, path: str) -> str:
+    """Return a path into the result of a target: that of a tool is in its structured content."""
+    if target.method != "tools/call":
+        return path
+    return f"/structuredContent{path}"

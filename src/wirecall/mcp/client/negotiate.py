@@ -1,13 +1,14 @@
 """How a client and a server find a revision that both speak: newest first.
 
-1. 2026-07-28 is tried by `server/discover`. A server that answers with its result, or with an error that only that revision
-   has, speaks it. A version it does not serve (-32022) is replaced by one that it lists, even if that is the one that was
-   sent.
-2. Any other answer, of any code or status, is an older server's: then `initialize` offers the newest revision with a
-   handshake, and the server's answer counts if this client speaks it.
-3. On a pipe an older server may also stay silent. After `PROBE` seconds `initialize` is sent as well, and the first success
-   of the two decides: a server that is slow to start is not an old one.
-4. A pinned revision is the only one that is tried, in its own way.
+1. The client tries 2026-07-28 with `server/discover`. A server that answers with its result, or
+   with an error that only that revision has, speaks it. If it does not serve the version (-32022),
+   the client takes one that it lists, even if that is the one that was sent.
+2. Any other answer, of any code or status, comes from an older server: then `initialize` offers the
+   newest revision with a handshake, and the server's answer counts if this client speaks it.
+3. On a pipe an older server may also stay silent. After `PROBE` seconds the client also sends
+   `initialize`, and the first success of the two decides: a server that is slow to start need not
+   be an old one.
+4. A pinned revision is the only one that the client tries, with its own handshake.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from wirecall.aio import cancel_all
 from wirecall.errors import (
     BadAnswer,
     CallFailed,
@@ -31,17 +33,16 @@ from wirecall.errors import (
 from wirecall.mcp.revisions import HANDSHAKE, REVISIONS, STATELESS, Revision
 from wirecall.mcp.types import PREFIX
 from wirecall.protocol.messages import UNREADABLE, JsonObject
-from wirecall.stepping import cancel_all
 
 if TYPE_CHECKING:
     from wirecall.mcp.client.conversation import Conversation
 
-PROBE = 3.0  # seconds of silence on a pipe after which `initialize` is sent as well
-_BARRED = (401, 403, 407)  # a server that refuses the client says nothing about its revision
+PROBE = 3.0  # seconds of silence on a pipe before the client also sends `initialize`
+_BARRED = (401, 403, 407)  # a server that refuses the client does not reveal its revision
 
 
 class Agreed(Struct, frozen=True):
-    """What a handshake brought."""
+    """The outcome of a handshake."""
 
     revision: Revision
     capabilities: JsonObject
@@ -53,7 +54,8 @@ class _Discovered(Struct, rename="camel"):
     supported_versions: list[str]
     capabilities: JsonObject = {}
     instructions: str | None = None
-    server_info: JsonObject = {}  # of drafts; the specification has it in `_meta`
+    # Drafts have it here; the specification has it in `_meta`.
+    server_info: JsonObject = {}
     meta: JsonObject = msgspec.field(default_factory=dict, name="_meta")
 
 
@@ -66,8 +68,12 @@ class _Initialized(Struct, rename="camel"):
 
 def common(error: UnknownVersion, ours: Iterable[Revision]) -> list[Revision]:
     """Return those of our revisions that the server lists in its refusal (`data.supported`)."""
-    listed = error.data.get("supported") if isinstance(error.data, dict) else None
-    return [revision for revision in ours if isinstance(listed, list) and revision.name in listed]
+    if not isinstance(error.data, dict):
+        return []
+    listed = error.data.get("supported")
+    if not isinstance(listed, list):
+        return []
+    return [revision for revision in ours if revision.name in listed]
 
 
 class Handshake:
@@ -79,13 +85,13 @@ class Handshake:
         self._may_be_silent = conversation.link.is_pipe
 
     async def agree(self) -> Agreed:
-        """Return what both sides speak, or raise the refusal."""
+        """Return the revision that both sides speak, or raise the refusal."""
         if self._pinned is not None and not self._pinned.is_stateless:
             return await self.initialize(self._pinned)
         if self._pinned is not None:
             try:
                 return await self._discover(self._pinned)
-            except MethodNotFound:  # a server must have it, but the client can do without
+            except MethodNotFound:  # a server must have it, but the client does not need it
                 return Agreed(self._pinned, {}, {})
         if self._may_be_silent:
             return await self._race()
@@ -95,20 +101,23 @@ class Handshake:
             return await self._after(error)
 
     async def _after(self, refusal: RpcError | CallFailed) -> Agreed:
-        """Begin in the older way, if it would not meet the same refusal."""
+        """Try the older handshake, unless the refusal would be the same."""
         is_final = isinstance(refusal, HeaderMismatch)
         if isinstance(refusal, CallFailed):
-            is_final = isinstance(refusal, (NotSent, ConnectionLost, TimedOut)) or refusal.status in _BARRED
-            if self._may_be_silent and isinstance(refusal, ConnectionLost):  # a process that died of the question
+            is_final = (
+                isinstance(refusal, (NotSent, ConnectionLost, TimedOut))
+                or refusal.status in _BARRED
+            )
+            if self._may_be_silent and isinstance(refusal, ConnectionLost):  # the process crashed
                 is_final = False
-        elif isinstance(refusal, UnknownVersion):  # a modern server; it may list older revisions that have their own way
+        elif isinstance(refusal, UnknownVersion):  # it may list older revisions with a handshake
             is_final = not common(refusal, HANDSHAKE)
         if is_final:
             raise refusal
         try:
             return await self.initialize(HANDSHAKE[-1])
         except RpcError:
-            if isinstance(refusal, MethodNotFound):  # it knows neither way to begin, so it needs none
+            if isinstance(refusal, MethodNotFound):  # it knows neither handshake, so it needs none
                 return Agreed(STATELESS[-1], {}, {})
             raise
 
@@ -124,7 +133,8 @@ class Handshake:
                     return discovering.result()
                 assert isinstance(error, (RpcError, CallFailed)), error
                 return await self._after(error)
-            # It is silent, or slow to start: the first success of the two decides, else what `initialize` met.
+            # It is silent, or slow to start: the first success of the two decides, else the error
+            # of `initialize`.
             initializing = loop.create_task(self.initialize(HANDSHAKE[-1]))
             try:
                 await asyncio.wait([discovering, initializing], return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +143,7 @@ class Handshake:
                 if discovering.done() and not discovering.exception():
                     return discovering.result()
                 return await initializing
-            except ConnectionLost:  # a process that died of the first question, and took the second with it
+            except ConnectionLost:  # the first question crashed the process
                 return await self.initialize(HANDSHAKE[-1])
         finally:
             await cancel_all(discovering, initializing)
@@ -141,10 +151,14 @@ class Handshake:
     async def _discover(self, revision: Revision) -> Agreed:
         conversation = self._conversation
         try:
-            raw = await conversation.request("server/discover", {"_meta": conversation.describe(revision)}, revision)
+            raw = await conversation.request(
+                "server/discover", {"_meta": conversation.describe(revision)}, revision
+            )
         except UnknownVersion as error:
             revision = self._listed(error)
-            raw = await conversation.request("server/discover", {"_meta": conversation.describe(revision)}, revision)
+            raw = await conversation.request(
+                "server/discover", {"_meta": conversation.describe(revision)}, revision
+            )
         try:
             found = msgspec.json.decode(raw, type=_Discovered)
         except UNREADABLE:
@@ -154,25 +168,35 @@ class Handshake:
         if revision.name not in found.supported_versions:
             revision = self._listed(UnknownVersion(supported=found.supported_versions))
         server = found.meta.get(f"{PREFIX}serverInfo", found.server_info)
-        return Agreed(revision, found.capabilities, server if isinstance(server, dict) else {}, found.instructions)
+        if not isinstance(server, dict):
+            server = {}
+        return Agreed(revision, found.capabilities, server, found.instructions)
 
     def _listed(self, error: UnknownVersion) -> Revision:
-        """Return the newest revision that the server lists and this client speaks, or raise the error."""
-        found = [revision for revision in common(error, STATELESS) if self._pinned in (None, revision)]
+        """Return the newest revision that both sides speak, or raise the error."""
+        found = [
+            revision for revision in common(error, STATELESS) if self._pinned in (None, revision)
+        ]
         if not found:
             raise error
         return found[-1]
 
     async def initialize(self, revision: Revision) -> Agreed:
-        """Return what `initialize`, the handshake of the older revisions, brings."""
-        raw = await self._conversation.request("initialize", self._conversation.offer(revision), None)
+        """Return the outcome of `initialize`, the handshake of the older revisions."""
+        raw = await self._conversation.request(
+            "initialize", self._conversation.offer(revision), None
+        )
         try:
             found = msgspec.json.decode(raw, type=_Initialized)
         except UNREADABLE as error:
             raise BadAnswer(f"what answers initialize is not its result: {error}") from None
         agreed = REVISIONS.get(found.protocol_version)
         if agreed is None or not agreed.has("handshake") or self._pinned not in (None, agreed):
-            spoken = [revision.name] if self._pinned else [revision.name for revision in HANDSHAKE]
-            reason = f"the server speaks MCP {found.protocol_version[:40]!r}, this client {', '.join(spoken)}"
-            raise UnknownVersion(reason, supported=[found.protocol_version], requested=revision.name)
+            spoken = ", ".join(each.name for each in HANDSHAKE)
+            if self._pinned is not None:
+                spoken = revision.name
+            reason = f"the server speaks MCP {found.protocol_version[:40]!r}, this client {spoken}"
+            raise UnknownVersion(
+                reason, supported=[found.protocol_version], requested=revision.name
+            )
         return Agreed(agreed, found.capabilities, found.server_info, found.instructions)

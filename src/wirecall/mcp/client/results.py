@@ -1,43 +1,64 @@
-"""The results of a server: its lists as a client keeps them, and the answers of its tools, prompts and resources.
+"""The results of a server: its lists, and the answers of its tools, prompts and resources.
 
-1. A list is what all its pages say, and they share the time of one call. A cursor is any text, the empty one too; only its
-   absence ends a list. If the server no longer knows a cursor, the list has changed: it is read anew, once.
-2. If the server names a time (2026-07-28, `ttlMs`), a list is kept for it; each page has its own clock, and the first that
-   runs out ends it for all. A notification of a change ends it at once. Older revisions name no time, so nothing is kept.
-3. The contents of a resource are kept in the same way, up to `READS` of them with `READ_BYTES` in all.
-4. The hints and marks of tools, which calls need, are at most `KNOWN` seconds old, or as old as the list may be.
-5. Members that a struct does not name are dropped, except in schemas: those are kept as they came, keyword by keyword.
-   Nothing in them is resolved, and no `$ref` is ever fetched (2026-07-28, JSON Schema usage). An entry of a list that
-   cannot be read is left out with a warning; the rest of the list stays.
-6. Hints are the server's word about itself. If it says nothing, `Tool.read_only` and its neighbours give the defaults of the
-   specification, which are the pessimistic ones. Whether the client believes them, `trust=` says.
+1. A list consists of all its pages, which share the timeout of one call. A cursor is any string,
+   even an empty one; only its absence ends a list. If the server no longer knows a cursor, the list
+   has changed: the client reads it again, once.
+2. If the server sets a time (2026-07-28, `ttlMs`), the client caches a list that long; each page
+   has its own time, and the first that expires ends it for all. A notification of a change ends it
+   at once. Older revisions set no time, so the client caches nothing.
+3. The contents of a resource are cached in the same way, at most `READS` of them with `READ_BYTES`
+   in total.
+4. The hints and marks of tools, which calls need, are at most `KNOWN` seconds old, or as old as the
+   list may be.
+5. Members that a struct does not name are dropped, except in schemas, which are kept unchanged. The
+   client resolves nothing in them, and never fetches a `$ref` (2026-07-28, JSON Schema usage). An
+   unreadable entry of a list is omitted with a warning; the rest of the list stays.
+6. Hints are the server's claims about itself. Without them, `Tool.read_only` and its neighbours
+   return the specification's defaults, which are the pessimistic ones. `trust=` decides whether the
+   client believes hints.
 """
 
 import base64
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from wirecall.errors import BadAnswer, InvalidParams, RpcError, TimedOut, ToolError
 from wirecall.logs import logger
 from wirecall.mcp.headers import Marks, fault_of, marked
-from wirecall.mcp.types import ERROR_META, REPLAYED_META, Audio, Content, Embedded, Image, ResourceLink, Role, Text
+from wirecall.mcp.revisions import Revision
+from wirecall.mcp.types import (
+    BATCH_META,
+    ERROR_META,
+    REPLAYED_META,
+    Audio,
+    Content,
+    Embedded,
+    Image,
+    ResourceLink,
+    Role,
+    Text,
+)
 from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
 from wirecall.protocol.models import wanted
+from wirecall.protocol.params import tool_name_of
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Content)
 
-PAGES, LIST_BYTES = 1000, 100 << 20  # of one list: more of either is a server that goes in circles
+# Max per list: a server that sends more repeats itself.
+PAGES = 1000
+LIST_BYTES = 100 << 20
 KNOWN = 60.0  # seconds
 READS = 100
 READ_BYTES = 10 << 20
 
 
 class ToolHints(Struct, frozen=True, rename="camel"):
-    """A tool's annotations, as they came."""
+    """A tool's annotations, unchanged."""
 
     title: str | None = None
     read_only_hint: bool | None = None
@@ -59,8 +80,12 @@ class Tool(Struct, frozen=True, rename="camel"):
 
     @property
     def label(self) -> str:
-        """What to show: the title, that of the annotations, or the name."""
-        return self.title or (self.annotations.title if self.annotations else None) or self.name
+        """The label to show: the title, the title in the annotations, or the name."""
+        if self.title:
+            return self.title
+        if self.annotations is not None and self.annotations.title:
+            return self.annotations.title
+        return self.name
 
     @property
     def read_only(self) -> bool:
@@ -68,11 +93,15 @@ class Tool(Struct, frozen=True, rename="camel"):
 
     @property
     def destructive(self) -> bool:
-        return not self.read_only and (self.annotations is None or self.annotations.destructive_hint is not False)
+        return not self.read_only and (
+            self.annotations is None or self.annotations.destructive_hint is not False
+        )
 
     @property
     def idempotent(self) -> bool:
-        return self.read_only or (self.annotations is not None and self.annotations.idempotent_hint is True)
+        return self.read_only or (
+            self.annotations is not None and self.annotations.idempotent_hint is True
+        )
 
     @property
     def open_world(self) -> bool:
@@ -111,7 +140,7 @@ class Resource(Struct, frozen=True, rename="camel"):
 
 
 class Template(Struct, frozen=True, rename="camel"):
-    """A template of resources: `{names}` in its URI stand for values."""
+    """A resource template: `{names}` in its URI stand for values."""
 
     uri_template: str
     name: str = ""
@@ -122,7 +151,7 @@ class Template(Struct, frozen=True, rename="camel"):
 
 
 def read_entries(entries: Iterable[Raw], kind: type[T]) -> list[T]:
-    """Return the entries of a list, without those that cannot be read."""
+    """Return the entries of a list that can be read."""
     found = []
     for entry in entries:
         try:
@@ -133,7 +162,10 @@ def read_entries(entries: Iterable[Raw], kind: type[T]) -> list[T]:
 
 
 def safest_first(tools: Iterable[Tool], is_trusted: Callable[[Tool], bool]) -> list[Tool]:
-    """Sort tools: read-only, additive, destructive, then those that are not trusted; otherwise in the server's order."""
+    """Sort tools: read-only ones, additive, destructive, then untrusted ones.
+
+    Otherwise they stay in the server's order.
+    """
 
     def danger(tool: Tool) -> tuple[bool, ...]:
         if not is_trusted(tool):
@@ -143,7 +175,7 @@ def safest_first(tools: Iterable[Tool], is_trusted: Callable[[Tool], bool]) -> l
     return sorted(tools, key=danger)
 
 
-# --- lists -----------------------------------------------------------------------------------------------------------
+# --- lists ----------------------------------------------------------------------------------------
 
 
 Offer = TypeVar("Offer", Tool, Prompt, Resource, Template)
@@ -155,7 +187,7 @@ _LISTS: dict[type, tuple[str, str]] = {
     Resource: ("resources/list", "resources"),
     Template: ("resources/templates/list", "resourceTemplates"),
 }
-# The lists that a change is about.
+# The lists that a change affects.
 _CHANGED: dict[str, tuple[type, ...]] = {
     "tools": (Tool,),
     "prompts": (Prompt,),
@@ -170,79 +202,134 @@ _Ask: TypeAlias = Callable[[str, JsonObject | None, Callable[[Raw], Raw], float]
 class _Kept(Struct):
     entries: list[Any]
     until: float
-    size: int = 0  # bytes of JSON
+    # Bytes of JSON.
+    size: int = 0
 
 
 class Lists:
     """The lists of one server."""
 
     def __init__(self, ask: _Ask, now: Callable[[], float], timeout: float) -> None:
-        self.has_headers = False  # headers repeat the arguments of tools, so their marks have to be sound
+        # Headers repeat the arguments of tools, so marks must be valid.
+        self.has_headers = False
+        # The arguments that headers repeat, by tool.
         self.marks: dict[str, Marks] = {}
-        self.left_out: set[str] = set()  # tools whose marks are not
-        self._ask = ask  # calls a method of MCP's own
+        # Tools with invalid marks.
+        self.left_out: set[str] = set()
+        # The number of calls of `forget`. A result requested before such a call may be outdated.
+        self.changes = 0
+        # Calls a method of MCP.
+        self._ask = ask
         self._now = now
         self._timeout = timeout
         self._kept: dict[type, _Kept] = {}
-        self._read: dict[str, _Kept] = {}  # contents of resources, by URI, the oldest first
+        # The contents of resources by URI, the oldest first.
+        self._read: dict[str, _Kept] = {}
         self._tools: dict[str, Tool] = {}
         self._known_until = 0.0
-        self.changes = 0  # counts what was forgotten: something that was read meanwhile may be old already
 
     async def read(self, kind: type[Offer], timeout: float | None = None) -> list[Offer]:
         """Return all entries of a list."""
         kept = self._kept.get(kind)
         if kept is None or self._now() >= kept.until:
             before = self.changes
-            kept = self._kept[kind] = await self._pages(kind, self._timeout if timeout is None else timeout)
-            kept.until = kept.until if self.changes == before else 0.0
+            kept = self._kept[kind] = await self._pages(
+                kind, self._timeout if timeout is None else timeout
+            )
+            if self.changes != before:
+                kept.until = 0.0
             if kind is Tool:
-                # What calls have to know of tools. One whose marks are not sound is left out, as the specification demands.
-                tools: list[Tool] = kept.entries
-                faults = {tool.name: fault_of(tool.input_schema) if self.has_headers else None for tool in tools}
-                self.left_out = {name for name, fault in faults.items() if fault}
-                for name in sorted(self.left_out):
-                    logger.warning("the tool %r is left out: %s", name, faults[name])
-                kept.entries = tools = [tool for tool in tools if tool.name not in self.left_out]
-                self._tools = {tool.name: tool for tool in tools}
-                marks = {tool.name: marked(tool.input_schema) for tool in tools} if self.has_headers else {}
-                self.marks = {name: found for name, found in marks.items() if found}
-                self._known_until = max(kept.until, self._now() + KNOWN)
+                self._learn_tools(kept)
         return list(kept.entries)
 
+    def _learn_tools(self, kept: _Kept) -> None:
+        """Keep what calls need to know about tools.
+
+        A tool with invalid marks is omitted, as the specification requires.
+        """
+        tools: list[Tool] = kept.entries
+        self.left_out = set()
+        self.marks = {}
+        if self.has_headers:
+            faults = {tool.name: fault_of(tool.input_schema) for tool in tools}
+            self.left_out = {name for name, fault in faults.items() if fault}
+            for name in sorted(self.left_out):
+                logger.warning("the tool %r is left out: %s", name, faults[name])
+            tools = [tool for tool in tools if tool.name not in self.left_out]
+            marks = {tool.name: marked(tool.input_schema) for tool in tools}
+            self.marks = {name: found for name, found in marks.items() if found}
+        kept.entries = tools
+        self._tools = {tool.name: tool for tool in tools}
+        self._known_until = max(kept.until, self._now() + KNOWN)
+
     async def tool(self, name: str, timeout: float) -> Tool | None:
-        """Return what the server says of a tool; None if it lists none of that name."""
-        if name not in self._tools or self._now() >= self._known_until:
+        """Return the server's description of a tool; None if it lists no tool with that name.
+
+        A wirecall server lists `orders.count` as `orders_count`, and accepts calls by both names.
+        """
+        if self._listed(name) is None or self._now() >= self._known_until:
             await self.read(Tool, timeout)
-        return self._tools.get(name)
+        return self._listed(name)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the tools were listed, and the list is not too old."""
+        return self._now() < self._known_until
+
+    def known(self, name: str) -> Tool | None:
+        """Return a tool of the last list."""
+        return self._listed(name)
+
+    def batch_tool(self) -> Tool | None:
+        """Return the tool of the last list that calls other tools (A13)."""
+        for tool in self._tools.values():
+            if tool.meta is not None and BATCH_META in tool.meta:
+                return tool
+        return None
+
+    def marks_of(self, name: str) -> Marks:
+        """Return the arguments of a tool that headers repeat."""
+        return self.marks.get(name) or self.marks.get(tool_name_of(name), {})
+
+    def _listed(self, name: str) -> Tool | None:
+        return self._tools.get(name) or self._tools.get(tool_name_of(name))
 
     def contents(self, uri: str) -> list[Embedded] | None:
-        """Return the contents of a resource that are kept, or None."""
+        """Return the cached contents of a resource, or None."""
         kept = self._read.get(uri)
-        return None if kept is None or self._now() >= kept.until else list(kept.entries)
+        if kept is None or self._now() >= kept.until:
+            return None
+        return list(kept.entries)
 
     def keep(self, uri: str, raw: Raw, before: int) -> list[Embedded]:
-        """Return the contents in a result, and keep them for the time that it names.
+        """Return the contents in a result, and cache them for the time that it sets.
 
-        `before` are the changes before the result was asked for: if there were more since, it may be old already.
+        `before` is `changes` before the request: if it has grown since, the result may be outdated.
         """
-        contents, size = read_contents(raw), memoryview(raw).nbytes
+        contents = read_contents(raw)
+        size = memoryview(raw).nbytes
         self._read.pop(uri, None)
         ttl = _ttl(msgspec.json.decode(raw, type=dict[str, Raw]))
         if ttl > 0 and size <= READ_BYTES and self.changes == before:
             self._read[uri] = _Kept(contents, self._now() + ttl, size)
-            while len(self._read) > READS or sum(kept.size for kept in self._read.values()) > READ_BYTES:
+            while (
+                len(self._read) > READS
+                or sum(kept.size for kept in self._read.values()) > READ_BYTES
+            ):
                 del self._read[next(iter(self._read))]
         return list(contents)
 
     def forget(self, changed: str | None = None, uri: str | None = None) -> None:
-        """Forget what has changed, and the contents of the resource if it is one; None: all may have changed."""
+        """Drop the lists or the resource that changed; None: everything may have changed."""
         self.changes += 1
         if changed == "updated":
             self._read.pop(uri or "", None)
         elif changed in (None, "resources"):
             self._read.clear()
-        for kind in _LISTS if changed is None else _CHANGED[changed]:
+        kinds: Iterable[type] = _LISTS
+        if changed is not None:
+            kinds = _CHANGED[changed]
+        for kind in kinds:
             self._kept.pop(kind, None)
             if kind is Tool:
                 self._known_until = 0.0
@@ -250,31 +337,43 @@ class Lists:
     async def _pages(self, kind: type[Any], seconds: float) -> _Kept:
         method, member = _LISTS[kind]
         too_late = f"{method}: the list did not end within {seconds:g} s"
-        left, deadline, is_again = seconds, self._now() + seconds, False
-        kept, seen = _Kept([], float("inf")), set[str]()
+        left = seconds
+        deadline = self._now() + seconds
+        is_again = False
+        kept = _Kept([], float("inf"))
+        seen = set[str]()
         cursor: str | None = None
         while len(seen) <= PAGES and kept.size <= LIST_BYTES:
             try:
-                raw = await self._ask(method, None if cursor is None else {"cursor": cursor}, lambda raw: raw, left)
+                params = None if cursor is None else {"cursor": cursor}
+                raw = await self._ask(method, params, lambda raw: raw, left)
             except TimedOut:
                 if not seen:
                     raise
                 raise TimedOut(too_late) from None
             except InvalidParams as error:
-                # A server answers a cursor that it does not know with -32602 (2025-03-26, pagination).
+                # A server answers a cursor that it does not know with -32602 (2025-03-26,
+                # pagination).
                 if cursor is None:
                     raise
                 if is_again:
                     reason = f"the server's list changes faster than it can be read: {error}"
                     raise RpcError(error.code, reason) from None
-                is_again, kept, seen, cursor = True, _Kept([], float("inf")), set(), None
+                is_again = True
+                kept = _Kept([], float("inf"))
+                seen = set()
+                cursor = None
             else:
                 try:
                     page = msgspec.json.decode(raw, type=dict[str, Raw])
                     if member not in page:
                         raise BadAnswer(f"{method}: the result has no {member!r}", ran="yes")
-                    kept.entries += read_entries(msgspec.json.decode(page[member], type=list[Raw]), kind)
-                    cursor = msgspec.json.decode(page.get("nextCursor", Raw(b"null")), type=str | None)
+                    kept.entries += read_entries(
+                        msgspec.json.decode(page[member], type=list[Raw]), kind
+                    )
+                    cursor = msgspec.json.decode(
+                        page.get("nextCursor", Raw(b"null")), type=str | None
+                    )
                 except UNREADABLE as error:
                     raise BadAnswer(f"a list that cannot be read: {error}", ran="yes") from None
                 kept.size += memoryview(raw).nbytes
@@ -291,14 +390,14 @@ class Lists:
 
 
 def _ttl(result: dict[str, Raw]) -> float:
-    """Return the seconds for which a result may be kept: 0 if its `ttlMs` is left out, negative or not a number."""
+    """Return the seconds to cache a result: 0 if its `ttlMs` is missing or invalid."""
     try:
         return max(0.0, msgspec.json.decode(result.get("ttlMs", Raw(b"0")), type=float) / 1000)
     except UNREADABLE:
         return 0.0
 
 
-# --- results ---------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 class _Answer(Struct, rename="camel"):
@@ -309,8 +408,9 @@ class _Answer(Struct, rename="camel"):
 
 
 class TypedAnswer(_Answer, rename="camel"):
-    """The result of a tool as it came, with its type, which older servers leave out (2026-07-28, basic)."""
+    """The unchanged result of a tool, with its type."""
 
+    # Older servers omit it (2026-07-28, basic).
     result_type: str = "complete"
 
 
@@ -319,7 +419,7 @@ decode_typed = msgspec.json.Decoder(TypedAnswer).decode
 
 
 class Called(Struct, frozen=True):
-    """What a tool gave. `structured` is UNSET if it gave no structured content."""
+    """The result of a tool. `structured` is UNSET if it has no structured content."""
 
     content: list[Content]
     structured: Any
@@ -337,23 +437,26 @@ class Called(Struct, frozen=True):
         return self.meta.get(REPLAYED_META) is True
 
     def error(self) -> RpcError | None:
-        """Return the error as an exception: the one that a server of ours names, else a `ToolError` with the text.
+        """Return the error as an exception.
 
-        Other servers report arguments that do not fit in the same way as a tool that failed, so `ran` is "unknown" there.
+        It is the one that a wirecall server names, or a `ToolError` with the text. Other servers
+        report invalid arguments in the same way as a failed tool, so `ran` is "unknown" for them.
         """
         if not self.is_error:
             return None
-        told = self.meta.get(ERROR_META)
-        if isinstance(told, dict) and isinstance(told.get("code"), int) and told["code"] != ToolError("").code:
-            return remote_error(ErrorObject(told["code"], self.text, told.get("data", UNSET)))
-        error = ToolError(self.text, told.get("data") if isinstance(told, dict) else None)
-        if not isinstance(told, dict):
+        named = self.meta.get(ERROR_META)
+        if not isinstance(named, dict):
+            error = ToolError(self.text)
             error.ran = "unknown"
-        return error
+            return error
+        code = named.get("code")
+        if isinstance(code, int) and code != ToolError("").code:
+            return remote_error(ErrorObject(code, self.text, named.get("data", UNSET)))
+        return ToolError(self.text, named.get("data"))
 
 
 def read_called(raw: Raw | bytes, answer: _Answer | None = None) -> Called:
-    """Return the result of a tool; `answer` is the result if it is decoded already."""
+    """Return the result of a tool; `answer` is the result if it is already decoded."""
     try:
         answer = answer or _decode_answer(raw)
     except UNREADABLE as error:
@@ -363,14 +466,18 @@ def read_called(raw: Raw | bytes, answer: _Answer | None = None) -> Called:
 
 
 def as_type(called: Called, type: Any) -> Any:
-    """Return a tool's answer as a Python type: its structured content, or else its text, as JSON or as it is.
+    """Return a tool's answer as a Python type.
 
-    Until 2025-11-25 structured content is an object, so that servers put any other value under `result`.
+    The answer is its structured content, or its text, as JSON or unchanged. Until 2025-11-25 structured
+    content is an object, so servers put any other value under `result`.
     """
-    value, reader = called.structured, wanted(type)
+    value = called.structured
+    reader = wanted(type)
     try:
+        if value is UNSET and type is str:
+            return called.text
         if value is UNSET:
-            return called.text if type is str else reader.read(called.text.encode())
+            return reader.read(called.text.encode())
         try:
             return reader.convert(value)
         except UNREADABLE:
@@ -381,6 +488,45 @@ def as_type(called: Called, type: Any) -> Any:
         raise _misfit(error) from None
 
 
+class _Parts(Struct, rename="camel"):
+    """The parts of a tool's result that a reference may name."""
+
+    content: list[JsonObject] = []
+    structured_content: Raw | UnsetType = UNSET
+
+
+_decode_parts = msgspec.json.Decoder(_Parts).decode
+
+
+def referred_value(raw: Raw, path: Sequence[str], revision: Revision) -> bytes:
+    """Return the value of a tool's result that a reference points into, as JSON (A2).
+
+    It is the structured content, or else the text as a string. Until 2025-11-25 structured content
+    is an object, so servers put any other value under `result`. Revisions without structured
+    content have the JSON of the value as text.
+    """
+    try:
+        parts = _decode_parts(raw)
+    except UNREADABLE as error:
+        raise _misfit(error) from None
+    structured = parts.structured_content
+    if structured is not UNSET:
+        is_object = bytes(structured).startswith(b"{")
+        if revision.structured == "any" or path[:1] == ("result",) or not is_object:
+            return bytes(structured)
+        members = _decoded(structured, dict[str, Raw])
+        if list(members) == ["result"]:
+            return bytes(members["result"])
+        return bytes(structured)
+    texts = [str(each.get("text")) for each in parts.content if each.get("type") == "text"]
+    if len(texts) != 1:
+        return msgspec.json.encode(texts or None)
+    if revision.structured is None:
+        with suppress(*UNREADABLE):
+            return bytes(msgspec.json.decode(texts[0].encode(), type=Raw))
+    return msgspec.json.encode(texts[0])
+
+
 def _decoded(raw: Raw | bytes, wanted: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=wanted)
@@ -389,11 +535,13 @@ def _decoded(raw: Raw | bytes, wanted: type[T]) -> T:
 
 
 def _misfit(error: Exception) -> BadAnswer:
-    return BadAnswer(f"the result is not of the wanted type: {str(error)[:1].lower()}{str(error)[1:]}", ran="yes")
+    return BadAnswer(
+        f"the result is not of the wanted type: {str(error)[:1].lower()}{str(error)[1:]}", ran="yes"
+    )
 
 
 class Prompted(Struct, frozen=True):
-    """What a prompt gave."""
+    """The result of a prompt."""
 
     messages: "list[Said]"
     description: str | None = None
@@ -407,7 +555,9 @@ class Said(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return self.content.text if isinstance(self.content, Text) else ""
+        if isinstance(self.content, Text):
+            return self.content.text
+        return ""
 
 
 class _Prompted(Struct):
@@ -417,7 +567,10 @@ class _Prompted(Struct):
 
 def read_prompted(raw: Raw | bytes) -> Prompted:
     answer = _decoded(raw, _Prompted)
-    said = [Said(message.get("role", "user"), _block(message.get("content"))) for message in answer.messages]
+    said = [
+        Said(message.get("role", "user"), _block(message.get("content")))
+        for message in answer.messages
+    ]
     return Prompted(said, answer.description)
 
 
@@ -430,7 +583,7 @@ def read_contents(raw: Raw | bytes) -> list[Embedded]:
 
 
 class Completion(Struct, frozen=True, rename="camel"):
-    """Values that may be meant by what was typed so far."""
+    """Values that complete the user's input."""
 
     values: list[str] = []
     total: int | None = None
@@ -445,11 +598,11 @@ def read_completion(raw: Raw | bytes) -> Completion:
     return _decoded(raw, _Completed).completion
 
 
-# --- content ---------------------------------------------------------------------------------------------------------
+# --- content --------------------------------------------------------------------------------------
 
 
 class Unknown(Content, frozen=True):
-    """Content of a kind that came after this library: the members it came with."""
+    """Content of a kind that this library does not know, with its members."""
 
     members: JsonObject
 
@@ -458,11 +611,15 @@ class Unknown(Content, frozen=True):
 
 
 def _block(item: Any) -> Content:
-    kind = item.get("type", "") if isinstance(item, dict) else None
+    kind = None
+    if isinstance(item, dict):
+        kind = item.get("type", "")
     if not isinstance(kind, str):
-        raise BadAnswer(f"content: expected an object with a type, got {str(item)[:100]!a}", ran="yes")
+        raise BadAnswer(
+            f"content: expected an object with a type, got {str(item)[:100]!a}", ran="yes"
+        )
     if kind == "text" and len(item) == 2 and isinstance(item.get("text"), str):
-        return Text(item["text"])  # nearly all there is
+        return Text(item["text"])  # nearly all content
     shared = {"annotations": item.get("annotations"), "meta": item.get("_meta")}
     try:
         read: Content = _BLOCKS[kind](item, shared)
@@ -477,14 +634,18 @@ def _embedded(item: Any, shared: JsonObject | None = None) -> Embedded:
     if not (isinstance(item, dict) and isinstance(item.get("uri"), str)):
         raise BadAnswer("a resource without a URI", ran="yes")
     try:
-        blob = base64.b64decode(item["blob"]) if isinstance(item.get("blob"), str) else None
+        blob = None
+        if isinstance(item.get("blob"), str):
+            blob = base64.b64decode(item["blob"])
     except ValueError as error:
         raise BadAnswer(f"a blob that is not base64: {error}", ran="yes") from None
-    return _fitting(Embedded(item["uri"], item.get("text"), blob, item.get("mimeType"), **(shared or {})))
+    return _fitting(
+        Embedded(item["uri"], item.get("text"), blob, item.get("mimeType"), **(shared or {}))
+    )
 
 
 def _fitting(content: C) -> C:
-    """Return content if its members are of their types: a server may have sent any."""
+    """Return content if its members have the right types: a server may send any."""
     try:
         return msgspec.convert(msgspec.structs.asdict(content), type(content))
     except msgspec.ValidationError as error:

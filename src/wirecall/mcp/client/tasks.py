@@ -1,16 +1,20 @@
-"""Tasks: calls of tools that continue after the server's answer (extension io.modelcontextprotocol/tasks, SEP-2663).
+"""Tasks: calls of tools that continue after the server's answer.
+
+The extension io.modelcontextprotocol/tasks (SEP-2663) defines them.
 
     task = await client.start_tool("render", {"film": "x"})
     async for state in task: ...
     result = await task
 
-1. The client asks for the state (`tasks/get`) as often as the server wishes, within `SOONEST` and `FURTHEST` seconds, give
-   or take a tenth. If the server sends states by itself (`subscriptions/listen`), the client asks every `FURTHEST` seconds.
-2. An answer that is lost, or a server that is away, does not end the wait: the task continues meanwhile. The deadline ends
-   it, and so does a server that does not know the task.
-3. The handlers of the host answer the questions of a task, each key once. The client sends an answer until the server has
-   taken it.
-4. The end of a task settles the entry of its call, as a plain answer would have done. A task that has ended does not change.
+1. The client polls the state (`tasks/get`) at the server's interval, from `SOONEST` to `FURTHEST`
+   seconds, plus or minus a tenth. If the server pushes states (`subscriptions/listen`), the client
+   polls every `FURTHEST` seconds.
+2. A lost answer, or a server that cannot be reached, does not end the wait: the task still runs.
+   The deadline ends it, and so does a server that does not know the task.
+3. The host's handlers answer the questions of a task, each key once. The client repeats an answer
+   until the server has accepted it.
+4. The end of a task settles the entry of its call, like a plain answer. A task that has ended does
+   not change.
 """
 
 import asyncio
@@ -22,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, T
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from wirecall.aio import cancel_all
 from wirecall.client.delivery import LEAST, asked_pause, may_help
 from wirecall.client.exchange import Entry
 from wirecall.errors import (
@@ -37,7 +42,6 @@ from wirecall.errors import (
 )
 from wirecall.mcp.client.inbox import ROUNDS, Changes, InputRequest
 from wirecall.protocol.messages import UNREADABLE, ErrorObject, JsonObject, remote_error
-from wirecall.stepping import cancel_all
 
 if TYPE_CHECKING:
     from wirecall.mcp.client.conversation import Conversation
@@ -45,9 +49,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Status: TypeAlias = Literal["working", "input_required", "completed", "failed", "cancelled"]
 
-SOONEST, FURTHEST = 0.1, 60.0  # seconds from one look at a task to the next
-USUAL = 1.0  # the same where the server does not name a time
-LONGEST_ID = 4096  # characters: the id travels in a header
+# Seconds between two polls of a task.
+SOONEST = 0.1
+FURTHEST = 60.0
+USUAL = 1.0  # the same, if the server does not set an interval
+LONGEST_ID = 4096  # characters: a header carries the id
 
 
 class TaskState(Struct, frozen=True):
@@ -62,7 +68,7 @@ class TaskState(Struct, frozen=True):
 
 
 class Details(TaskState, frozen=True, rename="camel"):
-    """A state with all that a server sends along. A member that does not belong to the status is not looked at."""
+    """A state with all its members. A member that does not belong to the status is ignored."""
 
     poll_interval_ms: Raw = Raw(b"null")
     result: Raw | UnsetType = UNSET
@@ -72,11 +78,16 @@ class Details(TaskState, frozen=True, rename="camel"):
 
     @property
     def shown(self) -> TaskState:
-        return TaskState(self.id, self.status, self.message, self.created, self.updated, self.ttl_ms)
+        return TaskState(
+            self.id, self.status, self.message, self.created, self.updated, self.ttl_ms
+        )
 
     @property
     def interval(self) -> float:
-        """Return the seconds to the next look. The server only wishes for them, so a malformed wish does no harm."""
+        """The seconds until the next poll.
+
+        The interval is a hint, so a malformed one is ignored.
+        """
         try:
             wish = msgspec.json.decode(self.poll_interval_ms, type=float) / 1000
         except UNREADABLE:
@@ -97,33 +108,71 @@ def read_state(raw: Raw | bytes) -> Details:
         raise BadAnswer(f"the state of a task cannot be read: {error}") from None
 
 
-class Task(Generic[T]):
-    """A call of a tool that may still be running: `await` it for the result, or iterate over its states."""
+def _questions_of(state: Details) -> dict[str, InputRequest]:
+    if state.input_requests is UNSET:
+        return {}
+    try:
+        return _decode_questions(state.input_requests)
+    except UNREADABLE as error:
+        raise BadAnswer(f"the questions of a task cannot be read: {error}") from None
 
-    def __init__(self, conversation: "Conversation", entry: Entry[T], id: str | None, state: Details | None = None) -> None:
-        self.id = id  # None: the server answered at once, so there is no task
+
+class Task(Generic[T]):
+    """A call of a tool that may still be running.
+
+    `await` it for the result, or iterate over its states.
+    """
+
+    def __init__(
+        self,
+        conversation: "Conversation",
+        entry: Entry[T],
+        id: str | None,
+        state: Details | None = None,
+    ) -> None:
+        # None: the server answered at once, so there is no task.
+        self.id = id
         self._conversation = conversation
-        self._entry = entry  # of the call; its result is the task's
-        self._state = Details("", "completed") if id is None else state
-        self._is_sent = False  # the server has sent a state by itself
-        self._news: list[asyncio.Event] = []  # one for each caller that waits
-        self._asked: set[str] = set()  # keys of all questions that were answered, or are being answered
-        self._answers: JsonObject = {}  # that the server has not taken yet, by key
+        # The entry of the call. Its result is the task's.
+        self._entry = entry
+        self._state = state
+        if id is None:
+            self._state = Details("", "completed")
+        # The server has pushed a state.
+        self._is_sent = False
+        # One event for each waiting caller.
+        self._news: list[asyncio.Event] = []
+        # The keys of all questions that were answered, or that are being answered.
+        self._asked: set[str] = set()
+        # Answers that the server has not accepted yet, by key.
+        self._answers: JsonObject = {}
         self._rounds = 0
 
     @property
     def status(self) -> Status | None:
-        """The status as it was last seen; None: not seen yet."""
-        return self._state.status if self._state else None
+        """The last known status; None: not known yet."""
+        if self._state is None:
+            return None
+        return self._state.status
 
     @property
     def message(self) -> str | None:
-        """What the server says of the status."""
-        return self._state.message if self._state else None
+        """The server's message about the status."""
+        if self._state is None:
+            return None
+        return self._state.message
+
+    @property
+    def questions(self) -> dict[str, InputRequest]:
+        """The last known questions that the task waits for, by key."""
+        state = self._state
+        if state is None or state.status != "input_required":
+            return {}
+        return _questions_of(state)
 
     @property
     def is_over(self) -> bool:
-        """Whether the task has ended, and its result or error is here."""
+        """Whether the task has ended, and the client has its result or error."""
         return self._entry.is_settled
 
     def __repr__(self) -> str:
@@ -133,7 +182,10 @@ class Task(Generic[T]):
         return self.result().__await__()
 
     async def result(self, timeout: float | None = None) -> T:
-        """Wait for the result, and return it as `call_tool` does. After `timeout` seconds the task goes on without you."""
+        """Wait for the result, and return it like `call_tool`.
+
+        The task continues after `timeout` seconds.
+        """
         if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout must be greater than 0, got {timeout!r}.")
         patience = math.inf if timeout is None else timeout
@@ -152,23 +204,30 @@ class Task(Generic[T]):
         return self._state.shown
 
     async def cancel(self) -> None:
-        """Ask the server to cancel the task. It may finish all the same: the server decides."""
+        """Ask the server to cancel the task. It may still finish: the server decides."""
         if not self.is_over:
             try:
-                await self._conversation.tell("tasks/cancel", {"taskId": self.id})
+                await self._conversation.perform("tasks/cancel", {"taskId": self.id})
             except InvalidParams as error:
                 raise self._gone(error) from None
 
-    # --- waiting -----------------------------------------------------------------------------------------------------
+    # --- waiting ----------------------------------------------------------------------------------
 
-    async def watch(self, deadline: float = math.inf, patience: float = math.inf) -> AsyncGenerator[TaskState, None]:
-        """Yield the state, and another one when the status or its message changes, until the task is over.
+    async def watch(
+        self, deadline: float = math.inf, patience: float = math.inf
+    ) -> AsyncGenerator[TaskState, None]:
+        """Yield the state, and another one when it changes, until the task is over.
 
-        Questions are answered on the way; after that there are `patience` seconds again.
+        A change is another status or message. This also answers questions; each round of answers
+        restarts the `patience` seconds.
         """
-        delivery, news = self._conversation.delivery, asyncio.Event()
-        clock, told, asked_for = delivery.clock, None, 0.0
-        is_due = self.status != "working"  # the answer to `tools/call` has neither questions nor a result
+        delivery = self._conversation.delivery
+        news = asyncio.Event()
+        clock = delivery.clock
+        shown = None
+        asked_for = 0.0
+        # The answer to `tools/call` has no questions and no result.
+        is_due = self.status != "working"
         stream: Changes | None = None
         may_listen = True
         self._news.append(news)
@@ -184,41 +243,38 @@ class Task(Generic[T]):
                     except (CallFailed, RpcError) as error:
                         asked_for = self._pause_after(error)
                 state = self._state
-                if state is not None and (state.status, state.message) != told:
-                    told = state.status, state.message
+                if state is not None and (state.status, state.message) != shown:
+                    shown = (state.status, state.message)
                     yield state.shown
                 if self.is_over:
                     return
                 # 2. Its questions.
                 if state is not None and state.status == "input_required":
                     deadline = await self._answer(state, deadline, patience)
-                # 3. A pause: until the server sends a state, or it is time to ask. A stream that has ended is replaced then,
-                # and not before: some servers end each at once.
+                # 3. A pause: until the server pushes a state, or the next poll is due. Replace a
+                #    stream that has ended only then: some servers end each stream at once.
                 if self._conversation.is_over:
-                    raise ConnectionLost(f"the client was closed before task {self.id!s:.100} was over")
+                    raise ConnectionLost(
+                        f"the client was closed before task {self.id!s:.100} was over"
+                    )
                 left = deadline - clock.time()
                 if left < LEAST:
-                    raise TimedOut(f"task {self.id!s:.100} was not over within {round(patience, 2):g} s")
+                    raise TimedOut(
+                        f"task {self.id!s:.100} was not over within {round(patience, 2):g} s"
+                    )
                 if stream is not None and stream.is_over:
                     await stream.__aexit__()
                     stream = None
                 if stream is None:
                     self._is_sent = False
-                    stream = await self._conversation.stream_of(str(self.id), left) if may_listen else None
-                interval = FURTHEST if self._is_sent else state.interval if state is not None else USUAL
-                pause = min(FURTHEST, max(interval, asked_for)) * (0.9 + 0.2 * delivery.options.chance())
-                loop = asyncio.get_running_loop()
-                waits: list[asyncio.Task[Any]] = [
-                    *(loop.create_task(clock.sleep(min(pause, left))), loop.create_task(news.wait())),
-                    *([] if stream is None else [loop.create_task(stream.__anext__())]),  # which only ends
-                ]
-                try:
-                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    await cancel_all(*waits)
-                is_due = may_listen = not waits[0].cancelled()
+                    if may_listen:
+                        stream = await self._conversation.stream_of(str(self.id), left)
+                interval = max(self._interval(state), asked_for)
+                pause = min(FURTHEST, interval) * (0.9 + 0.2 * delivery.options.chance())
+                is_due = await self._pause(min(pause, left), news, stream)
+                may_listen = is_due
         except (CallFailed, RpcError) as error:
-            error.ran = "unknown"  # said of a question about the task; the call itself may well have run
+            error.ran = "unknown"  # a request about the task failed; the call itself may have run
             raise
         finally:
             self._news.remove(news)
@@ -226,8 +282,32 @@ class Task(Generic[T]):
             if stream is not None:
                 await stream.__aexit__()
 
+    def _interval(self, state: Details | None) -> float:
+        """Return the seconds between two polls."""
+        if self._is_sent:
+            return FURTHEST
+        if state is None:
+            return USUAL
+        return state.interval
+
+    async def _pause(self, seconds: float, news: asyncio.Event, stream: Changes | None) -> bool:
+        """Wait until there is news, or the stream of states ends, or the time is over.
+
+        Return whether the time is over.
+        """
+        loop = asyncio.get_running_loop()
+        sleeping = loop.create_task(self._conversation.delivery.clock.sleep(seconds))
+        waits: list[asyncio.Task[Any]] = [sleeping, loop.create_task(news.wait())]
+        if stream is not None:
+            waits.append(loop.create_task(stream.__anext__()))  # it only ends
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_all(*waits)
+        return not sleeping.cancelled()
+
     def receive(self, raw: Raw) -> None:
-        """Take a state that the server has sent by itself. If it cannot be used, the client asks for it in due course."""
+        """Take a state that the server has pushed. If it is unusable, the next poll replaces it."""
         self._is_sent = False
         with suppress(BadAnswer):
             self._take(read_state(raw))
@@ -235,20 +315,23 @@ class Task(Generic[T]):
         self.wake()
 
     def wake(self) -> None:
-        """Wake the callers that wait, to look at the state again."""
+        """Wake the waiting callers to check the state again."""
         for news in self._news:
             news.set()
 
     async def _look(self, deadline: float | None) -> None:
         try:
-            state = await self._conversation.ask("tasks/get", {"taskId": self.id}, read_state, self._time_to(deadline))
+            state = await self._conversation.ask(
+                "tasks/get", {"taskId": self.id}, read_state, self._time_to(deadline)
+            )
         except InvalidParams as error:
-            # An id that is unknown, expired or another caller's MUST be answered with -32602 (SEP-2663, "Protocol Errors").
+            # An id that is unknown, expired or another caller's MUST be answered with -32602
+            # (SEP-2663, "Protocol Errors").
             raise self._gone(error) from None
         self._take(state)
 
     def _take(self, state: Details) -> None:
-        """Take a state of the task; one that is over settles the entry of the call."""
+        """Take a state of the task; a final one settles the entry of the call."""
         if self.is_over:
             return
         if state.id != self.id:
@@ -259,28 +342,36 @@ class Task(Generic[T]):
             self._entry.succeed(state.result)
         elif state.status == "failed":
             try:
-                error = _decode_error(Raw(b"null") if state.error is UNSET else state.error)
+                raw = Raw(b"null") if state.error is UNSET else state.error
+                error = _decode_error(raw)
             except UNREADABLE as misfit:
-                raise BadAnswer(f"task {state.id[:100]} has failed, and its error cannot be read: {misfit}") from None
+                raise BadAnswer(
+                    f"task {state.id[:100]} has failed, and its error cannot be read: {misfit}"
+                ) from None
             self._entry.fail(remote_error(error))
         elif state.status == "cancelled":
             self._entry.fail(
-                TaskCancelled(f"task {state.id[:100]} was cancelled: {(state.message or '')[:1000]}".rstrip(": "))
+                TaskCancelled(
+                    f"task {state.id[:100]} was cancelled: {(state.message or '')[:1000]}".rstrip(
+                        ": "
+                    )
+                )
             )
         self._state = state
 
     async def _answer(self, state: Details, deadline: float, patience: float) -> float:
-        """Answer the questions of a task; return the new deadline, as a person may have taken their time."""
-        try:
-            asked = {} if state.input_requests is UNSET else _decode_questions(state.input_requests)
-        except UNREADABLE as error:
-            raise BadAnswer(f"the questions of a task cannot be read: {error}") from None
-        # A key is one question for the life of the task, so it is shown once (SEP-2663, "Task Update Requests").
+        """Answer the questions of a task, and return the deadline.
+
+        It is a new one if a person may have taken time.
+        """
+        asked = _questions_of(state)
+        # A key is one question for the life of the task, so it is shown once (SEP-2663, "Task
+        # Update Requests").
         new = {key: question for key, question in asked.items() if key not in self._asked}
         if new:
             self._rounds += 1
             if self._rounds > ROUNDS:
-                raise BadAnswer(f"task {state.id[:100]} goes on asking after {ROUNDS} rounds")
+                raise BadAnswer(f"task {state.id[:100]} still asks after {ROUNDS} rounds")
             self._asked |= new.keys()
             try:
                 self._answers |= await self._conversation.answers(new)
@@ -289,13 +380,18 @@ class Task(Generic[T]):
                 raise
             deadline = self._conversation.delivery.clock.time() + patience
         if self._answers:
-            sent, self._answers, is_taken = self._answers, {}, False
+            sent = self._answers
+            self._answers = {}
+            is_taken = False
             params = {"taskId": self.id, "inputResponses": sent}
             try:
-                await self._conversation.ask("tasks/update", params, lambda _raw: None, self._time_to(deadline))
+                await self._conversation.ask(
+                    "tasks/update", params, lambda _raw: None, self._time_to(deadline)
+                )
                 is_taken = True
             except InvalidParams as refusal:
-                await self._look(deadline)  # raises if the task is gone; else an answer does not fit its question
+                # Raises if the task is gone; else an answer does not fit its question.
+                await self._look(deadline)
                 raise refusal
             except (CallFailed, RpcError) as error:
                 self._pause_after(error)
@@ -305,14 +401,14 @@ class Task(Generic[T]):
         return deadline
 
     def _time_to(self, deadline: float | None) -> float | None:
-        """Return the time for one request, in seconds; None: as for any."""
+        """Return the timeout of one request, in seconds; None: the default."""
         if deadline is None:
             return None
         left = deadline - self._conversation.delivery.clock.time()
         return max(LEAST, min(left, self._conversation.delivery.options.timeout))
 
     def _pause_after(self, error: CallFailed | RpcError) -> float:
-        """Return the pause that the server asks for, if the error is one that passes; raise any other."""
+        """Return the pause that the server asks for, if the error is temporary; raise any other."""
         if not may_help(error):
             raise error
         return asked_pause(error)

@@ -1,50 +1,75 @@
 """MCP and plain JSON-RPC on one connection of lines: `app.run("stdio")` serves it.
 
-The message tells which of the two it is. One that names a method of MCP, or carries its envelope, is MCP's; any other is
-plain JSON-RPC. An array is plain until a revision is negotiated, unless something of MCP is in it; after that it is MCP's,
-and the revision decides. So both kinds of client are served with no option, and neither notices the other.
+The message shows which of the two it is. One that names a method of MCP, or carries its envelope,
+is MCP; any other is plain JSON-RPC. An array is plain until a revision is negotiated, unless it
+contains an MCP message; after that it is MCP, and the revision decides. So the server needs no
+option to serve both kinds of client, and neither notices the other.
+
+A client of plain JSON-RPC cancels a call with the notification `$/cancelRequest`, as in the Language
+Server Protocol. The call is answered with an error of code -32800.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, Struct
 
-from wirecall.errors import InvalidRequest, RpcError
+from wirecall.aio import Signal
+from wirecall.errors import Gone, InvalidRequest, RpcError
 from wirecall.jsonrpc import make_batch
+from wirecall.limits import Limits
 from wirecall.mcp.revisions import HANDSHAKE, STATELESS, Revision
 from wirecall.mcp.server import messages
-from wirecall.mcp.server.changes import forward, session_listener
+from wirecall.mcp.server.changes import Listener, forward, session_listener
 from wirecall.mcp.server.messages import ClientAnswer, Id, Incoming
 from wirecall.mcp.server.peer import Session, described_session
 from wirecall.mcp.types import CallTool, Params
 from wirecall.protocol import messages as jsonrpc
-from wirecall.protocol.messages import Envelope, Invalid, Limits, Sending
-from wirecall.server.call import ANONYMOUS
-from wirecall.stepping import Signal
+from wirecall.protocol.messages import Envelope, Invalid, encode, failure
+from wirecall.protocol.receipt import Receipt
+from wirecall.protocol.sender import ANONYMOUS, Sender
+from wirecall.server.call import BATCH, shape_of
+from wirecall.server.method import Method
 
 if TYPE_CHECKING:
     from wirecall.mcp.server.server import Server
 
 Answer: TypeAlias = "bytes | Coroutine[Any, Any, bytes | None] | None"
-Plain: TypeAlias = Callable[[bytes, Sending], Answer]
+Plain: TypeAlias = Callable[[bytes, Sender], Answer]
 
-PIPE = "pipe"  # the one peer of a pipe
+# The notification that cancels a call of plain JSON-RPC, and the code of its answer (Language Server
+# Protocol 3.17, "Cancellation Support").
+CANCEL = "$/cancelRequest"
+CANCELLED = -32800
 
 _MODERN_ONLY = STATELESS[-1].requests - HANDSHAKE[-1].requests
+
+
+class _Cancel(Struct):
+    """The params of `$/cancelRequest`."""
+
+    id: int | str
+
+
+_decode_cancel = msgspec.json.Decoder(_Cancel).decode
 
 
 class PipeOutlet:
     """Sends all messages to the client, on one pipe."""
 
     is_shared = True
-    is_stream = False  # the answers of an array come as an array
-    peer = PIPE
+    # The answers of an array come as an array.
+    is_stream = False
 
-    def __init__(self, send: Callable[[bytes], Awaitable[None]], stopping: Signal, sending: Sending) -> None:
+    def __init__(
+        self,
+        send: Callable[[bytes], Awaitable[None]],
+        stopping: Signal,
+    ) -> None:
         self.stopping = stopping
-        self.sending = sending
         self.replayed: list[Id] = []
         self._send = send
 
@@ -66,41 +91,57 @@ class StdioConnection:
         send: Callable[[bytes], Awaitable[None]],
         server: "Server",
         plain: Plain,
-        methods: Container[str],
+        methods: Mapping[str, Method],
         limits: Limits,
+        link: str,
         caller: str = ANONYMOUS,
     ) -> None:
         self._server = server
+        # The name of the client at the other end of the pipe.
+        self._link = link
         self._caller = caller
         self._failure = server.answers.failure
         self._plain = plain
-        self._methods = methods  # what plain JSON-RPC serves
+        # The methods that plain JSON-RPC serves, by name.
+        self._methods = methods
         self._limits = limits
         self._send = send
         self._stopping = Signal()
         self._session: Session | None = None
-        self._calls: dict[Id, asyncio.Task[object]] = {}  # of both eras: an id is in use once
-        self._told: asyncio.Task[None] | None = None
+        # Calls of both eras: an id is in use once.
+        self._calls: dict[Id, asyncio.Task[object]] = {}
+        # Calls of plain JSON-RPC that wait, and those of them that the client has cancelled.
+        self._waiting: dict[object, asyncio.Task[object]] = {}
+        self._cancelled: set[object] = set()
+        # Sends changes to the client, once it has said that it is initialized.
+        self._changes: asyncio.Task[None] | None = None
 
-    def handle(self, line: bytes, sending: Sending) -> Answer:
-        """Return the answer to one line, or a coroutine that returns it. `sending` is the way of that answer."""
+    def handle(self, line: bytes, receipt: Receipt) -> Answer:
+        """Return the answer to one line, or a coroutine that returns it.
+
+        `receipt` tracks its delivery.
+        """
+        sender = Sender(self._caller, link=self._link, receipt=receipt, push=self._push)
         message = messages.read(line, self._limits)
         if isinstance(message, Envelope) and self._server.is_request(message.method):
-            return self._answer(message, sending)
-        revision = None if self._session is None else self._session.revision
+            return self._answer(message, sender)
         if isinstance(message, list):
-            if self._session is None and not any(isinstance(entry, Envelope) and self._is_mcp(entry) for entry in message):
-                return self._plain(line, sending)
+            if self._session is None and not any(
+                isinstance(entry, Envelope) and self._is_mcp(entry) for entry in message
+            ):
+                return self._plain(line, sender)
             try:
-                entries = messages.admitted(message, revision)
+                entries = messages.admitted(message, self._revision)
             except RpcError as error:
-                return self._failure(None, error, revision)
-            return self._answer_array(entries, sending)
+                self._server.note_refusal(BATCH, None, error, sender)
+                return self._failure(None, error, self._revision)
+            return self._answer_array(entries, sender)
         if isinstance(message, ClientAnswer):
             if self._session is not None:
                 self._session.answered(message.id, message.result, message.error)
             return None
-        # What MCP refuses may be plain JSON-RPC, which has params by position and ids of other kinds.
+        # A message that MCP refuses may be plain JSON-RPC, which has params by position and other
+        # ids.
         read: object = message
         if isinstance(message, Invalid):
             read = jsonrpc.read(line, self._limits)
@@ -108,10 +149,73 @@ class StdioConnection:
         if isinstance(read, Envelope):
             is_plain = not self._is_mcp(read) and (is_plain or read.method in self._methods)
         if is_plain:
-            return self._plain(line, sending)
+            return self._answer_plain(line, sender, read)
         if isinstance(message, Invalid):
-            return self._failure(message.id, message.error, revision)
-        return self._answer(message, sending)
+            self._server.note_refusal(shape_of(line), message.id, message.error, sender)
+            return self._failure(message.id, message.error, self._revision)
+        return self._answer(message, sender)
+
+    async def _push(self, message: bytes) -> None:
+        """Send a notification of plain JSON-RPC. A client that has left gets none."""
+        with suppress(Gone):
+            await self._send(message)
+
+    def _answer_plain(self, line: bytes, sender: Sender, read: object) -> Answer:
+        """Return the answer to a single message of plain JSON-RPC."""
+        if not isinstance(read, Envelope):
+            return self._plain(line, sender)
+        if read.method == CANCEL and read.id is UNSET and CANCEL not in self._methods:
+            self._cancel(read)
+            return None
+        answer = self._plain(line, sender)
+        if answer is None or isinstance(answer, bytes) or read.id is UNSET:
+            return answer
+        return self._cancellable(answer, read)
+
+    def _cancel(self, message: Envelope) -> None:
+        """Cancel a call that waits. A wrong or late notification has no effect."""
+        if message.params is UNSET:
+            return
+        try:
+            id = _decode_cancel(message.params).id
+        except (msgspec.DecodeError, RecursionError):
+            return
+        task = self._waiting.get(id)
+        if task is not None and id not in self._cancelled:
+            self._cancelled.add(id)
+            task.cancel()
+
+    async def _cancellable(
+        self, coming: Coroutine[Any, Any, bytes | None], message: Envelope
+    ) -> bytes | None:
+        """Await a call that the client may cancel by its id."""
+        id = message.id
+        assert id is not UNSET
+        task = asyncio.current_task()
+        # Of two calls with one id, the first can be cancelled.
+        if task is None or id in self._waiting:
+            return await coming
+        self._waiting[id] = task
+        try:
+            return await coming
+        except asyncio.CancelledError:
+            # The connection may end the call as well.
+            if id not in self._cancelled or task.cancelling() > 1:
+                raise
+        finally:
+            del self._waiting[id]
+            if id in self._cancelled:
+                self._cancelled.discard(id)
+                task.uncancel()
+        return encode(failure(id, self._cancelled_error(message.method)))
+
+    def _cancelled_error(self, name: str) -> RpcError:
+        """Return the answer to a call that its client has cancelled."""
+        ran = "no"
+        method = self._methods.get(name)
+        if method is not None and method.is_command:
+            ran = "unknown"
+        return RpcError(CANCELLED, "Request cancelled", {"type": "cancelled", "ran": ran})
 
     def ending(self) -> None:
         """End streams and open questions: the client will not send anything more."""
@@ -121,83 +225,126 @@ class StdioConnection:
 
     async def aclose(self) -> None:
         """Stop sending changes: the client has left, or the server stops."""
-        if self._told is not None:
-            self._told.cancel()
+        if self._changes is not None:
+            self._changes.cancel()
 
-    def _answer(self, message: Envelope, sending: Sending) -> Answer:
+    @property
+    def _revision(self) -> Revision | None:
+        """The negotiated revision; None before `initialize`."""
+        return None if self._session is None else self._session.revision
+
+    def _answer(self, message: Envelope, sender: Sender) -> Answer:
         params: Params | None = None
         try:
-            # A message that describes itself has a session of its own (2026-07-28).
-            if message.id is not UNSET and (params := self._described(message)) is not None:
+            # A message that describes itself has its own session (2026-07-28).
+            if message.id is not UNSET:
+                params = self._described(message)
+            if params is not None:
                 session = described_session(params, self._calls)
-            elif message.id is UNSET and (self._is_newer(message) or messages.has_envelope(message)):
+            elif message.id is UNSET and self._is_described(message):
                 session = Session(STATELESS[-1], calls=self._calls)
             # Any other belongs to the session of the connection, which `initialize` opens.
             elif message.method == "initialize":
-                if self._session is not None:
-                    raise InvalidRequest("initialize was sent before: send it once")
-                if message.id is UNSET:
-                    return self._failure(None, InvalidRequest("initialize is a request: it needs an id"), None)
-                self._session, answer = self._server.opened(message)
-                self._session.calls = self._calls
-                return answer
-            elif self._session is not None:
-                session, params = self._session, self._server.params_of(message)
-            elif message.method in ("ping", "notifications/cancelled"):
-                session = Session(HANDSHAKE[-1], calls=self._calls)
+                return self._initialize(message)
             else:
-                raise InvalidRequest("send initialize first, or the envelope of MCP 2026-07-28 in params._meta")
+                session = self._known_session(message)
+                if session is self._session:
+                    params = self._server.params_of(message)
         except RpcError as error:
-            revision = None if self._session is None else self._session.revision
-            return None if message.id is UNSET else self._failure(message.id, error, revision)
-        if message.method == "notifications/initialized" and session is self._session and self._told is None:
-            listener = session_listener(session)
-            self._server.hub.add(listener)  # at once: the client hears of a change in the same moment
-
-            async def tell() -> None:
-                try:
-                    await forward(listener, PipeOutlet(self._send, self._stopping, Sending()))
-                finally:
-                    self._server.hub.remove(listener)
-
-            self._told = asyncio.get_running_loop().create_task(tell())
-        # A plain function that reads gives its answer at once; anything else may wait, and may send something before it.
-        id, revision = message.id, session.revision
+            if message.id is UNSET:
+                return None
+            return self._failure(message.id, error, self._revision)
+        if message.method == "notifications/initialized" and session is self._session:
+            self._send_changes(session)
+        # A plain function that reads answers at once; anything else may wait, and send messages
+        # before it.
+        id = message.id
+        revision = session.revision
         if isinstance(params, CallTool) and isinstance(id, (int, str)):
             try:
                 ready = self._server.calls.at_once(id, params, revision)
             except RpcError as error:
                 return self._failure(id, error, revision)
+            if isinstance(ready, bytes):
+                return ready
             if ready is not None:
-                return ready if isinstance(ready, bytes) else self._or_error(ready, id, revision)
-        outlet = PipeOutlet(self._send, self._stopping, sending)
-        return self._server.answer(message, session, outlet, caller=self._caller, params=params)
+                return self._or_error(ready, id, revision)
+        outlet = PipeOutlet(self._send, self._stopping)
+        return self._server.answer(message, session, outlet, sender, params=params)
+
+    def _initialize(self, message: Envelope) -> Answer:
+        """Open the session of the connection."""
+        if self._session is not None:
+            raise InvalidRequest("initialize was sent before: send it once")
+        if message.id is UNSET:
+            refusal = InvalidRequest("initialize is a request: it needs an id")
+            return self._failure(None, refusal, None)
+        self._session, answer = self._server.opened(message)
+        self._session.calls = self._calls
+        return answer
+
+    def _known_session(self, message: Envelope) -> Session:
+        """Return the session of the connection; `InvalidRequest` if the message needs one first."""
+        if self._session is not None:
+            return self._session
+        if message.method in ("ping", "notifications/cancelled"):
+            return Session(HANDSHAKE[-1], calls=self._calls)
+        raise InvalidRequest(
+            "send initialize first, or the envelope of MCP 2026-07-28 in params._meta"
+        )
+
+    def _send_changes(self, session: Session) -> None:
+        """Send changes to the client, until it leaves or the server stops."""
+        if self._changes is not None:
+            return
+        listener = session_listener(session)
+        self._server.hub.add(listener)  # at once, so that the client does not miss a change
+        self._changes = asyncio.get_running_loop().create_task(self._forward(listener))
+
+    async def _forward(self, listener: Listener) -> None:
+        try:
+            await forward(listener, PipeOutlet(self._send, self._stopping))
+        finally:
+            self._server.hub.remove(listener)
 
     def _described(self, message: Envelope) -> Params | None:
-        """Return the params of a request that describes itself (2026-07-28); None if it does not."""
+        """Return the params of a request that describes itself (2026-07-28).
+
+        Returns None if it does not.
+        """
         must = self._is_newer(message)
-        if not must and (message.params is UNSET or bytes(message.params).find(b"protocolVersion") < 0):
+        if not must and (
+            message.params is UNSET or bytes(message.params).find(b"protocolVersion") < 0
+        ):
             return None
         try:
             return self._server.described(message)
         except RpcError:
-            # Asked second, since it decodes the params once more: nearly all envelopes are right.
+            # Checked last, since it decodes the params again and nearly all envelopes are right.
             if must or messages.has_envelope(message):
                 raise
             return None
 
+    def _is_described(self, message: Envelope) -> bool:
+        """Return whether a notification belongs to 2026-07-28."""
+        return self._is_newer(message) or messages.has_envelope(message)
+
     def _is_newer(self, message: Envelope) -> bool:
-        """Return whether a message has to describe itself: its method is one of 2026-07-28 alone."""
+        """Return whether a message must describe itself: only 2026-07-28 has its method."""
         return self._session is None and message.method in _MODERN_ONLY
 
-    async def _answer_array(self, entries: list[Incoming], sending: Sending) -> bytes | None:
+    async def _answer_array(self, entries: list[Incoming], sender: Sender) -> bytes | None:
         assert self._session is not None
-        outlet = PipeOutlet(self._send, self._stopping, sending)
-        answers = await self._server.answer_array(entries, self._session, outlet, caller=self._caller)
-        return make_batch(answers) if answers else None
+        outlet = PipeOutlet(self._send, self._stopping)
+        answers = await self._server.answer_array(entries, self._session, outlet, sender)
+        if not answers:
+            return None
+        return make_batch(answers)
 
     def _is_mcp(self, message: Envelope) -> bool:
-        is_named = self._server.is_request(message.method) or message.method.startswith("notifications/")
+        is_named = self._server.is_request(message.method) or message.method.startswith(
+            "notifications/"
+        )
         return is_named or messages.has_envelope(message)
 
     async def _or_error(self, coming: Awaitable[bytes], id: Id, revision: Revision) -> bytes:

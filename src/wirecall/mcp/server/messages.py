@@ -1,33 +1,44 @@
-"""MCP's messages: those of a client as they are read, and the answers to them as bytes.
+"""MCP's messages: reading those of a client, and making the answers to them as bytes.
 
-1. A body or a line is one message, or an array of them as 2025-03-26 has it. `read` takes JSON-RPC's reader and adds MCP's
-   own rules; a message that breaks one is `Invalid` and knows its error. `admitted` decides whether an array may pass: only
-   at 2025-03-26, and only in the shapes that revision has. An array that may not is refused whole, before anything of it
-   runs (V2, V3).
-2. 2026-07-28 wants a `resultType` and the server's name in every result. `Answers` puts them in front of the bytes, so only
-   a result with a `_meta` of its own is taken apart again.
-3. An error's message has its reason in it: most clients show nothing else, neither to people nor to models.
-4. No answer is longer than `Limits.bytes_out`, whether a result or an error: an error takes the place of one that is.
+1. A body or a line is one message, or an array of them as 2025-03-26 has it. `read` uses JSON-RPC's
+   reader and adds MCP's own rules; a message that breaks one is `Invalid` and carries its error.
+   `admitted` decides whether to accept an array: only at 2025-03-26, and only in the shapes that
+   this revision has. Any other array is refused whole, before any of its entries runs (V2, V3).
+2. 2026-07-28 requires a `resultType` and the server's name in every result. `Answers` puts them in
+   front of the bytes, so it decodes only a result that already has a `_meta`.
+3. An error's message contains its reason: most clients show nothing else to people or models.
+4. An answer, whether a result or an error, has at most `Limits.bytes_out`: an error replaces a
+   longer one.
 """
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from wirecall.errors import EncodeError, FixedError, InternalError, InvalidParams, InvalidRequest, RpcError
+from wirecall.errors import (
+    EncodeError,
+    FixedError,
+    InternalError,
+    InvalidParams,
+    InvalidRequest,
+    RpcError,
+)
+from wirecall.limits import Limits
 from wirecall.logs import failed
 from wirecall.mcp.revisions import Revision
 from wirecall.mcp.types import ERROR_META, PREFIX
 from wirecall.protocol import messages as jsonrpc
-from wirecall.protocol.messages import Envelope, ErrorObject, Invalid, Limits, encode
+from wirecall.protocol.messages import Envelope, ErrorObject, Invalid, encode
 
 Id = int | str
 
-# How a result begins that is a question, and one that is a task.
-INPUT_REQUIRED, A_TASK = b'{"resultType":"input_required"', b'{"resultType":"task"'
-_TYPED = b'{"resultType":'  # how a result begins that says itself of which type it is
+# The first bytes of a result that is a question, and of one that is a task.
+INPUT_REQUIRED = b'{"resultType":"input_required"'
+A_TASK = b'{"resultType":"task"'
+# The first bytes of a result that states its type.
+_TYPED = b'{"resultType":'
 
 
 class ClientAnswer(Struct, frozen=True):
@@ -51,6 +62,7 @@ Incoming: TypeAlias = Envelope | ClientAnswer | Invalid
 
 _decode_answer = msgspec.json.Decoder(ClientAnswer).decode
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
+_decode_members: Callable[[Any], dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_keys = msgspec.json.Decoder(_Keys).decode
 
 
@@ -58,23 +70,32 @@ def read(data: bytes, limits: Limits) -> "Incoming | list[Incoming]":
     """Return one message, or the messages of an array."""
     found = jsonrpc.read(data, limits)
     if isinstance(found, list):
-        items = None if all(isinstance(entry, Envelope) for entry in found) else _decode_items(data)
-        return [_checked(entry, b"" if items is None else items[position]) for position, entry in enumerate(found)]
+        # Only a message that is not a request needs its bytes: it may be an answer.
+        items: Sequence[bytes | Raw] = [b""] * len(found)
+        if not all(isinstance(entry, Envelope) for entry in found):
+            items = _decode_items(data)
+        return [_checked(entry, item) for entry, item in zip(found, items, strict=True)]
     return _checked(found, data)
 
 
 def _checked(entry: "jsonrpc.Message | Invalid", data: bytes | Raw) -> Incoming:
-    """Return a message by MCP's own rules (basic, "Requests"): an id is a string or an integer, and params are an object."""
+    """Return a message by MCP's own rules (basic, "Requests").
+
+    An id is a string or an integer, and params are an object.
+    """
     if isinstance(entry, Envelope):
-        id, params = entry.id, entry.params
+        id = entry.id
+        params = entry.params
         if id is not UNSET and type(id) is not int and type(id) is not str:
             return Invalid(InvalidRequest("id: expected a string or an integer"))
         if params is not UNSET and not bytes(params).startswith(b"{"):
-            return Invalid(InvalidRequest("params: expected an object"), None if id is UNSET else id)
+            refusal = InvalidRequest("params: expected an object")
+            return Invalid(refusal) if id is UNSET else Invalid(refusal, id)
         return entry
     assert isinstance(entry, Invalid)  # strict reading gives nothing else
     if type(entry.error) is InvalidRequest:
-        # JSON-RPC does not take it for a request, so it may be the client's answer to a question of the server.
+        # JSON-RPC does not take it for a request, so it may be the client's answer to a question of
+        # the server.
         try:
             answer = _decode_answer(data)
             if answer.jsonrpc == "2.0" and (answer.result is UNSET) != (answer.error is UNSET):
@@ -85,7 +106,10 @@ def _checked(entry: "jsonrpc.Message | Invalid", data: bytes | Raw) -> Incoming:
 
 
 def has_envelope(message: Envelope) -> bool:
-    """Return whether a message has the version of an envelope, valid or not, as the messages of 2026-07-28 do."""
+    """Return whether a message has the version of an envelope, valid or not.
+
+    The messages of 2026-07-28 have one.
+    """
     if message.params is UNSET or bytes(message.params).find(b"protocolVersion") < 0:
         return False
     try:
@@ -95,39 +119,56 @@ def has_envelope(message: Envelope) -> bool:
 
 
 def admitted(entries: "Sequence[Incoming]", revision: Revision | None) -> "list[Incoming]":
-    """Return the entries of an array that may pass; InvalidRequest if it may not. No revision: none was negotiated yet."""
-    # Step 1: an array must not hold `initialize` (2025-03-26, lifecycle, "Initialization"), nor an envelope.
+    """Return the entries of an array, or raise InvalidRequest.
+
+    `revision` is None before negotiation.
+    """
+    # Step 1: an array must not hold `initialize` (2025-03-26, lifecycle, "Initialization") or an
+    # envelope.
     has_requests = has_responses = describes_itself = False
     for entry in entries:
         if isinstance(entry, Envelope):
             if entry.method == "initialize":
-                raise InvalidRequest("initialize may not be part of an array: send it alone, and nothing before its answer")
+                raise InvalidRequest(
+                    "initialize may not be part of an array: "
+                    "send it alone, and nothing before its answer"
+                )
             has_requests = True
             describes_itself = describes_itself or has_envelope(entry)
         elif isinstance(entry, ClientAnswer):
             has_responses = True
     if describes_itself:
         raise InvalidRequest("MCP 2026-07-28 has no arrays: send each message alone")
-    # Step 2: a revision that has arrays, and the shapes that it has (2025-03-26, transports, "Sending Messages to the
-    # Server").
+    # Step 2: a revision that has arrays, and the shapes that it has (2025-03-26, transports,
+    # "Receipt Messages to the Server").
     if revision is None:
-        raise InvalidRequest("no revision is negotiated yet, so an array is not allowed: send initialize first, alone")
+        raise InvalidRequest(
+            "no revision is negotiated yet, so an array is not allowed: "
+            "send initialize first, alone"
+        )
     if not revision.has_arrays:
-        raise InvalidRequest(f"MCP {revision.name} has no arrays: send each message alone", revision=revision.name)
+        raise InvalidRequest(
+            f"MCP {revision.name} has no arrays: send each message alone", revision=revision.name
+        )
     if has_requests and has_responses:
         raise InvalidRequest("an array holds requests and notifications, or responses, not both")
-    # Step 3: ids. The second entry with an id is refused: its answer could be taken for that of the first.
+    # Step 3: ids. The second entry with an id is refused: a client could confuse its answer with
+    # the first.
     seen: set[object] = set()
     kept: list[Incoming] = []
     for entry in entries:
-        id = entry.id if isinstance(entry, Envelope) else UNSET
-        doubled = id is not UNSET and id in seen
-        seen.add(id)
-        kept.append(Invalid(InvalidRequest(f"id: {id!r} was used before in the same array")) if doubled else entry)
+        if not isinstance(entry, Envelope) or entry.id is UNSET:
+            kept.append(entry)
+        elif entry.id in seen:
+            reason = f"id: {entry.id!r} was used before in the same array"
+            kept.append(Invalid(InvalidRequest(reason)))
+        else:
+            seen.add(entry.id)
+            kept.append(entry)
     return kept
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 class Answers:
@@ -136,68 +177,101 @@ class Answers:
     def __init__(self, info: dict[str, str], bytes_out: int) -> None:
         self._info = info
         self.bytes_out = bytes_out
-        told = encode({f"{PREFIX}serverInfo": info})
-        self._stamp = b'{"resultType":"complete","_meta":' + told + b","
-        self._only_meta = b'{"_meta":' + told + b","
+        meta = encode({f"{PREFIX}serverInfo": info})
+        self._stamp = b'{"resultType":"complete","_meta":' + meta + b","
+        self._only_meta = b'{"_meta":' + meta + b","
 
     def to(self, id: Id, result: object, revision: Revision) -> bytes:
-        """Return the answer to a request, with the members that the revision requires. Raises if it is too long."""
+        """Return the answer to a request, with the members that the revision requires.
+
+        Raises if it is too long.
+        """
         data = result if isinstance(result, bytes) else encode(result)
-        # 2026-07-28: every result has a `resultType`. It is put into the bytes, since decoding a long result only to add a
-        # member would cost more than making it.
+        # 2026-07-28: every result has a `resultType`. It is inserted into the bytes: decoding a
+        # long result only to add a member would cost more than making the result.
         if revision.has_result_type:
             if data == b"{}":
                 data = self._stamp[:-1] + b"}"
             elif data.find(b'"_meta"') < 0:
                 data = (self._only_meta if data.startswith(_TYPED) else self._stamp) + data[1:]
             else:
-                members = msgspec.json.decode(data)
-                meta = {**members.get("_meta", {})}
-                told_info = meta.get(f"{PREFIX}serverInfo")
-                if not isinstance(told_info, dict) or not self._info.items() <= told_info.items():
-                    meta[f"{PREFIX}serverInfo"] = self._info  # else it is this server, described in full
-                data = encode({"resultType": "complete", **members, "_meta": meta})
-        told = b"%d" % id if type(id) is int else encode(id)
-        answer = b'{"jsonrpc":"2.0","id":%b,"result":%b}' % (told, data)
+                data = self._with_info(data)
+        written_id = b"%d" % id if type(id) is int else encode(id)
+        answer = b'{"jsonrpc":"2.0","id":%b,"result":%b}' % (written_id, data)
         if len(answer) > self.bytes_out:
             raise self.too_long(answer)
         return answer
 
+    def _with_info(self, data: bytes) -> bytes:
+        """Return a result that has a `_meta` with this server's name in it.
+
+        The other members keep their bytes.
+        """
+        members: dict[str, object] = {**_decode_members(data)}
+        meta: dict[str, object] = {}
+        if "_meta" in members:
+            meta = {**_decode_members(members["_meta"])}
+        info = meta.get(f"{PREFIX}serverInfo")
+        # `server/discover` describes this server in full.
+        if info is None or not self._is_described(info):
+            meta[f"{PREFIX}serverInfo"] = self._info
+        return encode({"resultType": "complete", **members, "_meta": meta})
+
+    def _is_described(self, info: Any) -> bool:
+        """Return whether a description of a server has this server's name and version."""
+        described = msgspec.json.decode(info)
+        return isinstance(described, dict) and self._info.items() <= described.items()
+
     def failure(self, id: object, error: RpcError, revision: Revision | None) -> bytes:
-        """Return the answer that reports an error. Without a revision, none was negotiated yet."""
+        """Return the answer that reports an error. `revision` is None before negotiation."""
         answer = _failure(id, error, revision)
-        return answer if len(answer) <= self.bytes_out else _failure(id, self.too_long(answer), revision)
+        if len(answer) > self.bytes_out:
+            return _failure(id, self.too_long(answer), revision)
+        return answer
 
     def too_long(self, answer: bytes) -> RpcError:
-        """Return the error in place of an answer that is too long. It tells of the call what the answer told: `ran`."""
-        told = msgspec.json.decode(answer)
-        result = told.get("result", {})
-        error = told.get("error") or result.get("_meta", {}).get(ERROR_META)
-        ran = "unknown" if result.get("resultType") == "input_required" else "yes"
+        """Return the error that replaces an answer that is too long.
+
+        It keeps the `ran` of that answer.
+        """
+        members = msgspec.json.decode(answer)
+        result = members.get("result", {})
+        error = members.get("error") or result.get("_meta", {}).get(ERROR_META)
         if isinstance(error, dict) and type(error.get("code")) is int:
             ran = RpcError(error["code"], "", error.get("data")).ran
+        elif result.get("resultType") == "input_required":
+            ran = "unknown"
+        else:
+            ran = "yes"
         reason = f"the answer is longer than {self.bytes_out} bytes"
-        return InternalError(reason, type="limit_exceeded", limit="bytes_out", max=self.bytes_out, ran=ran)
+        return InternalError(
+            reason, type="limit_exceeded", limit="bytes_out", max=self.bytes_out, ran=ran
+        )
 
 
 def error_object(error: RpcError) -> ErrorObject:
     """Return the `error` member that reports an error."""
-    reason = error.data.get("reason") if isinstance(error, FixedError) and isinstance(error.data, dict) else None
-    words = f"{error.message}: {reason}" if reason and not error.is_remote else error.message
-    return ErrorObject(error.code, words, UNSET if error.data is None else error.data)
+    message = error.message
+    if isinstance(error, FixedError) and isinstance(error.data, dict) and not error.is_remote:
+        reason = error.data.get("reason")
+        if reason:
+            message = f"{message}: {reason}"
+    return ErrorObject(error.code, message, UNSET if error.data is None else error.data)
 
 
 def _failure(id: object, error: RpcError, revision: Revision | None) -> bytes:
     """Return the answer that reports an error, however long it is."""
     try:
         body = encode(error_object(error))
-    except EncodeError as reason:  # the message and the data are the handler's own
+    except EncodeError as reason:  # the handler wrote the message and the data
         failed("an error", id, reason)
         body = encode(error_object(InternalError()))
     if id is not None and id is not UNSET:
-        told = bytes(id) if isinstance(id, Raw) else encode(id)  # a number that Python would write with other digits
-        return b'{"jsonrpc":"2.0","id":' + told + b',"error":' + body + b"}"
-    # JSON-RPC 2.0, section 5: the id of an unreadable request is null. From 2025-11-25 on MCP's schema has no null there.
+        # Raw keeps the digits of a number.
+        written_id = bytes(id) if isinstance(id, Raw) else encode(id)
+        return b'{"jsonrpc":"2.0","id":' + written_id + b',"error":' + body + b"}"
+    # JSON-RPC 2.0, section 5: the id of an unreadable request is null. From 2025-11-25 on MCP's
+    # schema has no null there.
     if revision is None or revision.value("id of an unreadable message") == "null":
         return b'{"jsonrpc":"2.0","id":null,"error":' + body + b"}"
     return b'{"jsonrpc":"2.0","error":' + body + b"}"

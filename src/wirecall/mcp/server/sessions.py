@@ -1,17 +1,20 @@
-"""Sessions of the revisions with a handshake over HTTP, and the sealed texts that clients keep for us.
+"""Sessions of the revisions with a handshake over HTTP, and sealed strings that clients keep.
 
-A session's id is a sealed text (`Seals`) that carries what was negotiated, so any process with the same secret serves it.
-Only calls in flight, streams and questions to the client stay in this process. So a session that is forgotten because there
-are too many is read from its token again, and a session that has ended has to be remembered (`workers.EndedSession`).
+A session's id is a sealed string (`Sealer`) that carries the negotiated state, so any process with
+the same secret serves it. Only calls in flight, streams and questions to the client stay in this
+process. So a session that is forgotten because there are too many is read from its token again, and
+the process has to remember ended sessions (`workers.EndedSession`).
 """
 
+import asyncio
 import base64
 import hashlib
 import hmac
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,15 +31,25 @@ if TYPE_CHECKING:
     from wirecall.mcp.server.changes import Listener, Subscribed
     from wirecall.mcp.server.streams import Channel
 
+# Seconds for which the token of a session is good.
 LIFETIME = 86_400.0
-MAX_SESSIONS = 10_000  # known here at a time
+# Sessions that this process knows at a time.
+MAX_SESSIONS = 10_000
+# Ended sessions that this process remembers.
 MAX_ENDED = 100_000
-MAX_CHANNELS = 32  # of one session, open or waiting for a reader to come back
+# Seconds that a message waits for an answer that is being written to a reader that has come back.
+DELIVERED_AFTER = 0.25
+# Channels of one session, open or waiting for a reader to come back.
+MAX_CHANNELS = 32
 
-# Capabilities that matter to a server, and their modes: small enough for a header. So are the client's extensions, up to so
-# many bytes of JSON.
+# Capabilities that matter to a server, and their modes: small enough for a header. So are the
+# client's extensions, up to this many bytes of JSON.
 MAX_EXTENSIONS = 2048
-_USED = {"sampling": ("context", "tools"), "elicitation": ("form", "url"), "roots": ("listChanged",)}
+_USED = {
+    "sampling": ("context", "tools"),
+    "elicitation": ("form", "url"),
+    "roots": ("listChanged",),
+}
 
 
 class _Negotiated(Struct):
@@ -44,7 +57,8 @@ class _Negotiated(Struct):
 
     revision: str
     capabilities: JsonObject
-    opened: int = 0  # Unix time in milliseconds
+    # Unix time in milliseconds.
+    opened: int = 0
     client: dict[str, str] | None = None
 
 
@@ -54,12 +68,24 @@ _decode = msgspec.json.Decoder(_Negotiated).decode
 class Known:
     """A session, and the streams that this process keeps for it."""
 
-    def __init__(self, session: Session, ended: EndedSession | None = None, until: float = 0.0) -> None:
-        self.ended = ended  # its entry in the list of ended sessions
-        self.until = until  # the end of its token
-        self.id = "" if ended is None else ended.id
+    def __init__(
+        self, session: Session, ended: EndedSession | None = None, until: float = 0.0
+    ) -> None:
+        # Its entry in the list of ended sessions.
+        self.ended = ended
+        # When its token expires.
+        self.until = until
+        # Both are empty for a session that lives as long as its request.
+        self.id = ""
+        self.link: str | None = None
+        if ended is not None:
+            self.id = ended.id
+            self.link = f"session {ended.id}"
         self.session = session
-        self.channels: dict[str, Channel] = {}  # the oldest first
+        # The streams of its requests by id, the oldest first.
+        self.channels: dict[str, Channel] = {}
+        # Channels whose readers have come back and are still connected.
+        self.resumed: list[Channel] = []
         self._standing: Listener | None = None
 
     def stand(self, listener: "Listener | None") -> None:
@@ -79,6 +105,28 @@ class Known:
         """Return whether the session has a call, a question or a stream in this process."""
         return bool(self.session.calls) or self._standing is not None
 
+    @contextmanager
+    def resuming(self, channel: "Channel") -> Iterator[None]:
+        """Count a reader of a channel that has come back."""
+        self.resumed.append(channel)
+        try:
+            with channel.resuming():
+                yield
+        finally:
+            self.resumed.remove(channel)
+
+    async def delivered(self) -> None:
+        """Wait a moment for the answers that are being written to readers that have come back.
+
+        A client can read such an answer, and send its next message, before the server knows that
+        the answer is written. The answer must not count as lost then.
+        """
+        delivering = [channel.delivered() for channel in self.resumed if channel.is_delivering]
+        if delivering:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DELIVERED_AFTER):
+                    await asyncio.gather(*delivering)
+
     def keep(self, channel: "Channel") -> None:
         self.channels[channel.id] = channel
         while len(self.channels) > MAX_CHANNELS:
@@ -86,21 +134,26 @@ class Known:
 
 
 class Sessions:
-    """The sessions that this process knows. `is_ended` says whether another process has seen the end of one."""
+    """The sessions that this process knows.
+
+    `is_ended` says whether another process has seen the end of one.
+    """
 
     def __init__(
         self,
-        seals: "Seals",
+        sealer: "Sealer",
         is_ended: Callable[[EndedSession], bool],
         offered: Container[str],
         subscribed: "Subscribed",
     ) -> None:
         self._subscribed = subscribed
-        self._seals = seals
-        self._offered = offered  # extensions that the server has
+        self._sealer = sealer
+        # Extensions that the server has.
+        self._offered = offered
         self._is_ended = is_ended
         self._known: OrderedDict[str, Known] = OrderedDict()
-        self._verified: OrderedDict[tuple[str, str], str] = OrderedDict()  # callers and tokens; the ids of their sessions
+        # Session ids by caller and token.
+        self._verified: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._ended: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -113,55 +166,90 @@ class Sessions:
             for name, modes in _USED.items()
             if isinstance(declared := session.capabilities.get(name), dict)
         }
-        # The extensions that the server has come first. One that does not fit counts as not declared: the specification
-        # expects of both sides that they can do without.
-        extensions, kept, room = session.extensions, dict[str, JsonObject](), MAX_EXTENSIONS
+        extensions = self._short(session.extensions)
+        if extensions:
+            capabilities["extensions"] = extensions
+        negotiated = _Negotiated(
+            session.revision.name, capabilities, int(time.time() * 1000), session.client
+        )
+        return self._sealer.seal("session", caller, negotiated, LIFETIME)
+
+    def _short(self, extensions: dict[str, JsonObject]) -> dict[str, JsonObject]:
+        """Return the extensions of a client that fit into its token.
+
+        Those that the server has come first. One that does not fit counts as not declared: the
+        specification expects both sides to work without extensions.
+        """
+        kept: dict[str, JsonObject] = {}
+        room = MAX_EXTENSIONS
         for id in sorted(extensions, key=lambda id: id not in self._offered):
             size = len(encode({id: extensions[id]}))
             if size <= room:
-                kept[id], room = extensions[id], room - size
+                kept[id] = extensions[id]
+                room -= size
         if len(kept) < len(extensions):
-            logger.debug("%d extensions of a client do not fit into its session", len(extensions) - len(kept))
-        if kept:
-            capabilities["extensions"] = kept
-        negotiated = _Negotiated(session.revision.name, capabilities, int(time.time() * 1000), session.client)
-        return self._seals.seal("session", caller, negotiated, LIFETIME)
+            logger.debug(
+                "%d extensions of a client do not fit into its session", len(extensions) - len(kept)
+            )
+        return kept
 
     def find(self, caller: str, token: str) -> Known:
-        """Return the session behind a token; HttpError 404 if the caller has no such session, or it has ended."""
-        # A token that was verified is looked up from then on: that takes 0.5 µs, and to open it 12.
+        """Return the session behind a token.
+
+        Raises `HttpError` 404 if the caller has no such session, or it has ended.
+        """
+        # A token that was verified is only looked up after that, which takes 0.5 µs; opening it
+        # takes 12.
         id = self._verified.get((caller, token), "")
         known = self._known.get(id)
-        if known is not None and known.until >= self._seals.clock():
+        if known is not None and known.until >= self._sealer.clock():
             self._known.move_to_end(id)
             return known
-        # A client that gets 404 has to send `initialize` again (2025-11-25, transports, "Session Management").
-        found = self._seals.open("session", caller, token)
+        # A client that gets 404 has to send `initialize` again (2025-11-25, transports, "Session
+        # Management").
+        found = self._sealer.open("session", caller, token)
         if found is None:
             raise HttpError(404, "no such session: send initialize")
         id = found.id
         known = self._known.get(id)
         if known is None:
-            told = _decode(found.value)
-            ended = EndedSession(hashlib.sha256(caller.encode()).hexdigest()[:16], id, told.opened)
-            if ended.is_among(self._ended.get) or self._is_ended(ended):
-                raise HttpError(404, "the session has ended: send initialize")
-            session = Session(REVISIONS[told.revision], told.capabilities, client=told.client, id=id, caller=caller)
-            known = self._known[id] = Known(session, ended, found.until)
-            # Forget the session that was silent for longest. One that waits for its client's answer must not be forgotten,
-            # or a caller that opens many sessions could cut off the others.
+            known = self._known[id] = self._read(caller, found)
             if len(self._known) > MAX_SESSIONS:
-                for _ in range(MAX_SESSIONS):
-                    oldest, silent = next(iter(self._known.items()))
-                    if not silent.is_busy:
-                        break
-                    self._known.move_to_end(oldest)
-                self._subscribed.forget(self._known.popitem(last=False)[1].session)
+                self._forget_one()
         self._known.move_to_end(id)
         self._verified[caller, token] = id
         if len(self._verified) > MAX_SESSIONS:
             self._verified.popitem(last=False)
         return known
+
+    def _read(self, caller: str, token: "Sealed") -> Known:
+        """Return the session that a token describes; `HttpError` 404 if it has ended."""
+        negotiated = _decode(token.value)
+        digest = hashlib.sha256(caller.encode()).hexdigest()[:16]
+        ended = EndedSession(digest, token.id, negotiated.opened)
+        if ended.is_among(self._ended.get) or self._is_ended(ended):
+            raise HttpError(404, "the session has ended: send initialize")
+        session = Session(
+            REVISIONS[negotiated.revision],
+            negotiated.capabilities,
+            client=negotiated.client,
+            id=token.id,
+            caller=caller,
+        )
+        return Known(session, ended, token.until)
+
+    def _forget_one(self) -> None:
+        """Forget the session that was silent for longest.
+
+        One that waits for its client's answer must not be forgotten, or a caller that opens many
+        sessions could disconnect the others.
+        """
+        for _ in range(MAX_SESSIONS):
+            oldest, silent = next(iter(self._known.items()))
+            if not silent.is_busy:
+                break
+            self._known.move_to_end(oldest)
+        self._subscribed.forget(self._known.popitem(last=False)[1].session)
 
     def end(self, ended: EndedSession) -> None:
         """End a session, and remember that it has ended."""
@@ -175,57 +263,72 @@ class Sessions:
             self._ended = within(self._ended, int((time.time() - LIFETIME) * 1000), MAX_ENDED)
 
 
-# --- sealed texts ----------------------------------------------------------------------------------------------------
+# --- sealed strings -------------------------------------------------------------------------------
 
 
 class Sealed(Struct, array_like=True):
-    """What a sealed text carries."""
+    """The content of a sealed string."""
 
     use: str
-    caller: bytes  # a digest: the text does not reveal the caller's name
+    # A digest: the string does not reveal the caller's name.
+    caller: bytes
+    # When the string expires, in Unix time.
     until: float
-    id: str  # random
+    # A random value.
+    id: str
     value: Raw
 
 
 _decode_sealed = msgspec.json.Decoder(Sealed).decode
 
 
-class Seals:
-    """Seals and opens texts with one secret: session ids, and the state of calls that take several rounds.
+class Sealer:
+    """Seals and opens strings with one secret.
 
-    A sealed text is `payload.signature`, both in base64url. An attacker may have written a text that comes back, so `open`
-    checks the signature first, then the use and the caller that the text was made for, and its age. The payload is not
-    secret: it holds only values that the caller may see.
+    They are session ids, and the states of calls that take several rounds. A sealed string is
+    `payload.signature`, both in base64url. An attacker may have written a string that a client
+    sends back, so `open` checks the signature first, then the use and the caller that it was made
+    for, and its age. The payload is not secret: it holds only values that the caller may see.
     """
 
     def __init__(self, secret: str | bytes, clock: Callable[[], float] = time.time) -> None:
         self._key = hashlib.sha256(secret.encode() if isinstance(secret, str) else secret).digest()
-        self.name = hashlib.sha256(b"name" + self._key).hexdigest()[:12]  # does not reveal the secret
+        # Does not reveal the secret.
+        self.name = hashlib.sha256(b"name" + self._key).hexdigest()[:12]
         self.clock = clock
 
     def seal(self, use: str, caller: str, value: object, lifetime: float) -> str:
-        """Return a text that `open` accepts for this use and this caller, for `lifetime` seconds."""
-        raw, until = Raw(msgspec.json.encode(value)), self.clock() + lifetime
-        payload = msgspec.json.encode(Sealed(use, _digest(caller), until, os.urandom(12).hex(), raw))
+        """Return a string that `open` accepts for this use and caller, for `lifetime` seconds."""
+        raw = Raw(msgspec.json.encode(value))
+        until = self.clock() + lifetime
+        payload = msgspec.json.encode(
+            Sealed(use, _digest(caller), until, os.urandom(12).hex(), raw)
+        )
         return _written(payload, hmac.digest(self._key, payload, "sha256"))
 
     def open(self, use: str, caller: str, sealed: str) -> Sealed | None:
-        """Return what a sealed text carries; None if it is not good for this."""
+        """Return the content of a sealed string.
+
+        Returns None if it is not valid for this use and caller.
+        """
         head, _, tail = sealed.partition(".")
         try:
             payload = base64.b64decode(head + "=" * (-len(head) % 4), b"-_", validate=True)
             signature = base64.b64decode(tail + "=" * (-len(tail) % 4), b"-_", validate=True)
         except ValueError:
             return None
-        # One value has one text: base64 has several forms of the same bytes, and another could pass a list of texts.
+        # One value has one string: base64 has several forms of the same bytes, and another could
+        # evade a list of strings.
         if _written(payload, signature) != sealed:
             return None
-        # `compare_digest` takes the same time for every wrong signature, so the time does not help to guess one.
+        # `compare_digest` takes the same time for every wrong signature, so the time does not help
+        # to guess one.
         if not hmac.compare_digest(hmac.digest(self._key, payload, "sha256"), signature):
             return None
-        told = _decode_sealed(payload)
-        return told if (told.use, told.caller) == (use, _digest(caller)) and told.until >= self.clock() else None
+        found = _decode_sealed(payload)
+        if found.use != use or found.caller != _digest(caller) or found.until < self.clock():
+            return None
+        return found
 
 
 def _digest(caller: str) -> bytes:
@@ -233,4 +336,6 @@ def _digest(caller: str) -> bytes:
 
 
 def _written(payload: bytes, signature: bytes) -> str:
-    return ".".join([base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in (payload, signature)])
+    return ".".join(
+        [base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in (payload, signature)]
+    )
